@@ -1,7 +1,7 @@
-"""A2PR: a generative guide, learned where actions turned out well; the actor follows it if it promises more.
+"""A2PR: TD3 with a penalty towards a generative guide, which is learned on advantageous actions.
 
-Legend: V value of a state, u = VAE(s, a) a reconstruction, q1 the first critic, w_vae weight of
-reconstructions, m weight of the constraint (`mask` in the released code, which is no mask)::
+Legend: V state value, u = VAE(s, a) a reconstruction, q1 the first critic, w_vae weight of reconstructions, m
+weight of the constraint (`mask` in the released code)::
 
     V     towards min(y, y'), y' = r + discount min(Q1, Q2)(s', a') with the critics just updated
     VAE   mean w_vae 1[q1(s, a) > V] (u - a)^2 + 1/2 mean KL(N(mean, std^2) | N(0, 1))
@@ -12,8 +12,8 @@ V is evaluated once per step, before it is updated; the gradient passes through 
 
 Source: A2PR, arXiv 2405.19909, and its released code.
 
-Deviations from the released code: none in the equations; moments of the optimisers and the step count are
-kept in checkpoints, and parts that nothing uses are left out.
+Deviations from the released code: none in the equations; checkpoints include optimiser moments and the step
+count, and unused parts are omitted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ActionVae(nn.Module):
     Args:
         cond_dim: C.
         action_dim: A; the latent has 2 A entries.
-        width: Of both hidden layers, in encoder and decoder.
+        width: Width of both hidden layers, in encoder and decoder.
         limit: Bound of decoded actions.
     """
 
@@ -55,7 +55,7 @@ class ActionVae(nn.Module):
         self.outlet = nn.Linear(width, action_dim)
 
     def forward(self, cond: Tensor, action: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return reconstructions (..., B, A), means and deviations (..., B, 2A) for noise (..., B, 2A)."""
+        """Return reconstructions (..., B, A), means and stds (..., B, 2A) for noise (..., B, 2A)."""
         hidden = self.encoder(torch.cat([cond, action], dim=-1))
         mean, std = self.mean(hidden).to(noise), self.log_std(hidden).to(noise).clamp(-4, 15).exp()
         latent = mean + std * noise
@@ -73,15 +73,15 @@ def divergence(mean: Tensor, std: Tensor) -> Tensor:
 
 
 class AdvantageGuide(Regulariser):
-    """The guide, with the value and the auto-encoder that it needs; see the top of the file.
+    """The guide with its value network and VAE; see the module docstring.
 
     Args:
         vae: Guide.
-        value: V, an ensemble of one over states.
+        value: V, an ensemble of one member over states.
         weight: m.
         vae_weight: w_vae.
         value_lr: Adam, of V.
-        vae_lr: Adam, of the auto-encoder.
+        vae_lr: Adam, of the VAE.
         autocast: See `OfflineConfig`.
     """
 
@@ -100,7 +100,7 @@ class AdvantageGuide(Regulariser):
         self.vae, self.value, self.weight, self.vae_weight = vae, value, weight, vae_weight
         self.value_optimizer = torch.optim.Adam(value.parameters(), lr=value_lr, fused=True)
         self.vae_optimizer = torch.optim.Adam(vae.parameters(), lr=vae_lr, fused=True)
-        self._before: Tensor | None = None  # V of the batch before its step, and q1 of the data actions
+        self._before: Tensor | None = None  # V of the batch before its update, and q1 of the data actions
         self._data_value: Tensor | None = None
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ class AdvantageGuide(Regulariser):
 
     @torch.no_grad()
     def value_target(self, batch: Batch, backup: Backup, critic: Ensemble) -> Tensor:
-        """Return what V moves towards, min(y, y') (..., B)."""
+        """Return the regression target of V, min(y, y') (..., B)."""
         with self._precision():
             fresh = aggregate(critic(batch.next_cond, backup.next_action), "min")
         return torch.minimum(backup.target, torch.addcmul(batch.reward, batch.discount, fresh))
@@ -143,7 +143,7 @@ class AdvantageGuide(Regulariser):
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
         with self._precision():
-            self.vae.requires_grad_(False)  # gradients of the input only
+            self.vae.requires_grad_(False)  # gradients with respect to the input only
             rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
             self.vae.requires_grad_(True)
         follows, weight = self.judged(batch, rebuilt, critic)
@@ -156,7 +156,7 @@ class AdvantageGuide(Regulariser):
 
     @torch.no_grad()
     def judged(self, batch: Batch, rebuilt: Tensor, critic: Ensemble) -> tuple[Tensor, Tensor]:
-        """Return where (..., B) the guide is `rebuilt` (..., B, A), and what the constraint weighs there."""
+        """Return a mask (..., B) where the guide is `rebuilt` (..., B, A), and the constraint weight."""
         assert self._before is not None and self._data_value is not None, "learn comes before penalty"
         with self._precision():
             promise = critic(batch.cond, rebuilt, members=1)[0]

@@ -17,10 +17,10 @@ from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig
 
-AT_BOUND = 0.98  # of the box of actions or latents; entries beyond count as saturated
+AT_BOUND = 0.98  # fraction of the action or latent bounds beyond which an entry counts as saturated
 
 Metrics = dict[str, float | Tensor]
-"""`component/quantity` -> value; tensors are read out by the logger, never inside a hot path."""
+"""`component/quantity` -> value; only the logger converts tensors to numbers."""
 
 
 Draws = Mapping[str, Tensor]
@@ -31,13 +31,13 @@ Quantities = dict[str, Tensor]
 
 
 class OnFirstUse:
-    """A field whose value may be a function without arguments, called when the field is first read."""
+    """Descriptor of a field whose value may be a zero-argument function, called at the first read."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._place = f"_{name}"
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        """Return the value; of the class None, the field's default."""
+        """Return the value; on the class, None (the field's default)."""
         if instance is None:
             return None
         value = vars(instance)[self._place]
@@ -46,35 +46,35 @@ class OnFirstUse:
         return value
 
     def __set__(self, instance: Any, value: Any) -> None:
-        """Keep the value, or the function that returns it."""
+        """Store the value, or the function that returns it."""
         vars(instance)[self._place] = value
 
 
 @dataclass
 class Setup:
-    """What an algorithm is built from. An algorithm refuses a setup without the parts that it needs."""
+    """Inputs of `AlgoConfig.build`; an algorithm refuses a setup without its required parts."""
 
-    policy: PolicyConfig = field(default_factory=PolicyConfig)  # for algorithms that build a policy anew
+    policy: PolicyConfig = field(default_factory=PolicyConfig)  # for algorithms that build a new policy
     env: EnvConfig | None = None
     dataset: EpisodeDataset | None = OnFirstUse()  # type: ignore[assignment]
-    init: Policy | None = None  # the policy to start from
-    teacher: Policy | None = None  # the policy to learn from
+    init: Policy | None = None  # policy to start from
+    teacher: Policy | None = None  # policy to distil from
     seed: int = 0
-    num_seeds: int = 1  # trained in this process at once, this one included
+    num_seeds: int = 1  # seeds trained at once in this process, this one included
     num_workers: int = BuildSettings.num_workers
     num_threads: int | None = BuildSettings.num_threads
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
-        if isinstance(self.init, Policy):  # methods also take other modules that answer to a protocol
+        if isinstance(self.init, Policy):  # methods also pass other modules that implement a protocol
             self.init = self.init.without_provenance()
 
     def threads(self, default: int) -> int:
         """Return `num_threads`, or the algorithm's `default`.
 
-        On-policy algorithms compute shares of a gradient on so many threads of one torch thread each; results
-        are the same for any number. All others give them to every operation of torch, where more than one
-        rarely helps small networks and changes numbers in their last bits.
+        On-policy algorithms compute parts of a gradient on this many threads with one torch thread each;
+        results are the same for any number. Other algorithms set torch's intra-op threads: more than one
+        rarely helps small networks and changes results in the last bits.
 
         Raises:
             ConfigError: If the number is not positive.
@@ -86,10 +86,10 @@ class Setup:
 
 
 def require_states_only(policy: Policy, algo: str) -> None:
-    """Refuse a policy that looks at images or goals, where what is remembered of an observation is its state.
+    """Refuse a policy with images or goals, for algorithms that store states only.
 
     Raises:
-        CapabilityError: If it does.
+        CapabilityError: If the policy uses images or goals.
     """
     if policy.goal_dim:
         raise CapabilityError(
@@ -104,10 +104,10 @@ def require_states_only(policy: Policy, algo: str) -> None:
 
 
 def require_one_policy(policy: Policy, algo: str) -> None:
-    """Refuse a composition: it has no network of its own.
+    """Refuse a composition, which has no network of its own.
 
     Raises:
-        CapabilityError: If the policy is one.
+        CapabilityError: If the policy is a composition.
     """
     if isinstance(policy, ComposedPolicy):
         raise CapabilityError(
@@ -118,7 +118,7 @@ def require_one_policy(policy: Policy, algo: str) -> None:
 class Algorithm(Protocol):
     """A training run in progress.
 
-    One that can be lengthened has a further attribute `budget`, the key that is raised, e.g. `algo.steps`.
+    A run that can be extended has an attribute `budget`: the key of its length, e.g. `algo.steps`.
     """
 
     @property
@@ -135,7 +135,7 @@ class Algorithm(Protocol):
         ...
 
     def advance(self) -> Metrics:
-        """Do one iteration (one PPO iteration, or a block of gradient steps) and report it."""
+        """Run one iteration (a PPO iteration, or a block of gradient steps) and return its metrics."""
         ...
 
     def snapshot(self) -> Policy:
@@ -143,7 +143,7 @@ class Algorithm(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs: tensors and plain values only."""
+        """Return all state for a bit-exact resume: tensors and plain values only."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -162,10 +162,10 @@ class AlgoConfig(Protocol):
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of a name.
+    """Return the torch device of a name.
 
     Raises:
-        ConfigError: If it is of another kind, or not there.
+        ConfigError: If the device type is unsupported or the device is unavailable.
     """
     device: torch.device | None = None
     with suppress(RuntimeError):

@@ -1,15 +1,15 @@
-"""Behaviour cloning with any process: regression of the matching loss on windows of demonstrations.
+"""Behaviour cloning for any process: the matching loss on windows of demonstrations.
 
 Equation: minimise E[ mask * loss(policy, s, a, t, eps) ] / E[mask] over windows (s, a), times t and noise
-eps; the loss is the policy's own (denoising error, velocity error, or negative log-likelihood).
+eps; the policy defines the loss (denoising error, velocity error, or negative log-likelihood).
 
 Deviations from the reference implementations of arXiv 2303.04137 and 2409.00588:
-    - padded actions are masked and the loss is averaged over recorded entries (`dp_compat_mean` counts
-      padding like data);
-    - the learning rate follows gradient steps, not epochs;
-    - the average of the weights adapts to the length of the run by default (`ema=delayed` with
-      ema_decay=0.995, ema_every=10 is that of DPPO);
-    - the exported, validated and evaluated weights are always the average, of all parts of the policy.
+    - padded actions are masked and the loss is averaged over recorded entries (`dp_compat_mean` includes
+      padding);
+    - the learning-rate schedule counts gradient steps instead of epochs;
+    - by default the EMA decay adapts to the length of the run (`ema=delayed` with ema_decay=0.995,
+      ema_every=10 matches DPPO);
+    - exported, validated and evaluated weights are the EMA of all parts of the policy.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ EMA_RULES: Mapping[str, Callable[[float, int, int], DecayRule]] = {
     "power": lambda decay, start, every: PowerDecay(max_value=decay, update_after=start, every=every),
     "delayed": DelayedDecay,
 }
-"""How averaged weights follow, by name: takes `ema_decay`, `ema_start` and `ema_every`."""
-THREADS = 1  # of torch, unless `num_threads` is set
+"""EMA decay rules by name; arguments `ema_decay`, `ema_start` and `ema_every`."""
+THREADS = 1  # torch threads, unless `num_threads` is set
 
 
 @register("algo", "bc")
@@ -66,22 +66,22 @@ class BcConfig(Checked):
     epochs: float | None = bounded(None, gt=0)  # passes over the data; replaces `steps`
     batch_size: int = bounded(256, ge=1)  # windows
     lr: float = bounded(1e-3, gt=0)  # AdamW, peak
-    min_lr: float = bounded(1e-4, ge=0)  # learning rate at the first and the last step
+    min_lr: float = bounded(1e-4, ge=0)  # learning rate at the first and last step
     warmup_steps: int = bounded(100, ge=0)  # gradient steps of linear warm-up
     weight_decay: float = bounded(1e-6, ge=0)  # AdamW
     max_grad_norm: float | None = bounded(None, gt=0, le=math.inf)  # gradient clipping; null: off
-    ema: str = bounded("power", choices=tuple(EMA_RULES))  # power: 1 - (1 + n)^-3/4; delayed: constant
-    ema_decay: float = bounded(0.9999, ge=0, lt=1)  # EMA decay of the weights (power: the largest)
-    ema_start: int = bounded(0, ge=0)  # gradient steps before averaging; until then weights are copied
-    ema_every: int = bounded(5, ge=1)  # gradient steps between two EMA updates
+    ema: str = bounded("power", choices=tuple(EMA_RULES))  # power: decay 1 - (1 + n)^-3/4; delayed: constant
+    ema_decay: float = bounded(0.9999, ge=0, lt=1)  # EMA decay of the weights (power: its maximum)
+    ema_start: int = bounded(0, ge=0)  # gradient steps before averaging starts; until then weights are copied
+    ema_every: int = bounded(5, ge=1)  # gradient steps between EMA updates
     pad_end: bool = True  # windows may extend past the end of an episode, masked
-    dp_compat_mean: bool = False  # average over padding too, as Diffusion Policy does
+    dp_compat_mean: bool = False  # average the loss over padding too, as Diffusion Policy does
     log_every: int = bounded(100, ge=1, was="block_steps")  # gradient steps between two log rows
     validation_fraction: float = bounded(0.05, ge=0, lt=1)  # fraction of episodes held out, rounded down
     validation_every: int | None = bounded(None, ge=0)  # gradient steps; null: a tenth; 0: at the end
     validation_windows: int = bounded(256, ge=1)  # held-out windows, at most
     validation_samples: int = bounded(8, ge=1)  # chunks sampled per window
-    teacher: str | None = path_field()  # run or policy directory that a consistency model is distilled from
+    teacher: str | None = path_field()  # run or policy directory of the teacher for consistency distillation
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,30 +91,30 @@ class BcConfig(Checked):
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If there is no dataset, widths or images of dataset, environment and policy differ,
-                or the policy cannot learn from the teacher.
+            ConfigError: If the dataset is missing, sizes or cameras of dataset, environment and policy
+                differ, or the policy does not support distillation.
             DatasetError: If the dataset has no window.
-            CapabilityError: If the policy to start from has no matching loss, or is a composition.
+            CapabilityError: If `init` has no matching loss, or is a composition.
         """
         with torch_threads(setup.threads(THREADS)):
             return Bc(self, setup)
 
     def num_steps(self, num_windows: int) -> int:
-        """Return the gradient steps of a run on so many windows."""
+        """Return the gradient steps of a run on `num_windows` windows."""
         if self.epochs is None:
             return self.steps
         return max(math.ceil(self.epochs * num_windows / self.batch_size), 1)
 
     def ema_rule(self) -> DecayRule:
-        """Return how the averaged weights follow."""
+        """Return the EMA decay rule."""
         return EMA_RULES[self.ema](self.ema_decay, self.ema_start, self.ema_every)
 
 
 class Bc:
-    """A cloning run in progress; see `BcConfig`.
+    """A behaviour-cloning run; see `BcConfig`.
 
     Attributes:
-        policy: The weights in training; their average is exported (`snapshot`).
+        policy: Policy in training; `snapshot` returns its EMA.
     """
 
     unit = "gradient_steps"
@@ -126,7 +126,7 @@ class Bc:
         facts = init_facts(setup.init, self.policy) | facts_of("teacher", setup.teacher)
         self._lasting = {"seed": setup.seed, **facts}
         self._matching = matching_of(self.policy)
-        dataset = dataset.with_cameras(self.policy.images)  # others are never read
+        dataset = dataset.with_cameras(self.policy.images)  # skips decoding of unused cameras
         self._digest, self._dataset_name = dataset.digest(), dataset.source
         self._teacher = _teacher_of(config, setup, self.policy)
         train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
@@ -153,7 +153,7 @@ class Bc:
         return self._total
 
     def advance(self) -> Metrics:
-        """Take a block of gradient steps and report its mean loss; validate when it is due."""
+        """Take a block of gradient steps and return its mean loss; validate when due."""
         before = self._done
         with torch_threads(self._num_threads):
             metrics = self._block(min(self.config.log_every, self._total - before))
@@ -175,7 +175,7 @@ class Bc:
         }
 
     def _step(self, batch: CloningBatch) -> Tensor:
-        """Take one gradient step and return its loss, detached; nothing is read back to the host."""
+        """Take one gradient step; return its detached loss without host synchronisation."""
         loss = self._loss(batch)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -204,7 +204,7 @@ class Bc:
             group["lr"] = lr
 
     def _validate_if_due(self, before: int) -> Metrics:
-        """Validate the averaged weights at the multiples of `validation_every` and at the end."""
+        """Validate the EMA weights at multiples of `validation_every` and at the end."""
         every = self.config.validation_every
         every = max(self._total // 10, 1) if every is None else every
         due = self._done >= self._total or (every > 0 and self._done // every > before // every)
@@ -213,7 +213,7 @@ class Bc:
         return self._validation.measure(cast(Policy, self._ema.module))
 
     def snapshot(self) -> Policy:
-        """Return a copy of the averaged policy, in evaluation mode."""
+        """Return a copy of the EMA policy in evaluation mode."""
         return cast(Policy, copy.deepcopy(self._ema.module)).eval()
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class Bc:
         """Continue from `state_dict`.
 
         Raises:
-            CheckpointError: If length, data, seed or the policy to start from are not those of the run.
+            CheckpointError: If length, data, seed or `init` differ from those of the saved run.
         """
         if state["total"] != self._total:
             raise CheckpointError(
@@ -262,7 +262,7 @@ class Bc:
         self._done = int(state["done"])
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there are no resources to release."""
 
     def _windows(self, dataset: EpisodeDataset) -> WindowSampler:
         chunk, pad = self.policy.chunk, self.config.pad_end
@@ -291,7 +291,7 @@ def _dataset_of(config: BcConfig, setup: Setup) -> EpisodeDataset:
 
 
 def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
-    """Return a fresh policy with the dataset's statistics, or a copy of the one to start from."""
+    """Return a new policy with the dataset's statistics, or a copy of `init`."""
     goal_dim = _goal_dim(setup, dataset)
     _require_goals(goal_dim, dataset)
     if setup.init is not None:
@@ -309,7 +309,7 @@ def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
 
 
 def _goal_dim(setup: Setup, dataset: EpisodeDataset) -> int:
-    """Return Dg: of the policy to start from, else of the task, else of the dataset if goals are dropped."""
+    """Return Dg of `init`, else of the task, else of the dataset if goals are dropped."""
     if setup.init is not None:
         return setup.init.goal_dim
     if setup.env is not None:
@@ -318,7 +318,7 @@ def _goal_dim(setup: Setup, dataset: EpisodeDataset) -> int:
 
 
 def _goal_width(dataset: EpisodeDataset) -> int:
-    """Return the width of the recorded goals; 0 where there are none."""
+    """Return the width of the recorded goals; 0 without goals."""
     return dataset.extras["goal"].shape[-1] if "goal" in dataset.extras else 0
 
 
@@ -337,7 +337,7 @@ def _require_goals(goal_dim: int, dataset: EpisodeDataset) -> None:
 
 
 def _teacher_of(config: BcConfig, setup: Setup, student: Policy) -> Teacher | None:
-    """Return the policy to learn from, if there is one."""
+    """Return the teacher, or None."""
     if setup.teacher is not None:
         return Teacher(setup.teacher, student)
     config.require("teacher", config.teacher is None, "loaded into setup.teacher, or null")
@@ -347,7 +347,7 @@ def _teacher_of(config: BcConfig, setup: Setup, student: Policy) -> Teacher | No
 def _hold_out(
     dataset: EpisodeDataset, config: BcConfig, seed: int
 ) -> tuple[EpisodeDataset, EpisodeDataset | None]:
-    """Split off whole episodes for validation; none when the share is below one episode."""
+    """Split off whole episodes for validation; none if the fraction is below one episode."""
     count = int(config.validation_fraction * dataset.num_episodes)
     if count == 0:
         _log.info(

@@ -1,12 +1,12 @@
-"""A score model of the data that corrects the actions of any policy (`policies.wrappers.score_correction`).
+"""CDSA: a score model that corrects the actions of a policy (`policies.wrappers.score_correction`).
 
-Trained on transitions without rewards: denoising score matching on [s, a] at the noises of the correction,
-and inverse dynamics by regression, both in standardised units. The policy itself is not touched.
+Trained on transitions without rewards: denoising score matching on [s, a] at the correction's noise levels,
+and inverse dynamics by regression, both in standardised units. The policy is frozen.
 
     score loss    = mean (eps_hat(x + sigma eps, sigma) - eps)^2        eps_hat = - sigma f
     dynamics loss = mean (I(s, s') - a)^2
 
-Source: arXiv 2406.07541 (CDSA) for the idea; the equations are ours, see there.
+Source: the idea is from arXiv 2406.07541 (CDSA); the equations are ours, see the wrapper.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 from policies.wrappers.score_correction import CorrectedPolicy, Correction
 
-_PROBES = 4096  # rows on which the gate is measured
+_PROBES = 4096  # rows for calibrating the gate
 
 
 class CorrectionLearner:
     """Trains the networks of a corrected policy.
 
     Args:
-        policy: Whose correction is trained.
-        table: Transitions, encoded for its inner policy.
-        config: Rates and lengths.
+        policy: Policy whose correction is trained.
+        table: Transitions in the encoding of its inner policy.
+        config: Learning rates and lengths.
     """
 
     def __init__(self, policy: CorrectedPolicy, table: TransitionTable, config: CdsaConfig) -> None:
@@ -56,7 +56,7 @@ class CorrectionLearner:
 
     @property
     def policy(self) -> CorrectedPolicy:
-        """The corrected policy, its gate set by the data under the present weights."""
+        """The corrected policy, with its gate calibrated under the current weights."""
         self.set_gate()
         return self._policy
 
@@ -69,14 +69,14 @@ class CorrectionLearner:
         policy.gate.copy_(found.quantile(quantile) if quantile else found.new_tensor(-1.0))
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw noise and its level."""
+        """Draw noise and noise levels."""
         device, width = self._sigmas.device, self._probes.cond.shape[1] + self._probes.action.shape[1]
         eps = torch.randn(n, width, generator=generator, device=generator.device).to(self._sigmas)
         level = torch.randint(len(self._sigmas), (n,), generator=generator, device=generator.device)
         return {"eps": eps, "level": level.to(device)}
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take a step of both networks."""
+        """Take a gradient step of both networks; return metrics."""
         policy, rate = self._policy, self.config
         lr = warmup_cosine(self.steps, lr=rate.lr, min_lr=0.1 * rate.lr, warmup=0, cycle=rate.steps)
         for group in self.optimizer.param_groups:
@@ -107,13 +107,13 @@ class CorrectionLearner:
 @register("algo", "cdsa")
 @dataclass
 class CdsaConfig(Checked):
-    """Correction of the actions of a policy by the score of a dataset.
+    """Correction of a policy's actions by the score of a dataset.
 
     Source:
         After arXiv 2406.07541; see `policies.wrappers.score_correction`.
     """
 
-    fixed_length: ClassVar[bool] = True  # the rate falls along it
+    fixed_length: ClassVar[bool] = True  # the learning-rate schedule depends on `steps`
 
     steps: int = bounded(20_000, ge=1)  # gradient steps
     batch_size: int = bounded(256, ge=1)  # transitions
@@ -126,7 +126,7 @@ class CdsaConfig(Checked):
 
         Raises:
             ConfigError: If policy or dataset is missing, or their widths differ.
-            CapabilityError: If the policy looks at images or goals.
+            CapabilityError: If the policy uses images or goals.
         """
         algo = name_of("algo", self)
         if setup.init is None:

@@ -1,8 +1,8 @@
 """DPPO: policy-gradient fine-tuning of a diffusion policy through its denoising chain.
 
-Two decision processes, one inside the other: every environment step contains the last S denoising steps as
-actions with Gaussian densities; the environment's advantage, discounted towards noisier steps, is given to
-each of them. The noisier steps keep the frozen initial network, a copy is tuned for the last S.
+Two nested decision processes: every environment step contains the last S denoising steps, which are actions
+with Gaussian densities. Each takes the environment's advantage, discounted towards noisier steps. A copy of
+the network is tuned for the last S steps; noisier steps use the frozen initial network.
 
 Legend: K denoising steps, S tuned ones (`tuned_steps`), inner step s = 0 (noisiest) … S-1, tau level.
 
@@ -12,12 +12,12 @@ Source:
     over s, noise floors, running reward scaling).
 
 Deviations from the reference:
-    * Values bootstrap through truncation from the true final observation and advantages never cross an
-      episode's end; a time limit is not a terminal state. `paper_compat` restores the reference's rule.
-    * One tuned step is allowed (its clip range is `clip_range`).
-    * Learning rates may not rise over training (min_lr > lr) unless `paper_compat`.
-    * Evaluation does not replace training iterations, and every finished episode counts.
-    * Old log-densities come from the sampler's own scoring; the frozen network runs only where it is used.
+    * Values bootstrap through truncation from the final observation; advantages stop at episode ends.
+      `paper_compat` restores the reference, where a time limit is terminal.
+    * S = 1 is allowed (its clip range is `clip_range`).
+    * A learning rate that rises over training (min_lr > lr) requires `paper_compat`.
+    * Evaluation runs in addition to training iterations, and every finished episode counts.
+    * Old log-densities come from the sampler's scoring; the frozen network runs only for its own steps.
     * When all steps are tuned, the frozen network is dropped.
 """
 
@@ -44,7 +44,7 @@ from policies.registry import name_of, register
 from policies.samplers.ddpm import DDIM, DDPM
 
 SAMPLERS = ("ddpm", "ddim")
-_MAX_CLIP_RATE = 100.0  # growth much faster than this is a step, and overflows
+_MAX_CLIP_RATE = 100.0  # above this rate growth is a step function and overflows
 
 
 @register("algo", "dppo")
@@ -53,14 +53,14 @@ class DppoConfig(PpoConfig):
     """DPPO with the published hyper-parameters of Hopper, Walker2d and HalfCheetah."""
 
     batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch: (environment step, denoising step) pairs
-    tuned_steps: int = bounded(10, ge=1)  # S, last denoising steps, those that are fine-tuned
-    sampler: str = bounded("ddpm", choices=SAMPLERS)  # for exploration and, without its noise, evaluation
+    tuned_steps: int = bounded(10, ge=1)  # S, fine-tuned denoising steps, counted from the last
+    sampler: str = bounded("ddpm", choices=SAMPLERS)  # exploration sampler; evaluation uses it without noise
     denoising_steps: int | None = bounded(None, ge=1)  # K; null: all levels (ddpm), the policy's own (ddim)
-    eta: float = bounded(1.0, gt=0, le=1)  # eta of DDIM while exploring; 0 in evaluation
+    eta: float = bounded(1.0, gt=0, le=1)  # eta of DDIM in exploration; 0 in evaluation
     gamma_denoising: float = bounded(0.99, ge=0, le=1)  # discount per denoising step, towards noisier ones
     clip_range_base: float = bounded(0.01, gt=0)  # clip range at s = 0; `clip_range` holds at s = S-1
     clip_range_rate: float = bounded(3.0, ge=-_MAX_CLIP_RATE, le=_MAX_CLIP_RATE)  # its exponential growth
-    min_sampling_std: float = bounded(0.1, gt=0)  # noise floor while exploring, normalised action units
+    min_sampling_std: float = bounded(0.1, gt=0)  # exploration noise floor, normalised action units
     min_log_prob_std: float = bounded(0.1, gt=0)  # noise floor in densities, normalised action units
     noise_clip: float = bounded(3.0, gt=0, le=math.inf)  # clip of exploration noise, standard deviations
 
@@ -82,8 +82,8 @@ class DppoConfig(PpoConfig):
         """Return DPPO on a copy of the diffusion policy `setup.init`.
 
         Raises:
-            ConfigError: If the policy or the environment is missing, their sizes disagree, or there are
-                fewer denoising steps than tuned ones.
+            ConfigError: If policy or environment is missing, their sizes disagree, or there are fewer
+                denoising steps than tuned ones.
             CapabilityError: If the policy is not a diffusion policy.
         """
         algo = name_of("algo", self)
@@ -101,15 +101,15 @@ class DppoConfig(PpoConfig):
         )
 
     def exploring(self, policy: DenoisingPolicy, sampler: DDPM | DDIM) -> DenoisingPolicy:
-        """Return a view of a policy that explores and records the tuned steps."""
+        """Return the policy with an exploration sampler that records the tuned steps."""
         floor = float(self.min_log_prob_std)
         return policy.with_sampler(sampler, tuned_steps=self.tuned_steps, log_prob_min_std=floor)
 
     def samplers(self, init: DenoisingPolicy) -> tuple[DDPM | DDIM, DDPM | DDIM]:
-        """Return (exploration, evaluation) samplers; what they share is taken from the initial policy.
+        """Return (exploration, evaluation) samplers; shared settings come from the initial policy.
 
-        Exploration adds the floor at every step, frozen ones and the last one too. Evaluation of ddpm
-        floors at 1e-3 and ends without noise; that of ddim is deterministic.
+        Exploration applies the noise floor at every step, including frozen steps and the last. Evaluation
+        with ddpm has a floor of 1e-3 and a noise-free last step; with ddim it is deterministic.
         """
         own = init.sampler
         explore: DDPM | DDIM
@@ -124,7 +124,7 @@ class DppoConfig(PpoConfig):
         explore = replace(
             explore,
             steps=steps,
-            clip_action=None,  # a bound on the chunk would falsify the density of the last step
+            clip_action=None,  # clipping the chunk would invalidate the density of the last step
             noise_clip=float(self.noise_clip),
             min_std=float(self.min_sampling_std),
             final_std=None,

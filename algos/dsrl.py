@@ -1,23 +1,23 @@
-"""DSRL: a frozen generative policy is steered by the noise that it starts from.
+"""DSRL: reinforcement learning over the start noise of a frozen generative policy.
 
-The result is a policy like any other: the frozen one, with an actor around it that chooses its noise
-(`policies.wrappers.noise_policy`). Soft actor-critic learns over the noise, in two variants.
+The exported policy wraps the frozen one with an actor that chooses its noise
+(`policies.wrappers.noise_policy`). SAC learns over the noise, in two variants.
 
 Legend: as in `algos.offpolicy.sac_update`; w = b u the noise, a(s, w) the chunk of the frozen policy, QA
 values of chunks, QW values of latents::
 
-    sac   Q(s, u) is learned from recorded latents; the frozen policy is not evaluated
+    sac   Q(s, u) is learned on recorded latents; the frozen policy is not evaluated
     na    y = r + discount (C_i QA_i_bar(s', a(s', b u')) - alpha log pi(u' | s'))       QA of executed chunks
           actor loss = mean (alpha log pi(u | s) - C_i QW_i(s, u))                     u, not w, enters QW
           distillation = 1/2 sum_i mean (QW_i(s, u) - QA_i(s, a(s, b u)))^2              on batches of its own
 
-No gradient passes through the frozen policy. Latents of the distillation are `gaussian` (b u standard normal,
-as released: most of them lie outside of the actor's box), uniform in the `box`, or half of each.
+No gradient passes through the frozen policy. Distillation latents are `gaussian` (b u standard normal, as
+released: most lie outside the actor's bounds), uniform in the `box`, or half of each.
 
-Source: DSRL, arXiv 2506.15799, released code. Deviations, undone by `paper_compat` where marked: the
-noise bound is applied in both variants; the warm-up executes what it records; time limits are not ends of the
-task, rewards and values are discounted per control step (`paper_compat`); chunks end with their episode; the
-density of tanh has no floor (`paper_compat`).
+Source: DSRL, arXiv 2506.15799, released code. Deviations, reverted by `paper_compat` where marked: the noise
+bound applies in both variants; the warm-up records the latents it executes; time limits are truncations,
+rewards and values are discounted per control step (`paper_compat`); chunks end with their episode; the tanh
+density has no floor (`paper_compat`).
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ _log = logging.getLogger(__name__)
 VARIANTS = ("na", "sac")
 DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
 STILL = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
-"""Settings that make a sampler deterministic after the start, where it has them."""
+"""Settings that make a sampler deterministic given its start noise, if it has them."""
 
 
 class SteeredActor:
-    """The actor of a steered policy; see `algos.offpolicy.sac_update.LatentActor`.
+    """Noise actor of a steered policy; see `algos.offpolicy.sac_update.LatentActor`.
 
     Args:
-        policy: Whose actor is trained.
-        form: Of the squashed density, one of `policies.networks.distributions.FORMS`.
-        within_box: Keep latents of the warm-up within the box of the actor, where critics learn of latents; a
-            Gaussian has no box.
-        is_fresh: Warm up as the frozen policy with normal noise in the form that latents have (with another
-            adapter than `full` less free than its own), instead of as the actor does already.
+        policy: Steered policy whose actor is trained.
+        form: Squashed density, one of `policies.networks.distributions.FORMS`.
+        within_box: Clip warm-up latents to the actor's bounds, for critics over latents; no effect for a
+            Gaussian, which is unbounded.
+        is_fresh: Warm up with standard normal noise of the frozen policy, in latent form (lower-dimensional
+            for adapters other than `full`), instead of with the actor's samples.
     """
 
     def __init__(
@@ -92,25 +92,25 @@ class SteeredActor:
 
     @property
     def bound(self) -> float:
-        """Of the noise, in its deviations."""
+        """Bound of the noise, in standard deviations."""
         return self.policy.wrapper.bound
 
     @property
     def highest_entropy(self) -> float:
-        """The largest entropy of u [nats] that the actor can have, or of b u for a Gaussian without bound."""
+        """Maximum entropy [nats] of u, or of b u for an unbounded Gaussian."""
         is_squashed = self.policy.wrapper.density == "tanh"
         return self.latent_dim * (highest_entropy() if is_squashed else highest_gaussian_entropy())
 
     def on_cpu(self) -> SteeredActor:
-        """Return the actor as workers use it."""
+        """Return the actor on the CPU, for rollout workers."""
         twin = copy.copy(self)
         twin.policy = self.policy.on_cpu()
         return twin
 
     def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
-        """Return latents (B, L) of normal noise for the frozen policy, or of the actor that steers already.
+        """Return warm-up latents (B, L): standard normal noise, or samples of the trained actor.
 
-        Those of normal noise are kept within the box if asked.
+        Standard normal latents are clipped to the bounds with `within_box`.
         """
         if not self._is_fresh:
             return self.draw(cond, eps)[0]
@@ -118,11 +118,11 @@ class SteeredActor:
         return latent.clamp(-1, 1) if self._within_box else latent
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the weights of the actor."""
+        """Return the actor's parameters."""
         return list(self.policy.actor.parameters())
 
     def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return latents u (B, L) and the log-density (B,) of u, or of b u for a Gaussian without bound."""
+        """Return latents u (B, L) and the log-density (B,) of u, or of b u for an unbounded Gaussian."""
         mean, log_std = self.policy.actor(cond)
         if self.policy.wrapper.density == "tanh":
             return tanh_draw(mean, log_std, eps, form=self._form)
@@ -130,18 +130,18 @@ class SteeredActor:
         return noise / self.bound, log_prob
 
     def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Return the executed rows of the frozen policy's chunk, flat (B, A)."""
+        """Return the executed rows of the frozen policy's chunk, flattened (B, A)."""
         return self.policy.chunk_of(cond, latent)[:, self.policy.chunk.executed].flatten(1)
 
 
 class NoiseAliasedUpdate(SacUpdate):
-    """Values of chunks, distilled into values of latents, which the actor climbs.
+    """SAC with critics over chunks, distilled into noise critics for the actor update.
 
     Args:
-        actor: What is trained.
+        actor: Noise actor in training.
         critic: QA.
-        noise_critic: QW, of as many members.
-        config: Constants.
+        noise_critic: QW, with as many members.
+        config: Hyper-parameters.
     """
 
     actor: SteeredActor
@@ -161,14 +161,14 @@ class NoiseAliasedUpdate(SacUpdate):
         )
 
     def next_values(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Ask the target critics about the chunks of latents (B, L)."""
+        """Return the target values (E, B) of the chunks of latents (B, L)."""
         return self.target_critic(cond, self.actor.chunk(cond, latent))
 
     def actor_values(self, cond: Tensor, latent: Tensor) -> Tensor:
         return self.noise_critic(cond, latent, frozen=True)
 
     def draw_latents(self, n: int, generator: torch.Generator) -> Tensor:
-        """Return latents (n, L) for a step of the distillation."""
+        """Return latents (n, L) for one distillation step."""
         shape, device = (n, self.actor.latent_dim), generator.device
         normal = torch.randn(shape, generator=generator, device=device) / self.actor.bound
         if self._latents == "gaussian":
@@ -179,13 +179,13 @@ class NoiseAliasedUpdate(SacUpdate):
         return chosen.to(self.critic.weight[0].device)
 
     def distillation(self, cond: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return values and targets (E, B) of the distillation at latents (B, L)."""
+        """Return predictions and targets (E, B) of the distillation at latents (B, L)."""
         with torch.no_grad():
             target = self.critic(cond, self.actor.chunk(cond, latent))
         return self.noise_critic(cond, latent), target
 
     def distill(self, batch: ChunkBatch, draws: Draws) -> Quantities:
-        """Take one step of the distilled critics at the latents `draws["latent"]` (B, L)."""
+        """Take one distillation step of QW at the latents `draws["latent"]` (B, L)."""
         loss = half_squared_error(*self.distillation(batch.cond, draws["latent"]))
         descend(self.noise_critic_optimizer, loss)
         return {"noise_critic/loss": loss.detach()}
@@ -216,13 +216,13 @@ class NoiseAliasedUpdate(SacUpdate):
 @register("algo", "dsrl")
 @dataclass
 class DsrlConfig(OffPolicyConfig):
-    """Diffusion steering: reinforcement learning over the noise of a frozen policy."""
+    """DSRL: reinforcement learning over the noise of a frozen policy."""
 
     target_entropy: float | None = bounded(0.0, ge=-math.inf)  # of a latent; null: minus half its width
-    variant: str = bounded("na", choices=VARIANTS)  # na: noise-aliased critics | sac: critics of noise only
+    variant: str = bounded("na", choices=VARIANTS)  # na: noise-aliased critics | sac: critics over noise only
     distillation_share: float = bounded(0.5, gt=0)  # distillation steps per critic update, for na
     distillation_latents: str = bounded("gaussian", choices=DISTILLATION_LATENTS)  # where to distil, for na
-    denoising_steps: int | None = bounded(None, ge=1)  # of the frozen policy; null: its own sampler
+    denoising_steps: int | None = bounded(None, ge=1)  # of the frozen policy; null: its saved sampler
     steering: Steering = field(default_factory=Steering)
 
     def __post_init__(self) -> None:
@@ -237,8 +237,8 @@ class DsrlConfig(OffPolicyConfig):
 
         Raises:
             ConfigError: If policy or environment is missing, or their sizes disagree.
-            CapabilityError: If the policy is not decided by the noise that it starts from, or sees more than
-                states.
+            CapabilityError: If actions are not a deterministic function of the start noise, or the policy
+                uses observations other than states.
         """
         name = name_of("algo", self)
         init = check_setup(setup, name)
@@ -247,19 +247,19 @@ class DsrlConfig(OffPolicyConfig):
             with seeded_weights(derive_seed(setup.seed, "steering")):
                 policy = self._steered(init).to(setup.device)
                 learner = self.learner_of(policy, is_fresh=not isinstance(init, SteeredPolicy))
-            # Latents and their chunks are remembered, and values are of them: what they mean must not change.
+            # Replay and critics depend on the map from latents to chunks: a resume invariant.
             names = ("bound", "adapter", "density", "activation")
             meaning = {name: getattr(policy.wrapper, name) for name in names}
             meaning |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
             resume_invariants = meaning | {"variant": self.variant}
             offline = offline_table(self, setup, policy)
-            # By normal noise, also where a trained actor warms up with its own draws.
+            # Standard normal noise, even where a trained actor warms up with its own samples.
             normal = SteeredActor(policy, within_box=self.variant == "sac")
             look = partial(look_at_noise, normal)
             return OffPolicyRun(self, setup, learner, offline, resume_invariants, look)
 
     def _steered(self, init: Policy) -> SteeredPolicy:
-        """Return the policy to train; one that is steered already is steered on."""
+        """Return the policy to train; a steered policy keeps its actor."""
         if isinstance(init, SteeredPolicy):
             self._warn_of_unused(init)
             policy = init.clone().eval()
@@ -312,10 +312,10 @@ class DsrlConfig(OffPolicyConfig):
         return policy
 
     def learner_of(self, policy: SteeredPolicy, *, is_fresh: bool = True) -> SacUpdate:
-        """Return what learns; torch's global generator decides the initial weights.
+        """Return the learner; initial weights use torch's global generator.
 
         Args:
-            policy: To be trained.
+            policy: Policy to train.
             is_fresh: Whether its actor is untrained.
         """
         chunk, cond, device = policy.chunk, policy.encoder.cond_dim, policy.device

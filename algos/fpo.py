@@ -1,16 +1,16 @@
-"""FPO: policy gradients for flow policies whose ratios are differences of matching losses.
+"""FPO: policy gradients for flow policies with ratios from matching losses.
 
-Nothing is known about the density of a flow's actions, and nothing needs to be: the loss of denoising the
-executed action stands in for minus its log-likelihood, PPO does the rest. The regression target is the action
-that the policy took. `algo=fpo` fine-tunes a policy (`init`), or a fresh one learns from the reward alone.
+The density of a flow's actions is unknown; the matching loss of the executed action replaces the negative
+log-likelihood in PPO. The regression target is the executed action. `algo=fpo` fine-tunes `init`, or trains a
+new policy from the reward alone.
 
 Source:
-    FPO, arXiv 2507.21053, and FPO++, arXiv 2602.02481. Defaults are those of FPO's released code; what
-    belongs to FPO++ is marked.
+    FPO, arXiv 2507.21053, and FPO++, arXiv 2602.02481. Defaults are those of FPO's released code; FPO++
+    settings are marked.
 
 Deviations from the released code:
-    * Times without weight (pure noise, for the eps loss) are not drawn.
-    * Observation statistics are exact and change between iterations only, so ratios are 1 on fresh data.
+    * Times of zero weight (pure noise, for the eps loss) are not drawn.
+    * Observation statistics are exact and change between iterations only: ratios are 1 on fresh data.
     * Advantages are estimated once per iteration; values bootstrap through truncation.
 """
 
@@ -37,21 +37,21 @@ from policies.registry import register
 @register("algo", "fpo")
 @dataclass
 class FpoConfig(RectifiedConfig):
-    """FPO; with `per_draw`, `surrogate=aspo` and the bounds of losses, FPO++."""
+    """FPO; FPO++ with `per_draw`, `surrogate=aspo` and clamps of losses."""
 
-    clip_range: float = bounded(0.05, gt=0)  # of the ratio of an action, or of a draw
-    target_kl: float | None = bounded(None, gt=0, le=math.inf)  # estimated from the ratios; null: no limit
-    num_draws: int = bounded(8, ge=1)  # n, draws of (time, noise) stored with every action
-    per_draw: bool = False  # a ratio per draw (FPO++), else one per action
-    prediction: str = bounded("eps", choices=PREDICTIONS)  # what losses compare
+    clip_range: float = bounded(0.05, gt=0)  # clip range of the ratio of an action, or of a draw
+    target_kl: float | None = bounded(None, gt=0, le=math.inf)  # KL limit, from the ratios; null: off
+    num_draws: int = bounded(8, ge=1)  # n, (time, noise) draws stored per action
+    per_draw: bool = False  # one ratio per draw (FPO++); false: per action
+    prediction: str = bounded("eps", choices=PREDICTIONS)  # compared quantity
     loss_reduction: str = bounded("mean", choices=REDUCTIONS)  # over executed entries
     loss_scale: float = bounded(1.0, gt=0)  # factor of the losses
     huber: float | None = bounded(None, gt=0)  # threshold of the Huber loss (FPO++); null: squared errors
-    max_loss: float | None = bounded(None, gt=0)  # clamp of losses before they are subtracted (FPO++)
+    max_loss: float | None = bounded(None, gt=0)  # clamp of losses before subtraction (FPO++)
     max_loss_negative: float | None = bounded(None, gt=0)  # clamp where the advantage is negative (FPO++)
     difference_range: tuple[float, float] | None = None  # clamp of differences; no gradient beyond
     max_difference: float | None = bounded(None, gt=0)  # upper clamp of differences, gradients kept (FPO++)
-    times: str = bounded("grid", choices=TIMES)  # distribution of the times of draws
+    times: str = bounded("grid", choices=TIMES)  # distribution of the drawn times
     time_power: float = bounded(1.0, gt=0)  # of `density`; 1 is uniform
     action_noise: float = bounded(0.0, ge=0)  # std of noise on finished chunks, normalised units (FPO++)
 
@@ -82,7 +82,7 @@ class FpoConfig(RectifiedConfig):
 
     @property
     def drawing(self) -> dict[str, Any]:
-        """What is drawn, as arguments of the ratio."""
+        """Return the draw settings, as arguments of the ratio."""
         return {
             "num_draws": self.num_draws,
             "per_draw": self.per_draw,
@@ -104,10 +104,10 @@ class AwmConfig(FpoConfig):
         AWM, arXiv 2509.25050.
     """
 
-    target_kl: float | None = bounded(None, gt=0, le=math.inf)  # of how far losses fell; null: no limit
-    update_epochs: int = bounded(1, ge=1)  # passes over the rows; more drift, as nothing bounds the ratio
-    prediction: str = bounded("velocity", choices=PREDICTIONS)  # what losses compare
-    times: str = bounded("density", choices=TIMES)  # distribution of the times of draws
+    target_kl: float | None = bounded(None, gt=0, le=math.inf)  # limit of the loss decrease; null: off
+    update_epochs: int = bounded(1, ge=1)  # passes over the rows; ratios are not clipped
+    prediction: str = bounded("velocity", choices=PREDICTIONS)  # compared quantity
+    times: str = bounded("density", choices=TIMES)  # distribution of the drawn times
     weight: str = bounded("one", choices=AwmRatio.WEIGHTS)  # weight of a draw by its noise amplitude
 
     def __post_init__(self) -> None:

@@ -1,20 +1,20 @@
-"""Weights of a composition: searched by rollouts, or estimated from held-out demonstrations.
+"""Weights of a composition: search by rollouts, or estimate from held-out demonstrations.
 
-Legend: N members, w weights, t noise level, W windows, x noisy chunk, eps its noise, eps_i(x, t) what member
-i predicts, e_i = eps_i - eps, G_ij = E[e_i e_j] (averaged over the elements of a chunk).
+Legend: N members, w weights, t noise level, W windows, x noisy chunk, eps its noise, eps_i(x, t) prediction
+of member i, e_i = eps_i - eps, G_ij = E[e_i e_j] (averaged over the entries of a chunk).
 
-Search. Weights on a grid play the same seeded episodes; after a few of them the best go on to more, fresh
-episodes (successive halving). The weights that win were chosen for their luck too: what they are worth is
-measured on episodes that the search has not seen.
+Search. All weights of a grid are evaluated on the same seeded episodes; the best continue with more, fresh
+episodes (successive halving). The winner's score is biased by selection, so it is measured again on unseen
+episodes.
 
-Estimate. The mean squared error of the composed noise prediction is quadratic in the weights, w' G w, so that
-no rollout is needed to minimise it over weights that add up to 1 (none negative). For two members::
+Estimate. The mean squared error of the composed noise prediction is quadratic in the weights, w' G w. It is
+minimised over non-negative weights of sum 1 without rollouts. For two members::
 
     A = G_11,  B = G_22,  C = G_12,      w_1 = (B - C) / (A + B - 2 C), limited to [0, 1]
 
-That eps is the noise that was drawn, not its mean given x, adds one number to all of G, which cancels: the
-weights are those of the error against the true score. A composition is better than both members at a level
-where C < min(A, B), that is where members err differently. Whether it acts better is measured in episodes.
+Using the drawn noise eps instead of its mean given x adds one constant to all of G, which cancels: the
+weights minimise the error against the true score. A composition beats both members at a level where C <
+min(A, B), i.e. where member errors differ. Task performance is measured in episodes.
 
 Source: GPC (arXiv 2510.01068), proposition 4.1; the grid of 11 weights is the paper's. Deviations: common
 episodes, intervals and halving instead of 100 or 200 episodes of every weight; the estimate is ours.
@@ -50,7 +50,7 @@ SMALLEST_WEIGHT = 1e-9
 
 @dataclass(frozen=True)
 class Trial:
-    """Weights and the episodes that they played in one round of a search."""
+    """Weights and their episodes in one round of a search."""
 
     round: int
     weights: tuple[float, ...]
@@ -58,7 +58,7 @@ class Trial:
 
     @property
     def worth(self) -> tuple[float, float]:
-        """What trials are ranked by: success (0 where the task has none), then return."""
+        """Sort key of trials: success (0 if undefined), then return."""
         is_solved = self.evaluation.quantity == "success"
         success = float(self.evaluation.values("success").mean()) if is_solved else 0.0
         return success, float(self.evaluation.values("return").mean())
@@ -66,17 +66,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        trials: In the order in which they were played, round by round.
+        trials: Trials in order of evaluation, round by round.
     """
 
     trials: tuple[Trial, ...]
 
     @property
     def final(self) -> list[Trial]:
-        """The trials of the last round, best first; of equals the most balanced one comes first."""
+        """Trials of the last round, best first; ties by the most balanced weights."""
         return ranked([trial for trial in self.trials if trial.round == self.trials[-1].round])
 
     @property
@@ -84,12 +84,12 @@ class Search:
         return self.final[0].weights
 
     def behind(self, trial: Trial) -> Comparison:
-        """Compare a trial of the last round with the winner, episode by episode: winner - trial."""
+        """Compare a trial of the last round with the winner on the same episodes: winner - trial."""
         return compare(trial.evaluation, self.final[0].evaluation)
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """Order trials, best first."""
+    """Return the trials sorted, best first."""
     return sorted(trials, key=lambda trial: (*trial.worth, -max(trial.weights)), reverse=True)
 
 
@@ -103,7 +103,7 @@ def search_weights(
     """Search the weights of a composition by rollouts.
 
     Args:
-        policy: The composition; its own weights play no part.
+        policy: The composition; its own weights are ignored.
         settings: Grid, rounds and seeds.
         play: (policy, first seed, episodes) -> evaluation.
         on_trial: Called after every trial.
@@ -129,11 +129,11 @@ def search_weights(
 
 @dataclass(frozen=True)
 class WeightEstimate:
-    """Weights that predict the noise of demonstrations best.
+    """Weights with the lowest noise-prediction error on demonstrations.
 
     Shapes:
-        weights, low, high: (N,), with the ends of 95 % intervals (over episodes).
-        error: (N, N), G of the module; on its diagonal the errors of the members.
+        weights, low, high: (N,), with bounds of 95 % intervals (over episodes).
+        error: (N, N), G of the module; the diagonal holds the errors of the members.
 
     Attributes:
         t: Sampling time of the lead; None: all levels together.
@@ -149,18 +149,18 @@ class WeightEstimate:
 def estimate_weights(
     policy: ComposedPolicy, dataset: EpisodeDataset, settings: EstimateSettings | None = None
 ) -> list[WeightEstimate]:
-    """Estimate the weights of a convex composition from demonstrations that no member was trained on.
+    """Estimate the weights of a convex composition from held-out demonstrations.
 
     Args:
-        policy: The composition; its own weights play no part.
+        policy: The composition; its own weights are ignored.
         dataset: Held-out demonstrations.
         settings: Windows, levels, seed.
 
     Returns:
-        All levels together, then level by level from noise to data.
+        All levels together, then each level from noise to data.
 
     Raises:
-        CapabilityError: If the composition is no convex sum.
+        CapabilityError: If the composition is not a convex sum.
     """
     if policy.composition.operator != "convex":
         raise CapabilityError(
@@ -179,9 +179,9 @@ def estimate_weights(
 def error_products(
     policy: ComposedPolicy, dataset: EpisodeDataset, levels: Tensor, settings: EstimateSettings
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return e_i e_j of every level and window (L, W, N, N), and the episodes of the windows (W,).
+    """Return e_i e_j per level and window (L, W, N, N), and the episodes of the windows (W,).
 
-    Averages are over recorded actions. The same noise is used at all levels. Errors are in the lead's units.
+    Averages cover recorded actions; all levels share the noise; errors are in the lead's units.
     """
     source = WindowSampler(
         dataset, policy.chunk, pad_end=True, goal_dim=policy.goal_dim, cameras=policy.images
@@ -207,9 +207,9 @@ def error_products(
 
 
 def best_weights(error: np.ndarray) -> np.ndarray:
-    """Return the weights (..., N), none negative, sum 1, that minimise w' G w for errors G (..., N, N).
+    """Return non-negative weights (..., N) of sum 1 that minimise w' G w for errors G (..., N, N).
 
-    The minimum is the least of the minima over every subset of members that has no negative weight.
+    The minimum is taken over all subsets of members with non-negative solutions.
 
     Example:
         >>> best_weights(np.array([[2.0, 0.5], [0.5, 1.0]])).round(6).tolist()
@@ -232,7 +232,7 @@ def best_weights(error: np.ndarray) -> np.ndarray:
 
 
 def _resamples(episode: np.ndarray, seed: int) -> np.ndarray:
-    """Return how often every window counts in each resample of the episodes, (R, W)."""
+    """Return the count of every window in each bootstrap resample of the episodes, (R, W)."""
     rng = np.random.default_rng(seed)
     _, number = np.unique(episode, return_inverse=True)
     count = int(number.max()) + 1
@@ -241,7 +241,7 @@ def _resamples(episode: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _estimate(t: float | None, products: np.ndarray, draws: np.ndarray) -> WeightEstimate:
-    """Estimate weights from products (W, N, N), with a percentile interval over resamples (R, W)."""
+    """Estimate weights from products (W, N, N), with a percentile bootstrap interval over (R, W)."""
     error = products.mean(axis=0)
     resampled = np.einsum("rw,wij->rij", draws, products) / draws.sum(axis=1)[:, None, None]
     low, high = np.quantile(best_weights(resampled), [0.025, 0.975], axis=0)

@@ -1,4 +1,4 @@
-"""The keys of a composition's weights: `search` and `estimate`."""
+"""Settings of a composition's weights: `search` and `estimate`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 DIVISIONS = {2: 10, 3: 5}
-"""Steps of the grid by the number of members: 11 weights for two, 21 for three."""
+"""Grid divisions by number of members: 11 weights for two, 21 for three."""
 MORE_DIVISIONS = 4
 
 
 @dataclass
 class SearchSettings(Checked):
-    """How weights are searched."""
+    """Settings of the weight search."""
 
     key: ClassVar[str] = "search"
 
-    divisions: int | None = bounded(None, ge=1)  # of the weight grid; null: 10 (2 members), 5 (3), else 4
-    candidates: Any = None  # instead of the grid: a list of weights, each one number per member
-    episodes: tuple[int, ...] = bounded((20, 100), ge=1)  # per candidate, round by round
+    divisions: int | None = bounded(None, ge=1)  # divisions of the grid; null: 10 (2 members), 5 (3), else 4
+    candidates: Any = None  # list of weights instead of the grid, one number per member each
+    episodes: tuple[int, ...] = bounded((20, 100), ge=1)  # episodes per candidate, round by round
     keep: tuple[int, ...] = bounded((3,), ge=1)  # candidates kept after every round but the last
-    first_seed: int = 2_000_000  # seed of the first episode; rounds follow each other
+    first_seed: int = 2_000_000  # seed of the first episode; rounds use consecutive seeds
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,10 +35,10 @@ class SearchSettings(Checked):
         check_seeds("search.first_seed", self.first_seed, sum(self.episodes))
 
     def weights(self, members: int, operator: str) -> list[tuple[float, ...]]:
-        """Return the weights to try.
+        """Return the candidate weights.
 
         Raises:
-            ConfigError: If candidates do not fit, or an operator without a natural grid has none.
+            ConfigError: If candidates do not fit, or are missing for an operator without a default grid.
         """
         if self.candidates is not None:
             given = [tuple(float(weight) for weight in one) for one in self.candidates]
@@ -56,23 +56,23 @@ class SearchSettings(Checked):
         return simplex(members, self.divisions or DIVISIONS.get(members, MORE_DIVISIONS))
 
     def overlaps(self, first_seed: int, episodes: int) -> bool:
-        """Return whether the search plays one of these episodes."""
+        """Return whether the search uses any of these episodes."""
         return first_seed < self.first_seed + sum(self.episodes) and self.first_seed < first_seed + episodes
 
 
 @dataclass
 class EstimateSettings(Checked):
-    """How weights are estimated from demonstrations."""
+    """Settings of the weight estimate from demonstrations."""
 
     key: ClassVar[str] = "estimate"
 
     windows: int = bounded(512, ge=1)  # windows of the data, at most; evenly spaced
     levels: int = bounded(10, ge=1)  # noise levels, evenly spaced in the lead's sampling time
-    seed: int = 0  # of noise and resamples
+    seed: int = 0  # seed of noise and bootstrap resamples
 
 
 def simplex(members: int, divisions: int) -> list[tuple[float, ...]]:
-    """Return all weights (none negative, sum 1) whose entries are multiples of 1 / divisions.
+    """Return all non-negative weights of sum 1 whose entries are multiples of 1 / divisions.
 
     Example:
         >>> simplex(2, 2)

@@ -1,4 +1,4 @@
-"""IQL: values of the dataset's own actions by expectiles, and a policy that imitates the better ones.
+"""IQL: expectile regression of values on dataset actions, policy by advantage-weighted regression.
 
 Legend: tau expectile, u advantage, bar target copy, beta temperature::
 
@@ -7,18 +7,18 @@ Legend: tau expectile, u advantage, bar target copy, beta temperature::
     Q loss  = mean over both critics of mean (Q - y)^2,   y = r + discount V(s'), V before its step
     policy  = mean min(exp(beta u), 100) * (- log pi(a | s)),   u before the step of V
 
-For a deterministic policy the sum of its squared errors, sum (pi(s) - a)^2, takes the place of - log pi. A
-policy that samples is weighted by the same factors in its matching loss (advantage-weighted regression).
+For a deterministic policy the sum of squared errors, sum (pi(s) - a)^2, replaces - log pi. For a sampling
+policy the matching loss takes the same weights (advantage-weighted regression).
 
-Source: IQL, arXiv 2110.06169; order, constants and the deterministic actor of a well-known single-file
-reproduction (CORL).
+Source: IQL, arXiv 2110.06169; step order, constants and the deterministic actor from CORL, a single-file
+reproduction.
 
 Deviations from that reproduction:
-    * the Gaussian learns its log-variance (`policies.networks.heads`), there the log of its deviation: a step
-      of Adam moves the latter half as far; start (1) and limits of the deviation are the same;
-    * `normalize_returns` uses returns of whole episodes; there, an episode without an end loses its last row,
-      and is then cut at every thousandth one, so that cuts slide into its neighbours;
-    * no dropout: published for Adroit, and there given to a Gaussian actor, which ignores it.
+    * the Gaussian learns its log-variance (`policies.networks.heads`) instead of its log-std: an Adam step
+      changes the log-std half as much; initial std (1) and std limits are the same;
+    * `normalize_returns` uses returns of whole episodes; CORL drops the last row of an episode without an end
+      and then cuts at every thousandth row, so cuts shift into neighbouring episodes;
+    * no dropout: published for Adroit, where CORL passes it to a Gaussian actor that ignores it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def expectile_loss(u: Tensor, tau: float) -> Tensor:
 
 
 class PolicyLoss:
-    """Loss of a policy on recorded chunks.
+    """Policy loss per row on recorded chunks.
 
-    Negative log-likelihoods, and squared errors of a deterministic policy, are summed over the entries of a
+    Negative log-likelihoods and squared errors of a deterministic policy are summed over the entries of a
     chunk; other matching losses are averaged.
 
     Args:
-        policy: In training.
+        policy: Policy in training.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -81,13 +81,13 @@ class PolicyLoss:
 
 
 class IqlLearner:
-    """Critics, value, policy and their optimisers; takes one step on one batch.
+    """Critics, value network, policy and optimisers.
 
     Args:
-        policy: In training.
-        critic: Q.
-        value: V, an ensemble of one over states.
-        config: Constants.
+        policy: Policy in training.
+        critic: Q ensemble.
+        value: V, an ensemble of one member over states.
+        config: Hyper-parameters.
     """
 
     def __init__(self, policy: Policy, critic: Ensemble, value: Ensemble, config: IqlConfig) -> None:
@@ -105,7 +105,7 @@ class IqlLearner:
         return self.policy_loss.draw(n, generator)
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take a step of value, critics and policy."""
+        """Take one gradient step of value, critics and policy; return metrics."""
         self.steps += 1
         with torch.no_grad(), self._precision(batch):
             best = aggregate(self.target_critic(batch.cond, batch.action), "min")
@@ -165,22 +165,22 @@ class IqlLearner:
 @register("algo", "iql")
 @dataclass
 class IqlConfig(OfflineConfig):
-    """IQL with the published settings of locomotion; its new policy is Gaussian or deterministic.
+    """IQL with the published locomotion settings; a new policy is Gaussian or deterministic.
 
-    Published elsewhere: expectile 0.9 and temperature 10 for antmaze (reward_shift -1); 0.8 and 3 for Adroit;
-    by the reproduction a deterministic policy and tau 0.001 for hopper-medium and hopper-medium-replay, and
-    expectile 0.5 and temperature 6 on rewards as recorded for hopper-medium-expert.
+    Published elsewhere: expectile 0.9 and temperature 10 for antmaze (reward_shift -1); 0.8 and 3 for Adroit.
+    CORL: deterministic policy and tau 0.001 for hopper-medium and hopper-medium-replay; expectile 0.5 and
+    temperature 6 on unscaled rewards for hopper-medium-expert.
 
     Source:
-        arXiv 2110.06169, section 5; the top of the file.
+        arXiv 2110.06169, section 5; module docstring.
     """
 
-    fixed_length: ClassVar[bool] = True  # the actor's rate falls along it
+    fixed_length: ClassVar[bool] = True  # the actor's learning-rate schedule depends on `steps`
 
     expectile: float = bounded(0.7, gt=0, lt=1)  # tau, of the value loss
     temperature: float = bounded(3.0, ge=0)  # beta, inverse temperature of the advantage weights
     value_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of V; ReLU
-    deterministic: bool = False  # a new actor is deterministic and trained by regression; false: Gaussian
+    deterministic: bool = False  # true: deterministic actor trained by regression; false: Gaussian
 
     def __post_init__(self) -> None:
         super().__post_init__()

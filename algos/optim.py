@@ -1,6 +1,6 @@
-"""Learning rates as pure functions of the step, and averaged weights.
+"""Learning-rate schedules as pure functions of the step, optimiser steps, EMA of weights.
 
-A schedule is never stored or mutated: resuming needs the step count only.
+Schedules are stateless: resuming needs the step count only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from policies.errors import ConfigError
 def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: int) -> float:
     """Return the learning rate after `step` scheduler steps.
 
-    Rises linearly from `min_lr` to `lr` over `warmup` steps, falls by a cosine to `min_lr` at the end of the
-    cycle, then starts again. Step 0 is always `min_lr`, also without warm-up. With `min_lr > lr` the
-    "fall" is a rise (some published configurations do that; configurations here refuse it).
+    Linear warm-up from `min_lr` to `lr` over `warmup` steps, cosine decay to `min_lr` at the end of the
+    cycle, then restart. Step 0 is always `min_lr`, also without warm-up. `min_lr > lr` makes the decay a
+    rise, as in some published configurations; it is refused unless allowed.
 
     Source:
         Loshchilov & Hutter, arXiv 1608.03983, equation 5, with the warm-up of the DPPO reference.
@@ -65,9 +65,9 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Continue an optimiser's moments; rates and decays stay as they are configured now.
+    """Restore an optimiser's moments; learning rates and weight decays keep their configured values.
 
-    `load_state_dict` alone would bring back those that the run was started with.
+    `load_state_dict` alone would restore those of the saved run.
     """
     configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
@@ -76,12 +76,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
 
 
 def save_parts(owner: object, names: Sequence[str]) -> dict[str, Any]:
-    """Return the state of networks and optimisers, by the names of their attributes."""
+    """Return the state of networks and optimisers by attribute name."""
     return {name: getattr(owner, name).state_dict() for name in names}
 
 
 def load_parts(owner: object, names: Sequence[str], state: Mapping[str, Any]) -> None:
-    """Continue networks and optimisers from `save_parts`."""
+    """Restore networks and optimisers from `save_parts`."""
     for name in names:
         part = getattr(owner, name)
         if isinstance(part, torch.optim.Optimizer):
@@ -91,16 +91,16 @@ def load_parts(owner: object, names: Sequence[str], state: Mapping[str, Any]) ->
 
 
 class DecayRule(Protocol):
-    """How an average follows the weights."""
+    """EMA decay schedule."""
 
     def decay(self, count: int) -> float | None:
-        """Return the share of the old average at the `count`-th update (0-based); None leaves it alone."""
+        """Return the EMA decay of the `count`-th update (0-based); None skips the update."""
         ...
 
 
 @dataclass(frozen=True)
 class DelayedDecay(Checked):
-    """Copy the weights until `start`, then average; only every `every`-th update counts.
+    """Copy the weights until `start`, then constant decay at every `every`-th update.
 
     Source:
         DPPO (arXiv 2409.00588), reference implementation of pre-training.
@@ -110,7 +110,7 @@ class DelayedDecay(Checked):
 
     value: float = bounded(0.995, ge=0, lt=1)  # decay
     start: int = bounded(0, ge=0)  # updates before which the weights are copied
-    every: int = bounded(10, ge=1)  # updates between two changes of the average
+    every: int = bounded(10, ge=1)  # updates between EMA updates
 
     def decay(self, count: int) -> float | None:
         if count % self.every:
@@ -120,7 +120,7 @@ class DelayedDecay(Checked):
 
 @dataclass(frozen=True)
 class PowerDecay(Checked):
-    """Average with decay 1 - (1 + count / inv_gamma)^-power, within limits.
+    """EMA decay 1 - (1 + count / inv_gamma)^-power, within limits.
 
     Source:
         Diffusion Policy (arXiv 2303.04137), reference implementation.
@@ -129,11 +129,11 @@ class PowerDecay(Checked):
     key: ClassVar[str] = "ema"
 
     power: float = 0.75
-    inv_gamma: float = bounded(1.0, gt=0)  # updates; larger values follow the weights for longer
+    inv_gamma: float = bounded(1.0, gt=0)  # updates; larger values delay the increase of the decay
     min_value: float = bounded(0.0, ge=0, lt=1)
     max_value: float = bounded(0.9999, ge=0, lt=1)
-    update_after: int = 0  # updates that only copy
-    every: int = bounded(1, ge=1)  # updates between two changes of the average; `count` above counts changes
+    update_after: int = 0  # updates that only copy the weights
+    every: int = bounded(1, ge=1)  # updates between EMA updates; `count` above counts EMA updates
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,11 +150,11 @@ class PowerDecay(Checked):
 
 
 class Ema:
-    """A moving average of a module's parameters; buffers are copied.
+    """Exponential moving average of a module's parameters; buffers are copied.
 
     Attributes:
         module: The averaged copy, in evaluation mode and without gradients.
-        count: Updates seen.
+        count: Number of updates.
     """
 
     def __init__(self, module: nn.Module, rule: DecayRule) -> None:
@@ -163,7 +163,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
-        """Follow the weights after one gradient step."""
+        """Update the average after one gradient step."""
         decay = self.rule.decay(self.count)
         self.count += 1
         if decay is None:
@@ -186,7 +186,7 @@ class Ema:
         self.count = int(state["count"])
 
     def restore(self, state: dict[str, Any] | None, module: nn.Module) -> None:
-        """Continue from `state_dict`; None, of a run that did not average: begin with `module`."""
+        """Restore from `state_dict`; None (saved without EMA): start from `module`."""
         if state is None:
             self.module.load_state_dict(module.state_dict())
         else:

@@ -1,15 +1,15 @@
-"""Proximal policy optimisation from vectorised environments, for any policy with a ratio estimator.
+"""PPO from vectorised environments, for any policy with a ratio estimator.
 
-One iteration: collect chunk steps, scale rewards, estimate advantages, run epochs of clipped updates. With
-a Gaussian policy this is plain PPO on action chunks; `algos.dppo` runs the same code on denoising chains.
+One iteration: collect chunk steps, scale rewards, estimate advantages, run epochs of clipped updates. With a
+Gaussian policy this is standard PPO on action chunks; `algos.dppo` applies the same code to denoising chains.
 
 Source:
-    PPO (arXiv 1707.06347), generalised advantages (arXiv 1506.02438), with the recipe of the Gaussian
-    baseline of DPPO (arXiv 2409.00588): mean-reduced log-probabilities, running reward scaling.
+    PPO (arXiv 1707.06347), generalised advantages (arXiv 1506.02438), with the recipe of DPPO's Gaussian
+    baseline (arXiv 2409.00588): mean-reduced log-probabilities, running reward scaling.
 
-Deviations from that reference: values bootstrap through truncation from the true final observation and
-advantages never cross an episode's end (`paper_compat` restores the reference's behaviour); every episode
-that ends during an iteration counts in its statistics; a training state resumes exactly.
+Deviations from that reference: values bootstrap through truncation from the final observation and advantages
+stop at episode ends (`paper_compat` restores the reference); statistics include every episode that ends
+during an iteration; resuming is exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from policies.registry import name_of, register
 @register("algo", "ppo")
 @dataclass
 class PpoConfig(OnPolicyConfig):
-    """Gaussian PPO; also what every algorithm with log-densities shares with it."""
+    """PPO with a Gaussian policy; also the shared settings of algorithms with log-densities."""
 
     reductions: ClassVar[tuple[str, ...]] = REDUCTIONS
 
@@ -45,13 +45,13 @@ class PpoConfig(OnPolicyConfig):
         self.require("log_prob_range", bounds is None or rising(bounds), "two rising numbers, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:
-        """Return PPO on a copy of the Gaussian policy `setup.init`; without one, on a fresh policy.
+        """Return PPO on a copy of the Gaussian policy `setup.init`; without `init`, on a new policy.
 
-        A fresh policy learns from the reward alone, and the scale of observations on the way.
+        A new policy learns from the reward alone, and its normaliser is fitted during training.
 
         Raises:
-            ConfigError: If the environment is missing, its sizes and the policy's disagree, or a fresh policy
-                has nothing to scale observations by or to stay near to.
+            ConfigError: If the environment is missing, sizes disagree, or a new policy lacks observation
+                statistics or a reference for the behaviour-cloning term.
             CapabilityError: If the policy is not Gaussian.
         """
         algo, is_fresh = name_of("algo", self), setup.init is None

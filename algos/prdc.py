@@ -1,20 +1,20 @@
-"""PRDC: the actor stays near the nearest state-action pair of the dataset, whichever row that is in.
+"""PRDC: TD3 with a penalty towards the nearest state-action pair of the dataset.
 
 Legend: pi the actor's action at a batch state s, (s_j, a_j) dataset rows::
 
     j*         = argmin_j beta^2 |s - s_j|^2 + |pi - a_j|^2
     constraint = mean (pi - a_j*)^2 over rows and entries; the neighbour is a constant
 
-Where j* is mostly the batch row itself, or a copy of it, the method is TD3+BC; see `constraint/own_row`.
-Larger beta means more of that. For a policy that samples, pi is its sampled chunk and a_j are recorded
-chunks.
+Where j* is mostly the batch row itself, or a copy of it, the method reduces to TD3+BC; see
+`constraint/own_row`. A larger beta increases that fraction. For a sampling policy, pi is its sampled chunk
+and a_j are recorded chunks.
 
 Source: PRDC, arXiv 2306.06569, and its released code.
 
 Deviations from the released code:
-    * the neighbour search is exact by another way (`algos.offline.neighbors`), so ties may break differently;
+    * the neighbour search is exact but implemented differently (`algos.offline.neighbors`): ties may differ;
     * actions are normalised to [-1, 1] before distances are taken;
-    * conditions of a policy that is given are standardised for them, whatever that policy normalises by.
+    * with `init`, states are standardised for the distances, independently of that policy's normaliser.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ from policies.seeds import seeded_generator
 
 
 class NearestRow(Regulariser):
-    """mean (pi - a_j*)^2; see the top of the file.
+    """Penalty mean (pi - a_j*)^2; equations in the module docstring.
 
     Args:
-        search: Over the rows of the table.
-        action: (M, A), the actions of the rows.
-        other: Makes a search by its name, for a run that is continued as it began; None: always this one.
-        scale: (C,), what conditions are divided by before distances are taken; None: nothing.
-        state: (M, C), the states of the rows so divided, by which a copy of a row counts as the row; None: it
-            does not.
+        search: Nearest-neighbour search over the rows of the table.
+        action: (M, A) actions of the rows.
+        other: Builds a search by name, to resume with the saved method; None: `search` only.
+        scale: (C,) divisor of conditions before distances; None: no scaling.
+        state: (M, C) scaled states, to count a duplicate of a row as the row itself; None: no duplicates.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class NearestRow(Regulariser):
         }
 
     def _own(self, batch: Batch, state: Tensor, found: Tensor, neighbour: Tensor) -> Tensor:
-        """Return which rows found (B,) are the batch rows, or equal them in state and action; bool."""
+        """Return a mask (B,) bool: found row equals the batch row in index, or in state and action."""
         own = found == batch.row
         if self._state is None:
             return own
@@ -84,7 +83,7 @@ class NearestRow(Regulariser):
         return own | (alike & (neighbour == batch.action).all(dim=-1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which way rows are searched: ways may break ties differently."""
+        """Return the search method, which determines how ties break."""
         return {"search": self.search.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -111,16 +110,16 @@ class PrdcConfig(ConstrainedTd3Config):
     list_length: int = bounded(64, ge=2)  # neighbours per list, 8 bytes each
 
     def resume_invariants(self) -> dict[str, Any]:
-        """Return also what decides which row is near; see `OfflineConfig.lasting`."""
+        """Add the search settings to `OfflineConfig.resume_invariants`."""
         nearness = {"algo.beta": self.beta, "algo.neighbor_rank": self.neighbor_rank}
         return super().resume_invariants() | nearness
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
-        """Return the distance from the nearest row; one search per table."""
+        """Return the nearest-row penalty; one search per table."""
         return table.cached("nearest rows", lambda: self._nearest_row(table, setup))
 
     def _nearest_row(self, table: TransitionTable, setup: Setup) -> NearestRow:
-        scale = None if setup.init is None else deviations(table.cond)  # a new actor standardises by itself
+        scale = None if setup.init is None else deviations(table.cond)  # a new actor standardises
         state = table.cond.contiguous() if scale is None else table.cond / scale
         action = table.action.contiguous()
         rows = Rows(state, action, self.beta, self.neighbor_rank, self.list_length)

@@ -1,21 +1,20 @@
-"""ReBRAC: TD3+BC with the penalty on the actor and on the next action apart, and normalised critics.
+"""ReBRAC: TD3+BC with separate penalties on actor and target action, and layer-normalised critics.
 
     actor loss = beta1 sum (pi - a)^2 - mean min(Q1, Q2)(s, pi) / mean |min(Q1, Q2)|
     y          = r + discount (min(Q1_bar, Q2_bar)(s', a') - beta2 sum (a' - a'_data)^2)
 
-Sums run over the entries of an action. Where no next action was recorded, it costs nothing.
+Sums run over the entries of an action. A row without a recorded next action has no target penalty.
 
 A hidden layer of a critic is linear, ReLU, LayerNorm (eps 1e-6); the actor has no LayerNorm and ends in tanh.
-Hidden weights begin uniform within 1 / sqrt(fan in), hidden biases at 0.1, weights and biases of the last
-layer uniform within 0.001 (actor) or 0.003 (critics). States are as recorded.
+Initial weights: hidden weights uniform within 1 / sqrt(fan in), hidden biases 0.1, last layer uniform within
+0.001 (actor) or 0.003 (critics). States are not normalised.
 
 Source: ReBRAC, arXiv 2305.09836, and its released code.
 
 Deviations from the released code:
-    * the target of the actor follows its weights after the step; there, by a slip, those before it;
-    * of two steps the second moves actor and targets, as on all of this core; there the first;
-    * a recording that merely stops keeps its last transition, whose next action, as none is known, costs
-      nothing; there that transition is dropped;
+    * the target actor tracks the weights after the step; in the released code, those before it;
+    * actor and targets are updated at the second of two steps, as in `Td3Learner`; there at the first;
+    * a truncated episode keeps its last transition, without target penalty; there it is dropped;
     * actions are normalised to [-1, 1] before distances are taken.
 """
 
@@ -41,7 +40,7 @@ _NORM_EPS = 1e-6
 
 
 class BothActions(Regulariser):
-    """Squared distances from the recorded action and from the recorded next one; see the top of the file.
+    """Squared-distance penalties towards the recorded action and next action; see the module docstring.
 
     Args:
         actor_weight: beta1.
@@ -63,12 +62,12 @@ class BothActions(Regulariser):
 
 @torch.no_grad()
 def begin_actor(policy: Policy) -> None:
-    """Initialise a new actor as published; see the top of the file.
+    """Initialise a new actor as published; see the module docstring.
 
-    Drawn by torch's global generator on the CPU, as all initial weights.
+    Uses torch's global CPU generator, as all initial weights do.
     """
     *hidden, last = (layer for layer in policy.modules() if isinstance(layer, nn.Linear))
-    for layer in hidden:  # whose weights PyTorch draws as published
+    for layer in hidden:  # PyTorch's default weights are the published ones
         layer.bias.fill_(_HIDDEN_BIAS)
     for part in (last.weight, last.bias):
         part.copy_(torch.empty(part.shape).uniform_(-_LAST_OF_ACTOR, _LAST_OF_ACTOR))
@@ -95,10 +94,10 @@ class RebracConfig(ConstrainedTd3Config):
     critic_lr: float = bounded(1e-3, gt=0)
     hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)
     critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)
-    actor_weight: float = bounded(0.01, ge=0)  # beta1, weight of the actor's distance from the data
-    critic_weight: float = bounded(0.01, ge=0)  # beta2, weight of the next action's distance from the data
+    actor_weight: float = bounded(0.01, ge=0)  # beta1, weight of the actor penalty
+    critic_weight: float = bounded(0.01, ge=0)  # beta2, weight of the target penalty
     critic_layer_norm: bool = True  # normalise after each activation
-    normalize_states: bool = False  # a new actor and its critics see states of mean 0 and deviation 1
+    normalize_states: bool = False  # a new actor and its critics use states of mean 0 and std 1
 
     def actor_config(self) -> PolicyConfig:
         config = super().actor_config()
@@ -116,7 +115,7 @@ class RebracConfig(ConstrainedTd3Config):
         )
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
-        """Return the learner; a new actor begins as published."""
+        """Return the learner; a new actor is initialised as published."""
         if setup.init is None:
             begin_actor(policy)
         return super().learner(policy, table, setup)

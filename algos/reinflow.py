@@ -1,24 +1,23 @@
 """ReinFlow: policy-gradient fine-tuning of a flow policy through a sampler with learned noise.
 
-The deterministic sampler of the initial policy becomes a Markov chain: after every step noise is added, whose
-deviation a small network learns together with the velocity. The joint density of such a chain is known
-exactly, so PPO applies to whole chains. The noise is not part of the evaluated and exported policy.
+Noise after every step turns the deterministic sampler of `init` into a Markov chain; a small network learns
+its std together with the velocity. The joint density of a chain is exact, so PPO applies to whole chains.
+Evaluation and export exclude the noise.
 
 Legend: K denoising steps.
 
 Source:
-    ReinFlow, arXiv 2505.22094, and its released code for what the paper leaves open.
+    ReinFlow, arXiv 2505.22094; the released code where the paper is silent.
 
 Deviations from the released code:
-    * Acting, scoring and evaluation use one time grid, t_k = k / K.
-    * Log-densities are not clamped by default, and states between steps are not; `log_prob_range` and
-      `clip_state` bring both back. With deviations near 0.05 the published clamp at 1 has no gradient for a
-      quarter of the samples.
+    * Acting, scoring and evaluation share one time grid, t_k = k / K.
+    * Log-densities and intermediate states are not clamped by default; `log_prob_range` and `clip_state`
+      restore both. With std near 0.05 the published clamp at 1 has no gradient for a quarter of the samples.
     * Values bootstrap through truncation; KL stopping ends the whole update; passes over the data are
       `update_epochs`; evaluation does not replace training iterations.
-    * The term that keeps the policy near the initial one draws its starts.
-    * Steps that are not tuned keep the frozen initial network and add no noise; the released code adds fixed
-      noise there and goes on training their velocity.
+    * The behaviour-cloning term draws its start noise.
+    * Steps before the tuned ones use the frozen initial network without noise; the released code adds fixed
+      noise there and trains their velocity.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class ReinFlowConfig(PpoConfig):
     entropy_coef: float = bounded(0.03, ge=-math.inf)  # weight of the noise entropy, reduced like densities
     log_prob_range: tuple[float, float] | None = None  # clamp of the reduced log-density; published: [-1, 1]
     log_prob_reduction: str = "mean"  # mean | per_step | per_dim | joint, over steps, rows and dims
-    bc_weight: float = bounded(0.0, ge=0)  # weight of the squared distance from the initial policy's chunks
+    bc_weight: float = bounded(0.0, ge=0)  # weight of the squared distance to the initial policy's chunks
     actor_lr: float = bounded(4.5e-5, gt=0)  # AdamW, peak
     actor_min_lr: float | None = bounded(2e-5, ge=0)  # learning rate at the ends of a cycle; null: constant
     actor_lr_cycle: int = 100  # iterations of a cosine cycle
@@ -67,11 +66,11 @@ class ReinFlowConfig(PpoConfig):
     critic_lr_cycle: int = 100  # iterations of a cosine cycle
     critic_weight_decay: float = bounded(1e-5, ge=0)  # AdamW
     denoising_steps: int = bounded(4, ge=1)  # K, in exploration and evaluation
-    tuned_steps: int | None = bounded(None, ge=1)  # last denoising steps, those that are tuned; null: all
+    tuned_steps: int | None = bounded(None, ge=1)  # number of tuned last denoising steps; null: all
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     noise_clip: float | None = bounded(3.0, gt=0)  # clip of exploration noise, standard deviations; null: off
     clip_state: float | None = bounded(None, gt=0)  # clamp of every step's mean, normalised; published: 1
-    count_start: bool = True  # count the start noise as a factor of the density that a mean runs over
+    count_start: bool = True  # count the start noise as a density factor in mean reductions
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,8 +81,8 @@ class ReinFlowConfig(PpoConfig):
         """Return ReinFlow on a copy of the flow policy `setup.init`.
 
         Raises:
-            ConfigError: If the policy or the environment is missing, their sizes disagree, or the process was
-                not trained for so many steps.
+            ConfigError: If policy or environment is missing, their sizes disagree, or the process was not
+                trained for this number of steps.
             CapabilityError: If the policy is not a flow.
         """
         algo = name_of("algo", self)
@@ -101,13 +100,13 @@ class ReinFlowConfig(PpoConfig):
         )
 
     def exploring(self, init: DenoisingPolicy, sampler: Euler) -> DenoisingPolicy:
-        """Return a copy of a policy whose last steps, those that explore, can be trained."""
+        """Return a copy of the policy with a trainable network for its exploring last steps."""
         tuned = self.denoising_steps if self.tuned_steps is None else self.tuned_steps
         policy = tunable_copy(init, sampler, tuned)
         return policy.with_sampler(sampler, tuned_steps=tuned)
 
     def samplers(self, init: DenoisingPolicy) -> tuple[Euler, Euler]:
-        """Return (exploration, evaluation) samplers: the same steps, bounded as the initial policy's are."""
+        """Return (exploration, evaluation) samplers: same steps, clipping as in the initial policy."""
         own = init.sampler if isinstance(init.sampler, Euler) else Euler(clip_action=init.sampler.clip_action)
         quiet = replace(on_even_times(own), min_std=0.0, final_std=None)
         explore = replace(quiet, steps=self.denoising_steps, clip_state=self.clip_state)
@@ -131,7 +130,7 @@ class ReinFlowConfig(PpoConfig):
 
     @staticmethod
     def _probe(policy: DenoisingPolicy) -> tuple[Any, ...]:
-        """Return a condition and the times of the sampler."""
+        """Return a condition and the times of the sampler, to infer sizes."""
         steps = policy.chunk.obs_steps
         obs = {"state": torch.zeros(1, steps, policy.obs_dim)}
         if policy.goal_dim:
@@ -148,7 +147,7 @@ class ReinFlowConfig(PpoConfig):
 
 
 def require_flow(policy: Policy, algo: str) -> DenoisingPolicy:
-    """Return the policy if it is a flow along straight paths, or one that learned whole steps of it.
+    """Return the policy if it is a straight-path flow or a model of finite steps of one.
 
     Raises:
         CapabilityError: If it is not.

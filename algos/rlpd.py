@@ -1,11 +1,11 @@
-"""RLPD: soft actor-critic of which half of every batch comes from recorded episodes.
+"""RLPD: soft actor-critic with recorded episodes in half of every batch.
 
-What makes prior data useful to an off-policy learner from nothing: sampling half of a batch from it, critics
-with layer normalisation, which do not overestimate what was never tried, an ensemble of them of which targets
-take the least of a random pair, and many updates per step.
+Four changes to SAC: half of every batch is prior data; layer normalisation in the critics limits
+overestimation off the data; targets take the minimum over a random pair of a critic ensemble; many updates
+per step.
 
-Source: RLPD, arXiv 2302.02948, released code. Deviations: those of `algos.sac`; one critic step per batch of
-its own, where the release cuts one large batch into pieces; the share of the data is any number.
+Source: RLPD, arXiv 2302.02948, released code. Deviations: those of `algos.sac`; every critic step draws its
+own batch, where the release splits one large batch; `offline_ratio` is configurable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from policies.registry import register
 @register("algo", "rlpd")
 @dataclass
 class RlpdConfig(SacConfig):
-    """Soft actor-critic with recorded episodes in every batch."""
+    """SAC with recorded episodes in every batch."""
 
     entropy_share: ClassVar[float] = -0.5
     without_data: ClassVar[str] = "use algo=sac"

@@ -1,13 +1,12 @@
-"""Soft actor-critic on action chunks: a squashed Gaussian policy learns from everything that it has met.
+"""Soft actor-critic on action chunks with a squashed Gaussian policy.
 
-The equations are in `algos.offpolicy.sac_update`, with u the executed rows of a chunk and critics of chunks;
-the loop is in `algos.offpolicy.loop`. A policy to start from is optional: a fresh one learns from the reward
-alone.
+Equations: `algos.offpolicy.sac_update`, with u the executed rows of a chunk and Q over chunks. Loop:
+`algos.offpolicy.loop`. `init` is optional: a new policy learns from the reward alone.
 
-Source: SAC, arXiv 1812.05905 (automatic temperature). Deviations: an action is a chunk of Ta control steps,
-rewards and values are discounted per control step, and chunks end with their episode; time limits are not
-ends of the task; the actor's step follows the critics' and sees them after it. With chunks of one action the
-first two are the publication's own.
+Source: SAC, arXiv 1812.05905 (automatic temperature). Deviations: an action is a chunk of Ta control steps;
+rewards and values are discounted per control step; chunks end with their episode; time limits are
+truncations; the actor update follows the critic update and uses the updated critics. With Ta = 1 the first
+two match the publication.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from policies.threads import torch_threads
 @register("algo", "sac")
 @dataclass
 class SacConfig(OffPolicyConfig):
-    """Soft actor-critic, from the reward alone or from a squashed Gaussian policy."""
+    """Soft actor-critic from scratch or from a squashed Gaussian policy."""
 
     entropy_share: ClassVar[float] = -1.0
 
@@ -55,9 +54,9 @@ class SacConfig(OffPolicyConfig):
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If environment or dataset is missing, sizes disagree, or an untrained policy has no
-                scale of observations.
-            CapabilityError: If the policy is no squashed Gaussian, or sees more than states.
+            ConfigError: If environment or dataset is missing, sizes disagree, or an untrained policy lacks
+                observation statistics.
+            CapabilityError: If the policy is not a squashed Gaussian, or uses observations other than states.
         """
         algo = name_of("algo", self)
         init = self._fresh(setup, algo) if setup.init is None else check_setup(setup, algo)
@@ -78,7 +77,7 @@ class SacConfig(OffPolicyConfig):
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
-        """Return an untrained policy; observations are scaled by the statistics of the dataset, if any."""
+        """Return an untrained policy; observations are normalised by dataset statistics, if available."""
         if setup.dataset is not None and setup.env is not None:
             spec, source = setup.env.spec, setup.dataset.source
             advice = "Use a dataset of the same task."
@@ -96,14 +95,14 @@ class SacConfig(OffPolicyConfig):
 
 
 class SquashedActor:
-    """The executed rows of a squashed Gaussian policy; see `algos.offpolicy.sac_update.LatentActor`.
+    """Executed rows of a squashed Gaussian policy; see `algos.offpolicy.sac_update.LatentActor`.
 
     Latents are chunks: L = A = Ta Da.
 
     Args:
-        policy: Whose network is trained.
-        form: Of the squashed density, one of `policies.networks.distributions.FORMS`.
-        is_fresh: Warm up by uniform chunks instead of the policy's own.
+        policy: Policy whose network is trained.
+        form: Squashed density, one of `policies.networks.distributions.FORMS`.
+        is_fresh: Warm up with uniform chunks instead of the policy's samples.
     """
 
     def __init__(self, policy: TanhGaussianPolicy, form: str = "exact", *, is_fresh: bool = True) -> None:
@@ -117,17 +116,17 @@ class SquashedActor:
 
     @property
     def highest_entropy(self) -> float:
-        """The largest entropy of an executed chunk [nats] that the network can represent."""
+        """Maximum entropy of an executed chunk [nats] that the network can represent."""
         return self.latent_dim * highest_entropy(self.policy.process.max_log_std)
 
     def on_cpu(self) -> SquashedActor:
-        """Return the actor as workers use it."""
+        """Return the actor on the CPU, for rollout workers."""
         twin = copy.copy(self)
         twin.policy = self.policy.on_cpu()
         return twin
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the weights of the network."""
+        """Return the network's parameters."""
         return list(self.policy.head.parameters())
 
     def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,9 +135,9 @@ class SquashedActor:
         return tanh_draw(mean[:, self._executed], log_std[:, self._executed], eps, form=self._form)
 
     def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Return the latent: it is the chunk."""
+        """Return the latent, which is the chunk."""
         return latent
 
     def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
-        """Return chunks (B, A): uniform in the box, or draws of the policy to start from."""
+        """Return chunks (B, A): uniform in the action bounds, or samples of `init`."""
         return torch.erf(eps / math.sqrt(2)) if self._is_fresh else self.draw(cond, eps)[0]

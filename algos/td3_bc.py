@@ -1,7 +1,7 @@
-"""TD3+BC: the actor stays near the action that was recorded.
+"""TD3+BC: TD3 with a behaviour-cloning penalty towards the recorded action.
 
-Source: arXiv 2106.06860. For a policy that samples, the distance is its own matching loss instead, as in
-Diffusion-QL (arXiv 2208.06193): a sampled chunk and a recorded one may be two good answers.
+Source: arXiv 2106.06860. For a sampling policy the penalty is its matching loss, as in Diffusion-QL
+(arXiv 2208.06193): sampled and recorded chunks may be different modes of the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from policies.registry import register
 
 
 class OwnAction(Regulariser):
-    """mean (pi - a)^2 over rows and entries."""
+    """Penalty mean (pi - a)^2 over rows and entries, for a deterministic policy."""
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
@@ -32,10 +32,10 @@ class OwnAction(Regulariser):
 
 
 class OwnLikelihood(Regulariser):
-    """The matching loss of a policy that samples, at the recorded chunks.
+    """Penalty of a sampling policy: its matching loss at the recorded chunks.
 
     Args:
-        policy: In training.
+        policy: Policy in training.
         autocast: See `OfflineConfig`.
 
     Raises:

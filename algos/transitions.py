@@ -1,4 +1,4 @@
-"""Chunk transitions of a fixed dataset, encoded once for a policy and kept as one matrix of rows.
+"""Chunk transitions of a fixed dataset, encoded once for a policy, stored as one matrix.
 
 Legend: M transitions, B rows of a batch, To observation history, Ta executed steps, l <= Ta steps until the
 task ends, C condition width, A = Ta Da::
@@ -6,8 +6,8 @@ task ends, C condition width, A = Ta Da::
     reward   sum over j < l of gamma^j (scale r_{t+j} + shift)
     discount gamma^l, or 0 where the task ended with step l
 
-A chunk that would run over the end of a recording is no transition; one in which the task ends is, its
-further actions being repetitions of the last. With Ta = 1 these are the transitions of the dataset.
+A chunk that extends past the end of a recording is excluded. One in which the task ends is included, with its
+remaining actions repeating the last. With Ta = 1 these are the transitions of the dataset.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from policies.policy import Policy
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _ENCODED_AT_ONCE = 65_536
-_STILL = 1e-4  # deviation below which a number counts as constant
-_ROUNDING = 1e-5  # of the width of a box, that its actions may lie outside by rounding alone
+_STILL = 1e-4  # std below which an entry counts as constant
+_ROUNDING = 1e-5  # tolerance outside the action bounds for rounding, relative to their width
 _CLIPPED = {
     True: ("the task", "as the simulator does"),
     False: ("the policy of init", "for there is no task with action limits. Give env=<task>"),
@@ -43,8 +43,8 @@ class Batch:
 
     Shapes:
         cond, next_cond: (B, C). action, next_action: (B, A). reward, discount: (B,). has_next: (B,), 1 where
-        `next_action` was recorded. plan: (B, Th Da), the whole window that `action` is the executed part of.
-        real: (B, Th), 1 where the plan was recorded. row: (B,) int64, which transitions these are.
+        `next_action` was recorded. plan: (B, Th Da), the window that contains the executed `action`.
+        real: (B, Th), 1 where the plan was recorded. row: (B,) int64, transition indices.
     """
 
     cond: Tensor
@@ -76,7 +76,7 @@ class TransitionTable:
         has_next: (M,).
         plan: (M, Th Da).
         real: (M, Th).
-        frame: (M,) int64, the frames of the dataset that transitions start from, where they have one.
+        frame: (M,) int64, start frames of the transitions in the dataset, if any.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class TransitionTable:
         return self._split(self._rows)[1]
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
-        """Return `make()`, called at the first use of a name only."""
+        """Return `make()`, evaluated once per name."""
         if name not in self._cache:
             self._cache[name] = make()
         return self._cache[name]
 
     def gather(self, row: Tensor) -> Batch:
-        """Return transitions (...,)."""
+        """Return the transitions at indices (...,)."""
         parts = self._split(self._rows.index_select(0, row.flatten()).view(*row.shape, -1))
         cond, action, next_cond, *single, next_action, plan, real = parts
         reward, discount, has_next = (part.squeeze(-1) for part in single)
@@ -140,7 +140,7 @@ class TransitionTable:
 
 @dataclass(frozen=True)
 class Rewarding:
-    """What is made of a reward: scale r + shift, discounted by gamma per step."""
+    """Reward transform: scale r + shift, discounted by gamma per step."""
 
     gamma: float = 0.99
     scale: float = 1.0
@@ -149,18 +149,18 @@ class Rewarding:
 
 @torch.no_grad()
 def deviations(cond: Tensor) -> Tensor:
-    """Return the deviation (C,) of each number of conditions (M, C); 1 of those that hardly move."""
+    """Return the std (C,) of each entry of conditions (M, C); 1 for near-constant entries."""
     std = cond.double().std(dim=0, correction=0)
     return torch.where(std < _STILL, torch.ones_like(std), std).to(cond)
 
 
 def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> TransitionTable:
-    """Return the transitions of a dataset as a policy sees them.
+    """Return the transitions of a dataset in a policy's encoding.
 
     Args:
-        dataset: On the device of the policy.
-        policy: Of states; its history, executed steps, encoding and normalisation are used.
-        rewarding: See there.
+        dataset: Dataset on the policy's device.
+        policy: Policy on states; its history, executed steps, encoding and normalisation are used.
+        rewarding: Reward transform.
 
     Raises:
         DatasetError: If there is no transition.
@@ -194,7 +194,7 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
 
 
 def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int) -> None:
-    """Refuse to make a table in memory of a dataset that is not there, if it does not fit, either."""
+    """Refuse a table that does not fit into memory, for a dataset mapped from disk."""
     if not dataset.storage.on_disk:
         return
     chunk = policy.chunk
@@ -216,7 +216,7 @@ class _Stretches:
 
 
 def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
-    """Return every stretch that ends where the task does, or that has a known successor."""
+    """Return every stretch that ends with the task or has a known successor."""
     over, end = dataset.over, _episode_end(dataset)
     start = torch.arange(dataset.num_frames, device=over.device)
     wanted = start[:, None] + torch.arange(steps, device=over.device)
@@ -226,7 +226,7 @@ def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
     length = real.sum(dim=1)
     last = start + length - 1
     if dataset.next_observations is None:
-        known = (last < end) | dataset.terminated[last]  # a last frame with mask 0 may hold no action
+        known = (last < end) | dataset.terminated[last]  # a last frame with mask 0 may lack an action
     else:
         known = torch.ones_like(over)
     keep = ((length == steps) | over[last]) & known
@@ -241,7 +241,7 @@ def _episode_end(dataset: EpisodeDataset) -> Tensor:
 
 
 def _following(dataset: EpisodeDataset, stretch: _Stretches) -> tuple[Tensor, Tensor]:
-    """Return the frames (M, Ta) of the chunk that was recorded next, and whether there is one (M,)."""
+    """Return the frames (M, Ta) of the next recorded chunk, and whether it exists (M,)."""
     end = _episode_end(dataset)[stretch.start]
     offset = torch.arange(stretch.frames.shape[1], device=end.device)
     frames = torch.minimum(stretch.last[:, None] + 1 + offset, end[:, None])
@@ -249,7 +249,7 @@ def _following(dataset: EpisodeDataset, stretch: _Stretches) -> tuple[Tensor, Te
 
 
 def _planned(dataset: EpisodeDataset, stretch: _Stretches, policy: Policy) -> tuple[Tensor, Tensor]:
-    """Return the frames (M, Th) of the windows around executed chunks, and which were recorded (M, Th)."""
+    """Return the window frames (M, Th) around executed chunks, and which were recorded (M, Th)."""
     chunk, episode = policy.chunk, dataset.episode_start[:-1].repeat_interleave(dataset.lengths)
     first, end = episode[stretch.start], _episode_end(dataset)[stretch.start]
     end = torch.where(stretch.over, stretch.last, end)
@@ -260,7 +260,7 @@ def _planned(dataset: EpisodeDataset, stretch: _Stretches, policy: Policy) -> tu
 
 
 def _encode(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor: bool = False) -> Tensor:
-    """Return the condition (M, C) of the history that ends with frames (M,), or with their successors."""
+    """Return the condition (M, C) of the history up to frames (M,), or up to their successors."""
     first = dataset.episode_start[:-1].repeat_interleave(dataset.lengths)
     back = torch.arange(policy.chunk.obs_steps - 1, -1, -1, device=newest.device)
     pieces = []
@@ -275,16 +275,16 @@ def _encode(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successo
 
 
 def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:
-    """Return the observations after frames (M,), (M, Do); where none is known, the own one."""
+    """Return the observations after frames (M,), (M, Do); if unknown, those of the frames."""
     if dataset.next_observations is not None:
         return dataset.next_observations[frame]
     return dataset.observations[torch.minimum(frame + 1, _episode_end(dataset)[frame])]
 
 
 def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
-    """Return the statistics of the box that actions fill: the task's, or the data's where no task is given.
+    """Return statistics of the action bounds: the task's, or the data's without a task.
 
-    Without a task, data within [-1, 1] have that box; others have their range, with a warning.
+    Without a task, bounds are [-1, 1] if the data fit, else the data's range, with a warning.
     """
     low, high = dataset.actions.amin(0), dataset.actions.amax(0)
     if spec is not None:
@@ -302,14 +302,14 @@ def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
 
 
 def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDataset:
-    """Return the dataset with actions within the box of the task or, where none is given, of a policy.
+    """Return the dataset with actions clipped to the task's bounds or, without a task, to the policy's.
 
-    A policy whose actions are normalised by mean and standard deviation has no box, and nothing is clipped.
+    Policies with mean-std action normalisation have no bounds: actions are unchanged.
 
     Args:
         dataset: The data.
-        policy: What is trained on them.
-        spec: Of the task; None: there is none.
+        policy: Policy in training.
+        spec: Task specification; None: no task.
     """
     if spec is not None:
         return clipped_actions(dataset, box_of(dataset, spec))
@@ -325,12 +325,12 @@ def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDa
 def clipped_actions(
     dataset: EpisodeDataset, box: dict[str, Tensor], *, of_task: bool = True
 ) -> EpisodeDataset:
-    """Return the dataset with actions clipped to the box, with a warning if any were outside.
+    """Return the dataset with clipped actions; warns if any were outside.
 
     Args:
         dataset: The data.
-        box: Its statistics.
-        of_task: Whether it is the task's; else it is that of the policy of init.
+        box: Statistics of the bounds.
+        of_task: Whether the bounds are the task's; else those of `init`.
     """
     from dataclasses import replace
 

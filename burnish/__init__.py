@@ -12,7 +12,7 @@ The whole path::
     burnish.export(tuned, out="exported")
     policy = burnish.load_policy(tuned)
 
-Names load when they are used, so that `import burnish` stays cheap.
+Names are imported at first use, so that `import burnish` stays fast.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 
 try:
     __version__ = metadata.version("burnish")
-except metadata.PackageNotFoundError:  # a checkout that is not installed
+except metadata.PackageNotFoundError:  # checkout without installation
     __version__ = "0+checkout"
 
 _HOMES = {
@@ -87,10 +87,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home on first use.
+    """Import a public name at its first use.
 
     Raises:
-        ImportError: If another project's package hides one of ours; see `burnish.name_clashes`.
+        ImportError: If another project's package shadows one of ours; see `burnish.name_clashes`.
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'burnish' has no attribute '{name}'")

@@ -1,4 +1,4 @@
-"""The commands as Python functions: the same keys, the same results on the disk, objects in return."""
+"""Commands as Python functions: same keys, same files, Python objects as results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from policies.policy import Policy
 
 @dataclass(frozen=True)
 class Run:
-    """A training run; wherever a path of a run is asked for, it may be given."""
+    """A training run; accepted wherever a run path is expected."""
 
     path: Path
 
@@ -55,10 +55,10 @@ class Run:
 
 
 def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str]:
-    """Write keyword values as overrides; a dict sets the keys below its name.
+    """Convert keyword values to overrides; a dict sets the keys below its name.
 
     Raises:
-        ConfigError: If a value is an object that has no place on a command line.
+        ConfigError: If a value cannot be written as an override.
     """
     written = [with_home(text) for text in overrides]
     for key, value in values.items():
@@ -74,7 +74,7 @@ def collect(*overrides: str, **values: Any) -> Path:
     """Record demonstrations; see `burnish collect`. Returns the file.
 
     Args:
-        overrides: Anything the command line takes, e.g. `"env.expert.noise=0.5"`.
+        overrides: Command-line overrides, e.g. `"env.expert.noise=0.5"`.
         values: Keys and their values, e.g. `env="avoid"`, `episodes=50`, `out="avoid.hdf5"`.
     """
     config = compose_config("collect", overrides_of(overrides, values))
@@ -84,11 +84,11 @@ def collect(*overrides: str, **values: Any) -> Path:
 
 @log_lines()
 def inspect_data(dataset: str | Path, *overrides: str, **values: Any) -> dict[str, Any]:
-    """Describe a dataset, in a folder and in return; see `burnish data inspect`.
+    """Describe a dataset, in files and as a dict; see `burnish data inspect`.
 
     Args:
         dataset: File or folder of any known format.
-        overrides: Anything the command line takes, e.g. `"reader.mask=train"`.
+        overrides: Command-line overrides, e.g. `"reader.mask=train"`.
         values: Keys and their values, e.g. `task="hopper-medium-v2"`, `out="found"`.
     """
     config = compose_config("data inspect", overrides_of(overrides, {"dataset": dataset, **values}))
@@ -97,11 +97,11 @@ def inspect_data(dataset: str | Path, *overrides: str, **values: Any) -> dict[st
 
 @log_lines()
 def download_data(name: str | None = None, *overrides: str, **values: Any) -> Path:
-    """Fetch a public dataset; see `burnish data download`. Returns what `dataset=` takes.
+    """Download a public dataset; see `burnish data download`. Returns the value for `dataset=`.
 
     Args:
-        name: E.g. `hopper-medium-v2`; None: give `url=`.
-        overrides: Anything the command line takes.
+        name: E.g. `hopper-medium-v2`; None: requires `url=`.
+        overrides: Command-line overrides.
         values: Keys and their values, e.g. `out="data"`.
     """
     config = compose_config("data download", overrides_of(overrides, {"name": name, **values}))
@@ -110,15 +110,15 @@ def download_data(name: str | None = None, *overrides: str, **values: Any) -> Pa
 
 @log_lines()
 def train(*overrides: str, directory: str | Path | None = None, **values: Any) -> Run:
-    """Train or continue; see `burnish train`. Returns the run.
+    """Train or resume; see `burnish train`. Returns the run.
 
     Args:
-        overrides: Anything the command line takes, e.g. `"experiment=hopper_dppo"`, `"algo.lr=1e-3"`.
-        directory: The run directory; None: runs/<date>/<time>-<name>, numbered where that is taken.
+        overrides: Command-line overrides, e.g. `"experiment=hopper_dppo"`, `"algo.lr=1e-3"`.
+        directory: Run directory; None: runs/<date>/<time>-<name>, numbered if taken.
         values: Keys and their values, e.g. `algo="bc"`, `env="avoid"`, `dataset="avoid.hdf5"`.
 
     Raises:
-        ConfigError: If something is refused; among others a directory beside `resume`.
+        ConfigError: If the configuration is refused, e.g. a directory together with `resume`.
     """
     return Run(launch.train(*_composed(overrides, directory, values)).directory.path)
 
@@ -130,12 +130,12 @@ def train_seeds(
     directory: str | Path | None = None,
     **values: Any,
 ) -> list[Run]:
-    """Train several seeds at once, or continue them with `resume=<their folder>`; returns their runs.
+    """Train several seeds at once, or resume them with `resume=<their folder>`; return their runs.
 
     Args:
         overrides: See `train`.
-        seeds: E.g. `[0, 1, 2]`; runs are returned in this order, or by their seeds with `resume`.
-        directory: The folder of the runs, `seed-<n>` each; None: as in `train`.
+        seeds: E.g. `[0, 1, 2]`; runs are returned in this order, or sorted by seed with `resume`.
+        directory: Folder of the runs, `seed-<n>` each; None: as in `train`.
         values: See `train`.
 
     Raises:
@@ -151,7 +151,7 @@ def train_seeds(
 def _composed(
     overrides: tuple[str, ...], directory: str | Path | None, values: dict[str, Any]
 ) -> tuple[Any, RunContext]:
-    """Return the configuration of a training, and where it is written."""
+    """Return the configuration and context of a training."""
     if wrong := [text for text in overrides if not isinstance(text, str)]:
         raise ConfigError(
             f"overrides are text such as 'algo=iql'; got {wrong[0]!r}. Give values by name, such as "
@@ -168,10 +168,10 @@ def _composed(
 
 
 def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:
-    """Clone a policy from a file of demonstrations: `train` with `algo=bc`.
+    """Clone a policy from demonstrations: `train` with `algo=bc`.
 
     Raises:
-        ConfigError: If another algorithm is asked for.
+        ConfigError: If another algorithm is requested.
     """
     algo = values.get("algo", "bc")
     if not isinstance(algo, dict):
@@ -183,18 +183,18 @@ def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:
 
 @log_lines()
 def evaluate(policy: str | Path | Run, *overrides: str, **values: Any) -> Result:
-    """Evaluate a policy, or compare it with another one (`baseline=…`); see `burnish eval`."""
+    """Evaluate a policy, optionally against a second one (`baseline=…`); see `burnish eval`."""
     config = compose_config("eval", overrides_of(overrides, {"policy": policy, **values}))
     return evaluate_command.evaluate(config)
 
 
 @log_lines()
 def compose(policies: Sequence[str | Path | Run], *overrides: str, **values: Any) -> CompositionResult:
-    """Compose policies and compare the result with each of them; see `burnish eval compose=[…]`.
+    """Compose policies and compare the result with each member; see `burnish eval compose=[…]`.
 
     Args:
-        policies: The members; the first one leads.
-        overrides: Anything the command line takes, e.g. `"search.episodes=[10,50]"`.
+        policies: The members; the first one is the lead.
+        overrides: Command-line overrides, e.g. `"search.episodes=[10,50]"`.
         values: Keys and their values, e.g. `weights=[0.4, 0.6]`, `dataset="held-out.hdf5"`.
     """
     return compose_and_compare(

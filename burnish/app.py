@@ -29,12 +29,12 @@ EXIT_USER_ERROR = 2
 
 @dataclass(frozen=True)
 class Task:
-    """Hydra's task function of one command; picklable, so that launchers can send it away."""
+    """Hydra task function of one command; picklable, for launchers."""
 
     command: str
 
     def __call__(self, node: DictConfig) -> float | None:
-        """Run the command on a composed configuration and return what a sweeper may maximise."""
+        """Run the command on a composed configuration; return the objective of sweepers."""
         hydra_config = HydraConfig.get()
         context = RunContext(
             Path(hydra_config.runtime.output_dir), Overrides.parse(hydra_config.overrides.task)
@@ -46,23 +46,23 @@ class Task:
             if wants_traceback() or hydra_config.mode != RunMode.RUN:
                 raise
             raise SystemExit(complain(error)) from None
-        except (Exception, KeyboardInterrupt, SystemExit):  # `main` words it
+        except (Exception, KeyboardInterrupt, SystemExit):  # formatted by `main`
             NewFolders.remove_unused()
             raise
         return result
 
 
 def run_app(command: str, arguments: Sequence[str]) -> None:
-    """Hand a command line to Hydra; everything Hydra offers (`--multirun`, `--cfg job`, …) works.
+    """Run a command line with Hydra, including its options (`--multirun`, `--cfg job`, …).
 
     Raises:
-        ConfigError: If an argument is refused before Hydra sees it.
+        ConfigError: If an argument is refused before Hydra starts.
     """
     register_configs()
     words = [with_home(text) for text in with_main_key(command, arguments)]
     typed = check_arguments(command, words)
-    logging.raiseExceptions = False  # a full disk, which takes no log, ends no work and prints no traceback
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main`, which words them in one line
+    logging.raiseExceptions = False  # a full disk must not stop a run or print a traceback of logging
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # `main` formats errors in one line
     program, name = sys.argv[0], COMMANDS[command].config_name
 
     def start(overrides: Overrides) -> None:
@@ -78,7 +78,7 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
 
 
 def with_main_key(command: str, arguments: Sequence[str]) -> list[str]:
-    """Write a bare first word as the main key where a command takes it so."""
+    """Convert a bare first word to the main key, for commands that accept one."""
     known, words = COMMANDS[command], list(arguments)
     if known.takes_bare and words and "=" not in words[0] and not words[0].startswith(("-", "~")):
         words[0] = f"{known.main_key}={quoted(words[0])}"
@@ -86,23 +86,23 @@ def with_main_key(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 class NewFolders(Callback):
-    """Before Hydra makes the folder of a job: numbers it where nobody typed one and the name is taken.
+    """Hydra callback before the creation of a job folder: appends a number to a generated name if taken.
 
-    Notes which folders around it do not exist yet.
+    Records the missing parent folders.
     """
 
     noted: ClassVar[list[Path]] = []  # innermost first
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Look where the job will be."""
-        HydraConfig.instance().set_config(config)  # as Hydra does next; the name may refer to it
+        """Record the job's folder."""
+        HydraConfig.instance().set_config(config)  # as Hydra does next; the folder name may refer to it
         folder = Path(config.hydra.run.dir).absolute()
         self.noted[:] = [place for place in (folder, *folder.parents) if not place.exists()]
         if (made := _numbered(config, "run")) is not None:
             self.noted[:] = [made.absolute(), *(place for place in self.noted if place != folder)]
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Let two sweeps that start in the same second have a folder each."""
+        """Give two sweeps that start in the same second separate folders."""
         HydraConfig.instance().set_config(config)
         if (made := _numbered(config, "sweep")) is not None:
             with flag_override(config.hydra, "readonly", False):  # every job of the sweep composes from these
@@ -110,7 +110,7 @@ class NewFolders(Callback):
 
     @classmethod
     def remove_unused(cls) -> None:
-        """Take away the folders that were made for a job that never started, and what it logged there."""
+        """Remove folders and logs of a job that did not start."""
         if cls.noted:
             _close_logs_in(cls.noted[0])
         with contextlib.suppress(OSError):  # not empty
@@ -123,7 +123,7 @@ class NewFolders(Callback):
 
 
 def _numbered(config: DictConfig, kind: str) -> Path | None:
-    """Make the folder of a run or a sweep that nobody chose, and write its name into the configuration."""
+    """Create the folder of a run or sweep with a generated name, and store it in the configuration."""
     folder, key = Path(config.hydra[kind].dir), f"hydra.{kind}.dir"
     is_typed = any(text.lstrip("+").startswith(f"{key}=") for text in config.hydra.overrides.hydra)
     if is_typed or folder == Path():
@@ -132,7 +132,7 @@ def _numbered(config: DictConfig, kind: str) -> Path | None:
 
     try:
         made = new_folder(folder)
-    except OSError:  # Hydra words it
+    except OSError:  # Hydra reports it
         return None
     with flag_override(config.hydra, "readonly", False):
         config.hydra[kind].dir = str(made)
@@ -148,10 +148,10 @@ def _close_logs_in(folder: Path) -> None:
 
 
 def _continuing(command: str, words: list[str], typed: Overrides) -> list[str]:
-    """Let Hydra compose with the parts of the resumed run, and write into it instead of a new directory.
+    """Compose with the parts of the resumed run, and use its directory as the job folder.
 
     Raises:
-        ConfigError: If another directory is asked for.
+        ConfigError: If another directory is requested.
     """
     resumed = typed.value("resume")
     if command != "train" or resumed in (None, ""):
@@ -166,7 +166,7 @@ def _continuing(command: str, words: list[str], typed: Overrides) -> list[str]:
 
 
 def wants_traceback() -> bool:
-    """Tell whether errors keep their traceback: `BURNISH_TRACEBACK=1` or `hydra.verbose=…`."""
+    """Return whether errors keep their traceback: `BURNISH_TRACEBACK=1` or `hydra.verbose=…`."""
     verbose = any(a.startswith("hydra.verbose=") and not a.endswith("=false") for a in sys.argv)
     return verbose or os.environ.get("BURNISH_TRACEBACK", "") == "1"
 

@@ -11,20 +11,20 @@ from burnish.config.commands import COMMANDS
 from burnish.name_clashes import require_own_packages
 
 _THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
-"""Waiting threads cost far more than they bring on small networks; set before anything numeric loads.
+"""Idle threads slow down small networks; set before numeric libraries are imported.
 
-What is trained does not depend on it: see `policies.threads`.
+Training results are independent of it: see `policies.threads`.
 """
 
 
 def set_thread_defaults() -> None:
-    """Limit the threads of numeric libraries, unless the environment sets them."""
+    """Limit the threads of numeric libraries, unless set in the environment."""
     for name, value in _THREAD_DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 2 a mistake of the user, 130 interrupted, 1 a defect."""
+    """Run a command and exit: 0 success, 2 user error, 130 interrupted, 1 internal error."""
     set_thread_defaults()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in (["-sc"], ["--shell-completion"]):
@@ -39,15 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
     name, rest = split_command(given)
     if name not in COMMANDS and any(known.startswith(f"{name} ") for known in COMMANDS):
-        name = " ".join(given[:2])  # the second word is wrong, or missing
+        name = " ".join(given[:2])  # the second word is wrong or missing
     sys.exit(_dispatch(name, rest))
 
 
 def require_graphics_library() -> None:
-    """Refuse a `MUJOCO_GL` whose library is missing, with which MuJoCo cannot be imported.
+    """Refuse a `MUJOCO_GL` whose library is missing, which breaks the import of MuJoCo.
 
     Raises:
-        ImportError: Names the library, and what to install or unset.
+        ImportError: Names the library and the remedy.
     """
     name = os.environ.get("MUJOCO_GL", "").strip().lower()
     library, package = {"egl": ("EGL", "libegl1"), "osmesa": ("OSMesa", "libosmesa6")}.get(name, ("", ""))
@@ -59,7 +59,7 @@ def require_graphics_library() -> None:
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Split what was typed into the name of a command, of one or two words, and its arguments."""
+    """Split arguments into the command name, of one or two words, and its arguments."""
     both = " ".join(words[:2])
     return (both, list(words[2:])) if len(words) > 1 and both in COMMANDS else (words[0], list(words[1:]))
 
@@ -107,7 +107,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
         if wants_traceback():
             raise
         return complain(error)
-    except BrokenPipeError:  # the reader, for example `head`, has seen enough
+    except BrokenPipeError:  # the reader, e.g. `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:

@@ -20,12 +20,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-PLAIN_WIDTH = 160  # columns where there is no terminal to ask
+PLAIN_WIDTH = 160  # columns without a terminal
 LOGGERS = ("burnish", "policies", "algos", "envs")
 
 
 def output() -> Console:
-    """Return the console of standard output: tables and results, plain where there is no terminal."""
+    """Return the console of standard output: tables and results, plain without a terminal."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
@@ -36,7 +36,7 @@ def logs() -> Console:
 
 @contextmanager
 def log_lines() -> Iterator[None]:
-    """Show log lines on standard error, as the commands do, unless the program has set up logging itself."""
+    """Show log lines on standard error, unless the program has configured logging."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     silent = [(logger, logger.level) for logger in loggers if not logger.hasHandlers()]
     handler = logging.StreamHandler(sys.stderr)
@@ -57,13 +57,13 @@ class RateColumn(ProgressColumn):
     """Finished units per second."""
 
     def render(self, task: Task) -> Text:
-        """Show the rate of a task, or nothing before it is known."""
+        """Return the rate of a task; empty while unknown."""
         speed = task.finished_speed or task.speed
         return Text(f"{speed:.1f}/s" if speed else "", style="progress.data.speed")
 
 
 def progress_bar() -> Progress:
-    """Return a bar with count, rate and remaining time; silent where there is no terminal."""
+    """Return a bar with count, rate and remaining time; silent without a terminal."""
     console = logs()
     return Progress(
         TextColumn("{task.description}"),
@@ -79,14 +79,14 @@ def progress_bar() -> Progress:
 
 
 class Counting:
-    """A bar for work that reports how far it is; use as a context manager."""
+    """Progress bar as a context manager."""
 
     def __init__(self, description: str, total: int) -> None:
         self._bar = progress_bar()
         self._task = self._bar.add_task(description, total=total, note="")
 
     def show(self, done: int, note: str = "", *, total: int | None = None) -> None:
-        """Show the number of units done and, where it became known only now, of how many."""
+        """Show the number of finished units and, if given, a new total."""
         self._bar.update(self._task, completed=done, note=note, total=total)
 
     def __enter__(self) -> Counting:
@@ -95,7 +95,7 @@ class Counting:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the display away."""
+        """Remove the display."""
         self._bar.stop()
 
 

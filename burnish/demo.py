@@ -1,7 +1,7 @@
-"""The whole path once, on a real MuJoCo task, from nothing: what `make demo` runs.
+"""Full pipeline on a MuJoCo task, without external data; run by `make demo`.
 
-Demonstrations are recorded, a policy is cloned from them and fine-tuned by DPPO; both are evaluated on the
-same episodes; pictures, a report and an exported graph are written. Nothing is downloaded or pre-recorded.
+Records demonstrations, clones a policy, fine-tunes it with DPPO, evaluates both on the same episodes, and
+writes pictures, a report and an exported graph. Nothing is downloaded or pre-recorded.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 ENV = "avoid"
-DEMONSTRATIONS = 20  # few, so that the clone is imperfect
-EPISODES = 100  # of each evaluation
+DEMONSTRATIONS = 20  # few, so that the cloned policy is imperfect
+EPISODES = 100  # per evaluation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demonstration; returns 0, or 1 if fine-tuning did not clearly help.
+    """Run the demonstration; return 0, or 1 without a clear improvement by fine-tuning.
 
     Args:
-        arguments: Those of the command line, which are none but --help; None: what was typed.
+        arguments: Command-line arguments (only --help); None: from `sys.argv`.
     """
     parser = argparse.ArgumentParser(
         prog="burnish-demo",

@@ -1,4 +1,4 @@
-"""Detects packages of other projects that hide ours, without importing them."""
+"""Detects packages of other projects that shadow ours, without importing them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OURS = ("burnish", "policies", "algos", "envs", "configs", "assets")
 
 
 def found_packages() -> Iterator[tuple[str, bool, str]]:
-    """Yield the name of every package besides `burnish`, whether it is ours, and where it is."""
+    """Yield name, ownership and location of every package except `burnish`."""
     home = Path(__file__).resolve().parents[1]
     for name in OURS[1:]:
         place = _place_of(name)
@@ -26,10 +26,10 @@ def found_packages() -> Iterator[tuple[str, bool, str]]:
 
 @cache
 def require_own_packages() -> None:
-    """Refuse to start where another project's package would be imported in the place of one of ours.
+    """Refuse to start if another project's package shadows one of ours.
 
     Raises:
-        ImportError: Names the package, and where it lies.
+        ImportError: Names the package and its location.
     """
     for name, is_ours, detail in found_packages():
         if not is_ours:
@@ -37,10 +37,10 @@ def require_own_packages() -> None:
 
 
 def _place_of(name: str) -> Path | None:
-    """Return the folder of a package, or of the module that is in its place; None where there is neither."""
+    """Return the folder of a package, or of a module of the same name; None if missing."""
     try:
         spec = importlib.util.find_spec(name)
-    except ValueError:  # imported already, without a known place
+    except ValueError:  # already imported, without a known location
         return None
     if spec is None or spec.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""Batches for behaviour cloning: (observation mapping, chunk, mask), shuffled."""
+"""Batches for behaviour cloning: (observations, chunk, mask), shuffled."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class CloningBatch:
 
 
 class WindowSampler:
-    """The windows of a dataset, with goals and images where the policy uses them.
+    """Windows of a dataset, with goals and images if the policy uses them.
 
     Args:
-        dataset: On the device it is used on.
+        dataset: Dataset on the training device.
         chunk: Horizons.
-        pad_end: Whether windows may reach behind the end of an episode (masked).
+        pad_end: Whether windows may extend past the end of an episode (masked).
         goal_dim: Dg; above 0 the dataset's extra key `goal` (N, Dg) is used.
-        cameras: Whose images the policy looks at.
+        cameras: Cameras used by the policy.
 
     Raises:
         DatasetError: If the dataset does not fit or has no window.
@@ -66,7 +66,7 @@ class WindowSampler:
 
     @property
     def frames(self) -> Tensor:
-        """Frame of the newest observation of every window (num,)."""
+        """Frame of the newest observation per window, (num,)."""
         return self._windows.frames
 
     @property
@@ -83,11 +83,11 @@ class WindowSampler:
 
 
 class Shuffle:
-    """An endless stream of indices 0..num-1: every index once, in a new order, again and again.
+    """Endless stream of indices 0..num-1 in epochs: a new permutation each time.
 
     Args:
         num: Number of indices.
-        generator: Of the permutations; on the device of the indices.
+        generator: Generator of the permutations, on the device of the indices.
     """
 
     def __init__(self, num: int, generator: torch.Generator) -> None:
@@ -114,7 +114,7 @@ class Shuffle:
         self._cursor = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generator at the start of this pass and the place in it (never the order itself)."""
+        """Return the generator state at the start of this epoch and the position in it."""
         return {"num": self.num, "start": self._start, "cursor": self._cursor, "fresh": self._order is None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

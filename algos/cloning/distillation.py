@@ -1,7 +1,7 @@
-"""A teacher: the policy whose trajectories a new policy learns to cut short.
+"""Distillation: targets from the sampling trajectories of a teacher policy.
 
-Teacher and student may be of different processes. Where the ratio of signal and noise is the same, their
-states differ by a factor only and mean the same pair (x0, eps)::
+Processes of teacher and student may differ. At equal signal-to-noise ratio their states differ by a factor
+only and correspond to the same pair (x0, eps)::
 
     alpha_2 / sigma_2 = alpha / sigma,    x_2 = alpha_2 / alpha x
 
@@ -26,19 +26,19 @@ from policies.protocols import TE, Cond, Observation
 from policies.registry import name_of
 
 UNITS_RTOL, UNITS_ATOL = 1e-4, 1e-5
-"""How closely the maps of actions must agree."""
+"""Tolerance between the action normalisations of teacher and student."""
 
 
 class Teacher:
-    """Targets from the trajectories of a frozen policy. No part of the student: neither saved nor averaged.
+    """Targets from the trajectories of a frozen policy; neither saved nor averaged with the student.
 
     Args:
         policy: The teacher; kept as a frozen copy on the student's device.
-        student: The policy that is trained.
+        student: Policy in training.
 
     Raises:
-        ConfigError: If the student's process has no use for a teacher, the teacher has no path, or the two do
-            not see or do the same.
+        ConfigError: If the student's process does not support a teacher, the teacher has no sampling path, or
+            their observations or actions differ.
     """
 
     def __init__(self, policy: Policy, student: Policy) -> None:
@@ -48,7 +48,7 @@ class Teacher:
 
     @torch.no_grad()
     def instruct(self, obs: Observation, action: Tensor, te: TE) -> TE:
-        """Return the draws with what the student's loss learns from the teacher.
+        """Return the draws extended by the teacher's targets for the student's loss.
 
         Shapes:
             action: (B, Th, Da), normalised.
@@ -56,7 +56,7 @@ class Teacher:
         return self.process.taught(action, te, partial(self._explain, self.policy.encode(obs)))
 
     def _explain(self, cond: Cond, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the teacher's (x0, eps) of states and times of the student's path."""
+        """Return the teacher's (x0, eps) for states and times on the student's path."""
         alpha, sigma = self.process.alpha_sigma(t)
         own = self.policy.process.time_of_lambda(alpha.log() - sigma.log())
         scale = self.policy.process.alpha_sigma(own)[0] / alpha
@@ -107,7 +107,7 @@ def _require_same_view(teacher: Policy, student: Policy) -> None:
 
 
 def _require_same_units(teacher: Policy, student: Policy) -> None:
-    """Compare the normalisation of actions; that of observations is each policy's own affair."""
+    """Require equal action normalisation; observation normalisation may differ."""
     for part in ("scale", "offset"):
         theirs, ours = (p.normalizer.get_buffer(f"action_{part}").cpu() for p in (teacher, student))
         if not torch.allclose(theirs, ours, rtol=UNITS_RTOL, atol=UNITS_ATOL):

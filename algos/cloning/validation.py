@@ -1,7 +1,7 @@
-"""Validation of a cloned policy: how far are sampled actions from what the demonstrator did?
+"""Validation of a cloned policy: error of sampled actions against the demonstrations.
 
-The matching loss of held-out data is reported beside it but is a poor measure of behaviour: it can rise
-while the policy improves.
+The matching loss of held-out data is reported as well, but is a poor measure of behaviour: it can rise while
+the policy improves.
 
 Legend: B windows, n samples per window, Th predicted horizon.
 """
@@ -20,13 +20,13 @@ from policies.seeds import seeded_generator
 
 
 class Validation:
-    """A fixed set of held-out windows with fixed noise, so that numbers of different steps compare.
+    """A fixed set of held-out windows with fixed noise, so that results of different steps are comparable.
 
     Args:
         source: Held-out windows.
-        num_windows: Windows that are used, at most; spread evenly.
-        num_samples: n, chunks sampled for each.
-        seed: Decides the noise.
+        num_windows: Windows used, at most; evenly spaced.
+        num_samples: n, chunks sampled per window.
+        seed: Seed of the noise.
     """
 
     def __init__(self, source: WindowSampler, *, num_windows: int, num_samples: int, seed: int) -> None:
@@ -39,9 +39,9 @@ class Validation:
     def measure(self, policy: Policy) -> Metrics:
         """Return mean squared errors over recorded actions, in squared physical units.
 
-        `validation/action_mse` averages over all samples; `validation/action_mse_best` takes, for every
-        window, the sample closest to the demonstration: low when the demonstrated behaviour is among
-        what the policy does, however many other behaviours it has.
+        `validation/action_mse` averages over all samples. `validation/action_mse_best` takes the sample
+        closest to the demonstration per window: low if the demonstrated behaviour is among the policy's
+        modes.
         """
         generator = seeded_generator(self._seed, "validation", device=policy.device)
         cond = policy.encode(self._data.obs)
@@ -66,10 +66,10 @@ class Validation:
 
 
 def matching_of(policy: Policy) -> MatchingLoss:
-    """Return the policy as something that trains by regression.
+    """Return the policy if it trains by regression.
 
     Raises:
-        CapabilityError: If it cannot.
+        CapabilityError: If it does not.
     """
     if not isinstance(policy, MatchingLoss):
         raise CapabilityError(
@@ -80,5 +80,5 @@ def matching_of(policy: Policy) -> MatchingLoss:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Average values (B, Th) over the entries of a mask (B, Th), of which at least one is true."""
+    """Average values (B, Th) over the true entries of a mask (B, Th), at least one."""
     return (values * mask).sum() / mask.sum()

@@ -1,13 +1,12 @@
-"""Several seeds of an offline algorithm, trained by one batched learner around those of single seeds.
+"""Batched training of several seeds of an offline algorithm.
 
-Legend: S seeds, B rows of a batch, E members of an ensemble. A parameter (...) of S modules becomes one of
-shape (S, ...), and the modules' own become views of it: each seed is still saved, averaged and exported from
-its own modules, while one batched product does the work of S. Learners reduce over the last axes of what
-they compute, so a batch (S, B, ...) gives one loss per seed; `descend` adds them up. Numbers agree with those
-of single seeds to rounding.
+Legend: S seeds, B rows of a batch, E ensemble members. Parameters (...) of S modules become views of one
+parameter (S, ...): each seed is still saved, averaged and exported from its own modules, and one batched
+product replaces S products. Learners reduce over the last axes, so a batch (S, B, ...) gives one loss per
+seed; `descend` adds them up. Results equal single-seed training up to rounding.
 
-Modules whose parameters are such views must not be trained by themselves any more. Writes to a whole do not
-advance the versions of its views, so values that were computed from weights and cached
+Modules whose parameters are views must not be trained separately. Writes to a stacked parameter leave the
+version counters of its views unchanged, so cached functions of the weights
 (`policies.networks.weight_cache`) would become stale: modules that cache are refused.
 """
 
@@ -42,15 +41,15 @@ ONE_BY_ONE = "Train the seeds one by one: --multirun seed=0,1,2."
 
 
 class SeedRun(OfflineRun):
-    """A run of one seed, which a `SeedBatch` trains once that has begun."""
+    """A run of one seed that a `SeedBatch` can train."""
 
     is_batched = False
 
     def advance(self) -> Metrics:
-        """Take gradient steps alone.
+        """Take gradient steps of this seed alone.
 
         Raises:
-            CapabilityError: If a `SeedBatch` trains it.
+            CapabilityError: If a `SeedBatch` trains the run.
         """
         self._require_alone()
         return super().advance()
@@ -59,7 +58,7 @@ class SeedRun(OfflineRun):
         """Continue from `state_dict`.
 
         Raises:
-            CapabilityError: If a `SeedBatch` trains it.
+            CapabilityError: If a `SeedBatch` trains the run.
         """
         self._require_alone()
         super().load_state_dict(state)
@@ -73,12 +72,12 @@ class SeedRun(OfflineRun):
 
 
 def build_seeds(config: OfflineConfig, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
-    """Return one run for each seed, as `config.build` would; they share the transitions.
+    """Return one run per seed, as `config.build` would; runs share the transitions.
 
     Args:
-        config: Of all.
-        setup: Its own seed is not used.
-        seeds: Different ones.
+        config: Configuration of all runs.
+        setup: Setup of all runs; its seed is ignored.
+        seeds: Distinct seeds.
     """
     setups = [replace(setup, seed=seed, num_seeds=len(seeds)) for seed in seeds]
     data = config.prepare(setups[0])
@@ -86,16 +85,16 @@ def build_seeds(config: OfflineConfig, setup: Setup, seeds: Sequence[int]) -> li
 
 
 class SeedBatch:
-    """Runs of several seeds that one batched learner trains.
+    """Runs of several seeds with one batched learner.
 
-    Every run draws what it would draw alone, and is saved, evaluated and exported by itself, but once the
-    batch has taken a step, runs advance and load only here. Seeds that are behind go first, together.
+    Random numbers, checkpoints, evaluation and export are per run. After the first step of the batch, runs
+    advance and load only here. The runs with the fewest steps advance first, together.
 
     Args:
-        runs: Made by `build_seeds`; each may have been continued.
+        runs: Runs of one `build_seeds` call; each may be resumed.
 
     Raises:
-        ConfigError: If they were made apart: they must share their transitions.
+        ConfigError: If the runs do not share their transitions.
     """
 
     def __init__(self, runs: Sequence[OfflineRun]) -> None:
@@ -106,10 +105,10 @@ class SeedBatch:
         self._learner: Any = None
 
     def advance(self) -> list[Metrics]:
-        """Take gradient steps with every seed that is furthest behind.
+        """Take gradient steps with the runs that have taken the fewest.
 
         Returns:
-            What `OfflineRun.advance` would, for each run; empty for those that stood still.
+            Metrics of `OfflineRun.advance` per run; empty for runs that did not advance.
         """
         done = min(run.progress for run in self.runs)
         learner, moving = self._learner_of([run for run in self.runs if run.progress == done])
@@ -129,7 +128,7 @@ class SeedBatch:
         return [found.get(id(run), {}) for run in self.runs]
 
     def _learner_of(self, runs: Sequence[OfflineRun]) -> tuple[Any, tuple[OfflineRun, ...]]:
-        """Return the batched learner of these runs; made anew when other runs moved before."""
+        """Return the batched learner of these runs; rebuilt when the set of runs changes."""
         if self._learner is None or self._moving != tuple(runs):
             self._moving = tuple(runs)
             self._learner = batched([run.learner for run in runs])
@@ -139,12 +138,12 @@ class SeedBatch:
 
 
 def step_together(learner: Any, runs: Sequence[OfflineRun], rows: Tensor | None = None) -> dict[str, Tensor]:
-    """Take a step of every run; returns metrics, each (S,).
+    """Take one step of every run; returns metrics, each (S,).
 
     Args:
-        learner: Of all runs; see `batched`.
-        runs: Whose draws are used.
-        rows: (S, B), in place of those that they draw.
+        learner: Batched learner of all runs; see `batched`.
+        runs: Runs whose generators are used.
+        rows: (S, B) rows that replace the drawn ones.
     """
     drawn, draws = zip(*(run.draw() for run in runs), strict=True)
     together = {name: torch.stack([each[name] for each in draws]) for name in draws[0]}
@@ -158,11 +157,11 @@ def step_together(learner: Any, runs: Sequence[OfflineRun], rows: Tensor | None 
 
 
 def batched(learners: Sequence[Any]) -> Any:
-    """Return one learner that takes the steps of several, which differ by their seeds only.
+    """Return one learner that steps several learners, which differ in their seeds only.
 
-    Networks, optimisers and regularisers are stacked attribute by attribute; constants are those of the
-    first. The networks of the given learners become views: they can be read and saved, but must not step or
-    load by themselves any more. The whole has no policy of its own.
+    Networks, optimisers and regularisers are stacked attribute by attribute; constants come from the first.
+    The given networks become views: they can be read and saved, but must not step or load separately. The
+    batched learner has no policy of its own.
 
     Raises:
         CapabilityError: If an actor or a module cannot be stacked.
@@ -203,7 +202,7 @@ def _stacked_attribute(parts: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class FlatSearch:
-    """A search for the rows nearest to queries with further axes in front."""
+    """Nearest-row search for queries with extra leading axes."""
 
     search: Search
 
@@ -217,7 +216,7 @@ class FlatSearch:
 
 
 def stack_parameters(parts: Sequence[Tensor]) -> nn.Parameter:
-    """Return parameters (...) as one (S, ...), of which they are views from now on."""
+    """Return parameters (...) stacked as one (S, ...); the given ones become views of it."""
     whole = nn.Parameter(torch.stack([part.detach() for part in parts]), parts[0].requires_grad)
     for part, view in zip(parts, whole.detach().unbind(0), strict=True):
         part.data = view
@@ -233,20 +232,19 @@ class StackedLinear(nn.Module):
         self.bias = stack_parameters([layer.bias for layer in layers])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return every layer's output for its own inputs."""
+        """Return the output of every layer for its own inputs."""
         return torch.baddbmm(self.bias[:, None], x, self.weight.transpose(1, 2))
 
 
 def stacked(modules: Sequence[M]) -> M:
-    """Return a module like the given ones, whose parameters are all of theirs.
+    """Return a module with the stacked parameters of the given modules.
 
     Args:
-        modules: Of one shape, made of linear layers with biases, and of what takes any leading axes. One that
-            has parameters of its own must know that they have one more in front.
+        modules: Equal architectures of linear layers with biases and layers that accept leading axes. A layer
+            with other parameters must support one more leading axis.
 
     Raises:
-        CapabilityError: If a part has buffers, keeps what it computes from weights, or is a layer without
-            bias: such parts are those of one seed.
+        CapabilityError: If a module has buffers, a weight cache, or a linear layer without bias.
     """
     whole = copy.deepcopy(modules[0])
     for name, part in list(whole.named_modules()):
@@ -289,7 +287,7 @@ class StackedEnsemble(Ensemble):
         return self._evaluate_together(h, count, frozen).view(seeds, count, -1).transpose(0, 1)
 
     def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> NoReturn:
-        """Refuse: load those of the ensembles.
+        """Refuse; load the single ensembles instead.
 
         Raises:
             CapabilityError: Always.
@@ -297,7 +295,7 @@ class StackedEnsemble(Ensemble):
         raise CapabilityError("stacked ensembles have the weights of the ensembles; load or read those.")
 
     def layers_of(self, member: int) -> NoReturn:
-        """Refuse: ask the ensembles.
+        """Refuse; use the single ensembles instead.
 
         Raises:
             CapabilityError: Always.
@@ -305,7 +303,7 @@ class StackedEnsemble(Ensemble):
         raise CapabilityError("stacked ensembles have the weights of the ensembles; load or read those.")
 
     def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
-        """Return the weights of the first so many members of every seed, (S E, ...)."""
+        """Return the weights of the first `count` members of every seed, (S E, ...)."""
         stacks = (part[:, :count].flatten(0, 1) for part in parts)
         return [stack.detach() if frozen else stack for stack in stacks]
 
@@ -314,7 +312,7 @@ class BatchedActor(Actor):
     """The actors of S seeds: conditions (S, B, C) to actions (S, B, A).
 
     Raises:
-        CapabilityError: If one was not made by `algos.offline.config.plain_actor`.
+        CapabilityError: If an actor was not made by `algos.offline.config.plain_actor`.
     """
 
     def __init__(self, actors: Sequence[Actor]) -> None:
@@ -327,10 +325,10 @@ class BatchedActor(Actor):
 
 
 class BatchedPolicyLoss:
-    """`PolicyLoss` of the new actors of S seeds, which act in single steps: (S, B).
+    """`PolicyLoss` of S new single-action actors: losses (S, B).
 
     Raises:
-        CapabilityError: If one was not made by `algos.offline.config.plain_actor`.
+        CapabilityError: If an actor was not made by `algos.offline.config.plain_actor`.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:
@@ -347,7 +345,7 @@ def require_actor_network(policy: Policy) -> ActorNetwork:
     """Return the network of a policy made by `algos.offline.config.plain_actor`.
 
     Raises:
-        CapabilityError: If it is another policy.
+        CapabilityError: If the policy was made otherwise.
     """
     network = actor_network(policy)
     if network is None:
@@ -361,12 +359,12 @@ def require_actor_network(policy: Policy) -> ActorNetwork:
 def joined(parameters: Sequence[nn.Parameter], parts: Sequence[torch.optim.Adam]) -> torch.optim.Adam:
     """Return one optimiser of stacked parameters that continues from the moments of every seed.
 
-    The moments of the given optimisers become views of its own and share its step count: none of them may
-    step by itself any more. Those that have taken no step yet begin at zero, as Adam does.
+    The moments of the given optimisers become views of the new ones and share its step count: the given
+    optimisers must not step separately. Without a previous step, moments start at zero, as in Adam.
 
     Args:
         parameters: (S, ...).
-        parts: Over the parameters of every seed, in the same order, after equally many steps.
+        parts: One optimiser per seed: same parameter order, same step count.
     """
     options = {name: value for name, value in parts[0].param_groups[0].items() if name != "params"}
     whole = torch.optim.Adam(parameters, **options)

@@ -1,4 +1,4 @@
-"""The matching loss of a policy at the chunks of a batch of transitions."""
+"""Matching loss of a policy at the chunks of a batch of transitions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from policies.protocols import TE, Cond
 
 
 class ChunkLoss:
-    """The matching loss of a policy at recorded chunks of a batch.
+    """Matching loss of a policy at the recorded chunks of a batch.
 
     Args:
-        policy: In training.
+        policy: Policy in training.
 
     Raises:
         CapabilityError: If the policy has no matching loss.
@@ -27,13 +27,13 @@ class ChunkLoss:
         self._shape, self._matching = policy.chunk.shape, matching_of(policy)
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of n rows, by names that begin with `te/`."""
+        """Return the random numbers for n rows; names begin with `te/`."""
         te = self._matching.sample_te(n, generator=generator)
         level = {} if te.level is None else {"te/level": te.level}
         return {"te/t": te.t, "te/eps": te.eps, **level, **{f"te/more/{k}": v for k, v in te.more.items()}}
 
     def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss (B, Th) of every row of the chunks."""
+        """Return the loss (B, Th) per row of the chunks."""
         more = {k.removeprefix("te/more/"): v for k, v in draws.items() if k.startswith("te/more/")}
         te = TE(draws["te/t"], draws["te/eps"], draws.get("te/level"), more)
         chunk = batch.plan.view(-1, *self._shape)

@@ -1,4 +1,4 @@
-"""Settings of offline algorithms, the actor to train, and the checks of a setup."""
+"""Settings of offline algorithms, construction of the actor, checks of a setup."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from policies.wrappers.base import WrappedPolicy
 
 _log = logging.getLogger(__name__)
 
-_BEYOND = 1e-4  # of normalised actions, that rounding may put beyond ±1
-STD_MARGIN = 1e-3  # added to the deviation of every entry of the state, as in the released programs
+_BEYOND = 1e-4  # tolerance of normalised actions beyond ±1, for rounding
+STD_MARGIN = 1e-3  # added to every state std, as in the released code
 
 
 @dataclass(frozen=True)
 class OfflineData:
-    """What runs of several seeds share: dataset, box of its actions (empty with `init`), table, probes."""
+    """Data shared by the seeds: dataset, action bounds (empty with `init`), transitions, probes."""
 
     dataset: EpisodeDataset
     box: dict[str, Tensor]
@@ -55,22 +55,22 @@ class OfflineData:
 
 @dataclass
 class OfflineConfig(Checked):
-    """Settings of every algorithm that learns from the rewards of a fixed dataset.
+    """Settings shared by algorithms that learn from the rewards of a fixed dataset.
 
-    Without `init` a small fully connected actor of `hidden_dims` is trained from nothing, on states of mean 0
-    and deviation 1 (ReBRAC: as recorded); with it, a copy of that policy.
+    Without `init` a new MLP actor of `hidden_dims` is trained on states of mean 0 and std 1 (ReBRAC: unscaled
+    states); with `init`, a copy of that policy.
     """
 
-    makes_policy: ClassVar[bool] = True  # process, backbone and the like of a new policy are its own choice
+    makes_policy: ClassVar[bool] = True  # the algorithm chooses process, backbone etc. of a new policy
 
-    fixed_length: ClassVar[bool] = False  # whether `steps` shapes what is learned on the way
+    fixed_length: ClassVar[bool] = False  # whether a schedule depends on `steps`
 
     steps: int = bounded(1_000_000, ge=1)  # gradient steps of the critic
     batch_size: int = bounded(256, ge=1)  # transitions
     gamma: float = bounded(0.99, ge=0, le=1)  # discount per environment step
-    reward_scale: float = bounded(1.0, gt=0)  # rewards are scale r + shift
+    reward_scale: float = bounded(1.0, gt=0)  # rewards become reward_scale r + reward_shift
     reward_shift: float = bounded(0.0, ge=-math.inf)  # see reward_scale
-    normalize_returns: float | None = bounded(None, gt=0, was="return_range")  # span of scaled returns
+    normalize_returns: float | None = bounded(None, gt=0, was="return_range")  # return span after scaling
     actor_lr: float = bounded(3e-4, gt=0)  # Adam
     critic_lr: float = bounded(3e-4, gt=0)  # Adam
     tau: float = bounded(0.005, gt=0, le=1)  # Polyak coefficient of the target networks
@@ -92,10 +92,10 @@ class OfflineConfig(Checked):
             self.require(name, bool(getattr(self, name)), "one or more widths")
 
     def rewarding(self, dataset: EpisodeDataset) -> Rewarding:
-        """Return what is made of a reward.
+        """Return the reward transform.
 
         Raises:
-            ConfigError: If all episodes have the same return and `normalize_returns` is given.
+            ConfigError: If `normalize_returns` is set and all episode returns are equal.
         """
         scale = self.reward_scale
         if self.normalize_returns is not None:
@@ -110,29 +110,29 @@ class OfflineConfig(Checked):
         return Rewarding(self.gamma, scale, self.reward_shift)
 
     def resume_invariants(self) -> dict[str, Any]:
-        """Return what values and the constraint mean, by key: it must stay when a run is continued."""
+        """Return the settings, by key, that must stay equal when a run is resumed."""
         names = ("gamma", "reward_scale", "reward_shift")
         facts = {f"algo.{name}": getattr(self, name) for name in names}
-        return facts | {"algo.return_range": self.normalize_returns}  # its key in saved training states
+        return facts | {"algo.return_range": self.normalize_returns}  # key in saved training states
 
     def actor_config(self) -> PolicyConfig:
-        """Return what a new actor is made of."""
+        """Return the configuration of a new actor."""
         return plain_actor(DeterministicProcess(), self.hidden_dims)
 
     def build(self, setup: Setup) -> OfflineRun:
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If there is no dataset, widths of dataset, environment and policy differ, or all
+            ConfigError: If the dataset is missing, sizes of dataset, environment and policy differ, or all
                 rewards are 0.
-            CapabilityError: If the policy to start from cannot be trained in this way, or the task has its
-                goal beside the state.
+            CapabilityError: If `init` does not support this training, or the task's goal is not part of the
+                state.
             DatasetError: If the dataset has no transition.
         """
         return self.run(setup, self.prepare(setup))
 
     def prepare(self, setup: Setup) -> OfflineData:
-        """Return the transitions as the policy encodes them; the same for every seed."""
+        """Return the transitions in the policy's encoding; equal for every seed."""
         if self.autocast is not None and setup.device.type == "cpu":
             warn_of_slow_bfloat16()
         with torch_threads(setup.threads(THREADS)):
@@ -163,7 +163,7 @@ class OfflineConfig(Checked):
             return OfflineData(dataset, box, table, probes_of(table, on_device, rewarding))
 
     def run(self, setup: Setup, data: OfflineData, kind: type[OfflineRun] = OfflineRun) -> OfflineRun:
-        """Return the algorithm on prepared transitions."""
+        """Return the run on prepared transitions."""
         with torch_threads(setup.threads(THREADS)):
             policy = self.initial_policy(setup, data.dataset, data.box)
             with seeded_weights(derive_seed(setup.seed, "learner")):
@@ -176,7 +176,7 @@ class OfflineConfig(Checked):
             )  # fmt: skip
 
     def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
-        """Return a trainable copy of `init`, or a new actor whose actions fill the box."""
+        """Return a trainable copy of `init`, or a new actor scaled to the action bounds."""
         if setup.init is not None:
             return setup.init.clone().to(setup.device).train().requires_grad_(True)
         policy = build_policy(
@@ -190,11 +190,11 @@ class OfflineConfig(Checked):
 
     @abstractmethod
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
-        """Return what learns; torch's global generator is seeded for its initial weights."""
+        """Return the learner; initial weights use torch's global generator, which is seeded here."""
 
 
 def warn_of_slow_bfloat16() -> None:
-    """Warn where the CPU has no instructions for products of bfloat16; unknown to old releases of torch."""
+    """Warn if the CPU lacks bfloat16 matrix instructions; old torch releases cannot detect them."""
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if known.get("architecture") == "x86_64" and not (known["amx_bf16"] or known["avx512_bf16"]):
         _log.warning(
@@ -205,7 +205,7 @@ def warn_of_slow_bfloat16() -> None:
 
 
 def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -> None:
-    """Refuse rewards that are all 0; warn of constant ones in a task that never ends."""
+    """Refuse rewards that are all 0; warn of constant rewards in a task without termination."""
     least, most = (float(bound) for bound in dataset.rewards.aminmax())
     given = rewarding.scale * least + rewarding.shift
     if least != most or (given and bool(dataset.over.any())):
@@ -226,9 +226,9 @@ def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> 
     """Warn of recorded actions that `init` normalises beyond ±1, where actions are clipped.
 
     Args:
-        table: Encoded for that policy.
-        setup: Of the run.
-        algo: Its name.
+        table: Transitions in that policy's encoding.
+        setup: Setup of the run.
+        algo: Name of the algorithm.
     """
     if setup.init is None or setup.dataset is None:
         return
@@ -252,7 +252,7 @@ def _refuse_goals(spec: EnvSpec, algo: str) -> None:
 
 
 def _refuse_several(policy: Policy, algo: str) -> None:
-    """Refuse a policy that is made of policies: only one with weights of its own is trained."""
+    """Refuse a composition: only a policy with its own weights is trainable."""
     require_one_policy(policy, algo)
     if isinstance(policy, WrappedPolicy):
         raise CapabilityError(
@@ -262,7 +262,7 @@ def _refuse_several(policy: Policy, algo: str) -> None:
 
 
 def plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:
-    """Return a policy of single actions on standardised states."""
+    """Return the configuration of a single-action policy on standardised states."""
     return PolicyConfig(
         process=process,
         backbone=MlpConfig(residual=False, hidden_dims=hidden_dims),
@@ -274,7 +274,7 @@ def plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:
 
 
 def _state_statistics(dataset: EpisodeDataset) -> dict[str, Tensor]:
-    """Return moments of the states that transitions start from; the deviation is raised by a margin."""
+    """Return mean and std of the states of the transitions; a margin is added to the std."""
     states = dataset.transitions().observations.double()
     std = states.std(dim=0, correction=0) + STD_MARGIN
     moments = {"mean": states.mean(dim=0), "std": std, "min": states.amin(0), "max": states.amax(0)}

@@ -1,13 +1,13 @@
-"""The loop of offline algorithms: draw a batch of transitions, take a gradient step, report.
+"""Training loop of offline algorithms: sample transitions, take a gradient step, report metrics.
 
-Legend: G_t = sum over k of gamma^k (scale r_{t+k} + shift), to the end of the recorded episode. Values far
-above the returns of the data are the symptom of actors that leave the data::
+Legend: G_t = sum over k of gamma^k (scale r_{t+k} + shift), to the end of the recorded episode.
+Overestimation indicates an actor outside of the data::
 
     overestimation = mean over probes of mean over critics of Q(s_t, a_t) - G_t
 
-Critics value the actor's future, G that of what recorded the data, so a good actor raises the difference too:
-compare it between runs and over time. Where a recording was cut off, G lacks what came later; only rows count
-for which that weighs less than 1 %: gamma^remaining < 0.01.
+Q is the value of the actor, G the return of the recording policy, so a better actor also raises the
+difference: compare it between runs and over time. G of a truncated episode lacks the later rewards; only rows
+count where their weight is below 1 %: gamma^remaining < 0.01.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from policies.policy import Policy
 from policies.seeds import seeded_generator
 from policies.threads import torch_threads
 
-THREADS = 1  # of torch, unless `num_threads` is set
+THREADS = 1  # torch threads, unless `num_threads` is set
 _PROBES = 4096  # rows, at most
-_CUT_WEIGHT = 0.01  # of what a cut recording lacks
+_CUT_WEIGHT = 0.01  # largest weight of the rewards missing from a truncated episode
 
 
 class Learner(Protocol):
-    """Takes steps on batches.
+    """Takes gradient steps on batches.
 
     Attributes:
-        steps: How many it has taken.
+        steps: Steps taken.
     """
 
     steps: int
@@ -62,10 +62,10 @@ class Learner(Protocol):
 
 
 class Budget(Protocol):
-    """Settings that the loop uses.
+    """Settings of the loop.
 
     Attributes:
-        fixed_length: Whether a rate follows the number of steps, so that a run cannot be made longer.
+        fixed_length: Whether a schedule depends on the number of steps, so that the run cannot be extended.
     """
 
     fixed_length: ClassVar[bool]
@@ -75,7 +75,7 @@ class Budget(Protocol):
 
 
 class OfflineRun:
-    """A run in progress; see `OfflineConfig`."""
+    """An offline training run; see `OfflineConfig`."""
 
     unit = "gradient_steps"
 
@@ -115,7 +115,7 @@ class OfflineRun:
 
     @property
     def budget(self) -> str | None:
-        """The key that makes a run longer; None: its length is part of it."""
+        """Key of the run's length; None if the run cannot be extended."""
         return None if self.config.fixed_length else "algo.steps"
 
     def advance(self) -> Metrics:
@@ -135,26 +135,26 @@ class OfflineRun:
         return measured
 
     def draw(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the rows (B,) and the random numbers of the coming step."""
+        """Return the rows (B,) and random numbers of the next step."""
         size, device = self.config.batch_size, self._index.device
         row = torch.randint(len(self.table), (size,), generator=self._index, device=device)
         return row, self.learner.draw(size, self._noise)
 
     def count_step(self) -> None:
-        """Count a gradient step and update the averaged weights."""
+        """Count a gradient step and update the EMA weights."""
         self._done += 1
         if self._ema is not None:
             self._ema.update(self.learner.policy)
 
     def overestimation(self) -> Metrics:
-        """Return how far the critics exceed the returns of the data; empty without critics or probes."""
+        """Return Q minus return-to-go on the probes; empty without critics or probes."""
         critic = getattr(self.learner, "critic", None)
         if critic is None or self._probes is None:
             return {}
         return {"critic/overestimation": self._probes.overestimation(critic)}
 
     def snapshot(self) -> Policy:
-        """Return a copy of the policy, its weights averaged where they are to be, in evaluation mode."""
+        """Return a copy of the policy in evaluation mode, with EMA weights if enabled."""
         policy = self.learner.policy if self._ema is None else cast(Policy, self._ema.module)
         return policy.clone().eval().requires_grad_(False)
 
@@ -172,8 +172,7 @@ class OfflineRun:
         """Continue from `state_dict`.
 
         Raises:
-            CheckpointError: If length, data, seed, the policy to start from or what is made of rewards are
-                not those of the run.
+            CheckpointError: If length, data, seed, `init` or the reward transform differ from the saved run.
         """
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])
@@ -184,7 +183,7 @@ class OfflineRun:
         self._done = int(state["done"])
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there are no resources to release."""
 
 
 @dataclass(frozen=True)
@@ -197,14 +196,15 @@ class Probes:
 
     @torch.no_grad()
     def overestimation(self, critic: Ensemble) -> Tensor:
-        """Return by how much the values of the critics exceed the returns, a scalar."""
+        """Return the mean of Q minus return-to-go, a scalar."""
         return (critic(self.cond, self.action).mean(dim=0) - self.to_go).mean()
 
 
 def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Rewarding) -> Probes | None:
-    """Return evenly spread rows whose return to go is known; None where there are none.
+    """Return evenly spaced rows with a known return-to-go; None without such rows.
 
-    None too where recordings go on after the task was over (`masks`): those returns are not the task's.
+    Also None for recordings that continue after the task ended (`masks`): their returns include later
+    rewards.
     """
     if table.frame is None or "masks" in dataset.extras:
         return None
@@ -220,12 +220,12 @@ def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Reward
 
 
 def _known(dataset: EpisodeDataset, gamma: float) -> Tensor:
-    """Return which frames (N,) have a return to go that no cut changes much."""
+    """Return a mask (N,): frames whose return-to-go is little affected by truncation."""
     last = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
     remaining = last - torch.arange(dataset.num_frames, device=last.device) + 1
     return dataset.terminated[last] | (gamma ** remaining.double() < _CUT_WEIGHT)
 
 
 def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Return what networks are evaluated in; see `OfflineConfig.autocast`."""
+    """Return the autocast context; see `OfflineConfig.autocast`."""
     return nullcontext() if autocast is None else torch.autocast(device.type, dtype=getattr(torch, autocast))

@@ -1,14 +1,13 @@
-"""Which way of finding nearest rows a run takes: the one that is named, or the fastest, by trying once.
+"""Selection of the nearest-row search: by name, or the fastest by timing.
 
-Legend: M rows, B queries of a batch, k list length. A tree needs no preparation and more time for every
-query; lists cost time once for every row that is ever asked for, and little after that. So what is the faster
-depends on the data, on the machine and on the length of the run. Both are asked for the same few queries, and
-the times are multiplied by what the run will ask::
+Legend: M rows, B queries of a batch, k list length. A tree has no preparation and a higher cost per query;
+lists cost time once per queried row and little afterwards. The fastest depends on data, machine and run
+length. Candidates are timed on the same few queries and extrapolated to the run::
 
-    seconds = batches * seconds of a batch  +  rows ever asked for * seconds of a list
-    rows ever asked for = M (1 - exp(-batches B / M)),   rows being drawn with replacement
+    seconds = batches * seconds of a batch  +  rows ever queried * seconds of a list
+    rows ever queried = M (1 - exp(-batches B / M)),   rows are drawn with replacement
 
-All ways are exact, so the choice decides about time and about ties only; a checkpoint keeps it.
+All candidates are exact: the choice affects time and ties only. A checkpoint stores it.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from policies.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 SEARCHES = ("auto", "lists", "tree", "brute", "approximate")
-TIMED_FROM = 50_000  # rows; among fewer, every way takes less than a gradient step
-_TRIED = 256  # queries, at most
+TIMED_FROM = 50_000  # rows; below this, every search takes less than a gradient step
+_TRIED = 256  # timed queries, at most
 _REPEATS = 3
-_NOISE = 0.3  # of the actions of half of them, as of an actor near the data; the others lie anywhere
+_NOISE = 0.3  # std of action noise for the queries near the data; the others are uniform
 _GIBI = 2**30
 _FEWER = "fewer transitions, or a machine with more memory"
 _SHORTER = "a shorter algo.list_length, or algo.search=tree"
@@ -52,24 +51,24 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Load:
-    """What a run will ask for: so many batches of so many queries."""
+    """Expected load of a run: number of batches and queries per batch."""
 
     batches: int
     queries: int
 
     def rows(self, among: int) -> float:
-        """Return the expected number of different rows that are queried."""
+        """Return the expected number of distinct rows that are queried."""
         return among * -math.expm1(-self.batches * self.queries / among)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is searched.
+    """The searched rows.
 
     Args:
         state: (M, C), standardised. action: (M, A).
         beta: Weight of states.
-        rank: Which neighbour; only a tree finds others than the nearest.
+        rank: Rank of the neighbour; ranks above 1 require the tree.
         length: k, of lists.
         queries: B, which brute force compares at once.
     """
@@ -86,7 +85,7 @@ class Rows:
         return len(self.state)
 
     def bytes_of(self, how: str) -> int:
-        """Return the memory that a way takes at most, beside the rows themselves."""
+        """Return the peak memory of a search, without the rows themselves."""
         num, states, width = len(self), self.state.shape[1], self.state.shape[1] + self.action.shape[1]
         if how == "tree":
             return tree_bytes(num, width)
@@ -95,21 +94,21 @@ class Rows:
         lists, listing = list_bytes(num, self.length), listing_bytes(num, states)
         if how == "approximate":
             return lists + listing
-        copies = 8 * num * width  # of the rows while boxes are made of them, before there are lists
+        copies = 8 * num * width  # copies of the rows while the tree is built, before the lists exist
         return max(lists, copies) + listing + boxes_bytes(num, width)
 
     def has_room(self, how: str) -> bool:
-        """Return whether there is memory for a way of searching, on the device where it searches."""
+        """Return whether the search fits into the free memory of its device."""
         if self._is_there(how):
             return self.bytes_of(how) <= SHARE * _free_of(self.state.device)
         return fits(self.bytes_of(how))
 
     def _is_there(self, how: str) -> bool:
-        """Return whether a way uses accelerator memory: only brute force does."""
+        """Return whether a search uses accelerator memory (brute force only)."""
         return how == "brute" and self.state.device.type != "cpu"
 
     def _require_room(self, how: str) -> None:
-        """Refuse a way of searching without room."""
+        """Refuse a search that does not fit into memory."""
         if self.has_room(how):
             return
         free = _free_of(self.state.device) if self._is_there(how) else free_memory() or 0
@@ -121,11 +120,11 @@ class Rows:
         )
 
     def search(self, how: str) -> Search:
-        """Return a way of searching, after saying what it takes.
+        """Build a search; logs its memory.
 
         Raises:
-            ConfigError: If the way is unknown, cannot find the neighbour of that rank, has no room, or there
-                are fewer rows than that.
+            ConfigError: If the name is unknown, the rank is unsupported, memory is too small, or there are
+                fewer rows than the rank.
         """
         _require_possible(how, self.rank)
         if self.rank > len(self):
@@ -146,7 +145,7 @@ class Rows:
 
 
 def _free_of(device: torch.device) -> float:
-    """Return the free bytes of an accelerator, kept ones of torch included; infinite where none is known."""
+    """Return the free bytes of an accelerator, including torch's cache; infinite if unknown."""
     if device.type != "cuda":
         return math.inf
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -166,13 +165,13 @@ def build_search(
     """Return a search over rows.
 
     Args:
-        how: `lists`, `tree`, `brute`, `approximate` (lists alone), or `auto`: on a CPU the faster of lists
-            and tree, on an accelerator that of brute force and tree. Few rows are not tried: lists on a CPU,
-            brute force on an accelerator.
-        rows: What is searched.
-        load: What will be asked, for `auto`.
-        generator: Draws the queries that are tried.
-        clock: Seconds; None: of this process on a CPU, else of the wall.
+        how: `lists`, `tree`, `brute`, `approximate` (lists without fallback), or `auto`: the faster of lists
+            and tree on a CPU, of brute force and tree on an accelerator. Small datasets are not timed: lists
+            on a CPU, brute force on an accelerator.
+        rows: Rows to search.
+        load: Expected load, for `auto`.
+        generator: Draws the timed queries.
+        clock: Seconds; None: process time on a CPU, else wall time.
 
     Raises:
         ConfigError: See `Rows.search`.
@@ -192,7 +191,7 @@ def build_search(
 
 
 def _with_room(ways: list[str], rows: Rows) -> list[str]:
-    """Return the ways for which there is memory; without any the last one, which raises."""
+    """Return the searches that fit into memory; if none does, the last one, which raises."""
     possible = [way for way in ways if rows.has_room(way)]
     for way in ways:
         if possible and way not in possible:
@@ -218,9 +217,9 @@ def _fastest(
 
 
 def _actions(recorded: Tensor, generator: torch.Generator) -> Tensor:
-    """Return actions (B, A) like those of actors: half of them near the recorded ones, half far away.
+    """Return actions (B, A) for timing: half near the recorded ones, half far away.
 
-    How long a tree takes depends on it: among many dimensions it is several times slower far from the data.
+    Tree search depends on the distance: in high dimensions it is several times slower far from the data.
     """
     shape = recorded.shape
     near = recorded + _NOISE * torch.randn(shape, generator=generator).to(recorded)
@@ -232,14 +231,14 @@ def _actions(recorded: Tensor, generator: torch.Generator) -> Tensor:
 def expected_seconds(
     search: Search, row: Tensor, state: Tensor, action: Tensor, load: Load, among: int, clock: Clock
 ) -> float:
-    """Return what all searches of a run will take, from a few; see the top of the file.
+    """Return the expected total search time of a run, extrapolated from a few queries.
 
     Args:
-        search: One that has not been asked yet.
-        row: (B,) of the queries that are tried.
+        search: A search without earlier queries.
+        row: (B,) rows of the timed queries.
         state: (B, C).
         action: (B, A).
-        load: What the run will ask.
+        load: Expected load of the run.
         among: M.
         clock: Seconds.
     """
@@ -248,7 +247,7 @@ def expected_seconds(
         start = clock()
         search.make_lists(row.cpu())
         listing = (clock() - start) / len(row.unique())
-    search.nearest(row, state, action).row.cpu()  # what only the first call does
+    search.nearest(row, state, action).row.cpu()  # one-time cost of the first call
     times = []
     for _ in range(_REPEATS):
         start = clock()

@@ -1,11 +1,10 @@
-"""The rows whose states are nearest to those of given rows: by a tree, or by comparing with every row.
+"""Nearest rows by state for given rows: by a tree or by brute force.
 
-Legend: M rows, C state width, B rows that are asked for, k neighbours of each.
+Legend: M rows, C state width, B queried rows, k neighbours of each.
 
-A tree is the faster way among few dimensions. Among many it comes to nearly every row, one at a time, and a
-product of matrices comes to all of them sooner. Which it is, is tried once, on the first rows asked for.
-Both compute in float64, and what they find is measured and ordered by the same lines, so lists do not depend
-on the way, but for which of the rows that are as far away as the last one are in.
+A tree is faster in low dimensions. In high dimensions it visits nearly every row singly, and a matrix product
+is faster. The choice is timed once, on the first queried rows. Both compute in float64 and share the final
+distance computation and sorting, so lists differ only in ties with the last neighbour.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ import torch
 from scipy.spatial import KDTree
 from torch import Tensor
 
-_TRIED = 16  # rows that each way is tried on
-_TILE = 2**22  # distances that are kept at once
+_TRIED = 16  # timed rows per method
+_TILE = 2**22  # distances held at once
 NODES = 60
-"""Bytes that the nodes of scipy's tree take for each of its rows, about, whatever their width."""
+"""Approximate bytes per row of scipy's tree nodes, for any width."""
 
 Found = tuple[Tensor, Tensor]
 
 
 class NeighborLists:
-    """Finds the nearest states.
+    """Nearest neighbours by state.
 
     Args:
         state: (M, C).
         length: k, at most M.
-        clock: Seconds, for the trial.
+        clock: Seconds, for timing.
     """
 
     def __init__(self, state: Tensor, length: int, clock: Callable[[], float] = time.process_time) -> None:
         self._state, self._length, self._clock = state.double().contiguous(), length, clock
         self._square = self._state.square().sum(dim=1)
         self._tree = KDTree(self._state.numpy(), balanced_tree=False, compact_nodes=True)
-        self.way: str | None = None  # product or tree, once it was tried
+        self.way: str | None = None  # product or tree, once timed
 
     def nearest(self, rows: Tensor) -> Found:
-        """Return squared distances (B, k), ascending, and rows (B, k) int64, of rows (B,)."""
+        """Return squared distances (B, k), ascending, and row indices (B, k) int64 for rows (B,)."""
         if self.way is None and len(rows) >= 2 * _TRIED:
             self.way = self._faster(rows[:_TRIED])
         return self.by_product(rows) if self.way == "product" else self.by_tree(rows)
@@ -59,18 +58,18 @@ class NeighborLists:
 
     def by_product(self, rows: Tensor) -> Found:
         at_once = max(1, _TILE // len(self._state))
-        # One tile for all: each of its own would leave a hole in the heap that the next one does not fit in.
+        # One tile for all blocks: separate tiles would fragment the heap.
         tile = self._state.new_empty(min(at_once, len(rows)), len(self._state))
         index = [self._among_all(part, tile[: len(part)]) for part in rows.split(at_once)]
         return self._ordered(rows, torch.cat(index))
 
     def _among_all(self, rows: Tensor, tile: Tensor) -> Tensor:
-        # |s - s_j|^2 up to |s|^2, which all rows share; its rounding is why the found are measured again
+        # |s - s_j|^2 up to |s|^2, which all rows share; distances are recomputed because of its rounding
         cost = torch.addmm(self._square, self._state[rows], self._state.t(), alpha=-2.0, out=tile)
         return cost.topk(self._length, largest=False, sorted=False).indices
 
     def _ordered(self, rows: Tensor, index: Tensor) -> Found:
-        """Return squared distances and rows (B, k) of those found, the first of equally near ones first."""
+        """Return squared distances and rows (B, k), sorted; ties by row index."""
         index = index.sort(dim=1).values
         square = (self._state[index] - self._state[rows][:, None]).square().sum(dim=2)
         square, order = square.sort(dim=1, stable=True)
@@ -78,5 +77,5 @@ class NeighborLists:
 
 
 def listing_bytes(rows: int, width: int) -> int:
-    """Return the memory of a listing at work: states, squares, a tree, a tile of distances, a row to sort."""
+    """Return the peak memory of a query: states, squares, a tree, a tile of distances, a row to sort."""
     return (8 * (width + 2) + NODES) * rows + 8 * max(_TILE, rows) + 16 * rows

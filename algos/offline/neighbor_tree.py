@@ -1,16 +1,15 @@
-"""The nearest row to each of many queries: a balanced tree kept as arrays, descended for all queries at once.
+"""Batched exact nearest-row search: a balanced tree stored as arrays, descended for all queries at once.
 
-Legend: M rows, D width, B queries. Rows are halved at the median of their widest entry until a leaf holds a
-few dozen; all leaves are equally large, so a level of the tree is one array of boxes (smallest and largest
-entry per dimension) and the leaves are one array of rows. A query comes with a row that is near already. Of
-every level the boxes nearer than that row are kept, and of the last one their rows are compared.
+Legend: M rows, D width, B queries. Rows are split at the median of their widest dimension until a leaf holds
+a few dozen. Leaves have equal size, so a level is one array of bounding boxes (minimum and maximum per
+dimension) and the leaves are one array of rows. A query starts from a nearby row. On every level, boxes
+nearer than that row are kept; on the last level their rows are compared.
 
-Where it is known that the first entries of whatever is nearer are far apart, the last ones, the tail, must be
-the nearer: then boxes and rows whose tails are too far away are left out as well, before the rest is looked
-at.
+A lower bound on the distance in the first dimensions gives an upper bound for the last ones, the tail. Boxes
+and rows whose tails exceed it are pruned before the full distance is computed.
 
-This pays where a good row is known beforehand and many queries are asked: the frontier of all of them is
-handled by a few array operations per level instead of one walk through the tree per query.
+This is fast for many queries with a good initial row: a few array operations per level replace one tree walk
+per query.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LEAF = 32  # rows of a leaf, at most
-_FANOUT = 3  # bits: children of a box are the 8 boxes three halvings further
+_LEAF = 32  # rows per leaf, at most
+_FANOUT = 3  # bits: the children of a box are the 8 boxes three splits below
 _TOP = 64  # boxes of the first level, at most
-_SLACK = 1e-5  # relative error of float32 distances that is allowed for
-_AT_ONCE = 4096  # leaves whose rows are compared at once
-_FRONTIER = 2**18  # pairs of a query and a box, at most, at once; one query may have more
-_FEWER = 8  # parts into which queries with more of them are divided
+_SLACK = 1e-5  # tolerated relative error of float32 distances
+_AT_ONCE = 4096  # leaves compared at once
+_FRONTIER = 2**18  # (query, box) pairs at once, at most; one query may exceed it
+_FEWER = 8  # parts into which a query batch with more pairs is split
 
 
 class NeighborTree:
-    """Exact nearest neighbours among rows, given one that is near already for each query.
+    """Exact nearest neighbours, given a nearby row per query.
 
-    Of rows that are equally near one is found, always the same. Memory is about 1.3 times that of the rows.
+    Ties resolve deterministically. Memory is about 1.3 times that of the rows.
 
     Args:
         rows: (M, D) float32.
-        tail: Number of the last entries that are looked at first, below D.
+        tail: Number of last dimensions compared first, below D.
     """
 
     def __init__(self, rows: Tensor, tail: int = 1) -> None:
@@ -63,16 +62,16 @@ class NeighborTree:
 
         Args:
             query: (B, D).
-            row: (B,) rows that are near.
+            row: (B,) nearby rows.
             square: (B,) their squared distances.
-            tail_square: (B,) squared distances that the tails of nearer rows do not exceed; None: `square`.
+            tail_square: (B,) upper bounds on the squared tail distance of nearer rows; None: `square`.
         """
         best, index = square.clone(), row.clone()
         self._improve(query, best, index, square if tail_square is None else tail_square)
         return index, best
 
     def _improve(self, query: Tensor, best: Tensor, index: Tensor, tail_square: Tensor) -> None:
-        """Put the nearest rows in place of those that are near, in several goes where many boxes are."""
+        """Update `best` and `index` in place with nearer rows; splits the queries if there are many boxes."""
         slack = _SLACK * best
         limits = best + slack, tail_square + slack
         pairs = self._leaves_within(query, *limits)
@@ -90,9 +89,9 @@ class NeighborTree:
     def _leaves_within(
         self, query: Tensor, limit: Tensor, tail_limit: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return pairs of a query and a leaf that is no further than the limits, (P,) each.
+        """Return (query, leaf) pairs within the limits, (P,) each.
 
-        None where more pairs are on the way to them than may be looked at at once.
+        None if an intermediate level exceeds the limit of pairs.
         """
         owner, parent = torch.arange(len(query)), torch.zeros(len(query), dtype=torch.int64)
         for lows, highs in self._levels:
@@ -131,12 +130,12 @@ class NeighborTree:
 
 
 def boxes_bytes(rows: int, width: int) -> int:
-    """Return the memory of a tree of boxes at work: leaves, their order, boxes, and the pairs looked at."""
+    """Return the peak memory of the box tree: leaves, their order, boxes, and candidate pairs."""
     return (5 * width + 12) * rows + _FRONTIER * (16 * width + 32)
 
 
 def _halved(rows: np.ndarray, depth: int) -> np.ndarray:
-    """Return row numbers (2^depth, L) of the leaves; some rows are in two leaves, to fill the last ones."""
+    """Return row indices (2^depth, L) of the leaves; a few rows repeat, to fill the last leaves."""
     leaves = 1 << depth
     size = -(-len(rows) // leaves)
     order = (np.arange(size * leaves) % len(rows))[None]

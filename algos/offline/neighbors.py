@@ -1,18 +1,17 @@
-"""The dataset row that is nearest to a state and an action: exact, and cheap where the state is a data row.
+"""Exact nearest dataset row for (state, action) queries whose state is a dataset state.
 
 Legend: M rows, B queries, C state width, A action width, k list length. The distance of a query (s, p) from
 row j is d_j^2 = beta^2 |s - s_j|^2 + |p - a_j|^2, states being standardised.
 
-Three exact ways: a tree over [beta s, a]; brute force, for accelerators; and lists. A query's state is that
-of a row i, so the rows nearest to s_i can be listed once, with their distances r_ij in ascending order. With
-b the smallest d among the first k, every row that is not listed is at least beta r_ik away, so b <= beta r_ik
-certifies that the best listed row is the nearest of all; near the data the first few of a list mostly do.
-Only what is not certified is looked for among all rows, no further away than b and, as their states alone
-are beta r_ik away, with actions within what that leaves of b: `algos.offline.neighbor_tree`. Lists serve
-every beta, and are made when a row is asked for the first time (`algos.offline.neighbor_lists`). Which way
-is the fastest for a run, `algos.offline.neighbor_autotune` measures.
+Three exact searches: a tree over [beta s, a]; brute force, for accelerators; and lists. The state of a query
+is that of a row i, so the rows nearest to s_i are listed once, with distances r_ij in ascending order. With b
+the smallest d among the first k, every row outside the list is at least beta r_ik away: b <= beta r_ik
+certifies the nearest row. Near the data the first few entries usually suffice. Queries without certificate
+search all rows, within b; as states outside the list are beta r_ik away, this also bounds the action distance
+(`algos.offline.neighbor_tree`). Lists are valid for every beta and are built at the first query of a row
+(`algos.offline.neighbor_lists`). `algos.offline.neighbor_autotune` selects the fastest search for a run.
 
-Source: PRDC, arXiv 2306.06569, whose tree this is; lists, certificate and boxes are ours.
+Source: PRDC, arXiv 2306.06569, which uses this tree; lists, certificate and boxes are ours.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from torch import Tensor
 from algos.offline.neighbor_lists import NODES, NeighborLists
 from algos.offline.neighbor_tree import NeighborTree
 
-_TILE = 65_536  # rows that brute force compares at once
-_PREFIX = 8  # listed rows that are looked at first; where actors are near the data these certify mostly
-_SLACK = 1e-5  # relative error of float32 distances that a certificate allows for
+_TILE = 65_536  # rows per tile of brute force
+_PREFIX = 8  # list entries compared first; near the data these usually certify
+_SLACK = 1e-5  # tolerated relative error of float32 distances in a certificate
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """Rows (B,) int64, and whether a list alone certified each, (B,) bool (True where no list is used)."""
+    """Row indices (B,) int64, and whether the list alone certified each, (B,) bool (True without lists)."""
 
     row: Tensor
     certified: Tensor
@@ -43,16 +42,16 @@ class Nearest:
 
 @runtime_checkable
 class Search(Protocol):
-    """Finds the nearest row."""
+    """Nearest-row search."""
 
     @property
     def name(self) -> str: ...
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
-        """Return the nearest rows of queries; any rows where actions are not finite.
+        """Return the nearest rows of queries; arbitrary rows for non-finite actions.
 
         Args:
-            row: (B,) the rows whose states these are.
+            row: (B,) rows of these states.
             state: (B, C), unscaled.
             action: (B, A).
         """
@@ -60,23 +59,23 @@ class Search(Protocol):
 
 
 class TreeSearch:
-    """A k-d tree over [beta s, a], in float64 as scipy computes.
+    """A k-d tree over [beta s, a], in float64 (scipy).
 
     Args:
         state: (M, C). action: (M, A).
         beta: Weight of states.
-        rank: Which neighbour is taken, 1 the nearest; PRDC's `k`, which is no number of neighbours.
+        rank: Rank of the neighbour, 1 is the nearest; PRDC's `k`.
     """
 
     name: ClassVar[str] = "tree"
 
     def __init__(self, state: Tensor, action: Tensor, beta: float, *, rank: int = 1) -> None:
         self._beta, self._rank = beta, rank
-        # A tree cut at midpoints answers queries off the data twice as fast as a balanced one.
+        # A tree split at midpoints answers queries off the data twice as fast as a balanced one.
         self._tree = KDTree(_keys(state, action, beta), balanced_tree=False, compact_nodes=True)
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
-        # scipy refuses NaN before the trainer sees the loss, names it, and keeps the last good checkpoint.
+        # scipy refuses NaN; the trainer then reports the loss and keeps the last good checkpoint.
         keys = np.nan_to_num(_keys(state, action, self._beta))
         index = self.query(keys)[1]
         return Nearest(torch.from_numpy(index).to(state.device), torch.ones_like(row, dtype=torch.bool))
@@ -88,10 +87,9 @@ class TreeSearch:
 
 
 class BruteSearch:
-    """Compares with every row, by tiles; the simple exact way on an accelerator.
+    """Tiled comparison with every row; a simple exact search for accelerators.
 
-    Squares are expanded into a product, in float64: in float32 the difference of large squares would decide
-    between near rows by its rounding.
+    Squares are expanded into a product in float64: in float32, cancellation would decide between near rows.
 
     Args:
         state: (M, C). action: (M, A).
@@ -117,21 +115,21 @@ class BruteSearch:
             else:
                 closer = value < best
                 best, index = torch.where(closer, value, best), torch.where(closer, place + start, index)
-            del cost  # before there is another
+            del cost  # freed before the next tile
         assert index is not None
         return Nearest(index, torch.ones_like(row, dtype=torch.bool))
 
 
 class ListSearch:
-    """Lists of neighbouring states with a certificate, and a tree of boxes for what they do not certify.
+    """Neighbour lists with a certificate; a box tree for queries without certificate.
 
-    Lists take 8 k M bytes; see `list_bytes`. They are made and read on the CPU, wherever queries are.
+    Lists take 8 k M bytes; see `list_bytes`. They are built and read on the CPU, whatever the query device.
 
     Args:
         state: (M, C). action: (M, A).
         beta: Weight of states.
         length: k.
-        exact: Look up what is not certified; else take the best listed row.
+        exact: Search all rows without certificate; False: best listed row.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class ListSearch:
         return float(self._listed.float().mean())
 
     def make_lists(self, rows: Tensor) -> None:
-        """List the neighbours of rows (B,) that have no list yet."""
+        """Build the missing lists of rows (B,)."""
         missing = rows[~self._listed[rows]].unique()
         if not len(missing):
             return
@@ -172,31 +170,31 @@ class ListSearch:
             open_ = open_[~found[2]]
         if self._boxes is not None and len(open_):
             query = _scaled(state[open_], action[open_], self._beta)
-            # rows that are not listed are beta r_k away by their states alone
+            # the states of unlisted rows are beta r_k away
             action_square = best[open_] - self._square[row[open_], -1]
             index[open_] = self._boxes.nearest(query, index[open_], best[open_], action_square)[0]
         return Nearest(index.to(device), certified.to(device))
 
     def _scan(self, row: Tensor, action: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the nearest of so many listed rows (B,), its squared distance, and whether it is certain."""
+        """Return the nearest of the first `length` entries (B,), its squared distance, whether certified."""
         near = self._near[:, :length].index_select(0, row)
         square = self._square[:, :length].index_select(0, row)
         listed = self._action.index_select(0, near.flatten()).view(*near.shape, -1)
         cost = (listed - action[:, None]).square().sum(dim=2).add_(square)
         best, place = cost.min(dim=1)
         index = near.gather(1, place[:, None]).squeeze(1).long()
-        whole = length == len(self._action)  # every row is listed: nothing can be nearer
+        whole = length == len(self._action)  # the list holds every row
         certified = torch.ones_like(best).bool() if whole else best <= square[:, -1] * (1 - _SLACK)
         return index, best, certified
 
 
 def tree_bytes(rows: int, width: int) -> int:
-    """Return the memory of a tree: keys as they come and as it keeps them, their order, its nodes."""
+    """Return the memory of a tree: input keys, stored keys, their order, nodes."""
     return (4 * width + 8 * width + 8 + NODES) * rows
 
 
 def brute_bytes(rows: int, width: int, queries: int) -> int:
-    """Return the memory of brute force: rows, their squares, and what it takes to make or to compare them."""
+    """Return the memory of brute force: rows, their squares, and temporaries."""
     return 8 * rows * (width + 1) + max(8 * rows * width, 8 * queries * min(rows, _TILE))
 
 
@@ -206,7 +204,7 @@ def list_bytes(rows: int, length: int) -> int:
 
 
 def _scaled(state: Tensor, action: Tensor, beta: float) -> Tensor:
-    """Return [beta s, a] (M, C + A), computed in the type of the data as the released code does."""
+    """Return [beta s, a] (M, C + A), in the data's dtype as in the released code."""
     return torch.cat([beta * state, action], dim=1).detach()
 
 

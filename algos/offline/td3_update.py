@@ -1,4 +1,4 @@
-"""TD3 on a fixed dataset with an actor that is kept near the data: one update, several regularisers.
+"""TD3 on a fixed dataset with a regularised actor: one update, several regularisers.
 
 Legend: Q1, Q2 critics, bar target copy, pi actor, a data action, L bound of learner actions (1: normalised),
 eps standard normal, B rows of a batch::
@@ -8,11 +8,11 @@ eps standard normal, B rows of a batch::
     critic loss = mean (Q1 - y)^2 + mean (Q2 - y)^2
     actor loss  = -lambda mean Q1(s, pi(s)) + penalty,          lambda = alpha / mean |Q1(s, pi(s))|, constant
 
-Actor and targets are updated at every `policy_delay`-th step; an actor that is already trained waits for
-`warmup_steps`, until the critics have learned something. The penalty is that of a `Regulariser`: the distance
-from the data action (TD3+BC), from the nearest row of the dataset (PRDC) or from a generative guide (A2PR),
-or penalties on actor and target (ReBRAC). The actor may be any policy: for one that samples, the penalty acts
-on sampled chunks and gradients pass through all denoising steps.
+Actor and targets are updated every `policy_delay` steps; a trained `init` is frozen for `warmup_steps`, until
+the critics have been fitted. The penalty comes from a `Regulariser`: distance to the data action (TD3+BC), to
+the nearest dataset row (PRDC) or to a generative guide (A2PR), or penalties on actor and target (ReBRAC). The
+actor may be any policy: for a sampling policy the penalty applies to sampled chunks, and gradients pass
+through all denoising steps.
 
 Source: TD3+BC, arXiv 2106.06860; PRDC, arXiv 2306.06569; released code of PRDC and A2PR.
 """
@@ -47,7 +47,7 @@ from policies.registry import name_of
 
 @dataclass(frozen=True)
 class Backup:
-    """What the critic is regressed on: next actions (B, A) and targets (B,)."""
+    """Critic regression: next actions (B, A) and targets (B,)."""
 
     next_action: Tensor
     target: Tensor
@@ -59,24 +59,24 @@ def mean_square(action: Tensor, other: Tensor) -> Tensor:
 
 
 class Regulariser(ABC):
-    """Keeps an actor near the data."""
+    """Penalty that keeps the actor near the data."""
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of one step on n rows."""
+        """Return the random numbers of one step for n rows."""
         return {}
 
     def learn(self, batch: Batch, backup: Backup, critic: Ensemble, draws: Draws) -> Quantities:
-        """Update the regulariser's own networks, after every critic update."""
+        """Update the regulariser's networks after a critic update; return metrics."""
         return {}
 
     @abstractmethod
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """Return the term added to the actor loss for its actions (B, A), and metrics."""
+        """Return the penalty on actor actions (B, A), and metrics."""
 
     def next_penalty(self, batch: Batch, action: Tensor) -> Tensor | None:
-        """Return what next actions (B, A) cost in the target (B,); None: nothing."""
+        """Return the target penalty of next actions, (B,); None: no penalty."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,11 +87,11 @@ class Regulariser(ABC):
 
 
 class ActorNetwork(nn.Module):
-    """Network of an actor made by `plain_actor`, which shares the parameters of the policy.
+    """Network of a `plain_actor` policy; shares the policy's parameters.
 
     Args:
-        trunk: From conditions to the mean before tanh.
-        head: Of a Gaussian, with its standard deviations; None for a deterministic policy.
+        trunk: Conditions to the mean before tanh.
+        head: Gaussian head with standard deviations; None for a deterministic policy.
     """
 
     def __init__(self, trunk: PlainTrunk, head: GaussianHead | None = None) -> None:
@@ -108,7 +108,7 @@ class ActorNetwork(nn.Module):
 
 
 def actor_network(policy: Policy) -> ActorNetwork | None:
-    """Return the network of a policy made by `plain_actor`; None for other policies."""
+    """Return the network of a `plain_actor` policy; None for other policies."""
     network = None
     if policy.chunk.horizon == 1 and isinstance(policy, DeterministicPolicy):
         network = _network_of(policy.trunk)
@@ -126,22 +126,22 @@ def _trainable(module: nn.Module) -> set[int]:
 
 
 class Actor:
-    """A policy as actor-critic methods use it: encoded observation in, flat executed chunk out.
+    """Actor interface of a policy: encoded observation to flat executed chunk.
 
     Args:
-        policy: Any policy; one that ignores noise is deterministic.
-        limit: L; learner actions are the normalised ones times L.
+        policy: Any policy; without start noise it is deterministic.
+        limit: L; learner actions are normalised actions times L.
 
     Attributes:
-        width: A, of a flat executed chunk.
-        device: Of the policy.
+        width: A, size of a flat executed chunk.
+        device: Device of the policy.
     """
 
     def __init__(self, policy: Policy, limit: float = 1.0) -> None:
         self.policy, self.limit = policy, limit
         self.width = policy.chunk.act_steps * policy.chunk.action_dim
         self.device, self._noise_shape = policy.device, policy.noise_shape
-        # One network without a sampler is evaluated directly; any other policy decodes noise.
+        # A `plain_actor` network is evaluated directly; other policies decode noise.
         self._network = actor_network(policy) if isinstance(policy, DeterministicPolicy) else None
 
     @property
@@ -149,7 +149,7 @@ class Actor:
         return self.policy
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        """Return the start noise of n actions; zeros where it has no influence."""
+        """Return start noise for n actions; zeros for a deterministic policy."""
         if self._network is not None or not self.policy.noise_sensitive:
             return torch.zeros(n, *self._noise_shape, device=self.device)
         return self.policy.sample_noise(n, generator=generator)
@@ -170,10 +170,10 @@ class Td3Learner:
     """Actor, critics, their target copies and optimisers.
 
     Args:
-        actor: Whose policy is trained.
-        critic: Action values.
-        regulariser: Keeps the actor near the data.
-        config: Constants.
+        actor: Actor in training.
+        critic: Action-value ensemble.
+        regulariser: Penalty towards the data.
+        config: Hyper-parameters.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Td3Learner:
         return self.actor.policy
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of the coming step on n rows."""
+        """Return the random numbers of the next step for n rows."""
         eps = torch.randn(n, self.actor.width, generator=generator, device=generator.device)
         draws = {"target": eps.to(self.actor.device), "next_start": self.actor.draw(n, generator)}
         if self._updates_actor(self.steps + 1):
@@ -201,7 +201,7 @@ class Td3Learner:
         return draws | self.regulariser.draw(n, generator)
 
     def step(self, batch: Batch, draws: Draws) -> Quantities:
-        """Update the critic and, every `policy_delay` steps, the actor and the targets."""
+        """Update the critics and, every `policy_delay` steps, the actor and the targets; return metrics."""
         self.steps += 1
         backup = self.backup(batch, draws)
         out = self._update_critic(batch, backup)
@@ -224,7 +224,7 @@ class Td3Learner:
 
     @torch.no_grad()
     def backup(self, batch: Batch, draws: Draws) -> Backup:
-        """Return a' and y; see the top of the file."""
+        """Return a' and y; see the module docstring."""
         config, limit = self.config, self.actor.limit
         bound = config.noise_clip * limit
         noise = (draws["target"] * (config.policy_noise * limit)).clamp_(-bound, bound)
@@ -265,7 +265,7 @@ class Td3Learner:
         return {name: value.detach() for name, value in out.items()}
 
     def actor_value(self, batch: Batch, action: Tensor) -> Tensor:
-        """Return the value (B,) that the actor maximises; the critic's weights get no gradient."""
+        """Return the values (B,) that the actor maximises, without gradients of the critic's weights."""
         if self.config.actor_value == "first":
             return self.critic(batch.cond, action, members=1, frozen=True)[0]
         return aggregate(self.critic(batch.cond, action, frozen=True), "min")
@@ -293,7 +293,7 @@ class ConstrainedTd3Config(OfflineConfig):
     """Settings shared by the algorithms on this update.
 
     Attributes:
-        actor_value: Critic that the actor maximises: `first`, or `min` over both.
+        actor_value: Critic in the actor loss: `first`, or `min` over both.
     """
 
     actor_value: ClassVar[str] = "first"
@@ -310,12 +310,12 @@ class ConstrainedTd3Config(OfflineConfig):
         self.require("warmup_steps", self.warmup_steps < self.steps, "0 or more and below algo.steps")
 
     def critic_config(self) -> EnsembleConfig:
-        """Return the shape of the critics."""
+        """Return the critic configuration."""
         return EnsembleConfig(hidden_dims=self.critic_dims, layer_norm=self.critic_layer_norm)
 
     @abstractmethod
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:
-        """Return what keeps the actor near the data."""
+        """Return the regulariser."""
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
         warn_of_clipped_actions(table, setup, name_of("algo", self))

@@ -13,13 +13,13 @@ from policies.networks.critics import AGGREGATES, EnsembleConfig
 
 @dataclass
 class OffPolicyConfig(Checked):
-    """Settings of every algorithm that learns from a replay of its own experience.
+    """Settings shared by algorithms that learn from a replay buffer.
 
     A step is a control step of one environment unless stated otherwise.
     """
 
-    entropy_share: ClassVar[float] = -0.5  # target entropy per number of a latent, where none is given
-    without_data: ClassVar[str] = "set algo.offline_ratio=0"  # what to do without a dataset
+    entropy_share: ClassVar[float] = -0.5  # default target entropy per latent dimension
+    without_data: ClassVar[str] = "set algo.offline_ratio=0"  # advice in errors about a missing dataset
 
     # budget
     total_steps: int = bounded(300_000, ge=1)  # executed control steps
@@ -36,9 +36,9 @@ class OffPolicyConfig(Checked):
     offline_ratio: float = bounded(0.0, ge=0, lt=1)  # fraction of a batch drawn from the dataset
     # values
     gamma: float = bounded(0.99, ge=0, le=1)  # discount per control step; per chunk with paper_compat
-    reward_scale: float = bounded(1.0, gt=0)  # rewards are scale r + shift
+    reward_scale: float = bounded(1.0, gt=0)  # rewards become reward_scale r + reward_shift
     reward_shift: float = bounded(0.0, ge=-math.inf)  # see reward_scale
-    value_offset: float = bounded(0.0, ge=-math.inf)  # added to all values, by matching rewards; see the page
+    value_offset: float = bounded(0.0, ge=-math.inf)  # added to all values through the rewards; see the page
     tau: float = bounded(0.005, gt=0, le=1)  # Polyak coefficient of the target networks
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
     critic_dims: tuple[int, ...] = (256, 256, 256)  # hidden widths
@@ -46,13 +46,13 @@ class OffPolicyConfig(Checked):
     critic_layer_norm: bool = True  # layer normalisation before each activation
     aggregate: str = bounded("min", choices=AGGREGATES)  # reduction over critics in targets
     actor_aggregate: str = bounded("min", choices=AGGREGATES)  # reduction over critics in the actor loss
-    subset: int = 2  # critics of subset_min, drawn anew at every step
-    pessimism: float = bounded(0.5, ge=0)  # standard deviations that mean_std subtracts
+    subset: int = 2  # critics in subset_min, resampled at every step
+    pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
     # entropy
     target_entropy: float | None = bounded(None, ge=-math.inf)  # of a latent; null: minus half its width
     init_alpha: float = bounded(1.0, gt=0)  # initial temperature
     learn_alpha: bool = True  # tune the temperature towards the target entropy
-    entropy_in_target: bool = True  # include the entropy of later actions in values
+    entropy_in_target: bool = True  # include the entropy of later actions in target values
     # optimisers
     actor_lr: float = bounded(3e-4, gt=0)  # Adam
     critic_lr: float = bounded(3e-4, gt=0)  # Adam
@@ -77,7 +77,7 @@ class OffPolicyConfig(Checked):
         self.critic_config()
 
     def require_learning(self) -> None:
-        """Refuse a run that ends before anything is learned.
+        """Refuse a run that ends before the first update.
 
         Raises:
             ConfigError: If the warm-up is longer than the run.
@@ -86,7 +86,7 @@ class OffPolicyConfig(Checked):
         self.require("warmup_steps", self.warmup_steps <= self.total_steps, rule)
 
     def critic_config(self) -> EnsembleConfig:
-        """Return the shape of the critics."""
+        """Return the critic configuration."""
         return EnsembleConfig(self.critics, self.critic_dims, self.critic_activation, self.critic_layer_norm)
 
     @property
@@ -94,7 +94,7 @@ class OffPolicyConfig(Checked):
         return Discounting(self.gamma, self.reward_scale, self.reward_shift, self.paper_compat)
 
     def resume_invariants(self) -> dict[str, Any]:
-        """Return what values mean, by key: it must stay when a run is continued."""
+        """Return the settings, by key, that must stay equal when a run is resumed."""
         names = ("gamma", "reward_scale", "reward_shift", "value_offset", "paper_compat")
         values = {f"algo.{name}": getattr(self, name) for name in names}
         return values | {"critic_activation": self.critic_activation}
@@ -104,10 +104,10 @@ class OffPolicyConfig(Checked):
         return "floored" if self.paper_compat else "exact"
 
     def target_entropy_of(self, latent_dim: int, highest_entropy: float = math.inf) -> float:
-        """Return H for latents of a width.
+        """Return the target entropy H for latents of width `latent_dim`.
 
         Raises:
-            ConfigError: If the temperature is tuned towards an entropy that the actor cannot have.
+            ConfigError: If the temperature is tuned towards an entropy above the actor's maximum.
         """
         target = self.entropy_share * latent_dim if self.target_entropy is None else self.target_entropy
         self.require(

@@ -1,6 +1,6 @@
-"""The loop of off-policy algorithms: act, remember, update; and what of it is saved.
+"""Training loop of off-policy algorithms: act, store, update, and save.
 
-Legend: T chunk steps of a collection, N environments, C condition width, L numbers of a latent, A = Ta Da.
+Legend: T chunk steps of a collection, N environments, C condition width, L latent width, A = Ta Da.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
-LOOKED_AT = 64  # transitions of the warm-up, before the first update
+LOOKED_AT = 64  # warm-up transitions inspected before the first update
 
 
 class Explorer:
-    """Acts in the environments and records what a replay needs; see `envs.rollouts.rollout.Actor`.
+    """Rollout actor that records transitions for the replay buffer; see `envs.rollouts.rollout.Actor`.
 
     Args:
-        actor: Draws latents.
-        is_warmup: Whether nothing was learned yet.
+        actor: Samples latents.
+        is_warmup: Whether training has not started.
     """
 
     def __init__(self, actor: LatentActor, *, is_warmup: bool) -> None:
@@ -64,10 +64,10 @@ class Explorer:
 
 @torch.no_grad()
 def transitions_of(rollout: Rollout, policy: Policy) -> dict[str, Tensor]:
-    """Return the T N transitions of a rollout as `Replay.add` takes them.
+    """Return the T N transitions of a rollout, as arguments of `Replay.add`.
 
-    A chunk in which the episode ended is recorded as it was chosen, whatever of it was executed. Where the
-    task ended, the successor is that of the next episode: no value looks at it.
+    A chunk that ends its episode is recorded whole, including actions that were not executed. After
+    termination the next condition is that of the next episode; the discount of 0 removes its value.
     """
     cond = rollout.record["cond"]
     last = policy.encode(policy.observation({"state": rollout.next_obs_last})).vec.to(cond.device)
@@ -94,15 +94,14 @@ class OffPolicyRun:
     Args:
         config: Budget and batches.
         setup: Environment, seed, workers, threads, device.
-        learner: Learns.
-        offline: Transitions of a dataset for a share of every batch; None: there is none.
-        lasting: Further facts that must not change when the run is continued; see
-        `algos.training.resume_checks`.
-        look: At conditions (B, C) of the warm-up with a generator of its own, before the first update.
+        learner: SAC update.
+        offline: Transitions of a dataset for a fraction of every batch; None: no dataset.
+        lasting: Additional resume invariants; see `algos.training.resume_checks`.
+        look: Called with conditions (B, C) of the warm-up and a separate generator, before the first update.
 
     Raises:
         ConfigError: If the warm-up is longer than the run, or workers and environments do not fit.
-        CapabilityError: If the policy computes in another precision than the replay.
+        CapabilityError: If the dtypes of policy and replay buffer differ.
     """
 
     unit, budget = "env_steps", "algo.total_steps"
@@ -158,16 +157,16 @@ class OffPolicyRun:
         self._trained = nn.ParameterList(learner.actor.parameters())
         rule = DelayedDecay(config.ema_decay, every=1)
         self._ema = Ema(self._trained, rule) if config.ema_decay else None
-        self._acting: LatentActor | None = None  # on the CPU, as it was after so many steps:
+        self._acting: LatentActor | None = None  # CPU copy of the actor, after this many updates:
         self._acting_steps = 0
 
     @property
     def total(self) -> int:
-        """Control steps to execute; whole rounds are executed."""
+        """Control steps to execute; rounds are executed whole."""
         return self.config.total_steps
 
     def advance(self) -> Metrics:
-        """Act and learn for a block, which ends with so many control steps or updates, and report it."""
+        """Act and learn until `log_every` control steps or updates are done; return metrics."""
         before, means, seconds = self.progress, Means(), {"rollout": 0.0, "update": 0.0}
         until, last = min(before + self.config.log_every, self.total), self._steps + self.config.log_every
         episodes: list[EpisodeRow] = []
@@ -199,7 +198,7 @@ class OffPolicyRun:
         return rollout
 
     def _actor_on_cpu(self) -> LatentActor:
-        """Return what acts as workers use it; of a copy, only weights that were trained are renewed."""
+        """Return the actor on the CPU, for workers; a copy, of which only trained weights are refreshed."""
         actor = self.learner.actor
         if self._acting is None:
             self._acting = actor.on_cpu()
@@ -211,7 +210,7 @@ class OffPolicyRun:
         return self._acting
 
     def _wait(self) -> None:
-        """Wait for the device, so that its time counts as update time instead of the next copy's."""
+        """Synchronise the device, so that its time counts as update time instead of copy time."""
         device = self.learner.policy.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -235,7 +234,7 @@ class OffPolicyRun:
                 means.add(found)
 
     def snapshot(self) -> Policy:
-        """Return a copy of the policy in evaluation mode, its weights averaged where they are to be."""
+        """Return a copy of the policy in evaluation mode, with EMA weights if enabled."""
         policy = self.learner.policy.clone().eval().requires_grad_(False)
         if self._ema is not None:
             trained = {id(weight) for weight in self._trained}
@@ -263,8 +262,7 @@ class OffPolicyRun:
         """Continue from `state_dict`.
 
         Raises:
-            CheckpointError: If seed, dataset, policy to start from, or what latents mean are others, or the
-                replay is too small.
+            CheckpointError: If seed, dataset, `init` or latent map differ, or the replay buffer is too small.
         """
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])
@@ -277,18 +275,18 @@ class OffPolicyRun:
         self._acting = None
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.pool.close()
 
 
 def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> TransitionTable | None:
-    """Return the transitions of the dataset where a share of the batches comes from it.
+    """Return the dataset's transitions if `offline_ratio` is positive, else None.
 
     Raises:
-        ConfigError: If there is no dataset, it is of another task, or its episodes end by another rule.
+        ConfigError: If the dataset is missing, belongs to another task, or ends episodes by another rule.
     """
     if not config.offline_ratio:
-        if setup.dataset is not None and setup.init is not None:  # a new policy takes its scales
+        if setup.dataset is not None and setup.init is not None:  # a new policy takes the dataset's scales
             _log.warning("no batch takes rows of the dataset: algo.offline_ratio, their share, is 0.")
         return None
     algo = name_of("algo", config)
@@ -301,7 +299,7 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     require_fit("the policy", policy, dataset.source, dataset, advice=advice)
     if setup.env is not None:
         spec = setup.env.spec
-        if setup.init is not None:  # a new policy is made for this task, which has been compared
+        if setup.init is not None:  # a new policy is built for this task, which was compared already
             require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
         _require_ends(dataset, setup.env)
         dataset = clipped_actions(dataset, box_of(dataset, spec))
@@ -310,7 +308,7 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
 
 
 def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
-    """Refuse episodes that go on where success ends those of the task; warn of the opposite."""
+    """Refuse episodes that continue after success in a task that ends there; warn of the opposite."""
     name, terminated = env.spec.name, int(dataset.terminated.sum())
     if env.spec.terminate_on_success and not terminated:
         raise ConfigError(
@@ -327,7 +325,7 @@ def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
 
 
 def _summary(rows: list[EpisodeRow], env: EnvConfig) -> Metrics:
-    """Summarise the episodes that ended, where some did; success only where the task has a rule of it."""
+    """Summarise finished episodes, if any; success only for tasks that define it."""
     metrics: Metrics = {"rollout/episodes": float(len(rows))}
     if rows:
         metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)

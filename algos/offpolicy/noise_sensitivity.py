@@ -1,4 +1,4 @@
-"""Sensitivity of a frozen policy to its start noise, compared with that to states."""
+"""Sensitivity of a frozen policy to its start noise, relative to its sensitivity to states."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from policies.errors import CapabilityError
 
 _log = logging.getLogger(__name__)
 
-NOISES = 16  # per condition
-LITTLE = 0.05  # deviation over noises per deviation over states, below which there is a warning
-ROUNDING = 16  # units in the last place of the largest entry that count as the same
+NOISES = 16  # noise samples per condition
+LITTLE = 0.05  # ratio of the std over noises to the std over states, below which a warning is logged
+ROUNDING = 16  # units in the last place of the largest entry, tolerated as equal
 
 
 @torch.no_grad()
 def look_at_noise(actor: LatentActor, cond: Tensor, generator: torch.Generator) -> Quantities:
-    """Return the deviations of executed chunks over noises and over states, normalised units; warn of little.
+    """Return the std of executed chunks over noises and over states, normalised units; warns if low.
 
     Args:
-        actor: Around the frozen policy; its noise is that of the warm-up.
+        actor: Actor around the frozen policy; its warm-up noise is used.
         cond: Visited conditions (B, C), at least two.
         generator: Draws standard normal noise.
 
     Raises:
-        CapabilityError: If chunks do not depend on the noise.
+        CapabilityError: If chunks are independent of the noise.
     """
     seen = cond.repeat(NOISES, 1)
     eps = torch.randn(len(seen), actor.latent_dim, generator=generator, device=generator.device)

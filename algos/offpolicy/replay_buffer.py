@@ -1,13 +1,13 @@
-"""A ring of chunk transitions, one row each, and batches from one or two sources.
+"""Replay buffer of chunk transitions, and batches from one or two sources.
 
-Legend: M rows in the ring, B rows of a batch, C condition width, L numbers of a latent, A = Ta Da, l <= Ta
-executed steps. What a reward is worth is worked out when a row is drawn::
+Legend: M rows in the buffer, B rows of a batch, C condition width, L latent width, A = Ta Da, l <= Ta
+executed steps. Rewards and discounts are computed when a row is sampled::
 
     reward   sum over j < l of gamma^j (scale r_{t+j} + shift)
     discount gamma^l, or 0 where the task ended
 
-`paper_compat` takes the conventions of released programs instead: the plain sum, one gamma per chunk, and no
-value beyond the end of an episode, whatever ended it.
+`paper_compat` uses the conventions of the released code: plain reward sum, one gamma per chunk, and no
+bootstrap beyond the end of an episode, whether terminated or truncated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChunkBatch:
 
 @dataclass(frozen=True)
 class Discounting:
-    """What is made of the rewards of a chunk."""
+    """Reward transform and discount of chunks."""
 
     gamma: float = 0.99  # per environment step; per chunk with paper_compat
     scale: float = 1.0
@@ -54,7 +54,7 @@ class Discounting:
     paper_compat: bool = False
 
     def __call__(self, rewards: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """Return reward and discount (B,); see the top of the file.
+        """Return reward and discount (B,); see the module docstring.
 
         Shapes:
             rewards: (B, Ta). end: (B, 3), executed steps, terminated and truncated, 1 or 0.
@@ -68,11 +68,10 @@ class Discounting:
 
 @cache
 def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return all that follows from how chunks end, and the factors (3,) that make an end the row to look up.
+    """Return a table of chunk outcomes, and the factors (3,) that map an end to its row.
 
-    Rows are l = 0 ... Ta executed steps, four times: the chunk is neither, terminated, truncated, both. The
-    first Ta of the Ta + 2 columns are the factors of the rewards, 0 beyond l; then what the shifts add up to;
-    then the discount of what comes after the chunk.
+    Rows: l = 0 ... Ta executed steps, for four cases: neither, terminated, truncated, both. Ta + 2
+    columns: Ta reward factors, 0 beyond l; the sum of the shifts; the discount after the chunk.
     """
     step, length = torch.arange(steps), torch.arange(steps + 1)[:, None]
     inner = 1.0 if rule.paper_compat else rule.gamma
@@ -86,7 +85,7 @@ def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dty
 
 
 class Replay:
-    """The latest transitions, on one device.
+    """Ring buffer of the latest transitions, on one device.
 
     Args:
         capacity: Rows.
@@ -94,7 +93,7 @@ class Replay:
         latent: L.
         action: A.
         steps: Ta.
-        device: Where the rows are.
+        device: Device of the rows.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class Replay:
         truncated: Tensor,
         next_cond: Tensor,
     ) -> None:
-        """Write transitions (n, ...) over the oldest ones; shapes as in `ChunkBatch` and `Discounting`."""
+        """Overwrite the oldest rows with n transitions; shapes as in `ChunkBatch` and `Discounting`."""
         single = (length[:, None], terminated[:, None], truncated[:, None])
         parts = [part.to(self._rows) for part in (cond, latent, action, rewards, *single, next_cond)]
         rows = torch.cat(parts, dim=1)[-self.capacity :]
@@ -145,7 +144,7 @@ class Replay:
         self._size = min(self._size + len(rows), self.capacity)
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        """Return n indices of rows, drawn uniformly with replacement."""
+        """Return n row indices, sampled uniformly with replacement."""
         return torch.randint(self._size, (n,), generator=generator, device=generator.device).to(self.device)
 
     def gather(self, row: Tensor, discounting: Discounting) -> ChunkBatch:
@@ -159,10 +158,10 @@ class Replay:
         return {"rows": self._rows[: self._size].clone(), "next": self._next, "capacity": self.capacity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`, also in a ring of another capacity, as with a larger budget.
+        """Continue from `state_dict`; the capacity may differ.
 
         Raises:
-            CheckpointError: If there is no place for the rows, or their width is another.
+            CheckpointError: If the capacity is too small for the rows, or their width differs.
         """
         rows, place = state["rows"], int(state["next"])
         if len(rows) > self.capacity or rows.shape[1:] != self._rows.shape[1:]:
@@ -178,14 +177,14 @@ class Replay:
 
 
 class Mixture:
-    """Batches from a ring of experience and, for a share of their rows, from a fixed dataset.
+    """Batches from a replay buffer and, for a fraction of the rows, from a fixed dataset.
 
     Args:
-        online: Experience.
-        discounting: What its rewards are worth.
-        offline: Transitions of a dataset, discounted already; None: there is none.
-        ratio: Share of a batch that comes from the dataset, to the nearest row; one is of experience always.
-        value_offset: c; rewards get c (1 - discount), so that every value is larger by c.
+        online: Replay buffer.
+        discounting: Reward transform of the buffer.
+        offline: Dataset transitions with computed rewards and discounts; None: no dataset.
+        ratio: Fraction of dataset rows, rounded; at least one row comes from the buffer.
+        value_offset: c; rewards increase by c (1 - discount), which increases every value by c.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class Mixture:
         self.value_offset = value_offset
 
     def draw(self, n: int, generator: torch.Generator) -> ChunkBatch:
-        """Return a batch of n rows, those of the dataset last."""
+        """Return a batch of n rows, dataset rows last."""
         batch = self._drawn(n, generator)
         if not self.value_offset:
             return batch
@@ -216,7 +215,7 @@ class Mixture:
         data = self.offline.gather(row.to(self.offline.device))
         latent = data.action.new_zeros(
             count, online.latent.shape[1]
-        )  # unknown: critics of chunks ask for none
+        )  # unknown; critics over chunks do not use it
         return ChunkBatch(
             torch.cat([online.cond, data.cond]),
             torch.cat([online.latent, latent]),

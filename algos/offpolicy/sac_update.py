@@ -1,16 +1,15 @@
-"""Soft actor-critic as a pure learner: explicit batches, explicit draws, no environment.
+"""Soft actor-critic update: explicit batches and random draws, no environment.
 
-Legend: B rows, C condition width, L numbers of a latent, A of a chunk, E critics, bar target copy, u what
-the actor draws, x the critic's input (a latent or a chunk), H target entropy, C_i aggregate over
-critics::
+Legend: B rows, C condition width, L latent width, A chunk width, E critics, bar target copy, u sampled
+latent, x critic input (a latent or a chunk), H target entropy, C_i aggregate over critics::
 
     temperature loss = - mean log alpha (log pi(u | s) + H)
     y                = r + discount (C_i Q_i_bar(s', x') - alpha log pi(u' | s'))
     critic loss      = 1/2 sum_i mean (Q_i(s, x) - y)^2
     actor loss       = mean (alpha log pi(u | s) - C_i Q_i(s, u))
 
-in this order, alpha being that before its step, and the actor's critic that after its step; then the target
-copy follows.
+in this order. alpha is the value before its step; the actor uses the critic after its step; the target copy
+is updated last.
 
 Source: SAC, arXiv 1812.05905; order of the steps: released code of DSRL.
 """
@@ -33,7 +32,7 @@ from policies.policy import Policy
 
 
 class LatentActor(Protocol):
-    """What is trained: draws latents whose log-density is known."""
+    """Actor in training: samples latents of known log-density."""
 
     @property
     def policy(self) -> Policy: ...
@@ -47,27 +46,27 @@ class LatentActor(Protocol):
     def parameters(self) -> list[torch.nn.Parameter]: ...
 
     def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return latents u (B, L) and their log-density (B,), for standard normals (B, L)."""
+        """Return latents u (B, L) and their log-density (B,) from standard normals (B, L)."""
         ...
 
     def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Return what is executed, normalised and flat (B, A); no gradient."""
+        """Return executed chunks, normalised and flat (B, A); no gradient."""
         ...
 
     def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
-        """Return latents (B, L) to try before anything is learned, for standard normals (B, L)."""
+        """Return warm-up latents (B, L) from standard normals (B, L)."""
         ...
 
     def on_cpu(self) -> LatentActor: ...
 
 
 class Temperature:
-    """alpha, kept as its logarithm and moved towards a target entropy.
+    """Entropy temperature alpha, stored as its logarithm and tuned towards a target entropy.
 
     Args:
         config: Initial value and learning rate.
         target_entropy: H.
-        device: Of the parameter.
+        device: Device of the parameter.
     """
 
     def __init__(self, config: OffPolicyConfig, target_entropy: float, device: torch.device) -> None:
@@ -81,7 +80,7 @@ class Temperature:
         return self.log.detach().exp().squeeze(0)
 
     def update(self, log_prob: Tensor) -> Quantities:
-        """Take a step on log-densities (B,), where alpha learns; return its loss."""
+        """Take a step on log-densities (B,), if alpha is learned; return its loss."""
         if self.optimizer is None:
             return {}
         loss = -(self.log * (log_prob.detach() + self.target_entropy)).mean()
@@ -102,9 +101,9 @@ class SacUpdate:
     """Actor, critics, temperature and their optimisers; takes one step on one batch.
 
     Args:
-        actor: What is trained.
+        actor: Actor in training.
         critic: Values of latents, or of executed chunks with `of_chunks`.
-        config: Constants.
+        config: Hyper-parameters.
         of_chunks: Whether the critic's input is the recorded chunk instead of the recorded latent.
     """
 
@@ -124,7 +123,7 @@ class SacUpdate:
         return self.actor.policy
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of a step on n rows."""
+        """Return the random numbers of a step for n rows."""
         device = self.critic.weight[0].device
         eps = torch.randn(2, n, self.actor.latent_dim, generator=generator, device=generator.device)
         order = torch.randperm(self.critic.members, generator=generator, device=generator.device)
@@ -161,7 +160,7 @@ class SacUpdate:
         return self.target_critic(cond, latent)
 
     def actor_values(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Return the values (E, B) that the actor maximises; the critic's weights get no gradient."""
+        """Return the values (E, B) that the actor maximises, without gradients of the critic's weights."""
         return self.critic(cond, latent, frozen=True)
 
     def _aggregated(self, values: Tensor, how: str, draws: Draws) -> Tensor:
@@ -196,7 +195,7 @@ class SacUpdate:
     def finish_round(
         self, count: int, size: int, source: Mixture, generator: torch.Generator
     ) -> list[Quantities]:
-        """Do what follows `count` steps: nothing more is to be learned."""
+        """Run the updates after a round of `count` steps; none by default."""
         return []
 
     _parts: ClassVar[tuple[str, ...]] = (

@@ -1,4 +1,4 @@
-"""Experience of an on-policy iteration: encoded states, records of the actor, advantages.
+"""Data of an on-policy iteration: encoded states, actor records, advantages.
 
 Legend: T chunk steps, N environments, M = T N environment steps (time-major), C condition width.
 """
@@ -20,17 +20,17 @@ Critic = Callable[[Tensor], Tensor]
 """Maps normalised observations (B, C) to values (B,)."""
 
 VALUE_ROWS = 4096
-"""Rows of one forward pass of the critic outside of training; keeps activations in the cache."""
+"""Rows per critic forward pass outside of training, so that activations fit the cache."""
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One iteration's data, a row per environment step.
+    """Data of one iteration, one row per environment step.
 
     Shapes:
         cond.vec: (M, C) encoded observations.
-        record: what the actor recorded while acting, each (M, ...).
-        advantage, target, value: (M,); target is what the critic is trained towards.
+        record: recorded by the actor, each (M, ...).
+        advantage, target, value: (M,); target is the regression target of the critic.
     """
 
     cond: Cond
@@ -46,7 +46,7 @@ class Experience:
 
 @torch.no_grad()
 def evaluate_rows(critic: Critic, cond: Cond) -> Tensor:
-    """Return the critic's values (M,) float64, in cache-sized pieces."""
+    """Return the critic's values (M,) float64, computed in cache-sized batches."""
     if not len(cond):
         return cond.vec.new_zeros(0, dtype=torch.float64)
     return torch.cat([critic(rows) for rows in cond.vec.split(VALUE_ROWS)]).double()
@@ -54,7 +54,7 @@ def evaluate_rows(critic: Critic, cond: Cond) -> Tensor:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """How rewards become advantages (names as in the configuration)."""
+    """Reward scaling and advantage estimation (names as in the configuration)."""
 
     gamma: float
     gae_lambda: float
@@ -64,9 +64,9 @@ class AdvantageEstimator:
     def __call__(
         self, rollout: Rollout, policy: Policy, critic: Critic, scaler: RewardScaler | None
     ) -> Experience:
-        """Scale the rewards, evaluate the critic on every observation once, estimate advantages.
+        """Scale the rewards, evaluate the critic once per observation, estimate advantages.
 
-        The reward of a chunk is the sum over its executed steps; discounts act per chunk.
+        The reward of a chunk is the sum over its executed steps; discounts apply per chunk.
         """
         shape = rollout.terminated.shape
         cond = encode(policy, rollout.obs.flatten(0, 1))
@@ -89,7 +89,7 @@ class AdvantageEstimator:
         return Experience(cond, record, *columns)
 
     def successors(self, rollout: Rollout, policy: Policy, critic: Critic, value: Tensor) -> Tensor:
-        """Return the values (T, N) of what really followed; see `successor_values` for `paper_compat`."""
+        """Return the values (T, N) of the true successors; `successor_values` covers `paper_compat`."""
         last = evaluate_rows(critic, encode(policy, rollout.next_obs_last)).cpu()
         if self.paper_compat or not len(rollout.final_index):
             return successor_values(value, last)

@@ -22,7 +22,7 @@ from policies.policy import Policy
 
 @dataclass
 class OnPolicyConfig(Checked):
-    """Settings of every algorithm that collects with the policy in training and takes clipped steps.
+    """Settings shared by the on-policy algorithms.
 
     Rates, discounts and clip ranges are dimensionless; a step is a chunk step (Ta environment steps).
     """
@@ -39,7 +39,7 @@ class OnPolicyConfig(Checked):
     gamma: float = bounded(0.99, ge=0, le=1)  # discount per chunk step
     gae_lambda: float = bounded(0.95, ge=0, le=1)  # lambda of generalised advantage estimation
     reward_scaling: bool = True  # divide rewards by the running std of the discounted return
-    reward_scale_gamma: float = bounded(0.99, ge=0, le=1)  # discount of that return, whatever `gamma` is
+    reward_scale_gamma: float = bounded(0.99, ge=0, le=1)  # discount of that return; independent of `gamma`
     reward_scale_clip: float = bounded(10.0, gt=0, le=math.inf)  # largest absolute scaled reward
     reward_scale_const: float = bounded(1.0, gt=0)  # factor after scaling
     normalize_advantage: bool = True  # over the minibatch
@@ -48,11 +48,11 @@ class OnPolicyConfig(Checked):
     batch_size: int = bounded(5000, ge=1)  # rows of a minibatch; a row is one (environment step, inner step)
     update_epochs: int = bounded(5, ge=1)  # passes over the rows of an iteration
     surrogate: str = bounded("ppo", choices=tuple(SURROGATES))  # surrogate objective
-    clip_range: float = bounded(0.01, gt=0)  # of the ratio, at the last inner step
-    target_kl: float | None = bounded(1.0, gt=0, le=math.inf)  # stops an iteration's updates above this KL
+    clip_range: float = bounded(0.01, gt=0)  # clip range of the ratio, at the last inner step
+    target_kl: float | None = bounded(1.0, gt=0, le=math.inf)  # KL that stops an iteration's updates
     value_clip: float | None = bounded(None, gt=0, le=math.inf)  # largest change of a value per iteration
     vf_coef: float = bounded(0.5, ge=0)  # weight of the value loss (itself half the squared error)
-    entropy_coef: float = bounded(0.0, ge=-math.inf)  # weight of the entropy, for a Gaussian only
+    entropy_coef: float = bounded(0.0, ge=-math.inf)  # weight of the entropy bonus, Gaussian policies only
     critic_warmup_iterations: int = bounded(0, ge=0)  # iterations that train the critic only
     max_grad_norm: float | None = bounded(None, gt=0, le=math.inf)  # gradient clipping of the actor
     bc_weight: float = bounded(0.0, ge=0)  # weight of the behaviour-cloning term towards the initial policy
@@ -71,7 +71,7 @@ class OnPolicyConfig(Checked):
     critic: CriticConfig = field(default_factory=CriticConfig)
     # execution
     microbatch_size: int = bounded(2048, ge=1, was="chunk_rows")  # rows per gradient task; CPU speed only
-    paper_compat: bool = False  # ignore truncation in advantages, allow min_lr > lr, as the reference does
+    paper_compat: bool = False  # ignore truncation in advantages, allow min_lr > lr, as in the reference
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,15 +96,15 @@ class OnPolicyConfig(Checked):
         return torch.full((inner_steps,), self.clip_range)
 
     def discount_of(self, inner_steps: int) -> Tensor:
-        """Return the factor of the advantage at each inner step, (S,)."""
+        """Return the advantage factor of each inner step, (S,)."""
         return torch.ones(inner_steps)
 
     def frozen(self, setup: Setup, init: Policy) -> Any:
-        """Return the policy to stay near, or None without that term."""
+        """Return the policy of the behaviour-cloning term, or None."""
         return init.clone().to(setup.device).requires_grad_(False) if self.bc_weight else None
 
     def fresh(self, setup: Setup, algo: str) -> Policy:
-        """Return the policy to start from where none is given."""
+        """Return the initial policy when `init` is missing."""
         if self.bc_weight:
             raise ConfigError(
                 f"algo.bc_weight={self.bc_weight} keeps a policy near the one of init, and there is none. "
@@ -114,5 +114,5 @@ class OnPolicyConfig(Checked):
 
 
 def rising(values: Sequence[float]) -> bool:
-    """Whether these are two numbers, the second above the first."""
+    """Return whether these are two ascending numbers."""
     return len(values) == 2 and values[0] < values[1]

@@ -1,13 +1,12 @@
-"""Learned exploration noise: how far a deterministic sampler's steps are perturbed while a policy learns.
+"""Learned exploration noise on the steps of a deterministic sampler.
 
 Legend: B conditions, K denoising steps, T and C' widths of embedded times and conditions, Th horizon, Da
-action width. The deviation of every entry of every step lies between two bounds, on a logarithmic scale::
-
+action width. The std of every entry and step lies between two bounds, on a logarithmic scale::
     log std^2 = lo + (hi - lo) (tanh(net(time, condition)) + 1) / 2,    lo = log min^2,  hi = log max^2
 
-The upper bound may fall over a run. The network starts from what the policy's network makes of times and
-conditions; no gradient reaches the embedding of times through it. It belongs to learning alone: policies are
-exported without it.
+The upper bound may decay over a run. The network's inputs are the time and condition embeddings of the
+policy's network; gradients to the time embedding are stopped. The noise is used in training only and is not
+exported.
 
 Source: ReinFlow, arXiv 2505.22094, section 4 and released code.
 """
@@ -33,19 +32,19 @@ ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "mish": nn.Mish, "elu": nn.ELU,
 
 @dataclass(frozen=True)
 class NoiseConfig(Checked):
-    """Exploration noise of a flow."""
+    """Exploration noise of a flow policy."""
 
     key: ClassVar[str] = "algo.noise"
 
-    level: str = bounded("learned", choices=LEVELS)  # constant: always max_std
+    level: str = bounded("learned", choices=LEVELS)  # learned, or constant: always max_std
     input: str = bounded("state_time", choices=INPUTS)  # inputs of the noise network
     min_std: float = bounded(0.10, gt=0)  # smallest std, normalised action units
-    max_std: float = bounded(0.24, gt=0)  # largest std
-    hold: float = bounded(0.35, ge=0, le=1)  # fraction of the run before the largest std decays; 1 keeps it
+    max_std: float = bounded(0.24, gt=0)  # largest std, normalised action units
+    hold: float = bounded(0.35, ge=0, le=1)  # fraction of the run before max_std decays; 1: no decay
     final_share: float = bounded(0.7, ge=0, le=1)  # ends at final_share max_std + (1 - final_share) min_std
-    hidden_dims: tuple[int, ...] = bounded((64, 64), ge=1)  # of the network
-    activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # of the network
-    own_time_dim: int = bounded(0, ge=0)  # width of its own time embedding; 0: that of the policy's network
+    hidden_dims: tuple[int, ...] = bounded((64, 64), ge=1)  # hidden widths
+    activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # hidden activation
+    own_time_dim: int = bounded(0, ge=0)  # width of a separate time embedding; 0: use the policy's
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +55,7 @@ class NoiseConfig(Checked):
         )
 
     def max_std_at(self, progress: float) -> float:
-        """Return the largest deviation at a share of the run (0 to 1): held, then falling like a cosine."""
+        """Return the largest std at a fraction of the run (0 to 1): constant, then cosine decay."""
         if self.hold >= 1:
             return self.max_std
         share = min(1.0, max(0.0, (progress - self.hold) / (1 - self.hold)))
@@ -64,15 +63,15 @@ class NoiseConfig(Checked):
         return last + (self.max_std - last) * (1 + math.cos(math.pi * share)) / 2
 
     def build(self, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int) -> NoiseNet:
-        """Build the network for features of these widths (T and C')."""
+        """Build the network for time and condition features of width T and C'."""
         return NoiseNet(self, chunk_shape, time_dim, cond_dim)
 
 
 class NoiseNet(nn.Module):
-    """Deviations of exploration noise; see the top of the file.
+    """Exploration noise std; see the module docstring.
 
     Attributes:
-        max_std: The present upper bound; follows from the progress of the run, so it is not saved.
+        max_std: Present upper bound; derived from the progress of the run, so it is not saved.
     """
 
     def __init__(
@@ -88,11 +87,11 @@ class NoiseNet(nn.Module):
         self.max_std = config.max_std
 
     def set_progress(self, progress: float) -> None:
-        """Move the upper bound to where it is at a share of the run (0 to 1)."""
+        """Set the upper bound for a fraction of the run (0 to 1)."""
         self.max_std = self.config.max_std_at(progress)
 
     def forward(self, times: Tensor, time_features: Tensor, cond_features: Tensor) -> Tensor:
-        """Return deviations (B, K, Th, Da).
+        """Return standard deviations (B, K, Th, Da).
 
         Shapes:
             times: (K,), network times. time_features: (K, T). cond_features: (B, C').

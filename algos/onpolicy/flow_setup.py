@@ -1,7 +1,7 @@
-"""Setup shared by the algorithms that learn a rectified flow.
+"""Setup shared by the algorithms on rectified flows.
 
-They act by the deterministic sampler of the policy and ask its network on the line between noise and action;
-they differ in the ratio that they make of it. Without `init` a fresh flow learns from the reward alone.
+They sample deterministically and evaluate the network on the line between noise and action; they differ in
+the likelihood ratio. Without `init` a new flow learns from the reward alone.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from policies.samplers.ode import Euler
 
 @dataclass
 class RectifiedConfig(OnPolicyConfig):
-    """Settings of every algorithm on rectified flows.
+    """Settings shared by the algorithms on rectified flows.
 
     Attributes:
-        needs: What it does that takes a rectified flow, for the error that refuses another policy.
+        needs: Reason for requiring a rectified flow, quoted in errors.
     """
 
     needs: ClassVar[str]
 
-    denoising_steps: int | None = bounded(None, ge=1)  # K; null: as many as the sampler of the policy
+    denoising_steps: int | None = bounded(None, ge=1)  # K; null: as in the policy's sampler
 
     @abstractmethod
     def estimator(self, policy: DenoisingPolicy) -> FlowRatio:
         """Return the ratio estimator of a policy."""
 
     def build(self, setup: Setup) -> OnPolicy:
-        """Return the algorithm on a copy of `setup.init`, or on a fresh policy.
+        """Return the algorithm on a copy of `setup.init`, or on a new policy.
 
         Raises:
             ConfigError: If the environment is missing or sizes disagree.
@@ -60,7 +60,7 @@ class RectifiedConfig(OnPolicyConfig):
         steps = self.denoising_steps
         own = on_even_times(flow.sampler)
         evaluate = own if steps is None else replace(own, steps=steps)
-        explore = replace(evaluate, clip_action=None)  # a bound would change recorded actions
+        explore = replace(evaluate, clip_action=None)  # clipping would change recorded actions
         policy = flow.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
         policy.field.requires_grad_(True)
         ratio, frozen = self.estimator(policy), self.frozen(setup, flow)
@@ -77,17 +77,17 @@ class RectifiedConfig(OnPolicyConfig):
 
 
 def on_even_times(sampler: Any) -> Any:
-    """Return a sampler that evaluates the network at the starts of its steps, not at released times.
+    """Return the sampler with network times at the starts of its steps instead of the released times.
 
-    Ratios are made at the starts of steps, so flows are explored, fine-tuned and exported with these times.
+    Ratios use these times, so flows are explored, fine-tuned and exported with them.
     """
     return replace(sampler, released_times=False) if isinstance(sampler, Euler) else sampler
 
 
 def require_rectified(policy: Policy, algo: str, needs: str) -> DenoisingPolicy:
-    """Return the policy if its network gives velocities along the path of a deterministic sampler.
+    """Return the policy if its network predicts velocities along a deterministic sampling path.
 
-    A model of whole steps does not: its outputs are no velocities at a time.
+    Models of finite steps are refused: their outputs are not velocities at a time.
 
     Raises:
         CapabilityError: If it is not a rectified flow, or its sampler adds noise.

@@ -1,4 +1,4 @@
-"""Flow matching as a likelihood: how much better the new policy denoises what the old one did.
+"""FPO ratio: likelihood ratio from the difference of flow-matching losses.
 
 Legend: N environments, n draws per action, P pairs of an environment step and one of its draws, Th horizon,
 Da action width; t sampling time (0 noise, 1 action)::
@@ -6,13 +6,13 @@ Da action width; t sampling time (0 noise, 1 action)::
     loss(action; t, eps) = reduce (target - prediction)^2 at alpha(t) action + sigma(t) eps
     log ratio            = scale (loss of the old weights - loss of the new ones)
 
-The negative loss is, up to a constant, a lower bound of the log-likelihood for a suitable weight of times, so
-raising it raises the likelihood of an action. The draws are stored with the action, and so is the loss of the
-weights that acted: it cannot be had later. One ratio per action averages over its draws before it is
-exponentiated; else every draw is a row with a ratio of its own.
+The negative loss is, up to a constant, a lower bound of the log-likelihood for a suitable weighting of times:
+raising it raises the likelihood of an action. Draws and their losses under the acting weights are stored with
+the action, as they cannot be recomputed later. Per action, the ratio averages over draws before
+exponentiation; per draw, every draw is a row with its own ratio.
 
 Source: FPO, arXiv 2507.21053; FPO++, arXiv 2602.02481; AWM, arXiv 2509.25050. Deviations from FPO's released
-code: times at which the loss has no weight are not drawn (a tenth of its draws).
+code: times at which the loss has zero weight are not drawn (a tenth of its draws).
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from policies.protocols import Cond
 PREDICTIONS = ("velocity", "eps", "x0")
 TIMES = ("grid", "density")
 REDUCTIONS = ("mean", "sqrt", "per_step", "joint")
-_MARGIN = 0.005  # times of a density keep this distance from both ends
+_MARGIN = 0.005  # distance of `density` times from both ends
 
 
 @dataclass(frozen=True)
 class Matching:
-    """The matching loss of an action and its bounds.
+    """Matching loss of an action and its bounds.
 
     Attributes:
-        prediction: What is compared: `velocity`, `eps` or `x0`.
+        prediction: Compared quantity: `velocity`, `eps` or `x0`.
         reduction: Over executed entries: `mean`, `sqrt` (sum over the root of their number), `per_step` (mean
             over dims, sum over rows) or `joint` (sum).
-        huber: Errors beyond this count linearly; None: squares throughout.
+        huber: Huber threshold, above which errors are linear; None: squared errors.
         scale: Factor of the loss.
-        max_loss: Bound on losses before they are subtracted; None: none.
-        max_loss_negative: The same where the advantage is negative and losses are pushed up.
-        difference_range: Bound on the difference of losses, beyond which the gradient vanishes; None: none.
-        max_difference: Upper bound of the difference's value, not of its gradient; None: none.
+        max_loss: Clamp of losses before subtraction; None: off.
+        max_loss_negative: Clamp where the advantage is negative and losses increase.
+        difference_range: Clamp of the difference of losses; no gradient beyond; None: off.
+        max_difference: Upper clamp of the difference's value, gradients kept; None: off.
     """
 
     prediction: str = "eps"
@@ -81,7 +81,7 @@ class Matching:
         return errors.sum(dim=(1, 2))
 
     def bounded(self, loss: Tensor, advantage: Tensor | None = None) -> Tensor:
-        """Apply the bounds of losses (P,); with advantages (P,), also the one of negative ones."""
+        """Clamp losses (P,); with advantages (P,), also apply `max_loss_negative`."""
         if self.max_loss is not None:
             loss = loss.clamp(max=self.max_loss)
         if self.max_loss_negative is not None and advantage is not None:
@@ -89,17 +89,17 @@ class Matching:
         return loss
 
     def difference(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Return bounded differences (P,) of old and new losses, and whether that took their gradient."""
+        """Return clamped differences (P,) of old and new losses, and whether the gradient vanishes."""
         raw = self.scale * (old - new)
         out = raw if self.difference_range is None else raw.clamp(*self.difference_range)
         stopped = _changed(raw, out)
-        if self.max_difference is not None:  # the value is bounded, the gradient passes
+        if self.max_difference is not None:  # straight-through: the value is clamped, the gradient kept
             out = out + (out.detach().clamp(max=self.max_difference) - out.detach())
         return out, stopped
 
 
 class Comparison(NamedTuple):
-    """Of pairs (P,): log ratio, whether a bound stops its gradient, decrease of the loss."""
+    """For pairs (P,): log ratio, whether a clamp stops its gradient, decrease of the loss."""
 
     log_ratio: Tensor
     stopped: Tensor
@@ -107,12 +107,12 @@ class Comparison(NamedTuple):
 
 
 def _changed(before: Tensor, after: Tensor) -> Tensor:
-    """Return 1 where a bound changed a value, else 0."""
+    """Return 1 where a clamp changed the value, else 0."""
     return (after.detach() != before.detach()).to(before.dtype)
 
 
 def time_of(uniform: Tensor, power: float) -> Tensor:
-    """Return times of uniform draws in [0, 1), away from both ends.
+    """Return times from uniform draws in [0, 1), bounded away from both ends.
 
     Source:
         FPO++ (arXiv 2602.02481), whose time is 1 minus ours.
@@ -121,17 +121,17 @@ def time_of(uniform: Tensor, power: float) -> Tensor:
 
 
 class FpoRatio(FlowRatio):
-    """Acts by the sampler of a policy and compares matching losses; see the top of the file.
+    """Acts with the policy's sampler and compares matching losses; see the module docstring.
 
     Args:
         policy: A denoising policy.
         matching: The matching loss and its bounds.
         num_draws: n.
         per_draw: Every draw is a row with its own ratio; else one ratio per action.
-        times: `grid`, the times at which the sampler evaluates the network, or `density`.
-        time_power: Of `density`: times of noise amplitude s have the density of 1 - (1 - u)^(1 / power), u
-            uniform; 1 is uniform.
-        action_noise: Deviation of noise added to finished chunks, normalised units.
+        times: `grid` (network times of the sampler) or `density`.
+        time_power: Of `density`: noise amplitudes have the density of 1 - (1 - u)^(1 / power), u uniform; 1
+            is uniform.
+        action_noise: Std of noise added to finished chunks, normalised units.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class FpoRatio(FlowRatio):
         return policy.executed(action), {"action": action, "eps": eps, "t": t, "loss": loss}
 
     def draw_times(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draw times of positive weight."""
+        """Draw times at which the loss has positive weight."""
         uniform = torch.rand(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
         uniform = uniform.to(self.policy.device)
         if self.times == "grid":
@@ -196,7 +196,7 @@ class FpoRatio(FlowRatio):
 
     @property
     def grid(self) -> Tensor:
-        """Times at which the sampler evaluates the network and the loss has weight."""
+        """Network times of the sampler at which the loss has weight."""
         times = torch.tensor(self.policy.table.times[:-1], dtype=torch.float64)
         return times[times > 0] if self.matching.prediction == "eps" else times
 
@@ -216,7 +216,7 @@ class FpoRatio(FlowRatio):
         return self.matching.reduce(errors[:, self.policy.chunk.executed])
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Compare losses under the current weights with recorded ones; see `RatioEstimator`."""
+        """Compare losses under the current weights with recorded losses; see `RatioEstimator`."""
         record, state, draws = experience.record, rows.state, self.num_draws
         if self.per_draw:
             row, pair = rows.state_row, state.index_select(0, rows.state_row) * draws + rows.step
@@ -233,7 +233,7 @@ class FpoRatio(FlowRatio):
         return Score(pairs.log_ratio, torch.zeros_like(pairs.log_ratio), pairs.stopped, drift=pairs.drift)
 
     def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
-        """Compare recorded with present losses (P,) of pairs at times (P,)."""
+        """Compare recorded and current losses (P,) of pairs at times (P,)."""
         matching = self.matching
         limited = matching.bounded(new, advantage)
         difference, cut = matching.difference(matching.bounded(old), limited)
@@ -241,7 +241,7 @@ class FpoRatio(FlowRatio):
 
 
 class AwmRatio(FpoRatio):
-    """Matching losses weighted by advantages: ratios are 1, and only their gradients differ.
+    """Matching losses weighted by advantages: ratios are 1 and carry the gradient only.
 
     The recorded losses only measure the decrease of the loss, so only `target_kl` limits several passes over
     the same data.
@@ -249,7 +249,7 @@ class AwmRatio(FpoRatio):
     Args:
         policy: A denoising policy.
         matching: The matching loss and its bounds.
-        weight: Of the noise amplitude s of a draw: `one`, `noise` (s), `noise_squared` (s^2), or `huber`:
+        weight: By the noise amplitude s of a draw: `one`, `noise` (s), `noise_squared` (s^2), or `huber`:
             s ((loss + 1e-10)^p - 1e-10^p) / p with p = 1/4 replaces the loss.
         **options: As for `FpoRatio`.
 
@@ -269,11 +269,11 @@ class AwmRatio(FpoRatio):
 
     @property
     def factors(self) -> None:
-        """None: ratios that are 1 are not clipped."""
+        """None: ratios of 1 are not clipped."""
         return None
 
     def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
-        """Return zero with the gradient of the weighted loss as log ratio; see `FpoRatio`."""
+        """Return log ratio 0 with the gradient of the weighted loss; see `FpoRatio`."""
         limited = self.matching.bounded(new, advantage)
         weighted = self.matching.scale * self.weighted(limited, t)
         fell = self.matching.scale * (old - new.detach())

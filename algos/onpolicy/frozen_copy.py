@@ -11,15 +11,15 @@ from policies.errors import ConfigError
 
 
 def tunable_copy(init: DenoisingPolicy, sampler: Any, tuned_steps: int) -> DenoisingPolicy:
-    """Return a copy whose last steps use a trainable copy of the network; everything else is frozen.
+    """Return a copy with a trainable network for the last steps; everything else is frozen.
 
     Args:
-        init: Policy to copy; its own weights stay as they are.
-        sampler: Whose denoising steps are meant; network times fall for diffusion and rise for flows.
-        tuned_steps: How many of the last ones are tuned; of all, the frozen network is dropped.
+        init: Policy to copy; its weights stay unchanged.
+        sampler: Defines the denoising steps; network times fall for diffusion and rise for flows.
+        tuned_steps: Number of last steps to tune; if all, the frozen network is dropped.
 
     Raises:
-        ConfigError: If there are fewer denoising steps than tuned ones, or the policy was tuned before with
+        ConfigError: If there are fewer denoising steps than tuned ones, or the policy was tuned with
             another division of its steps.
     """
     times = sampler.table(init.process).net_time

@@ -1,7 +1,7 @@
 """Pure mathematics of on-policy learning: advantages, clipping, reward scaling.
 
-Legend: T chunk steps of a rollout, N environments, B rows of a minibatch, S fine-tuned denoising steps
-(inner steps). Inner step s = 0 is the noisiest one, s = S-1 the one whose output is executed.
+Legend: T chunk steps of a rollout, N environments, B rows of a minibatch, S fine-tuned denoising steps (inner
+steps): s = 0 is the noisiest, the output of s = S-1 is executed.
 
 Implemented: generalised advantage estimation, clipped policy and value losses, the k3 estimate of the KL
 divergence, the clip range and the discount over denoising steps (DPPO, arXiv 2409.00588, section 4 and its
@@ -22,18 +22,18 @@ from policies.errors import CheckpointError
 def successor_values(
     value: Tensor, last_value: Tensor, final_value: Tensor | None = None, final_index: Tensor | None = None
 ) -> Tensor:
-    """Return the value of the observation that really followed each step.
+    """Return the value of the true successor of each step.
 
     Args:
         value: (T, N) values of the observations acted on.
         last_value: (N,) values of the true observations after the last step, final ones included.
         final_value: (M,) values of the last observations of truncated episodes.
-        final_index: (M, 2) their places [t, n].
+        final_index: (M, 2) their indices [t, n].
 
     Returns:
-        (T, N). Without `final_*` (for parity with the reference implementation only), the value after a
-        truncation is that of the next episode's first observation, as there; except in the last step, where
-        it is that of the true final observation.
+        (T, N). Without `final_*` (parity with the reference implementation only), the value after a
+        truncation is that of the next episode's first observation; in the last step, that of the true final
+        observation.
     """
     following = torch.cat([value[1:], last_value.unsqueeze(0)])
     if final_value is not None and final_index is not None and len(final_index):
@@ -52,16 +52,16 @@ def gae(
     lam: float,
     paper_compat: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages; values bootstrap through truncation, sums stop at every episode end.
+    """Generalised advantage estimation; bootstraps through truncation, sums stop at episode ends.
 
     Args:
         reward: (T, N) of each chunk step.
         value: (T, N) of the observation acted on.
-        next_value: (T, N) of the observation that really followed (`successor_values`).
-        terminated: (T, N) the episode ended for good: nothing follows.
-        truncated: (T, N) the episode was cut: `next_value` follows, but no further step does.
+        next_value: (T, N) of the true successor (`successor_values`).
+        terminated: (T, N) the episode terminated: no bootstrap.
+        truncated: (T, N) the episode was truncated: bootstraps from `next_value`, ends the sum.
         gamma: Discount per chunk step.
-        lam: Weight of longer sums, in [0, 1].
+        lam: lambda of GAE, in [0, 1].
         paper_compat: The lambda-sum runs across truncation, as in the DPPO reference.
 
     Returns:
@@ -84,7 +84,7 @@ def gae(
 def clip_ranges(num_steps: int, *, base: float, last: float, rate: float) -> Tensor:
     """Return the clip range of each inner step (S,): from `base` at s = 0, exponentially, to `last`.
 
-    One inner step takes `last`; `rate` 0 grows linearly.
+    With S = 1 it is `last`; with `rate` 0 growth is linear.
 
     Source:
         DPPO reference implementation (clip_ploss_coef_base, _coef, _rate).
@@ -100,14 +100,14 @@ def denoising_discounts(num_steps: int, gamma: float) -> Tensor:
     """Return the factor gamma^(S-1-s) of the advantage at each inner step, (S,).
 
     Source:
-        DPPO (arXiv 2409.00588), section 4.3: the denoising discount; noisier steps weigh less.
+        DPPO (arXiv 2409.00588), section 4.3: denoising discount; lower weight for noisier steps.
     """
     power = torch.arange(num_steps - 1, -1, -1, dtype=torch.float64)
     return torch.pow(torch.tensor(gamma, dtype=torch.float64), power).float()
 
 
 def normalize_advantage(advantage: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shift to zero mean and scale to unit (unbiased) deviation over the rows (B,)."""
+    """Normalise to zero mean and unit (unbiased) std over the rows (B,)."""
     centred = advantage - advantage.mean()
     if len(advantage) < 2:
         return centred
@@ -115,10 +115,10 @@ def normalize_advantage(advantage: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def clip_to_quantiles(advantage: Tensor, low: float, high: float) -> Tensor:
-    """Clip (B,) to its own quantiles, linearly interpolated; (0, 1) changes nothing."""
+    """Clip (B,) to its own quantiles, linearly interpolated; (0, 1) is the identity."""
     if low <= 0.0 and high >= 1.0:
         return advantage
-    ordered = advantage.sort().values  # torch.quantile refuses more than 16 M rows
+    ordered = advantage.sort().values  # torch.quantile is limited to 16 M rows
     return advantage.clamp(_quantile(ordered, low), _quantile(ordered, high))
 
 
@@ -140,12 +140,12 @@ def policy_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor | float) 
 
 
 def ppo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
-    """Return PPO's losses (B,): the larger of the plain and the clipped one."""
+    """Return PPO's losses (B,): the maximum of the unclipped and the clipped loss."""
     return torch.maximum(*policy_losses(ratio, advantage, clip_range))
 
 
 def spo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
-    """Return -(r A - |A| (r - 1)^2 / (2 c)), (B,): its gradient leads back to ratios within 1 +- c.
+    """Return -(r A - |A| (r - 1)^2 / (2 c)), (B,): a quadratic penalty on ratios outside 1 +- c.
 
     Source:
         Simple policy optimization, arXiv 2401.16025, equation 11.
@@ -154,7 +154,7 @@ def spo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
 
 
 def aspo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
-    """Return PPO's losses where advantages are positive, SPO's elsewhere, (B,).
+    """Return PPO's losses for positive advantages, SPO's otherwise, (B,).
 
     Source:
         FPO++, arXiv 2602.02481.
@@ -168,7 +168,7 @@ SURROGATES = {"ppo": ppo_losses, "spo": spo_losses, "aspo": aspo_losses}
 
 
 def value_losses(value: Tensor, target: Tensor, old_value: Tensor, clip: float | None = None) -> Tensor:
-    """Return half the squared error (B,), optionally the larger of it and that of the clipped value."""
+    """Return half the squared error (B,), optionally its maximum with that of the clipped value."""
     error = (value - target).square()
     if clip is not None:
         clipped = old_value + (value - old_value).clamp(-clip, clip)
@@ -177,7 +177,7 @@ def value_losses(value: Tensor, target: Tensor, old_value: Tensor, clip: float |
 
 
 def approx_kl(log_ratio: Tensor) -> Tensor:
-    """Estimate the KL divergence of old to new policy per row: r - 1 - log r >= 0 (the k3 estimator)."""
+    """Estimate the KL divergence from old to new policy per row: r - 1 - log r >= 0 (k3 estimator)."""
     return torch.expm1(log_ratio) - log_ratio
 
 
@@ -202,14 +202,13 @@ def merge_moments(mean: Tensor, var: Tensor, count: float, batch: Tensor) -> tup
 
 
 class RewardScaler:
-    """Divides rewards by the running deviation of the discounted return; no mean is subtracted.
+    """Divides rewards by the running std of the discounted return; no mean is subtracted.
 
-    One statistic serves all environments; the discounted return is carried from call to call.
+    All environments share one statistic; the discounted return carries over between calls.
 
     Args:
         num_envs: N.
-        gamma: Discount of the return whose spread is measured, per chunk step (0.99 whatever the
-            algorithm's own discount is).
+        gamma: Discount of that return, per chunk step (0.99, independent of the algorithm's discount).
         clip: Largest absolute scaled reward.
 
     Source:
@@ -224,7 +223,7 @@ class RewardScaler:
         self.carried = torch.zeros(num_envs, dtype=torch.float64)
 
     def __call__(self, reward: Tensor, first: Tensor) -> Tensor:
-        """Update the statistic with a rollout and scale it.
+        """Update the statistic with a rollout and scale its rewards.
 
         Shapes:
             reward: (T, N) raw rewards. first: (T, N) whether the step begins an episode.

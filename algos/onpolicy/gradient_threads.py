@@ -1,4 +1,4 @@
-"""Gradients of large minibatches on a CPU: shares of the rows, a few threads, one order of summation."""
+"""Multi-threaded gradients of large minibatches on a CPU, with a fixed order of summation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policies.threads import torch_threads
 
 @dataclass(frozen=True)
 class Task:
-    """A share of a minibatch's loss: `loss()` returns (scalar loss, metrics (n,)) for `params`."""
+    """Part of a minibatch's loss: `loss()` returns (scalar loss, metrics (n,)) for `params`."""
 
     params: Sequence[nn.Parameter]
     loss: Callable[[], tuple[Tensor, Tensor]]
@@ -28,10 +28,10 @@ class Task:
 
 
 class GradientThreads:
-    """Runs tasks on a few threads of one torch thread each; sums come in the order of the tasks.
+    """Runs tasks on several threads with one torch thread each; sums follow the order of the tasks.
 
-    So the result is the same, bit for bit, for any number of threads, and for any that torch would use
-    by itself. With one thread, tasks run where they are called.
+    Results are bitwise equal for any number of threads, and of torch's own threads. With one thread, tasks
+    run in the caller.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -42,7 +42,7 @@ class GradientThreads:
         )
 
     def sum(self, tasks: Sequence[Task]) -> tuple[list[Tensor], Tensor]:
-        """Add up gradients and metrics of tasks that share their parameters."""
+        """Return summed gradients and metrics of tasks that share their parameters."""
         with torch_threads(1):
             results = map(Task.run, tasks) if self._pool is None else self._pool.map(Task.run, tasks)
             first, metrics = next(results)
@@ -53,6 +53,6 @@ class GradientThreads:
         return grads, metrics
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)

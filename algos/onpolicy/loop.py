@@ -1,4 +1,4 @@
-"""The loop of on-policy algorithms: collect a rollout, estimate advantages, update."""
+"""Training loop of on-policy algorithms: collect a rollout, estimate advantages, update."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
-SATURATED_SHARE = 0.1  # share of terms without gradient above which a run warns, once
-THREADS = 2  # gradient threads, unless `num_threads` is set; results do not depend on it
+SATURATED_SHARE = 0.1  # fraction of terms without gradient above which a run warns, once
+THREADS = 2  # gradient threads, unless `num_threads` is set; results are equal for any number
 
 
 def check_setup(setup: Setup, algo: str) -> Policy:
     """Return the initial policy, checked against the environment.
 
     Raises:
-        ConfigError: If either is missing, or their sizes disagree.
+        ConfigError: If policy or environment is missing, or their sizes disagree.
     """
     if setup.init is None:
         raise ConfigError(f"algo={algo} fine-tunes a policy and got none. Give init=<policy directory>.")
@@ -48,7 +48,7 @@ def check_setup(setup: Setup, algo: str) -> Policy:
 
 
 def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
-    """Warn where the first iteration alone exceeds the budget: iterations are executed whole."""
+    """Warn if the first iteration alone exceeds the budget: iterations are executed whole."""
     steps = config.num_envs * config.steps_per_iteration * act_steps
     if config.env_steps is not None and steps > config.env_steps:
         _log.warning(
@@ -64,7 +64,7 @@ def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
 
 
 def warn_of_saturation(share: float) -> bool:
-    """Warn where bounds leave too many terms of the ratios without gradient; returns whether they do."""
+    """Warn if clamps remove the gradient of too many terms; return whether they do."""
     if share <= SATURATED_SHARE:
         return False
     _log.warning(
@@ -82,10 +82,10 @@ class OnPolicy:
         config: Hyper-parameters.
         setup: Environment, seed, threads, workers, device.
         ratio: Acts and scores; holds the policy in training with its exploration sampler.
-        trainable: The part of the policy that is trained.
-        bc_term: Keeps the policy near the one that it started from; None: no such term.
+        trainable: Trained part of the policy.
+        bc_term: Behaviour-cloning term towards the initial policy; None: off.
         export_policy: Returns an independent copy of the policy with its evaluation sampler.
-        moments: Running statistics of observations, for a policy whose normaliser is fitted during training.
+        moments: Running observation statistics, if the normaliser is fitted during training.
     """
 
     unit = "env_steps"
@@ -139,12 +139,12 @@ class OnPolicy:
 
     @property
     def policy(self) -> Policy:
-        """The policy in training, exploring."""
+        """Policy in training, with exploration."""
         return self.ratio.policy
 
     @property
     def total(self) -> int:
-        """Environment steps to execute; counted in iterations, an estimate until the last one is done."""
+        """Environment steps to execute; an estimate until the last iteration ends."""
         if self.config.env_steps is not None:
             return self.config.env_steps
         left = max(0, self.config.iterations - self.iteration)
@@ -179,7 +179,7 @@ class OnPolicy:
         }
 
     def _share_done(self) -> float:
-        """Return the share of the run that is done, 0 to 1."""
+        """Return the completed fraction of the run, 0 to 1."""
         if self.config.env_steps is not None:
             return min(1.0, self.progress / self.config.env_steps)
         return min(1.0, self.iteration / self.config.iterations)
@@ -224,7 +224,7 @@ class OnPolicy:
         """Continue from `state_dict`.
 
         Raises:
-            CheckpointError: If the run started from another policy or divides its denoising steps otherwise.
+            CheckpointError: If `init` or the division of the denoising steps differ.
         """
         require_unchanged(state, self._lasting())
         self.policy.load_state_dict(state["policy"])
@@ -239,15 +239,15 @@ class OnPolicy:
         self.iteration, self.progress = int(state["iteration"]), int(state["progress"])
 
     def close(self) -> None:
-        """End workers and threads."""
+        """Stop workers and threads."""
         self.pool.close()
         self.learner.close()
 
 
 def rollout_metrics(rollout: Rollout, experience: Experience, env: EnvConfig) -> Metrics:
-    """Summarise the episodes that ended during an iteration; NaN where none did.
+    """Summarise the episodes that ended during an iteration; NaN without any.
 
-    A task without a rule of success has no `rollout/success`.
+    `rollout/success` exists only for tasks that define success.
     """
     rows = rollout.episodes
     metrics: Metrics = {

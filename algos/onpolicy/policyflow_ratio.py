@@ -1,4 +1,4 @@
-"""PolicyFlow's ratio: how far the velocity moved at one point of the line from an action's noise to its end.
+"""PolicyFlow ratio: likelihood ratio from the velocity shift at one point between start noise and end.
 
 Legend: N environments, n draws per action, P pairs of an environment step and one of its draws, Th horizon,
 Da action width; z start noise, e the end of the flow from z, s the deviation of the noise u on it::
@@ -7,13 +7,13 @@ Da action width; z start noise, e the end of the flow from z, s the deviation of
     log ratio = log N(s_old u; shift, s^2) - log N(s_old u; 0, s_old^2)
     Brownian term = mean ((1 - t) v(x, t) - (x - t v_old(x, t)))^2
 
-A small change of the velocity moves the end of the flow by about as much, so the new policy makes the old
-action with noise around an end that is shifted. One evaluation per draw, no path is followed again. The
-Brownian term draws the velocity towards minus the score of the flow, so that ends keep spreading; its value
-is that of an entropy, which has no closed form here.
+A small velocity change shifts the end of the flow by about as much: under the new policy, the old action is a
+noisy sample around a shifted end. One network evaluation per draw; the path is not integrated again. The
+Brownian term pulls the velocity towards minus the score, which keeps ends spread; its value corresponds
+to an entropy, which has no closed form here.
 
 Source: PolicyFlow, arXiv 2602.01156; the first velocity of the Brownian term is the learned one, as in its
-algorithm (the equation in the text has the old one, which has no gradient).
+algorithm (in the text's equation it is the old one, which has no gradient).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EndNoiseConfig(Checked):
     key: ClassVar[str] = "algo.noise"
 
     min_std: float = bounded(0.05, gt=0)  # smallest std, normalised action units
-    max_std: float = bounded(0.3, gt=0)  # largest std; without a bound it grows
+    max_std: float = bounded(0.3, gt=0)  # largest std; without a bound it diverges
     initial_std: float = bounded(0.15, gt=0)  # initial std
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class EndNoiseConfig(Checked):
 
 
 class EndNoise(nn.Module):
-    """One deviation per action dimension: log s = log min + (log max - log min) sigmoid(w)."""
+    """One std per action dimension: log s = log min + (log max - log min) sigmoid(w)."""
 
     def __init__(self, config: EndNoiseConfig, action_dim: int) -> None:
         super().__init__()
@@ -62,18 +62,18 @@ class EndNoise(nn.Module):
         self.weight = nn.Parameter(torch.full((action_dim,), math.log(share / (1 - share))))
 
     def forward(self) -> Tensor:
-        """Return the deviations (Da,)."""
+        """Return the standard deviations (Da,)."""
         return torch.exp(self.low + self.span * self.weight.sigmoid())
 
 
 class PolicyflowRatio(NoisyFlowRatio):
-    """Acts by the flow with noise on its end and scores a shift of its velocity; see the top of the file.
+    """Acts with the flow plus end noise, scores its velocity shift; see the module docstring.
 
     Args:
-        policy: A rectified flow with a deterministic sampler that does not bound its chunks.
-        noise: Deviations of the noise on finished chunks.
-        num_draws: n, times drawn for every action among those of the sampler; each is a row with a ratio.
-        reduction: Over executed entries: `joint` (the published one), `per_step` or `mean`; see
+        policy: A rectified flow with a deterministic sampler without chunk clipping.
+        noise: Std of the noise on finished chunks.
+        num_draws: n, sampler times drawn per action; each is a row with its own ratio.
+        reduction: Over executed entries: `joint` (published), `per_step` or `mean`; see
             `algos.onpolicy.ratios.reduce_log_prob`.
         brownian_coef: Weight of the Brownian term.
     """
@@ -94,17 +94,17 @@ class PolicyflowRatio(NoisyFlowRatio):
 
     @property
     def inner_steps(self) -> int:
-        """Draws, each with a ratio of its own."""
+        """Draws per action, each with its own ratio."""
         return self.num_draws
 
     @property
     def trainable(self) -> nn.Module:
-        """What learns: the policy's network and the noise."""
+        """Trainable part: the policy's network and the noise."""
         return nn.ModuleList([self.policy.field, self.noise])
 
     @property
     def factors(self) -> float:
-        """Executed entries, or steps, that the reduction averages over."""
+        """Executed entries, or steps, averaged by the reduction."""
         rows, dims = self.policy.chunk.act_steps, self.policy.chunk.shape[1]
         return float({"mean": rows * dims, "per_step": rows}.get(self.reduction, 1))
 
@@ -112,7 +112,7 @@ class PolicyflowRatio(NoisyFlowRatio):
 
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Act, and record what scoring needs.
+        """Return physical actions, and the record for scoring.
 
         The record holds `start` and `end` of the flow and the scaled `noise` on it (N, Th, Da), `step` (N, n)
         of the drawn times, `velocity` (N, n, Th, Da) there, and the density `log_prob` (N,).
@@ -141,10 +141,11 @@ class PolicyflowRatio(NoisyFlowRatio):
     def velocities(
         self, cond: Cond, start: Tensor, end: Tensor, row: Tensor, step: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the points (P, Th, Da) of lines at drawn times, and the velocities there.
+        """Return points (P, Th, Da) on the lines at drawn times, and their velocities.
 
         Shapes:
-            cond: any number of rows. start, end: (P, Th, Da). row: (P,) of cond. step: (P,) of the sampler.
+            cond: any number of rows. start, end: (P, Th, Da). row: (P,) index into cond. step: (P,) of the
+                sampler.
         """
         x = self.policy.process.corrupt(end, start, self.times(start).index_select(0, step))
         times = self.policy.table.to_device("net_time", start)
@@ -155,7 +156,7 @@ class PolicyflowRatio(NoisyFlowRatio):
         return like.new_tensor(self.policy.table.times[:-1])
 
     def reduce(self, values: Tensor) -> Tensor:
-        """Reduce values (B, Th, Da) of entries to (B,); only executed rows count."""
+        """Reduce values (B, Th, Da) of executed rows to (B,)."""
         return reduce_log_prob(values[:, self.policy.chunk.executed], self.reduction)
 
     # -- scoring ---------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""The clipped-surrogate update: minibatches, gradients in cache-sized chunks, optimiser steps.
+"""PPO update: minibatches, gradients in cache-sized microbatches, optimiser steps.
 
 Legend: M environment steps, S inner steps per environment step (denoising steps), B rows of a minibatch
 (pairs of environment step and inner step), U distinct environment steps of a minibatch.
 
-The gradient of a minibatch is the sum over chunks of its rows, each small enough for the cache and each
-computed by one of a few threads; advantage statistics are taken over the whole minibatch first, so the sum
-is the gradient of the whole minibatch. The critic sees each distinct environment step once, weighted by its
-number of rows. Results do not depend on the number of threads.
+The gradient of a minibatch is the sum over microbatches, each sized for the cache and computed by one of
+several threads. Advantage statistics are taken over the whole minibatch first, so the sum equals the full
+gradient. The critic evaluates each distinct environment step once, weighted by its number of rows. Results
+are equal for any number of threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SURROGATE_METRICS = (
 
 
 class Draws(Protocol):
-    """Where an update takes its random numbers from."""
+    """Random numbers of an update."""
 
     def permutation(self, n: int) -> Tensor:
         """Return a permutation of 0..n-1, (n,)."""
@@ -70,15 +70,15 @@ class PpoUpdate:
 
     Args:
         config: Hyper-parameters.
-        ratio: How the new policy's probabilities are compared with the old one's.
+        ratio: Likelihood ratio of new to old policy.
         actor: Parameters in training.
         critic: Maps normalised observations (B, C) to values (B,).
-        cloning: Optional term that keeps the policy near the one it started from.
+        cloning: Optional behaviour-cloning term towards the initial policy.
         num_threads: Gradient threads.
 
     Source:
         PPO (arXiv 1707.06347); DPPO (arXiv 2409.00588), algorithm 1. Deviations from the reference: none in
-        the numbers; the frozen network is not evaluated where its result would be thrown away.
+        the numbers; unused evaluations of the frozen network are skipped.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class PpoUpdate:
     def update(self, experience: Experience, *, iteration: int, draws: Draws) -> Metrics:
         """Run the epochs of one iteration; return metrics averaged over its minibatches.
 
-        With `target_kl`, the estimate is read back after every minibatch, since the next one may not be
-        taken: the one place where an update waits for the device. Without it nothing is read back.
+        `target_kl` requires a host synchronisation after every minibatch, as it may stop the update; without
+        it the update never synchronises.
         """
         actor_lr, critic_lr = self.rates(iteration)
         set_rate(self.actor_optimizer, actor_lr)
@@ -131,7 +131,7 @@ class PpoUpdate:
         return means | rates | facts
 
     def rates(self, iteration: int) -> tuple[float, float]:
-        """Return the learning rates (actor, critic) of an iteration; the actor's waits for the warm-up."""
+        """Return learning rates (actor, critic); the actor's schedule starts after the critic warm-up."""
         config = self.config
         return (
             warmup_cosine(max(0, iteration - config.critic_warmup_iterations), **config.schedule("actor")),
@@ -139,7 +139,7 @@ class PpoUpdate:
         )
 
     def minibatches(self, total: int, draws: Draws) -> Iterator[Tensor]:
-        """Yield row indices: a permutation per epoch, cut into whole minibatches, the rest dropped."""
+        """Yield row indices: a permutation per epoch, split into full minibatches, the rest dropped."""
         size = min(self.config.batch_size, total)
         for _ in range(self.config.update_epochs):
             order = draws.permutation(total)
@@ -180,7 +180,7 @@ class PpoUpdate:
     def surrogate(
         self, experience: Experience, index: Tensor, advantage: Tensor, total: int
     ) -> tuple[Tensor, Tensor]:
-        """Return this chunk's share of the loss over `total` rows; `index`, `advantage` are (B,)."""
+        """Return this microbatch's part of the loss over `total` rows; `index`, `advantage` are (B,)."""
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
         score = self.ratio.score(experience, rows, advantage)
         ratio, clip_range = score.log_ratio.exp(), self.clip_range.index_select(0, rows.step)
@@ -196,7 +196,7 @@ class PpoUpdate:
             return objective, torch.stack([*(term.sum() / total for term in terms), zero])
 
     def weighted_advantage(self, experience: Experience, index: Tensor) -> Tensor:
-        """Return the rows' advantages: normalised over the minibatch, clipped, then discounted by step."""
+        """Return the rows' advantages: normalised over the minibatch, clipped, discounted by inner step."""
         steps = self.ratio.inner_steps
         advantage = experience.advantage.index_select(0, index // steps)
         if self.config.normalize_advantage:
@@ -205,7 +205,7 @@ class PpoUpdate:
         return advantage * self.discount.index_select(0, index % steps)
 
     def untouched_actor(self, experience: Experience, index: Tensor) -> Metrics:
-        """Report the surrogate of a policy that has not changed since collection: every ratio is one."""
+        """Return the surrogate metrics of an unchanged policy: every ratio is one."""
         index = index.to(experience.advantage.device)
         zero = experience.advantage.new_zeros(())
         metrics = {f"policy/{name}": zero for name in SURROGATE_METRICS}
@@ -215,7 +215,7 @@ class PpoUpdate:
         }
 
     def cloning_tasks(self, experience: Experience, index: Tensor, draws: Draws) -> list[Task]:
-        """Return the tasks of the cloning term over the first `bc_rows` rows as they were drawn, or none."""
+        """Return the cloning term's tasks over the first `bc_rows` sampled rows; empty without the term."""
         if self.cloning is None or not self.config.bc_weight:
             return []
         state = index[: self.config.bc_rows].sort().values // self.ratio.inner_steps
@@ -230,7 +230,7 @@ class PpoUpdate:
         ]
 
     def cloning_loss(self, cond: Cond, state: Tensor, noise: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Return this chunk's share of the weighted cloning loss; `state` (B,) are rows of `cond`."""
+        """Return this microbatch's part of the weighted cloning loss; `state` (B,) are rows of `cond`."""
         assert self.cloning is not None
         loss = self.cloning.losses(cond.rows(state), noise).sum() / total
         metrics = torch.zeros(len(SURROGATE_METRICS) + 1, device=loss.device, dtype=loss.dtype)
@@ -256,7 +256,7 @@ class PpoUpdate:
     def value_loss(
         self, experience: Experience, state: Tensor, count: Tensor, total: int
     ) -> tuple[Tensor, Tensor]:
-        """Return this chunk's share of the value loss; distinct states (U,) count as often as they occur."""
+        """Return this microbatch's part of the value loss; states (U,) are weighted by row count."""
         target, old = experience.target.index_select(0, state), experience.value.index_select(0, state)
         losses = value_losses(
             self.critic(experience.cond.rows(state).vec), target, old, self.config.value_clip
@@ -265,13 +265,13 @@ class PpoUpdate:
         return self.config.vf_coef * loss, loss
 
     def microbatch_size(self, index: Tensor) -> int:
-        """Return the rows of a chunk: cache-sized on a CPU, the whole minibatch elsewhere."""
+        """Return the rows of a microbatch: cache-sized on a CPU, the whole minibatch elsewhere."""
         if index.device.type != "cpu":
             return len(index)
         return max(1, self.config.microbatch_size // self.ratio.evaluations)
 
     def close(self) -> None:
-        """End the gradient threads."""
+        """Stop the gradient threads."""
         self.threads.close()
 
     # -- saving ----------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class PpoUpdate:
 
 
 def adamw(params: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """Return AdamW with fused arithmetic."""
+    """Return fused AdamW."""
     return torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, fused=True)
 
 
@@ -302,7 +302,7 @@ def apply_gradient(
     grads: Sequence[Tensor],
     max_norm: float | None,
 ) -> None:
-    """Take one step along given gradients, their joint norm clipped to `max_norm` if set."""
+    """Take one step along given gradients; their joint norm is clipped to `max_norm` if set."""
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     if max_norm is not None:

@@ -1,8 +1,8 @@
-"""Ratio estimators: how likely the new policy makes what the old one did.
+"""Likelihood-ratio estimators between new and old policy.
 
-An estimator acts (recording whatever it needs) and later returns the logarithm of the probability ratio of
-recorded rows under the current weights. `ChainRatio` treats every recorded denoising step as an action;
-a Gaussian policy is a chain of one step. Others: `algos.onpolicy.reinflow_ratio`, `algos.onpolicy.fpo_ratio`,
+An estimator acts, records its intermediate quantities, and later returns the log ratio of recorded rows under
+the current weights. `ChainRatio` treats every recorded denoising step as an action; a Gaussian policy is a
+chain of one step. Others: `algos.onpolicy.reinflow_ratio`, `algos.onpolicy.fpo_ratio`,
 `algos.onpolicy.policyflow_ratio`.
 
 Legend: M environment steps, B rows of a minibatch (pairs of environment step and inner step), S inner steps
@@ -34,7 +34,7 @@ class Rows:
     """Rows of a minibatch, sorted by environment step.
 
     Shapes:
-        state: (U,) distinct environment steps. state_row: (B,) place in `state`. step: (B,) inner step.
+        state: (U,) distinct environment steps. state_row: (B,) index into `state`. step: (B,) inner step.
         count: (U,) rows per distinct environment step.
     """
 
@@ -55,10 +55,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Score:
-    """Of each row: log ratio (B,), entropy (B,) and the fraction of its terms without gradient (B,).
+    """Per row: log ratio (B,), entropy (B,) and fraction of its terms without gradient (B,), due to clamps.
 
-    The last counts the terms beyond a bound. `penalty` (B,), where there is one, is added to the loss as it
-    is. `drift` (B,) replaces the log ratio in the KL estimate; None: the log ratio is used.
+    `penalty` (B,), if set, is added to the loss. `drift` (B,) replaces the log ratio in the KL estimate;
+    None: the log ratio is used.
     """
 
     log_ratio: Tensor
@@ -69,10 +69,10 @@ class Score:
 
 
 class RatioEstimator(ABC):
-    """Acts, and compares new with old probabilities. Picklable: a private copy acts in every worker.
+    """Acts, and computes likelihood ratios. Picklable: every worker acts with its own copy.
 
     Attributes:
-        policy: The policy in training, exploring.
+        policy: Policy in training, with exploration.
     """
 
     policy: Any
@@ -85,10 +85,9 @@ class RatioEstimator(ABC):
     @property
     @abstractmethod
     def factors(self) -> float | None:
-        """Factors of a density that the ratio of one row is the geometric mean of; 1: it is their product.
+        """Number of density factors whose geometric mean is the ratio of a row; 1: the full product.
 
-        A clip range c of the ratio is about `factors` c of the logarithm of the whole density. None: nothing
-        is clipped.
+        A ratio clip range c limits the log-density to about `factors` c. None: no clipping.
         """
 
     @property
@@ -101,25 +100,25 @@ class RatioEstimator(ABC):
 
     @abstractmethod
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Compare rows under the current weights with their record; differentiable.
+        """Return the differentiable score of rows under the current weights.
 
         Args:
-            experience: Where the rows are.
-            rows: Which they are.
-            advantage: (B,) of the rows, for estimators that bound good and bad actions differently.
+            experience: Data of the iteration.
+            rows: Selected rows.
+            advantage: (B,) of the rows, for estimators with sign-dependent bounds.
         """
 
     def set_progress(self, progress: float) -> None:  # noqa: B027
-        """Follow the share of the run that is done (0 to 1), where anything depends on it."""
+        """Update schedules for the completed fraction of the run (0 to 1)."""
 
     def on_cpu(self) -> Self:
-        """Return the estimator as workers use it."""
+        """Return the estimator on the CPU, for workers."""
         twin = copy.copy(self)
         twin.policy = self.policy.on_cpu()
         return twin
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what learning needs beside the policy; nothing, mostly."""
+        """Return the training state beside the policy; usually empty."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
@@ -127,18 +126,18 @@ class RatioEstimator(ABC):
 
 
 class FlowRatio(RatioEstimator):
-    """An estimator around a denoising policy."""
+    """A ratio estimator of a denoising policy."""
 
     policy: DenoisingPolicy
 
     @property
     def trainable(self) -> nn.Module:
-        """What learns: the policy's network."""
+        """Trainable part: the policy's network."""
         return self.policy.field
 
 
 class NoisyFlowRatio(FlowRatio):
-    """An estimator that explores with noise of its own, which learns and is saved beside the policy."""
+    """A ratio estimator with learned exploration noise, saved beside the policy."""
 
     noise: nn.Module
 
@@ -148,7 +147,7 @@ class NoisyFlowRatio(FlowRatio):
         return twin
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is not part of the policy: the noise."""
+        """Return the state of the noise."""
         return copy.deepcopy(self.noise.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,12 +171,11 @@ def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:
 
 
 class ChainRatio(RatioEstimator):
-    """The ratio of single denoising transitions, elementwise clamped, over executed rows, reduced.
+    """Ratio of single denoising transitions: elementwise clamped, over executed rows, reduced.
 
     Args:
         policy: A chain policy with its exploration sampler.
-        log_prob_range: Clamp of each element's log-density; outside of it the gradient vanishes. None
-            turns it off.
+        log_prob_range: Clamp of elementwise log-densities; no gradient beyond; None: off.
         reduction: See `reduce_log_prob`.
 
     Source:
@@ -202,7 +200,7 @@ class ChainRatio(RatioEstimator):
 
     @property
     def factors(self) -> float:
-        """Executed entries, or steps, that the reduction averages over."""
+        """Executed entries, or steps, averaged by the reduction."""
         chunk = self.policy.chunk
         sizes = {"mean": chunk.act_steps * chunk.shape[1], "per_step": chunk.act_steps}
         return float(sizes.get(self.reduction, 1))
@@ -211,7 +209,7 @@ class ChainRatio(RatioEstimator):
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """Explore; the record holds the chain (N, S+1, Th, Da) and its reduced log-densities (N, S).
 
-        The densities are those of the sampler's own scoring, so no second pass over the data is needed.
+        The sampler computes the densities while acting, which saves a second pass over the data.
         """
         policy: Policy = self.policy
         cond = policy.encode(policy.observation(obs))
@@ -253,7 +251,7 @@ class ChainRatio(RatioEstimator):
 
 
 class BcTerm(Protocol):
-    """Keeps a policy near another one."""
+    """Behaviour-cloning term towards another policy."""
 
     @property
     def noise_shape(self) -> tuple[int, ...]: ...
@@ -264,11 +262,11 @@ class BcTerm(Protocol):
 
 
 class CloningTerm:
-    """Keeps a policy near a frozen one: minus the mean log-density of the frozen policy's chains.
+    """Behaviour-cloning term: minus the mean log-density of the frozen policy's chains.
 
     Args:
-        frozen: The policy to stay near, with the exploration sampler.
-        ratio: The estimator of the policy in training; its clamp applies.
+        frozen: Reference policy, with the exploration sampler.
+        ratio: Estimator of the policy in training; its clamp applies.
 
     Source:
         DPPO reference implementation (use_bc_loss).
@@ -279,7 +277,7 @@ class CloningTerm:
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """(K+1, Th, Da): start, then one draw per denoising step."""
+        """(K+1, Th, Da): start noise, then one draw per denoising step."""
         shape = self.frozen.noise_shape
         return shape if len(shape) == 3 else (2, *shape)
 

@@ -1,19 +1,19 @@
-"""ReinFlow's ratio: a deterministic sampler with learned noise after every step is a chain with a density.
+"""ReinFlow ratio: a deterministic sampler plus learned noise is a chain of known density.
 
-Legend: B rows, K denoising steps, S tuned ones, the last (mostly all), Th horizon, Da action width; x_0 start
+Legend: B rows, K denoising steps, S tuned last steps (usually all), Th horizon, Da action width; x_0 start
 noise, x_K the chunk::
 
     x_{k+1} = step(x_k),                                     k = 0 … K-S-1, by the frozen initial network
     x_{k+1} = step(x_k) + std_k(condition) clip(noise_k),    k = K-S … K-1
     log p   = sum over these k and entries of log N(x_{k+1}; step(x_k), std_k^2)   [+ log N(x_0; 0, 1)]
 
-One ratio belongs to a whole chain, on the grid that the sampler acts on: acting and scoring call the same
-functions. The last step counts with its executed rows only (the others influence nothing), earlier steps with
-all of theirs, which later steps read.
+One ratio per chain, on the sampler's time grid: acting and scoring share their functions. The last step
+counts its executed rows only (the others have no effect), earlier steps count all rows, which later steps
+use.
 
-Source: ReinFlow, arXiv 2505.22094. Deviations from the released code: the time grid is that of the sampler in
-both places (the released one differs, and its ratios are not 1 on fresh data); means are not clamped, unless
-`clip_state` of the sampler says so; log-densities are not clamped by default.
+Source: ReinFlow, arXiv 2505.22094. Deviations from the released code: acting and scoring share the sampler's
+time grid (the released grids differ, and ratios are not 1 on fresh data); means are clamped only with the
+sampler's `clip_state`; log-densities are not clamped by default.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ REDUCTIONS = ("mean", "per_step", "per_dim", "joint")
 
 
 class ReinflowRatio(NoisyFlowRatio):
-    """Acts by a noisy chain and scores whole chains; see `algos.onpolicy.ratios.RatioEstimator`.
+    """Acts with a noisy chain and scores whole chains; see `algos.onpolicy.ratios.RatioEstimator`.
 
     Args:
         policy: A denoising policy with a deterministic sampler of one evaluation per step.
-        noise: Deviations of the exploration noise.
-        noise_clip: Standard-normal draws are clipped to this many deviations; None: not.
-        reduction: `mean` over all factors (steps, rows, dims) of the chain, `per_step` the sum over rows and
-            dims, mean over steps, `per_dim` the sum over steps, mean over rows and dims, or `joint`, the
-            log-density of the chain itself.
-        count_start: Whether the start noise counts as one more factor: it cancels in the ratio, but takes
-            part in the divisor of the reductions and in the clamp.
-        log_prob_range: Clamp of the reduced log-densities, outside of which the gradient vanishes; None: off.
+        noise: Std of the exploration noise.
+        noise_clip: Clip of standard-normal draws; None: off.
+        reduction: `mean` over all factors (steps, rows, dims) of the chain; `per_step`: sum over rows and
+            dims, mean over steps; `per_dim`: sum over steps, mean over rows and dims; or `joint`: log-density
+            of the chain.
+        count_start: Whether the start noise counts as a factor: it cancels in the ratio, but enters the
+            divisor of the reductions and the clamp.
+        log_prob_range: Clamp of the reduced log-densities; no gradient beyond; None: off.
     """
 
     noise: NoiseNet
@@ -84,12 +84,12 @@ class ReinflowRatio(NoisyFlowRatio):
 
     @property
     def trainable(self) -> nn.Module:
-        """What learns: the network of the tuned steps and the noise."""
+        """Trainable part: the network of the tuned steps and the noise."""
         return nn.ModuleList([self.policy.scored_net, self.noise])
 
     @property
     def factors(self) -> float:
-        """Number of log-densities of one row that a reduced one stands for: 1 where they are added up."""
+        """Number of log-densities averaged per row; 1 for sums."""
         steps, (rows, dims) = self.policy.tuned_steps, self.policy.chunk.shape
         start = float(self.count_start)
         match self.reduction:
@@ -120,10 +120,10 @@ class ReinflowRatio(NoisyFlowRatio):
         return policy.executed(chain[:, -1]), record
 
     def walk(self, cond: Cond, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample chains from standard-normal draws (B, S+1, Th, Da), the first of which are the starts.
+        """Sample chains from standard-normal draws (B, S+1, Th, Da); the first draw is the start.
 
         Returns:
-            The chain (B, K+1, Th, Da), and mean and deviation of its tuned transitions (B, S, Th, Da).
+            The chain (B, K+1, Th, Da), and mean and std of its tuned transitions (B, S, Th, Da).
         """
         table, step = self.policy.table, self._step(cond)
         std, steps = self.std(cond), draws[:, 1:]
@@ -141,12 +141,12 @@ class ReinflowRatio(NoisyFlowRatio):
         return torch.stack(states, dim=1), torch.stack(means, dim=1), std
 
     def std(self, cond: Cond) -> Tensor:
-        """Return the deviation of every tuned step, (B, S, Th, Da)."""
+        """Return the std of every tuned step, (B, S, Th, Da)."""
         times, second = self._times(cond)
         return self.noise(times, *self.policy.scored_net.features(cond, times, second))
 
     def _step(self, cond: Cond) -> Any:
-        """Return (k, x) -> mean of the state after step k."""
+        """Return a function (k, x) -> mean of the state after step k."""
         table, bound = self.policy.table, self.policy.bind(cond)
 
         def step(k: int, x: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class ReinflowRatio(NoisyFlowRatio):
         return gaussian_log_prob(chain[:, self.first + 1 :], mean, std), gaussian_entropy(std)
 
     def means(self, cond: Cond, chain: Tensor) -> Tensor:
-        """Return where the tuned steps of chains (B, K+1, Th, Da) lead, (B, S, Th, Da), in one evaluation."""
+        """Return the tuned steps' means (B, S, Th, Da) for chains (B, K+1, Th, Da), in one evaluation."""
         table, (times, second) = self.policy.table, self._times(cond)
         batch, steps, entered = len(chain), self.policy.tuned_steps, chain[:, self.first : -1]
         row = torch.arange(batch, device=chain.device).repeat_interleave(steps)
@@ -191,7 +191,7 @@ class ReinflowRatio(NoisyFlowRatio):
         return self._bounded(transition(table, step + self.first, x, pred)).view_as(entered)
 
     def reduce(self, values: Tensor, chain: Tensor | None) -> Tensor:
-        """Reduce log-densities (B, S, Th, Da) of a chain, or entropies (without one), to (B,)."""
+        """Reduce log-densities (B, S, Th, Da) of a chain, or entropies (without a chain), to (B,)."""
         last = values[:, -1, self.policy.chunk.executed]
         total = values[:, :-1].sum(dim=(1, 2, 3)) + last.sum(dim=(1, 2))
         if self.count_start:
@@ -201,7 +201,7 @@ class ReinflowRatio(NoisyFlowRatio):
         return total / self.factors
 
     def _clamped(self, log_prob: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (clamped, whether it was), each (B,)."""
+        """Return clamped values and whether each was clamped, (B,)."""
         if self.log_prob_range is None:
             return log_prob, torch.zeros_like(log_prob)
         clamped = log_prob.clamp(*self.log_prob_range)
@@ -209,15 +209,15 @@ class ReinflowRatio(NoisyFlowRatio):
 
 
 class PathTerm:
-    """Keeps a policy near a frozen one: mean squared difference of chunks from the same noise, without noise.
+    """Penalty towards a frozen policy: mean squared difference of noise-free chunks from the same start.
 
     Args:
-        frozen: The policy to stay near, with the exploration sampler.
-        policy: The policy in training.
+        frozen: Reference policy, with the exploration sampler.
+        policy: Policy in training.
 
     Source:
-        ReinFlow (arXiv 2505.22094), the W2 term. Deviations from the released code: starts are drawn, as the
-        paper says, not zero, and both policies start where the other does.
+        ReinFlow (arXiv 2505.22094), the W2 term. Deviations from the released code: starts are drawn, as in
+        the paper, instead of zero, and both policies share them.
     """
 
     def __init__(self, frozen: DenoisingPolicy, policy: DenoisingPolicy) -> None:
@@ -225,7 +225,7 @@ class PathTerm:
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """(Th, Da): the start."""
+        """(Th, Da): start noise."""
         return self.policy.noise_shape
 
     def losses(self, cond: Cond, noise: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""Learning without demonstrations: an untrained policy, and a normaliser fitted to visited observations.
+"""Training from scratch: an untrained policy, and a normaliser fitted to visited observations.
 
-Actions are scaled by the box of the task. Observations have no statistics before the first rollout; they are
-gathered while learning goes on, and the maps change between iterations only: within one, an observation that
-has the same normalised value when it is collected and whenever it is learned from.
+Actions are scaled to the task's bounds. Observation statistics are gathered during training and applied
+between iterations only: within an iteration, collection and updates use the same normalisation.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from policies.policy import Policy
 
 
 def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = None) -> Policy:
-    """Build the policy that the configuration describes, for the task of the setup.
+    """Build an untrained policy from the configuration, for the task of the setup.
 
-    Normalised actions are those of the box. Without statistics of `state`, observations are left as they are
-    until `RunningMeanStd.apply`.
+    Actions are normalised by the task's bounds. Without `state` statistics, observations are unscaled until
+    `RunningMeanStd.apply`.
 
     Raises:
-        ConfigError: If there is no task, it has goals, or observations are to be scaled by unknown limits.
+        ConfigError: If the task is missing, has goals, or observations need unknown limits.
     """
     if setup.env is None:
         raise ConfigError(f"algo={algo} learns in an environment and got none. Give env=<name>.")
@@ -55,7 +54,7 @@ def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = N
 
 
 class RunningMeanStd:
-    """Count, mean and spread of all observations so far, entry by entry, in float64.
+    """Running count, mean and variance of observations, per entry, in float64.
 
     Args:
         width: Do.
@@ -67,7 +66,7 @@ class RunningMeanStd:
     def __init__(self, width: int) -> None:
         self.count = 0
         self.mean = torch.zeros(width, dtype=torch.float64)
-        self.squares = torch.zeros(width, dtype=torch.float64)  # sum of squared distances from the mean
+        self.squares = torch.zeros(width, dtype=torch.float64)  # sum of squared deviations from the mean
 
     def see(self, obs: Tensor) -> None:
         """Merge observations (..., Do), physical units."""

@@ -1,1 +1,1 @@
-"""What every training run shares: the trainer, run directories, metrics, resuming."""
+"""Shared parts of every training run: trainer, run directories, metrics, resuming."""

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per line, and optional other writers."""
+"""Metrics of a run: JSON lines, and optional further writers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VITAL_WORDS = frozenset({"loss", "norm"})
 
 
 def read_out(metrics: Mapping[str, float | Tensor]) -> Scalars:
-    """Turn metrics into plain numbers, in their order; each device is waited for once.
+    """Convert metrics to plain numbers, in order; one host synchronisation per device.
 
     Raises:
         ConfigError: If a tensor holds more than one number.
@@ -48,18 +48,18 @@ def read_out(metrics: Mapping[str, float | Tensor]) -> Scalars:
 def broken(values: Mapping[str, float]) -> list[str]:
     """Return the names of losses and norms that are not finite.
 
-    Only these stop a run: another quantity may have no value at a time (no episode ended yet).
+    Only these stop a run: other quantities may be undefined at times (before the first episode ends).
     """
     return [name for name, value in values.items() if _is_vital(name) and not math.isfinite(value)]
 
 
 def _is_vital(name: str) -> bool:
-    """Whether the quantity of `component/quantity` is a loss or a norm."""
+    """Return whether the quantity of `component/quantity` is a loss or a norm."""
     return bool(_VITAL_WORDS & set(name.rsplit("/", 1)[-1].split("_")))
 
 
 def append_jsonl(path: Path, values: Mapping[str, float], step: int) -> None:
-    """Append one line; values that are not finite are written as null, so that every line is valid JSON."""
+    """Append one line; non-finite values are written as null, so that every line is valid JSON."""
     row: dict[str, Any] = {"step": step}
     row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
     with told_if_full(path), path.open("a", encoding="utf-8") as file:
@@ -69,18 +69,18 @@ def append_jsonl(path: Path, values: Mapping[str, float], step: int) -> None:
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file.
 
-    A last line cut short by a kill is left out; other lines that are no row are left out with a warning.
+    A truncated last line is skipped; other invalid lines are skipped with a warning.
     """
     return [row for _, row in _complete_rows(Path(path))]
 
 
 def truncate_jsonl(path: Path, size: int, *, through: int | None = None) -> None:
-    """Cut a metrics file back to its first `size` bytes, and to complete rows where it is shorter.
+    """Truncate a metrics file to its first `size` bytes, and to complete rows if it is shorter.
 
     Args:
-        path: The file; it may not exist.
-        size: Bytes that stay.
-        through: Rows behind them up to this step stay too; None: none does.
+        path: The file; may be missing.
+        size: Bytes to keep.
+        through: Also keep later rows up to this step; None: keep none.
     """
     if not path.exists():
         return
@@ -116,7 +116,7 @@ def _complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 class Writer(Protocol):
-    """A second place for the numbers, beside metrics.jsonl."""
+    """Additional destination of metrics, beside metrics.jsonl."""
 
     def write(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -128,7 +128,7 @@ class TensorBoardWriter:
 
     Args:
         directory: Where the event files go.
-        first_step: Step the run starts or continues from; what TensorBoard holds after it is hidden.
+        first_step: Step at which the run starts or resumes; later TensorBoard records are hidden.
 
     Raises:
         MissingExtraError: If TensorBoard is not installed.
@@ -151,7 +151,7 @@ class TensorBoardWriter:
 
 
 class Means:
-    """Running sums of scalars by name; nothing is read back to the host before `read`."""
+    """Running means of scalars by name; no host synchronisation before `read`."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}

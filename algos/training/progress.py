@@ -25,7 +25,7 @@ from rich.text import Text
 _log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 10.0
-WIDE = 100  # columns from which the bar has a column for the time so far
+WIDE = 100  # terminal width from which the bar shows the elapsed time
 BAR_WIDTH, ROOM_OF_TITLE, RATE_WIDTH, TIME_WIDTH = 24, 14, 7, 7  # columns
 _INTERESTING = (
     "eval/success",
@@ -53,19 +53,19 @@ def open_display(title: str, unit: str, total: int, done: int, *, bar: bool | No
 
 
 def key_numbers(values: Mapping[str, float], count: int = 3) -> str:
-    """Format the most important numbers."""
+    """Format the first `count` key metrics."""
     names = [name for name in _INTERESTING if name in values]
     names += [name for name in values if name not in names and not name.startswith("time/")]
     return "  ".join(f"{name} {values[name]:.4g}" for name in names[:count])
 
 
 FIRST_LINE_S = 20.0
-"""Seconds between lines while the first iteration is under way."""
+"""Seconds between log lines during the first iteration."""
 
 
 @contextmanager
 def announced(what: str, seconds: float = FIRST_LINE_S) -> Iterator[None]:
-    """Log now and then that `what` is still under way: numbers come only when an iteration ends."""
+    """Log periodically that `what` is in progress: metrics appear only after an iteration."""
     ended, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -82,11 +82,11 @@ def announced(what: str, seconds: float = FIRST_LINE_S) -> Iterator[None]:
 
 
 LONG_S = 3600.0
-"""Seconds from which a run is announced as a long one."""
+"""Estimated duration [s] from which a run counts as long."""
 
 
 def planned(total: int, unit: str, rate: float) -> str:
-    """Return a line with the length of a run and its expected duration.
+    """Return a line with the length of a run and its estimated duration.
 
     Args:
         total: Units of the whole run.
@@ -116,14 +116,14 @@ def format_rate(speed: float) -> str:
 
 
 class Bar:
-    """A live bar with rate, time left and, where there is room, key numbers.
+    """Progress bar with rate, remaining time and, if wide enough, key metrics.
 
     Args:
-        title: Name of the run; cut where the terminal is narrow.
+        title: Name of the run; truncated on narrow terminals.
         unit: What is counted.
         total: Units to do.
         done: Units done so far.
-        console: Where it is drawn; None: standard error.
+        console: Output console; None: standard error.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Bar:
         return self._console.width >= WIDE
 
     def _room(self, total: int) -> int:
-        """Return the columns that count, rate and times leave to everything else."""
+        """Return the columns left beside count, rate and times."""
         times = TIME_WIDTH * (2 if self._is_wide else 1) + len("left")
         columns = 8 if self._is_wide else 7
         return self._console.width - len(f"{total:,}/{total:,} {self._unit}") - RATE_WIDTH - times - columns
@@ -174,7 +174,7 @@ class Bar:
 
 
 class Lines:
-    """Log lines, at most one in `SECONDS_BETWEEN_LINES`, and always the last."""
+    """Log lines, at most one per `SECONDS_BETWEEN_LINES`, and always the last."""
 
     def __init__(self, title: str, unit: str, done: int) -> None:
         self._title, self._unit = title, unit.replace("_", " ")

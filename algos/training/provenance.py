@@ -27,7 +27,7 @@ _PACKAGES = (
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, processor, threads and source commit: what a number may depend on."""
+    """Return versions, processor, threads and source commit: all that results may depend on."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -45,7 +45,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Return the model of the CPU, or its architecture where it has no name; rounding depends on it."""
+    """Return the CPU model, or its architecture if unnamed; rounding depends on it."""
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return str(known.get("cpu_name") or platform.processor() or platform.machine())
 
@@ -58,9 +58,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout this code runs from, if it is one.
+    """Return the commit of the source checkout; None outside a checkout.
 
-    Ends in `-dirty` with local changes, those of pages apart: studies write theirs while they run.
+    Ends in `-dirty` with local changes, except changes of pages, which running studies write.
     """
     here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():

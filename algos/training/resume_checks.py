@@ -1,4 +1,4 @@
-"""Facts of a run that must not change when it is continued."""
+"""Resume invariants: facts of a run that must stay equal when it is resumed."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _DIGEST = 64  # letters of a SHA-256
 
 
 def require_unchanged(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Compare facts of a run with those of the checkpoint that it continues from.
+    """Compare the facts of a run with those of its checkpoint.
 
     Args:
-        saved: A training state; facts that it does not hold are not compared.
+        saved: A training state; missing facts are not compared.
         present: The facts of this run.
 
     Raises:
-        CheckpointError: If one differs.
+        CheckpointError: If a fact differs.
     """
     for name, value in present.items():
         if name in saved and saved[name] != value:
@@ -57,7 +57,7 @@ def require_unchanged(saved: Mapping[str, Any], present: Mapping[str, Any]) -> N
 
 
 def digest_of(module: nn.Module | None) -> str | None:
-    """Return the SHA-256 of the weights of a module, with their names, types and shapes; None of None."""
+    """Return the SHA-256 of a module's weights, names, dtypes and shapes; None for None."""
     if module is None:
         return None
     seen = hashlib.sha256()
@@ -68,23 +68,23 @@ def digest_of(module: nn.Module | None) -> str | None:
 
 
 def facts_of(name: str, policy: nn.Module | None) -> dict[str, Any]:
-    """Return the facts of a policy that a run starts or learns from: its weights and its settings.
+    """Return the facts of an initial policy or teacher: its weights and settings.
 
     Args:
-        name: Of the policy; its settings are named by their places in config.json, e.g.
-            `init.parts.sampler.steps`. One that an earlier version did not save is not compared.
-        policy: The policy; None: there is none.
+        name: Prefix; settings are named by their paths in config.json, e.g. `init.parts.sampler.steps`.
+            Policies that an earlier version did not save are not compared.
+        policy: The policy; None: no policy.
     """
     facts: dict[str, Any] = {name: digest_of(policy)}
     return facts | settings_of(name, describe(policy)) if isinstance(policy, Policy) else facts
 
 
 def init_facts(init: Policy | None, policy: Policy) -> dict[str, Any]:
-    """Return what must stay of the policy that a run begins with.
+    """Return the resume invariants of a run's initial policy.
 
     Args:
-        init: The policy to start from.
-        policy: What the run trains: a new one if there is no `init`, of which the settings must stay.
+        init: Policy to start from.
+        policy: Policy in training; without `init`, its settings are invariant.
     """
     if init is not None:
         return facts_of("init", init)
@@ -92,9 +92,9 @@ def init_facts(init: Policy | None, policy: Policy) -> dict[str, Any]:
 
 
 def settings_of(name: str, value: Any) -> dict[str, Any]:
-    """Return the single settings of a description by their places, which begin with `name`.
+    """Return the settings of a description by path, prefixed with `name`.
 
-    The version of its format is no setting.
+    The format version is excluded.
     """
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         value = dict(enumerate(value))
@@ -105,5 +105,5 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """Return a value for a message; digests are cut."""
+    """Return a value as text for a message; digests are shortened."""
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == _DIGEST else str(value)

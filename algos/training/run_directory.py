@@ -1,14 +1,14 @@
-"""The run directory: files of a training run, and the state that it resumes from.
+"""Run directory: files of a training run, and its checkpoints.
 
     <root>/<date>/<name>/
       config.yaml  overrides.txt  environment.json  metrics.jsonl  eval/*.json
       checkpoints/<step>/policy/                    the exported policy (see policies.storage.policy_folder)
-      checkpoints/<step>/training_state/state.pt    what is resumed from: tensors and plain values
-      checkpoints/<step>/SHA256SUMS                 checksums of both; what is resumed from is compared
+      checkpoints/<step>/training_state/state.pt    resume state: tensors and plain values
+      checkpoints/<step>/SHA256SUMS                 checksums of both; the resume state's is verified
       checkpoints/last -> <step>
 
-A checkpoint is written aside, flushed to the disk and renamed: the rename is the moment it exists, so a
-kill at any instant leaves either the whole checkpoint or none of it. Checkpoints are never rewritten.
+A checkpoint is written to a temporary folder, flushed to disk and renamed. The rename is atomic: after a
+kill, a checkpoint exists completely or not at all. Checkpoints are never rewritten.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CONFIG_BYTES = 2**18
 _CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
 _EVAL, _EVAL_NAME = "eval", re.compile(r"step-(\d+)(-.+)?")
 _STATE_FILE = Path("training_state") / "state.pt"
-_UNREADABLE = (  # what `torch.load` raises on damaged files
+_UNREADABLE = (  # raised by `torch.load` on damaged files
     *(RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError),
     *(AttributeError, TypeError, IndexError),
 )
@@ -66,7 +66,7 @@ class EvalFile(NamedTuple):
 
 
 def eval_name(step: int, *details: str) -> str:
-    """Return what an evaluation of a checkpoint is called for `RunDirectory.write_eval`.
+    """Return the name of an evaluation of a checkpoint, for `RunDirectory.write_eval`.
 
     Args:
         step: The checkpoint.
@@ -76,7 +76,7 @@ def eval_name(step: int, *details: str) -> str:
 
 
 class RunDirectory:
-    """One training run on the disk.
+    """A training run on disk.
 
     Reading needs no lock; checkpoints and metrics are written under `claim`.
 
@@ -86,19 +86,19 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._config: dict[str, Any] | None = None  # of the file, once it was read
+        self._config: dict[str, Any] | None = None  # of the file, once read
         self._lock: IO[str] | None = None  # held from `create_at` to the end of the first `claim`
 
     @classmethod
     def create_at(
         cls, path: str | Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
     ) -> RunDirectory:
-        """Make a run in a given folder, which may exist, and write its configuration.
+        """Create a run in a given folder, which may exist, and write its configuration.
 
-        The run is held for writing from here to the end of its first `claim`.
+        The write lock is held from here to the end of the first `claim`.
 
         Raises:
-            CheckpointError: If there is a run already, or another process is making one.
+            CheckpointError: If the folder holds a run, or another process is creating one.
         """
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -129,18 +129,18 @@ class RunDirectory:
         return cls(path)
 
     def is_bare(self) -> bool:
-        """Return whether the folder holds only what `create_at` wrote."""
-        if not self.path.is_dir():  # removed meanwhile
+        """Return whether the folder holds only the files of `create_at`."""
+        if not self.path.is_dir():  # removed in the meantime
             return True
         folders = [self.path / name for name in (_CHECKPOINTS, _EVAL)]
         others = set(self.path.iterdir()) - {*self._written(), *folders}
         return not others and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
 
     def remove_if_bare(self) -> bool:
-        """Take the folder away if it is bare.
+        """Remove the folder if it is bare.
 
         Returns:
-            Whether it is gone.
+            Whether the folder is gone.
         """
         if not self.is_bare():
             return False
@@ -152,13 +152,13 @@ class RunDirectory:
         return True
 
     def _written(self) -> set[Path]:
-        """Return the files that `create_at` wrote, logs, and empty ones."""
+        """Return the files of `create_at`, logs, and empty files."""
         known = {self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, ".lock")}
         empty = {item for item in self.path.glob("*") if item.is_file() and not item.stat().st_size}
         return known | empty | set(self.path.glob("*.log"))
 
     def amend(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
-        """Continue with another configuration; what was changed is added to the list of overrides."""
+        """Replace the configuration; new overrides are appended to the list."""
         self._describe(config, [*self.overrides, *overrides])
 
     def _describe(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
@@ -168,20 +168,20 @@ class RunDirectory:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that the run was started with, or last continued with: plain values.
+        """Configuration at the start or the last resume of the run: plain values.
 
         Raises:
-            CheckpointError: If its file is damaged, or holds something else.
+            CheckpointError: If the file is damaged or not a mapping.
         """
         if self._config is None:
             self._config = _read_config(self.path / _CONFIG)
         return self._config
 
     def section(self, key: str) -> dict[str, Any]:
-        """Return what the configuration has under a key; empty if nothing.
+        """Return the section of the configuration under a key; empty if missing.
 
         Raises:
-            CheckpointError: If that is a single value.
+            CheckpointError: If the key holds a single value.
         """
         found = self.config.get(key)
         if found is not None and not isinstance(found, dict):
@@ -192,10 +192,10 @@ class RunDirectory:
 
     @property
     def overrides(self) -> list[str]:
-        """The overrides that the run was started and continued with, in order.
+        """Overrides at the start and at every resume, in order.
 
         Raises:
-            CheckpointError: If their file is damaged.
+            CheckpointError: If the file is damaged.
         """
         try:
             return read_small(own_file(self.path / _OVERRIDES)).splitlines()
@@ -204,15 +204,15 @@ class RunDirectory:
 
     @property
     def metrics_path(self) -> Path:
-        """The metrics file (it may not exist yet)."""
+        """Path of the metrics file, which may be missing."""
         return self.path / _METRICS
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Hold the run for writing; leftovers of an earlier kill are removed first.
+        """Hold the write lock; leftovers of an earlier kill are removed first.
 
         Raises:
-            CheckpointError: If another process holds it.
+            CheckpointError: If another process holds the lock.
         """
         lock, self._lock = self._lock or self._take_lock(), None
         with lock:
@@ -249,7 +249,7 @@ class RunDirectory:
         """Return the directory of a checkpoint (the newest by default).
 
         Raises:
-            CheckpointError: If there is none; lists what there is.
+            CheckpointError: If it is missing; lists the existing checkpoints.
         """
         steps = self.checkpoints()
         if not steps:
@@ -270,17 +270,17 @@ class RunDirectory:
         *,
         provenance: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write a checkpoint atomically, point `last` at it and return its directory.
+        """Write a checkpoint atomically, update `last` and return its directory.
 
         Args:
-            step: Units done.
+            step: Completed units.
             policy: The exported policy.
-            training_state: What is resumed from; see `algos.training.serialization`.
+            training_state: Resume state; see `algos.training.serialization`.
             provenance: Facts for the model card.
 
         Raises:
-            CheckpointError: If this checkpoint exists already or the state cannot be expressed.
-            WriteError: If the disk takes no more; the checkpoints before are unchanged.
+            CheckpointError: If this checkpoint exists already or the state cannot be serialised.
+            WriteError: If the disk is full; earlier checkpoints are unchanged.
         """
         folder = self.path / _CHECKPOINTS
         if (folder / str(step)).exists():
@@ -311,7 +311,7 @@ class RunDirectory:
         sync_tree(aside)
 
     def keep_newest(self, count: int) -> None:
-        """Remove all checkpoints but so many, at least 1."""
+        """Remove all checkpoints but the newest `count`, at least 1."""
         for old in self.checkpoints()[: -max(count, 1)]:
             self._remove(old)
 
@@ -340,11 +340,11 @@ class RunDirectory:
         return from_plain(state)
 
     def rewind(self, step: int | None, *, metrics_bytes: int = 0) -> None:
-        """Forget everything after a checkpoint: later checkpoints and rows of later steps.
+        """Remove everything after a checkpoint: later checkpoints and metrics rows.
 
         Args:
-            step: The checkpoint that is continued from; None forgets the whole past.
-            metrics_bytes: `metrics_bytes` at the time of that checkpoint; its evaluation may follow.
+            step: Checkpoint to resume from; None: remove everything.
+            metrics_bytes: Size of metrics.jsonl at that checkpoint; the row of its evaluation may follow.
         """
         later = [s for s in self.checkpoints() if step is None or s > step]
         if step is not None:
@@ -363,7 +363,7 @@ class RunDirectory:
 
     @property
     def metrics_bytes(self) -> int:
-        """Size of metrics.jsonl now; saved with a checkpoint, so that resuming cuts later rows exactly."""
+        """Size of metrics.jsonl, saved with a checkpoint to truncate later rows exactly."""
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
     def write_eval(self, name: str, content: Mapping[str, Any]) -> Path:
@@ -381,7 +381,7 @@ class RunDirectory:
     # -- inside -----------------------------------------------------------------------------------
 
     def _clean(self) -> None:
-        """Remove what a kill left behind and repair `last`."""
+        """Remove leftovers of a kill and repair `last`."""
         for path in (self.path / _CHECKPOINTS).glob(f"{_ASIDE}*"):
             if path.is_symlink():
                 path.unlink()
@@ -391,7 +391,7 @@ class RunDirectory:
             self._point_last(newest)
 
     def _point_last(self, step: int) -> None:
-        """Replace the link `last` in one atomic step."""
+        """Replace the link `last` atomically."""
         folder = self.path / _CHECKPOINTS
         aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
         os.symlink(str(step), aside)
@@ -399,17 +399,17 @@ class RunDirectory:
         sync(folder)
 
     def _remove(self, step: int) -> None:
-        """Take a checkpoint away in one atomic step, then delete it."""
+        """Remove a checkpoint: an atomic rename, then deletion."""
         aside = self.path / _CHECKPOINTS / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
         os.rename(self.path / _CHECKPOINTS / str(step), aside)
         shutil.rmtree(aside, ignore_errors=True)
 
 
 class _PlainLoader(get_yaml_loader()):  # type: ignore[misc]
-    """YAML of single values, lists and mappings; an alias would let a short text stand for a large one."""
+    """YAML of scalars, lists and mappings; aliases are refused, as they can expand a short text."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse aliases, which are never written."""
+        """Refuse aliases, which the writer never emits."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "aliases are not read", mark)
@@ -417,10 +417,10 @@ class _PlainLoader(get_yaml_loader()):  # type: ignore[misc]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read a mapping of plain values; nothing in it is resolved or built.
+    """Read a mapping of plain values without resolving or building anything.
 
     Raises:
-        CheckpointError: If it is none, or too large.
+        CheckpointError: If the file is not a mapping, or too large.
     """
     try:
         found = yaml.load(read_small(own_file(path), _CONFIG_BYTES), Loader=_PlainLoader)
@@ -436,7 +436,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _require_plain(value: Any) -> None:
-    """Refuse what JSON does not have, such as dates, sets and keys that are no text.
+    """Refuse values outside JSON, such as dates, sets and non-string keys.
 
     Raises:
         ValueError: If there is any.
@@ -453,7 +453,7 @@ def _require_plain(value: Any) -> None:
 
 
 def new_folder(path: Path) -> Path:
-    """Make and return a new folder: `path` or, where that exists, `path-2`, `path-3`, …."""
+    """Create and return a new folder: `path`, or `path-2`, `path-3`, … if taken."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made, number = path, 1
     while True:

@@ -1,7 +1,7 @@
-"""Serialisation of training states as tensors and plain values, so that loading runs no code.
+"""Serialisation of training states as tensors and plain values, so that loading executes no code.
 
-Arrays become tagged tensors, generators become their state; everything else that is not a number, a
-string, a tensor or a container of these is refused when it is saved, not when it is needed.
+Arrays become tagged tensors, generators become their state. Anything other than numbers, strings, tensors and
+containers of these is refused at saving time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _ARRAY = "__array__"
 
 
 def to_plain(value: Any, where: str = "state") -> Any:
-    """Return `value` made of tensors, numbers, strings, lists, tuples and dicts only.
+    """Convert `value` to tensors, numbers, strings, lists, tuples and dicts.
 
-    Tensors are detached and not copied, but for views: of these nothing is kept beside themselves.
+    Tensors are detached; only views are copied, to drop the rest of their storage.
 
     Raises:
-        CheckpointError: If something cannot be expressed; names the place.
+        CheckpointError: If a value cannot be serialised; gives its path.
     """
     if isinstance(value, Tensor):
         value = value.detach()
@@ -51,7 +51,7 @@ def to_plain(value: Any, where: str = "state") -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Undo `to_plain`."""
+    """Invert `to_plain`."""
     if isinstance(value, dict):
         if set(value) == {_ARRAY}:
             return value[_ARRAY].numpy()
@@ -62,17 +62,17 @@ def from_plain(value: Any) -> Any:
 
 
 def capture_generator(generator: torch.Generator | np.random.Generator) -> Any:
-    """Return the state of a generator, plain."""
+    """Return the state of a generator in plain types."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     return to_plain(generator.bit_generator.state, "generator")
 
 
 def restore_generator(generator: torch.Generator | np.random.Generator, state: Any) -> None:
-    """Continue a generator from `capture_generator`.
+    """Restore a generator from `capture_generator`.
 
     Raises:
-        CheckpointError: If the state is of another kind of generator.
+        CheckpointError: If the state belongs to another type of generator.
     """
     try:
         if isinstance(generator, torch.Generator):
@@ -87,13 +87,13 @@ def restore_generator(generator: torch.Generator | np.random.Generator, state: A
 
 
 def capture_global_rng() -> dict[str, Any]:
-    """Return the global torch random states (libraries such as dropout layers draw from them)."""
+    """Return torch's global random states (used by e.g. dropout layers)."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": devices}
 
 
 def restore_global_rng(state: Mapping[str, Any]) -> None:
-    """Continue from `capture_global_rng`; states of devices that are absent here are ignored."""
+    """Restore from `capture_global_rng`; states of missing devices are ignored."""
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

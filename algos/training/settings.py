@@ -1,4 +1,4 @@
-"""The keys of `trainer`, and defaults of what every algorithm is built with."""
+"""Keys of `trainer`, and defaults of the build settings of every algorithm."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from policies.bounds import Checked, bounded
 
 @dataclass
 class TrainerSettings(Checked):
-    """When to log, to save and to evaluate; counts are units of the algorithm (see `Algorithm.unit`)."""
+    """Intervals of logging, checkpoints and evaluation, in units of the algorithm (`Algorithm.unit`)."""
 
     key: ClassVar[str] = "trainer"
 
-    log_every: int = bounded(0, ge=0)  # units between rows of metrics.jsonl; 0: after every iteration
-    checkpoint_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end
+    log_every: int = bounded(0, ge=0)  # units between rows of metrics.jsonl; 0: every iteration
+    checkpoint_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end only
     eval_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end only
     eval_first: bool = False  # also evaluate before the first iteration
     keep_checkpoints: int | None = bounded(None, ge=1)  # newest checkpoints to keep; null: all
@@ -24,7 +24,7 @@ class TrainerSettings(Checked):
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How every algorithm is built."""
+    """Build settings of every algorithm."""
 
-    num_workers: int = 2  # rollout processes, each with its own noise; 0: this one, as if 1
-    num_threads: int | None = None  # null: 2 on-policy (sharing gradients), else 1 (of torch)
+    num_workers: int = 2  # rollout processes, each with its own noise; 0: this process, results as 1
+    num_threads: int | None = None  # null: 2 on-policy (gradient threads), else 1 (torch threads)

@@ -1,4 +1,4 @@
-"""Stop signals: after the first the iteration finishes and is saved, the second ends the run at once."""
+"""Stop signals: the first saves after the current iteration, the second stops immediately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class Interrupted(SystemExit):
-    """A run was stopped by SIGINT or SIGTERM after its checkpoint was written; exits with 128 + signal."""
+    """Raised after SIGINT or SIGTERM, once the checkpoint is written; exit code 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -27,7 +27,7 @@ _DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SI
 class StopSignals:
     """Records the first SIGINT or SIGTERM; the second one has its default effect.
 
-    A program that was started with signals ignored (in the background of a script) stops all the same.
+    Also effective in programs started with signals ignored (background jobs of a script).
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StopSignals:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """Raise `Interrupted` at once inside this block."""
+        """Raise `Interrupted` immediately inside this block."""
         self._immediate = True
         try:
             if self.number is not None:

@@ -1,4 +1,4 @@
-"""The training loop of every algorithm: advance, log, checkpoint, evaluate, and stop cleanly."""
+"""Training loop of every algorithm: advance, log, checkpoint, evaluate, stop cleanly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from policies.policy import Policy
 _log = logging.getLogger(__name__)
 
 Evaluator = Callable[[Policy, int], Mapping[str, float]]
-"""Evaluates the policy of a step; names without a component are logged as `eval/<name>`."""
+"""(policy, step) -> metrics; names without a component are logged as `eval/<name>`."""
 
 
 SAID_AFTER = 2
@@ -41,25 +41,25 @@ def train(
     provenance: Mapping[str, Any] | None = None,
     amendment: tuple[Mapping[str, Any], Sequence[str]] | None = None,
 ) -> None:
-    """Train to the end, from the newest checkpoint of the run where there is one.
+    """Train to the end, from the newest checkpoint of the run if present.
 
-    A continued run takes the same steps, bit for bit on the CPU, as one that was never stopped. The first
-    SIGINT or SIGTERM ends the run after the iteration, with a checkpoint and `Interrupted`; the second
-    stops at once. The algorithm is not closed here.
+    A resumed run takes the same steps as an uninterrupted one, bitwise on the CPU. The first SIGINT or
+    SIGTERM stops the run after the iteration, with a checkpoint and `Interrupted`; the second stops
+    immediately. The caller closes the algorithm.
 
     Args:
         algorithm: Built from the configuration of the run.
-        run: Where everything is written.
+        run: Run directory for all output.
         settings: Intervals.
         evaluator: Called with the exported policy, after the checkpoint of its step.
-        progress: True shows a bar, False log lines, None decides by the terminal.
+        progress: True: bar; False: log lines; None: bar on a terminal.
         provenance: Facts for the model card of every checkpoint.
-        amendment: Configuration and overrides that the run is continued with where they differ from its
-            own; recorded once its checkpoint turned out to fit them, unless it is longer than they ask for.
+        amendment: Changed configuration and overrides of a resumed run; recorded after its checkpoint has
+            been accepted, unless the run is longer than they request.
 
     Raises:
-        TrainingError: If a loss, a norm or a weight is not finite; earlier checkpoints are untouched.
-        CheckpointError: If the run is held by another process, or its checkpoint does not fit.
+        TrainingError: If a loss, a norm or a weight is not finite; earlier checkpoints are unchanged.
+        CheckpointError: If another process holds the run, or its checkpoint does not fit.
         Interrupted: After a signal.
     """
     member = Member(algorithm, run, evaluator, provenance or {}, amendment)
@@ -68,7 +68,7 @@ def train(
 
 @dataclass
 class Member:
-    """One run of those that are trained together; see `train` for what its parts are."""
+    """One of several runs that are trained together; attributes as in `train`."""
 
     algorithm: Algorithm
     run: RunDirectory
@@ -85,18 +85,18 @@ def train_together(
     title: str,
     progress: bool | None = None,
 ) -> None:
-    """Train several runs of one length, of which one call advances all, as `train` does one.
+    """Train several runs of equal length with one `advance` call for all; otherwise as `train`.
 
-    Where they were killed between the checkpoints of two of them, they continue where all of them are. A loss
-    or a weight that is not finite in one of them stops all.
+    After a kill between two of their checkpoints, they resume from the latest common one. A non-finite loss
+    or weight in one run stops all.
 
     Args:
         members: The runs.
-        advance: Does one iteration of those that are not ahead of others; returns what each reports, nothing
-            of those that waited.
+        advance: Advances the runs with the fewest steps by one iteration; returns metrics per run, empty for
+            the others.
         settings: Intervals.
-        title: Of the bar.
-        progress: See `train`; numbers on the way are means over the runs.
+        title: Title of the bar.
+        progress: See `train`; displayed metrics are means over the runs.
 
     Raises:
         TrainingError: See `train`.
@@ -119,10 +119,10 @@ def train_together(
 
 
 def _places(members: Sequence[Member]) -> Iterator[tuple[Member, tuple[int | None, list[str] | None]]]:
-    """Yield from which checkpoint every run continues (None: the beginning), and who is trained together.
+    """Yield for every run its resume checkpoint (None: start) and the runs trained with it.
 
-    That is its newest, unless those that were trained with it have only the one before, or none before the
-    first: then the process was killed while they were writing.
+    The checkpoint is the newest, unless a run trained with it has only the previous one, or none: then the
+    process was killed while writing checkpoints.
     """
     company = sorted(member.run.path.name for member in members) if len(members) > 1 else None
     newest = [member.run.latest() for member in members]
@@ -136,7 +136,7 @@ def _places(members: Sequence[Member]) -> Iterator[tuple[Member, tuple[int | Non
 
 
 def _company_of(run: RunDirectory, step: int | None) -> list[str] | None:
-    """Return the names of the runs that were trained together up to a checkpoint; None: it was alone."""
+    """Return the names of the runs trained together up to a checkpoint; None: a single run."""
     names: list[str] | None = run.load_training_state(step)["trainer"].get("together")
     return names
 
@@ -145,7 +145,7 @@ class _Group:
     """Runs that advance together.
 
     Args:
-        sessions: Of every run.
+        sessions: Sessions of all runs.
         advance: See `train_together`.
     """
 
@@ -155,7 +155,7 @@ class _Group:
         self._advances = 0
 
     def train(self, stop: StopSignals) -> None:
-        """Go on to the end, or to a signal."""
+        """Train to the end, or to a signal."""
         for session in self.sessions:
             session.say_if_finished()
         while True:
@@ -181,7 +181,7 @@ class _Group:
         raise Interrupted(number)
 
     def _forget_old_checkpoints(self) -> None:
-        """Once all runs have the newest one, so that they have one in common at any time."""
+        """Remove old checkpoints once all runs have the newest, so that a common one always exists."""
         for session in self.sessions:
             if (count := session.settings.keep_checkpoints) is not None:
                 session.run.keep_newest(count)
@@ -195,7 +195,7 @@ class _Group:
         except WorkerError as error:
             if stop.number is None:
                 raise
-            # The signal reached the workers too: the iteration cannot be finished.
+            # Workers received the signal too: the iteration cannot be finished.
             raise Interrupted(stop.number) from error
         self._say_plan(min(before), time.monotonic() - began)
         errors = []
@@ -203,13 +203,13 @@ class _Group:
             if session.algorithm.progress > done:
                 try:
                     session.report(done, read_out(values))
-                except TrainingError as error:  # after all are recorded
+                except TrainingError as error:  # after all runs are recorded
                     errors.append(error)
         if errors:
             raise errors[0] if len(errors) == 1 else TrainingError(" ".join(map(str, errors)))
 
     def _say_plan(self, before: int, seconds: float) -> None:
-        """Announce a long run, once, from its second iteration: the first one also warms up."""
+        """Log the plan of a long run, once, from its second iteration: the first includes warm-up."""
         self._advances += 1
         algorithm = min((session.algorithm for session in self.sessions), key=lambda one: one.progress)
         units, left = algorithm.progress - before, algorithm.total - algorithm.progress
@@ -217,7 +217,7 @@ class _Group:
             _log.info("%s", planned(algorithm.total, algorithm.unit, units / max(seconds, 1e-9)))
 
     def _show(self) -> None:
-        """Show what was recorded since the last time, as means over the runs."""
+        """Display the metrics recorded since the last call, as means over the runs."""
         rows = [session.fresh for session in self.sessions if session.fresh]
         if not rows or self._display is None:
             return
@@ -242,13 +242,13 @@ class _Group:
 
 
 class _Session:
-    """One of the runs: what was last logged, saved and evaluated. Nothing is written before `rewind`.
+    """State of one run: last logged, saved and evaluated steps. Nothing is written before `rewind`.
 
     Args:
         member: The run.
         settings: Intervals.
-        step: The checkpoint to continue from; None: the beginning.
-        company: Names of the runs that are trained together; None: it is alone.
+        step: Checkpoint to resume from; None: start.
+        company: Names of the runs trained together; None: a single run.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class _Session:
         self.algorithm, self.run, self.settings = member.algorithm, member.run, settings
         self.evaluator, self.provenance = member.evaluator, dict(member.provenance)
         self.writers: list[Writer] = []
-        self.fresh: dict[str, float] = {}  # numbers not displayed yet
+        self.fresh: dict[str, float] = {}  # metrics not displayed yet
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
         self.saved, self._metrics_bytes, self._company = 0, 0, company
@@ -291,7 +291,7 @@ class _Session:
         self.saved = step
 
     def rewind(self) -> None:
-        """Forget what an earlier attempt left beyond what is continued from."""
+        """Remove results of an earlier attempt after the resume checkpoint."""
         if not self.saved:
             self.run.rewind(None)
         elif not (self.is_finished and (self.evaluator is None or self._takes_over_evaluation())):
@@ -299,7 +299,7 @@ class _Session:
             self._takes_over_evaluation()
 
     def _takes_over_evaluation(self) -> bool:
-        """Return whether the last row evaluates the present step, which then counts as evaluated."""
+        """Return whether the last row evaluates the current step, which then counts as evaluated."""
         rows = read_jsonl(self.run.metrics_path)
         last = rows[-1] if rows else {}
         if last.get("step") != self.saved or not any(name.startswith("eval/") for name in last):
@@ -333,10 +333,10 @@ class _Session:
                 writer.close()
 
     def report(self, before: int, values: Scalars) -> None:
-        """Record an iteration that began after so many units.
+        """Record an iteration that began at `before` units.
 
         Raises:
-            TrainingError: If a number is not finite.
+            TrainingError: If a metric is not finite.
         """
         now, bad = self.algorithm.progress, broken(values)
         if bad or _due(before, now, self.settings.log_every or 1, self.algorithm.total):
@@ -348,7 +348,7 @@ class _Session:
             )
 
     def checkpoint_if_due(self) -> bool:
-        """Save at the multiples of `checkpoint_every` and at the end; returns whether it did."""
+        """Save at multiples of `checkpoint_every` and at the end; return whether saved."""
         algorithm, every = self.algorithm, self._tenth(self.settings.checkpoint_every)
         is_due = _due(self.saved, algorithm.progress, every, algorithm.total)
         if is_due:
@@ -356,7 +356,7 @@ class _Session:
         return is_due
 
     def evaluate_if_due(self, stop: StopSignals) -> None:
-        """Evaluate at the multiples of `eval_every` and at the end; a signal breaks an evaluation off."""
+        """Evaluate at multiples of `eval_every` and at the end; a signal aborts the evaluation."""
         algorithm = self.algorithm
         every = self._tenth(self.settings.eval_every)
         if self.evaluator is None or not _due(self.evaluated, algorithm.progress, every, algorithm.total):
@@ -368,7 +368,7 @@ class _Session:
         self._record(read_out(named))
 
     def checkpoint(self) -> None:
-        """Save the present state, unless it is saved already or there is nothing to save."""
+        """Save the current state, unless it is saved already or nothing was done."""
         algorithm, step = self.algorithm, self.algorithm.progress
         if step == self.saved:
             return
@@ -400,7 +400,7 @@ class _Session:
         self.fresh |= row
 
     def _elapsed(self) -> float:
-        """Seconds of training so far, over all attempts."""
+        """Training time so far [s], over all attempts."""
         return self.elapsed_s + time.monotonic() - self.started
 
     def _tenth(self, every: int | None) -> int:
@@ -413,13 +413,13 @@ class _Session:
 
 
 def all_finite(policy: Policy) -> bool:
-    """Whether every weight and statistic of a policy is finite."""
+    """Return whether every weight and statistic of a policy is finite."""
     tensors: Sequence[torch.Tensor] = [v for v in policy.state_dict().values() if v.is_floating_point()]
     return bool(torch.stack([v.isfinite().all() for v in tensors]).all()) if tensors else True
 
 
 def _due(before: int, now: int, every: int, total: int) -> bool:
-    """Whether a multiple of `every` (0: none) or the end was reached after `before`; below 0, anything is."""
+    """Return whether a multiple of `every` (0: none) or the end lies after `before` (below 0: True)."""
     if now <= before:
         return False
     return before < 0 or now >= total or (every > 0 and now // every > before // every)

@@ -1,4 +1,4 @@
-"""`burnish collect`: record demonstrations of a task's scripted expert into a file that others read, too."""
+"""`burnish collect`: record demonstrations of a task's scripted expert."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from policies.paths import path_field
 
 @dataclass(frozen=True)
 class CollectConfig(Checked):
-    """What `burnish collect` does; how the expert behaves is part of the task (`env.expert.…`)."""
+    """Configuration of `burnish collect`; options of the expert belong to the task (`env.expert.…`)."""
 
     env: Any = None  # the task; it must have an expert
     episodes: int = bounded(50, ge=1)  # demonstrations in the file
@@ -33,11 +33,11 @@ class CollectConfig(Checked):
     format: str | None = (
         None  # robomimic, minari or d4rl; null: minari if out ends in -v<number>, else robomimic
     )
-    first_seed: int = 1_000_000  # attempt i starts from first_seed + i; evaluation starts from 0
-    noise: float | None = bounded(None, ge=0)  # of the expert, in its own units; null: env.expert.noise
-    expert: str | None = None  # which expert, where a task has several; null: env.expert.tier
+    first_seed: int = 1_000_000  # attempt i uses seed first_seed + i; evaluation starts from 0
+    noise: float | None = bounded(None, ge=0)  # expert noise, in its own units; null: env.expert.noise
+    expert: str | None = None  # expert, for tasks with several; null: env.expert.tier
     keep_failures: bool = False  # also keep demonstrations that miss the goal
-    valid_fraction: float = bounded(0.0, ge=0, lt=1)  # share listed under mask/valid
+    valid_fraction: float = bounded(0.0, ge=0, lt=1)  # fraction listed under mask/valid
     overwrite: bool = False  # replace an existing file
 
     def __post_init__(self) -> None:
@@ -51,17 +51,17 @@ class CollectConfig(Checked):
 
 
 def run(config: CollectConfig, context: RunContext) -> float:
-    """Record, write the file, print what is in it; returns the expert's success rate or mean return."""
+    """Record, write and summarise; return the expert's success rate or mean return."""
     return _print_result(record(config), Path(config.out), config.env.spec)
 
 
 def resolve(config: CollectConfig) -> tuple[Path, str]:
-    """Refuse what cannot be recorded or written; returns the place and the format of the file.
+    """Check the task and the output; return path and format of the file.
 
     Raises:
-        ConfigError: If no task is given, or the format does not hold its images.
+        ConfigError: If the task is missing, or the format does not support its images.
         CapabilityError: If the task has no expert.
-        DatasetError: If there is a file already.
+        DatasetError: If the file exists.
     """
     check_expert(config.env)
     target, chosen = Path(config.out), format_to_write(config.out, config.format)
@@ -97,8 +97,8 @@ def check_expert(env: Any) -> None:
     """Refuse a task without an expert.
 
     Raises:
-        ConfigError: If no task is given.
-        CapabilityError: If it has no expert; names the tasks that have.
+        ConfigError: If the task is missing.
+        CapabilityError: If it has no expert; names the tasks with one.
     """
     if hasattr(env, "demonstrate"):
         return
@@ -110,7 +110,7 @@ def check_expert(env: Any) -> None:
 
 
 def _print_result(dataset: EpisodeDataset, path: Path, spec: EnvSpec) -> float:
-    """Print what was recorded; returns the share of attempts that succeeded, or the mean return."""
+    """Print a summary; return the fraction of successful attempts, or the mean return."""
     lengths, returns = dataset.lengths, dataset.returns
     steps = f"{dataset.num_frames} ({int(lengths.min())} to {int(lengths.max())} per demonstration)"
     worth, result = _success(dataset) if spec.success_rule else _return(returns, spec)
@@ -126,14 +126,14 @@ def _print_result(dataset: EpisodeDataset, path: Path, spec: EnvSpec) -> float:
 
 
 def _success(dataset: EpisodeDataset) -> tuple[tuple[str, str], float]:
-    """Return what is printed, and the share of attempts that succeeded."""
+    """Return the printed row, and the fraction of successful attempts."""
     success, attempts = dataset.success, int(dataset.meta["attempts"])
     rate = float("nan") if success is None else float(success.sum()) / attempts
     return ("expert's success", f"{100 * rate:.1f} % of {attempts} attempts"), rate
 
 
 def _return(returns: Tensor, spec: EnvSpec) -> tuple[tuple[str, str], float]:
-    """Return what is printed, and the mean return."""
+    """Return the printed row, and the mean return."""
     mean, text = float(returns.mean()), f"{returns.mean():.1f} ({returns.min():.1f} to {returns.max():.1f})"
     if spec.reference_scores is not None:
         low, high = spec.reference_scores

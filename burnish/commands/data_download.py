@@ -1,4 +1,4 @@
-"""`burnish data download`: fetch a public dataset; interrupted downloads are continued."""
+"""`burnish data download`: download a public dataset; interrupted downloads are resumed."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
 
 SUMS = "checksums.json"
-"""File in the folder of downloads: SHA-256 of everything that was fetched, by path."""
+"""File in the download folder: SHA-256 of every downloaded file, by path."""
 
 _MEBI = 2**20
 
 
 @dataclass(frozen=True)
 class DataDownloadConfig(Checked):
-    """What `burnish data download` does; without `name` and `url` it lists the known names."""
+    """Configuration of `burnish data download`; without `name` and `url` it lists the known names."""
 
     name: str | None = None  # public dataset, e.g. hopper-medium-v2
     url: str | None = None  # address of any other file
     sha256: str | None = None  # checksum of the file at url
     out: str | None = path_field()  # folder; null: $BURNISH_DATASETS, else .burnish/datasets at home
-    mirror: str | None = None  # address that stands in for scheme and host, e.g. http://data.example.org
+    mirror: str | None = None  # replaces scheme and host of addresses, e.g. http://data.example.org
     attempts: int = bounded(3, ge=1)  # connections per file before giving up
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class DataDownloadConfig(Checked):
 
 
 def run(config: DataDownloadConfig, context: RunContext) -> None:
-    """Fetch a dataset and print its path, or list the names."""
+    """Download a dataset and print its path, or list the names."""
     if config.name is None and config.url is None:
         output().print(table("", ("family", "names", "e.g."), _families()))
         output().print(
@@ -60,11 +60,11 @@ def run(config: DataDownloadConfig, context: RunContext) -> None:
 
 
 def download(config: DataDownloadConfig) -> Path:
-    """Fetch a dataset; returns what `dataset=` takes: a file or a folder.
+    """Download a dataset; return the value for `dataset=`: a file or a folder.
 
     Raises:
-        ConfigError: If neither a name nor an address is given, or the folder cannot be made.
-        DatasetError: If the name is unknown, or the download fails; what has come is kept.
+        ConfigError: If name and address are missing, or the folder cannot be created.
+        DatasetError: If the name is unknown, or the download fails; partial files are kept.
     """
     folder = download_folder() if config.out is None else Path(config.out)
     check_folder_to_write(folder)
@@ -84,7 +84,7 @@ def download(config: DataDownloadConfig) -> Path:
 
 
 def _entry(config: DataDownloadConfig) -> Entry:
-    """Return what is to be fetched."""
+    """Return the requested entry."""
     if config.url is None:
         if config.name is None:
             raise ConfigError("data download needs name=<dataset> or url=<address>; without, it lists names.")
@@ -94,9 +94,9 @@ def _entry(config: DataDownloadConfig) -> Entry:
 
 
 def _path_of(url: str) -> str:
-    """Return where the file of an address goes: url/<host>/<its path>, files of one folder together.
+    """Return the relative path for an address: url/<host>/<path>; files of one folder stay together.
 
-    A query stands as a hash before the name, which stays what it is: readers look for neighbours by name.
+    A query becomes a hash folder before the file name, which is kept: readers find related files by name.
     """
     parts = urlsplit(url)
     path = PurePosixPath(parts.path.lstrip("/"))
@@ -127,7 +127,7 @@ def _sums(folder: Path) -> dict[str, str]:
 
 
 def _remember(folder: Path, name: str, place: Path, *, is_new: bool) -> None:
-    """Note the checksum of a file, so that later damage is noticed; a file fetched anew has a new one."""
+    """Store the checksum of a file, to detect later damage; a new download replaces it."""
     known = _sums(folder)
     if is_new or name not in known:
         draft = folder / f"{SUMS}.part"

@@ -1,4 +1,4 @@
-"""`burnish data inspect`: what a file of demonstrations or experience holds, in numbers and a picture."""
+"""`burnish data inspect`: statistics and a picture of a dataset."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from policies.paths import path_field
 from policies.storage.atomic_write import draft_folder, move_into
 
 FACTS, PICTURE = "inspection.json", "inspection.png"
-_CONSTANT = 1e-4  # range of a dimension that does not move, as in the normaliser
+_CONSTANT = 1e-4  # range below which a dimension counts as constant, as in the normaliser
 _MEBI = 2**20
 _CLUSTERS, _CLUSTERED = 50, 10_000
 _NOISES = (0.1, 0.5)
@@ -36,19 +36,19 @@ _NOISES = (0.1, 0.5)
 
 @dataclass(frozen=True)
 class DataInspectConfig(Checked):
-    """What `burnish data inspect` does."""
+    """Configuration of `burnish data inspect`."""
 
     dataset: str | None = path_field()  # file, folder, or name of a downloaded dataset
     out: str | None = (
         path_field()  # folder for inspection.json and inspection.png; null: inspection-<name of the dataset>
     )
-    reader: dict[str, Any] = bounded({}, was="data")  # options of its format's reader: see Data
-    task: str | None = None  # D4RL task whose reference returns make scores and trajectory quality
-    against: str | None = path_field()  # dataset whose distinct state-action pairs measure the coverage
-    measures: bool = True  # also measure coverage, divergence of actions and own rows
-    samples: int = bounded(2000, ge=1)  # frames that are looked at for these
-    beta: float = bounded(2.0, gt=0)  # weight of states against actions for own rows
-    seed: int = 0  # draws the frames
+    reader: dict[str, Any] = bounded({}, was="data")  # options of the format's reader: see Data
+    task: str | None = None  # D4RL task whose reference returns define scores and trajectory quality
+    against: str | None = path_field()  # reference dataset for the coverage of distinct state-action pairs
+    measures: bool = True  # also measure coverage, action divergence and own rows
+    samples: int = bounded(2000, ge=1)  # sampled frames for these measures
+    beta: float = bounded(2.0, gt=0)  # weight of states relative to actions for own rows
+    seed: int = 0  # seed of the sampled frames
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -59,7 +59,7 @@ class DataInspectConfig(Checked):
 
 
 def run(config: DataInspectConfig, context: RunContext) -> None:
-    """Write and print what was found."""
+    """Write and print the statistics."""
     facts = inspect(config)
     shown = output()
     shown.print(table("", ("key", "arrays", "rows", "shape", "type", "min", "max", "bad"), _key_rows(facts)))
@@ -70,12 +70,12 @@ def run(config: DataInspectConfig, context: RunContext) -> None:
 
 
 def inspect(config: DataInspectConfig) -> dict[str, Any]:
-    """Look at a dataset and write what was found; returns the content of inspection.json.
+    """Analyse a dataset and write the statistics; return the content of inspection.json.
 
     Raises:
-        ConfigError: If no dataset is given, its format has no such option, or the folder to write is a file.
-        DatasetError: If the file is unusable; what its keys hold is written all the same. If `against` is
-            unusable or has other widths; nothing is written.
+        ConfigError: If the dataset is missing, a reader option is unknown, or the output folder is a file.
+        DatasetError: If the file is unusable (a list of its keys is still written), or `against` is unusable
+            or of other widths (nothing is written).
     """
     if config.dataset is None:
         raise ConfigError("data inspect needs dataset=<file or folder>.")
@@ -102,7 +102,7 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
 
 
 def _reference(data: EpisodeDataset, against: str, options: dict[str, Any]) -> EpisodeDataset:
-    """Read what coverage is measured against, with the options that its format has as well."""
+    """Read the reference dataset of the coverage, with the reader options that its format supports."""
     found = read_dataset(against, **fitting_options(against, options))
     measure.check_widths(data, found)
     return found
@@ -118,8 +118,8 @@ def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
     """Describe a dataset in JSON types.
 
     Args:
-        data: On the CPU.
-        task: D4RL task of which scores are made.
+        data: Dataset on the CPU.
+        task: D4RL task of the scores.
     """
     last = data.episode_start[1:] - 1
     lengths, returns = data.lengths.double().numpy(), data.returns.numpy()
@@ -152,7 +152,7 @@ def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
-    """Summarise numbers."""
+    """Return summary statistics."""
     quartiles = np.quantile(values, [0.0, 0.25, 0.5, 0.75, 1.0]).tolist()
     return dict(zip(("min", "q25", "median", "q75", "max"), quartiles, strict=True)) | {
         "mean": float(values.mean()),
@@ -161,7 +161,7 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 
 
 def _dimensions(values: np.ndarray) -> dict[str, Any]:
-    """Describe every column, and which do not move."""
+    """Describe every column, and list the constant ones."""
     low, high = values.min(axis=0), values.max(axis=0)
     return {
         "width": values.shape[1],
@@ -176,7 +176,7 @@ def _dimensions(values: np.ndarray) -> dict[str, Any]:
 def _measures(
     data: EpisodeDataset, other: EpisodeDataset | None, config: DataInspectConfig
 ) -> dict[str, Any]:
-    """Measure what can be learned; every measure draws its frames anew from the seed."""
+    """Compute the learning-related measures; each resamples its frames from the seed."""
     rate = {}
     with Counting("measuring", 3 + len(_NOISES)) as counting:
         for done, noise in enumerate(_NOISES, 1):

@@ -1,4 +1,4 @@
-"""`burnish doctor`: is this installation complete, and if not, what repairs it."""
+"""`burnish doctor`: check the installation and suggest repairs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ with OffscreenRenderer(model, width=32, height=32) as renderer:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `needed` findings decide the exit code."""
+    """One line of the report; findings with `needed` determine the exit code."""
 
     subject: str
     is_good: bool
@@ -49,7 +49,7 @@ class Finding:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the report; 0 if everything needed works, 1 otherwise."""
+    """Print the report; return 0 if all needed parts work, else 1."""
     parser = argparse.ArgumentParser(prog="burnish doctor", description="Check the installation.")
     parser.add_argument("--no-render", action="store_true", help="skip trying the off-screen renderers")
     options = parser.parse_args(arguments)
@@ -93,7 +93,7 @@ def _threads() -> Iterator[Finding]:
 
 
 def _ours() -> Iterator[Finding]:
-    """Check that the top-level packages are this project's and not others of the same name."""
+    """Check that the top-level packages belong to this project."""
     for name, is_ours, detail in found_packages():
         yield Finding(f"package {name}", is_ours, detail, True)
 
@@ -104,7 +104,7 @@ def _parts() -> Iterator[Finding]:
 
     try:
         registry.load_plugins()
-    except ConfigError as error:  # the parts of this project are there
+    except ConfigError as error:  # the packages of this project are present
         yield Finding("plug-ins", False, str(error), True)
     counts = ", ".join(f"{len(registry.parts(group))} {group}" for group in GROUPS)
     yield Finding("parts", all(registry.parts(group) for group in GROUPS), counts, True)
@@ -126,7 +126,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _second_step(extra: str) -> Iterator[Finding]:
-    """Look for the packages of an extra that pip cannot bring along; see the README."""
+    """Check the packages of an extra that pip cannot install; see the README."""
     pins = [Requirement(text) for text in SECOND_STEP.get(extra, ())]
     missing = [problem for pin in pins if (problem := _problem(pin))]
     if pins:
@@ -135,7 +135,7 @@ def _second_step(extra: str) -> Iterator[Finding]:
 
 
 def _requirements() -> list[Requirement]:
-    """Return the requirements of this installation; nothing where it is not installed."""
+    """Return the requirements of this installation; empty without an installation."""
     try:
         return [Requirement(line) for line in metadata.requires("burnish") or []]
     except metadata.PackageNotFoundError:
@@ -143,7 +143,7 @@ def _requirements() -> list[Requirement]:
 
 
 def _of_extra(extra: str, known: Sequence[Requirement]) -> Iterator[Requirement]:
-    """Yield the packages of an extra, those of the extras that it names in its turn included."""
+    """Yield the packages of an extra, including those of nested extras."""
     for requirement in known:
         marker = requirement.marker
         if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
@@ -156,7 +156,7 @@ def _of_extra(extra: str, known: Sequence[Requirement]) -> Iterator[Requirement]
 
 
 def _problem(requirement: Requirement) -> str | None:
-    """Return what is wrong with an installed package; None where it serves."""
+    """Return the problem of an installed package; None if it satisfies the requirement."""
     version = _version(requirement.name)
     if version is None:
         return f"missing {requirement.name}"
@@ -166,7 +166,7 @@ def _problem(requirement: Requirement) -> str | None:
 
 
 def _rendering() -> Iterator[Finding]:
-    """Try each off-screen renderer in a process of its own: a broken one may take its process down."""
+    """Test each off-screen renderer in its own process, as a broken one may crash it."""
     chosen = os.environ.get("MUJOCO_GL", "").strip().lower()
     tried = {backend: _try_renderer(backend) for backend in ([chosen] if chosen else GL_BACKENDS)}
     for backend, (works, detail) in tried.items():
@@ -186,14 +186,14 @@ def _rendering() -> Iterator[Finding]:
 
 
 def _why_by_itself(backend: str) -> str:
-    """Return the reason for a backend where none is configured."""
+    """Return why a backend is chosen without configuration."""
     if backend == "osmesa":
         return "MUJOCO_GL is not set, libEGL is not installed and libOSMesa is"
     return "MUJOCO_GL is not set, and it is the first that works"
 
 
 def _try_renderer(backend: str) -> tuple[bool, str]:
-    """Return whether a picture came out, and what drew it or why not."""
+    """Return whether rendering succeeded, and the renderer or the error."""
     home = Path(burnish.__file__).resolve().parents[1]
     environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
     environment["MUJOCO_GL"] = backend
@@ -212,7 +212,7 @@ def _try_renderer(backend: str) -> tuple[bool, str]:
 
 
 def _missing_for(backend: str) -> str | None:
-    """Return what a backend that failed lacks on this machine; None where that is not known."""
+    """Return the missing library of a failed backend; None if unknown."""
     library, package = GL_LIBRARIES.get(backend, ("", ""))
     if library and not has_library(library):
         return f"lib{library} is not installed ({package})"

@@ -1,4 +1,4 @@
-"""`burnish eval`: seeded episodes, intervals, paired comparison of two policies, composition of several."""
+"""`burnish eval`: seeded episodes, intervals, paired comparison, composition."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from policies.errors import ConfigError
 from policies.storage.atomic_write import write_text
 
 SUMMARISED = ("success", "d4rl_score", "return", "return_var", "return_cvar", "length")
-"""What tables and reports show of an evaluation, where it is defined."""
+"""Quantities of an evaluation in tables and reports, if defined."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an evaluation found."""
+    """Result of an evaluation."""
 
     label: str
     evaluation: Evaluation
@@ -47,7 +47,7 @@ class Result:
 
 
 def run(config: EvalConfig, context: RunContext) -> float:
-    """Evaluate, write, print; returns the success rate, or the mean return of a task without success."""
+    """Evaluate, write, print; return the success rate, or the mean return without success."""
     if config.compose is not None:
         composed = compose_and_compare(config)
         _print_result(composed)
@@ -78,7 +78,7 @@ def _main_number(evaluation: Evaluation) -> float:
 
 
 def shown_names(label: str, policy: str, baseline: str) -> tuple[str, str]:
-    """Return what two policies are called in a table: a label and a path, or two paths that differ."""
+    """Return table labels of two policies: label and path, or two distinct paths."""
     if label != baseline:
         return label, baseline
     if policy != baseline:
@@ -88,7 +88,7 @@ def shown_names(label: str, policy: str, baseline: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ResolvedEval:
-    """An evaluation about which everything is decided and nothing is loaded."""
+    """A resolved evaluation; nothing is loaded yet."""
 
     config: EvalConfig
     policy: Located
@@ -100,7 +100,7 @@ def resolve(config: EvalConfig) -> ResolvedEval:
     """Locate the policies and the task.
 
     Raises:
-        ConfigError: If the configuration does not make sense, or no task is known.
+        ConfigError: If the configuration is inconsistent, or the task is unknown.
         CheckpointError: If a policy is missing.
     """
     if config.policy is None:
@@ -119,7 +119,7 @@ def resolve(config: EvalConfig) -> ResolvedEval:
 
 
 def evaluate(config: EvalConfig) -> Result:
-    """Evaluate the policy, and the other one on the same episodes, and write the results."""
+    """Evaluate the policy, and the baseline on the same episodes; write the results."""
     found = resolve(config)
     evaluation = _play(found.policy, found.env, config)
     baseline = None if found.baseline is None else _play(found.baseline, found.env, config)
@@ -129,7 +129,7 @@ def evaluate(config: EvalConfig) -> Result:
 
 
 def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
-    """Return one row per policy and quantity: mean, 95 % interval, episodes."""
+    """Return a table with one row per policy and quantity: mean, 95 % interval, episodes."""
     rows = []
     for label, evaluation in evaluations:
         summary = evaluation.summary()
@@ -143,7 +143,7 @@ def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
 
 
 def describe_comparison(comparison: Mapping[str, Any]) -> str:
-    """Say in one line how two policies differ on the same episodes; takes `Comparison` as a dict."""
+    """Format the difference of two policies on the same episodes in one line, from a `Comparison` dict."""
     values = {f.name: comparison[f.name] for f in fields(Comparison)}
     return str(Comparison(**{**values, "difference": Interval(**values["difference"])}))
 
@@ -172,11 +172,11 @@ def _write(
 
 
 def _file_name(mine: Located, other: Located | None, protocol_hash: str) -> str:
-    """Name policy, protocol and opponent, so that no two evaluations share a file by accident."""
+    """Return a file name from policy, protocol and baseline, unique per evaluation."""
     details = [protocol_hash[:8], *([] if other is None else ["versus", _identified(other)])]
     return "-".join([_identified(mine), *details]) if mine.step is None else eval_name(mine.step, *details)
 
 
 def _identified(one: Located) -> str:
-    """Return a label that no policy elsewhere shares: it ends with a hash of the place."""
+    """Return a label unique to the policy's path: it ends with a hash of the path."""
     return f"{one.label}-{hashlib.sha256(str(one.path.resolve()).encode()).hexdigest()[:6]}"

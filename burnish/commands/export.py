@@ -1,4 +1,4 @@
-"""`burnish export`: a policy for a machine without PyTorch, checked against the original."""
+"""`burnish export`: export a policy for machines without PyTorch, verified against the original."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ExportConfig:
-    """What `burnish export` does."""
+    """Configuration of `burnish export`."""
 
-    policy: str | None = path_field()  # a run (its last checkpoint), a checkpoint, or a policy directory
-    graph: str = "whole"  # whole: the sampler inside | step: one evaluation and a table of the loop
+    policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, or a policy directory
+    graph: str = "whole"  # whole: including the sampler | step: one network evaluation plus a step table
     out: str | None = path_field()  # directory; null: exported-<policy>
-    steps: int | None = None  # denoising steps; null: the policy's own
-    tolerance: float = 1e-5  # largest difference to the original, see the report
-    seed: int = 0  # of the random inputs on which both are compared
+    steps: int | None = None  # denoising steps; null: the policy's default
+    tolerance: float = 1e-5  # largest allowed difference to the original, see the report
+    seed: int = 0  # seed of the random inputs for the comparison
     overwrite: bool = False  # replace the export in an existing directory
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ def run(config: ExportConfig, context: RunContext) -> float:
 
 
 def export(config: ExportConfig) -> ExportReport:
-    """Export a policy; an export that does not reproduce it is an error."""
+    """Export a policy; raises if the export does not reproduce it."""
     if config.policy is None:
         raise ConfigError("export needs policy=<run or policy directory>.")
     found = locate(config.policy)
@@ -73,9 +73,9 @@ def export(config: ExportConfig) -> ExportReport:
 
 
 def surroundings_of(found: Located) -> Surroundings:
-    """Return the names and limits of observations and actions in the task that a policy was made for.
+    """Return names and limits of observations and actions from the policy's task.
 
-    A policy that does not name a task known here is exported without these facts, with a warning.
+    Without a known task the export lacks these, with a warning.
     """
     try:
         spec = task_of(found).spec
@@ -89,7 +89,7 @@ def surroundings_of(found: Located) -> Surroundings:
 
 
 def _print_result(report: ExportReport) -> None:
-    """Print where it is, how well it agrees and how fast it is."""
+    """Print path, parity and latency."""
     console = output()
     console.print(f"written: {report.directory}", markup=False, soft_wrap=True)
     parity = [(int(row["batch"]), f"{row['max_abs_difference']:.1e}") for row in report.parity]

@@ -1,4 +1,4 @@
-"""`burnish import`: weights of another program become a policy directory."""
+"""`burnish import`: convert weights of another program to a policy directory."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from policies.storage.policy_folder import save_policy
 
 @dataclass
 class ImportConfig:
-    """What `burnish import` does."""
+    """Configuration of `burnish import`."""
 
     weights: str | None = path_field()  # checkpoint: .safetensors, or of torch.save (.pt, .pth, .ckpt)
-    source: Any = None  # program that it is of, and what its tensors do not tell
-    normalization: str | None = path_field()  # file of statistics beside the checkpoint (DPPO, ReinFlow)
-    identity: list[str] = field(default_factory=list)  # features left as they are, of state and action
-    entry: str | None = None  # which weights in it, e.g. model; null: averaged ones where there are
-    sampler: Any = None  # how to sample; null: as the program evaluates
+    source: Any = None  # source program, and facts missing from its tensors
+    normalization: str | None = path_field()  # statistics file beside the checkpoint (DPPO, ReinFlow)
+    identity: list[str] = field(default_factory=list)  # unnormalised features, of state and action
+    entry: str | None = None  # weights to read, e.g. model; null: EMA weights if present
+    sampler: Any = None  # sampler; null: that of the program's evaluation
     out: str | None = path_field()  # directory; null: imported-<checkpoint>
     overwrite: bool = False  # replace the policy in an existing directory
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A policy directory and how it came about."""
+    """A policy directory and the facts of its import."""
 
     directory: Path
     conversion: Conversion
 
 
 def run(config: ImportConfig, context: RunContext) -> float:
-    """Import, print what was done, and return the number of tensors that have a place."""
+    """Import, print a summary, and return the number of assigned tensors."""
     imported = convert(config)
     _print_result(imported)
     return float(imported.conversion.tensors)
@@ -70,12 +70,12 @@ def convert(config: ImportConfig) -> Imported:
 
 
 def _print_result(imported: Imported) -> None:
-    """Print where it is, what was imported and what was not."""
+    """Print the path, imported and skipped tensors."""
     console, facts = output(), imported.conversion.facts()
     console.print(f"written: {imported.directory}", markup=False, soft_wrap=True)
     console.print(table("", ("import", ""), [(name, _shown(value)) for name, value in facts.items()]))
 
 
 def _shown(value: Any) -> str:
-    """Write a fact in one line."""
+    """Format a fact in one line."""
     return ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

@@ -1,7 +1,7 @@
-"""The page of every key, made from the dataclasses: `python -m burnish.commands.keys` rewrites docs/keys.md.
+"""Reference page of all keys: `python -m burnish.commands.keys` writes docs/keys.md from the dataclasses.
 
-A key is explained in one place, next to its default: in the comment behind the field, or in the section
-`Args` or `Attributes` of the docstring.
+A key is documented once, beside its default: in the comment after the field, or in the section `Args` or
+`Attributes` of the docstring.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a command or of a part, as it stands in a table."""
+    """A key of a command or part, as a table row."""
 
     name: str
     type: str
@@ -131,20 +131,20 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _group_row(having: Mapping[str, Key], parts: Sequence[str]) -> str:
-    """Return the row of a key that several parts have."""
+    """Return the row of a key shared by several parts."""
     cells = zip(*(key.cells() for key in having.values()), strict=True)
     shown = [_joint(dict(zip(having, values, strict=True))) for values in cells]
     return GROUP_ROW.format(*shown, _owners(list(having), parts))
 
 
 def _joint(values: Mapping[str, str]) -> str:
-    """Write the values of parts in one cell: the most frequent one, and the others with their parts."""
+    """Format the values of several parts in one cell: the most frequent one, then the exceptions."""
     first, *others = [value for value, _ in Counter(values.values()).most_common()]
     return "; ".join([first, *(f"{', '.join(k for k in values if values[k] == v)}: {v}" for v in others)])
 
 
 def _owners(having: Sequence[str], parts: Sequence[str]) -> str:
-    """Name the parts that have a key."""
+    """Return the names of the parts with a key."""
     lacking = [name for name in parts if name not in having]
     if len(lacking) < len(having):
         return f"all but {', '.join(lacking)}" if lacking else "all"
@@ -152,7 +152,7 @@ def _owners(having: Sequence[str], parts: Sequence[str]) -> str:
 
 
 def _reader_options() -> list[str]:
-    """Return the section of the options that formats of datasets have."""
+    """Return the section of the reader options per dataset format."""
     found: dict[str, dict[str, Key]] = {}
     every = reader_options()
     for form, options in every.items():
@@ -175,12 +175,12 @@ def rows_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | No
 
 
 def keys_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | None = None) -> Iterator[Key]:
-    """Yield every key of a configuration, the keys below it included.
+    """Yield every key of a configuration, including nested keys.
 
     Args:
         config: The dataclass with its defaults.
-        prefix: What stands before its keys, e.g. `algo.`.
-        chosen: Options of groups that are chosen by default.
+        prefix: Prefix of its keys, e.g. `algo.`.
+        chosen: Default options of groups.
     """
     kind = type(config)
     hints, words = typing.get_type_hints(kind), explanations(kind)
@@ -199,7 +199,7 @@ def keys_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | No
 
 
 def _evaluation(name: str, value: EvaluationSettings) -> Key:
-    """Return the row that stands for the keys of an evaluation, which are those of `burnish eval`."""
+    """Return the row that represents the evaluation keys, which are those of `burnish eval`."""
     usual = EvaluationSettings()
     own = [f.name for f in fields(value) if getattr(value, f.name) != getattr(usual, f.name)]
     default = ", ".join(f"{one}: {_shown(getattr(value, one))}" for one in own)
@@ -208,7 +208,7 @@ def _evaluation(name: str, value: EvaluationSettings) -> Key:
 
 
 def _shown(value: Any) -> str:
-    """Write a value as the command line takes it."""
+    """Format a value for the command line."""
     if value == omegaconf.MISSING:
         return "–"
     if value is None or isinstance(value, bool):
@@ -221,7 +221,7 @@ def _shown(value: Any) -> str:
 
 
 def _type(hint: Any) -> str:
-    """Name a type."""
+    """Return the name of a type."""
     options = typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return " or ".join("null" if option is type(None) else _type(option) for option in options)
@@ -235,7 +235,7 @@ def _type(hint: Any) -> str:
 
 
 def explanations(kind: type) -> dict[str, str]:
-    """Return what the source says about the fields of a dataclass, by name; bases are asked first."""
+    """Return the documentation of a dataclass's fields by name; base classes come first."""
     if kind is PolicyShape:
         return explanations(PolicyConfig)
     found: dict[str, str] = {}
@@ -258,10 +258,10 @@ def _documented(docstring: str) -> Iterator[tuple[str, str]]:
 
 
 def _commented(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield the names of the fields that a class declares itself, and the comments behind them."""
+    """Yield the fields declared by a class itself, with their comments."""
     try:
         source = textwrap.dedent(inspect.getsource(kind))
-    except OSError:  # a `variant`, which declares no fields of its own
+    except OSError:  # a `variant` without fields of its own
         return
     comments = {
         token.start[0]: token.string.lstrip("# ")
@@ -277,14 +277,14 @@ def _commented(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _in_yaml(text: str) -> str:
-    """Write Python's words for values as the command line takes them."""
+    """Replace Python literals by their command-line form."""
     for python, ours in (("None", "null"), ("True", "true"), ("False", "false")):
         text = re.sub(rf"\b{python}\b", ours, text)
     return text
 
 
 def _escaped(text: str) -> str:
-    """Keep a text from ending a cell or being taken for HTML."""
+    """Escape text for a Markdown table cell."""
     pieces = re.split(r"(`[^`]*`)", text.replace("|", "\\|").rstrip("."))
     return "".join(piece if piece.startswith("`") else piece.replace("<", "&lt;") for piece in pieces)
 

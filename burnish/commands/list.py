@@ -1,4 +1,4 @@
-"""`burnish list`: what there is to choose from, and whether it can be used here."""
+"""`burnish list`: available options, and whether they are usable on this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def first_sentence(text: str) -> str:
 
 
 def _parts(group: str) -> Iterator[tuple[object, ...]]:
-    """Yield name, summary and place of every part; those of ours are read from the sources."""
+    """Yield name, summary and module of every part; ours are read from the sources."""
     for name in registry.names(group):
         source = registry.sources(group).get(name)
         if source is None:
@@ -67,7 +67,7 @@ def _parts(group: str) -> Iterator[tuple[object, ...]]:
 
 
 def _envs() -> Iterator[tuple[object, ...]]:
-    here: dict[Any, str] = {}  # tasks of one kind need the same packages, and building takes time
+    here: dict[Any, str] = {}  # tasks of one kind need the same packages, and building is slow
     for name, part in registry.parts("env").items():
         spec = part().spec
         kind = (part.__module__, part.__bases__)
@@ -79,13 +79,13 @@ def _envs() -> Iterator[tuple[object, ...]]:
 
 
 def availability(env: object) -> str:
-    """Tell whether an environment can be built here, and if not, which extra it needs."""
+    """Return whether an environment can be built here; if not, the missing extra."""
     try:
         env.make_vector(1).close()  # type: ignore[attr-defined]
     except MissingExtraError as error:
         _, found, line = str(error).partition("pip install")
         return f"no: pip install{line}".rstrip(".") if found else f"no: {error}"
-    except Exception as error:  # each simulator fails in its own way, and the others are still to be listed
+    except Exception as error:  # every simulator fails differently, and the list must go on
         return f"no: {type(error).__name__} {error}".splitlines()[0]
     return "yes"
 
@@ -108,7 +108,7 @@ def _experiments() -> Iterator[tuple[object, ...]]:
 
 
 def _choices(experiment: str) -> dict[str, str]:
-    """Return the options that an experiment chooses, its parents' included."""
+    """Return the options chosen by an experiment, including its parents'."""
     text = (resources.files("configs") / "experiment" / f"{experiment}.yaml").read_text()
     found: dict[str, str] = {}
     for entry in (yaml.safe_load(text) or {}).get("defaults", []):

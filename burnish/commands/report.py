@@ -1,4 +1,4 @@
-"""`burnish report`: one self-contained page with curves, numbers and pictures of what the policy does."""
+"""`burnish report`: one self-contained page with curves, results and pictures."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.png")
 
 @dataclass(frozen=True)
 class ReportConfig(Checked):
-    """What `burnish report` does."""
+    """Configuration of `burnish report`."""
 
-    run: Any = path_field()  # a run, a folder of seeds, or several: [a,b]; alike ones are summarised together
+    run: Any = path_field()  # a run, a folder of seeds, or several: [a,b]; similar runs are pooled
     out: str | None = path_field()  # directory; null: <run>/report, or report for several runs
-    episodes: int = bounded(24, ge=0)  # episodes that are played for the pictures; 0: none
+    episodes: int = bounded(24, ge=0)  # episodes for the pictures; 0: none
     first_seed: int = 0  # seed of the first of these episodes
     num_workers: int = bounded(2, ge=0)  # rollout processes; 0: this process
     overwrite: bool = False  # replace the report in an existing directory
@@ -70,7 +70,7 @@ class ReportConfig(Checked):
         return [RunDirectory.open(run) for path in given for run in seed_folders(path) or [Path(str(path))]]
 
     def folder(self, runs: Sequence[RunDirectory]) -> Path:
-        """Return where the page goes."""
+        """Return the output folder."""
         if self.out is not None:
             return Path(self.out)
         if isinstance(self.run, list) and len(runs) > 1:
@@ -84,11 +84,11 @@ def run(config: ReportConfig, context: RunContext) -> None:
 
 
 def report(config: ReportConfig) -> Path:
-    """Write index.html and its pictures; returns the path of the page.
+    """Write index.html and its pictures; return the path of the page.
 
     Raises:
-        ConfigError: If no run is given, or the directory holds something and `overwrite` is false.
-        CheckpointError: If one is not a run.
+        ConfigError: If the run is missing, or the directory is not empty and `overwrite` is false.
+        CheckpointError: If a path is not a run.
     """
     runs = config.runs()
     target = config.folder(runs)
@@ -106,10 +106,10 @@ def report(config: ReportConfig) -> Path:
 
 
 def _refuse_to_replace(target: Path, overwrite: bool) -> None:
-    """Refuse to write over what is there, before any work is done.
+    """Refuse to overwrite existing files, before any work.
 
     Raises:
-        ConfigError: If the target is a file, below one, or a full directory and `overwrite` is false.
+        ConfigError: If the target is a file, below one, or a non-empty directory without `overwrite`.
     """
     check_folder_to_write(target)
     if not overwrite and target.is_dir() and any(target.iterdir()):
@@ -120,7 +120,7 @@ def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
     """Write the page and its pictures, and remove those of an earlier report.
 
     Raises:
-        WriteError: If the disk takes no more; an earlier report is unchanged.
+        WriteError: If the disk is full; an earlier report is unchanged.
     """
     with draft_folder(target) as draft:
         for name, png in pictures.items():
@@ -134,7 +134,7 @@ def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
 
 
 def _named(runs: Sequence[RunDirectory]) -> dict[str, RunDirectory]:
-    """Give every run a name of its own."""
+    """Return the runs by unique names."""
     named: dict[str, RunDirectory] = {}
     for one in runs:
         named[_unused(name_of_run(one.path), named)] = one
@@ -142,7 +142,7 @@ def _named(runs: Sequence[RunDirectory]) -> dict[str, RunDirectory]:
 
 
 def _unused(name: str, taken: Mapping[str, object]) -> str:
-    """Number a name that is taken already."""
+    """Append a number to a name that is taken."""
     unused, number = name, 2
     while unused in taken:
         unused, number = f"{name} ({number})", number + 1
@@ -151,12 +151,12 @@ def _unused(name: str, taken: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one algorithm on one task, which may be summarised together.
+    """Runs of one algorithm on one task, which may be pooled.
 
     Attributes:
-        title: What they have in common, in words.
-        task: Description of the task with its options; empty without one.
-        unit: What their steps count.
+        title: Description of the group.
+        task: Description of the task with its options; empty without a task.
+        unit: Unit of their steps.
         runs: By name.
     """
 
@@ -167,7 +167,7 @@ class Group:
 
 
 def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
-    """Put runs together that share algorithm, task (its options included) and unit."""
+    """Group runs by algorithm, task (with options) and unit."""
     found: dict[tuple[str, str, str], dict[str, RunDirectory]] = {}
     for name, one in named.items():
         task = json.dumps(one.section("env"), sort_keys=True)
@@ -181,12 +181,12 @@ def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
 
 
 def _part(directory: RunDirectory, group: str) -> str:
-    """Return the registered name of a run's part; empty without one."""
+    """Return the registered name of a run's part; empty if missing."""
     return str(directory.section(group).get("name", ""))
 
 
 def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
-    """Say what was run."""
+    """Add the configuration of the runs."""
     rows = []
     for name, one in runs.items():
         config = one.config
@@ -197,7 +197,7 @@ def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
 
 
 def _curves(page: Page, named: Mapping[str, RunDirectory], groups: Sequence[Group]) -> dict[str, bytes]:
-    """Draw what was logged: one picture per task and unit, in which every run keeps its colour."""
+    """Draw logged metrics: one picture per task and unit; a run has the same colour everywhere."""
     labels = {name: f"{name} (seed {one.config.get('seed')})" for name, one in named.items()}
     colours = run_colours(list(labels.values()))
     shared: dict[tuple[str, str], list[Group]] = {}
@@ -221,14 +221,14 @@ def _curves(page: Page, named: Mapping[str, RunDirectory], groups: Sequence[Grou
 
 
 def _unit(directory: RunDirectory) -> str:
-    """Return the unit of a run's steps, as its last checkpoint states it."""
+    """Return the unit of a run's steps, from its last checkpoint."""
     if directory.latest() is None:
         return "steps"
     return str(locate(directory.path, "run").provenance().get("unit", "steps"))
 
 
 def _numbers(page: Page, groups: Sequence[Group]) -> None:
-    """Tabulate the last evaluation of every run, group by group, and the runs of each group together."""
+    """Tabulate the last evaluation of every run, and the pooled runs of each group."""
     found = {
         group.title: {name: e for name, one in group.runs.items() if (e := _last_evaluation(one)) is not None}
         for group in groups
@@ -246,14 +246,14 @@ def _numbers(page: Page, groups: Sequence[Group]) -> None:
 
 
 def _say_last_and_best(page: Page, runs: Sequence[tuple[str, RunDirectory]]) -> None:
-    """Say what the last evaluation while training found, and what the best one."""
+    """Add the last and the best evaluation during training."""
     for name, directory in runs:
         if (both := best_evaluation(directory)) is not None and both.count > 1:
             page.text(f"{name}, {both.last.quantity} while training: {both}.")
 
 
 def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str) -> None:
-    """Tabulate the evaluations of one group; runs are pooled where all followed one protocol."""
+    """Tabulate the evaluations of a group; runs with one protocol are pooled."""
     evaluations = {name: Evaluation.from_json(json.dumps(content)) for name, content in contents.items()}
     rows = [row for name, evaluation in evaluations.items() for row in _rows(name, evaluation.summary())]
     page.rows(("run", "quantity", "mean", "95 % interval", "episodes"), rows)
@@ -268,9 +268,9 @@ def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str)
 
 
 def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
-    """Return the evaluation of the last checkpoint that has one: most episodes, then a comparison.
+    """Return the evaluation of the last checkpoint with one: most episodes, then a comparison.
 
-    Those on another task than the run's own, which `burnish eval` can be asked for, are left out.
+    Evaluations on another task than the run's own (possible with `burnish eval`) are excluded.
     """
     own = None if directory.latest() is None else description_of(locate(directory.path, "run"))
     found: list[tuple[int, int, bool, dict[str, Any]]] = []
@@ -282,7 +282,7 @@ def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def _is_same(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell whether two descriptions are of one task."""
+    """Return whether two descriptions refer to one task."""
     return bool(own["name"] == other["name"]) and not options_that_differ(own, other)
 
 
@@ -293,7 +293,7 @@ def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]
 
 
 def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
-    """Summarise several seeds; every interval is of the luck of seeds and of episodes."""
+    """Summarise several seeds; intervals cover the variance of seeds and episodes."""
     values = np.stack([e.values("return") for e in evaluations])
     if evaluations[0].quantity == "success":
         success = np.stack([e.values("success") for e in evaluations])
@@ -309,7 +309,7 @@ def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
 
 
 def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, bytes]:
-    """Play a few episodes of every run and draw them; the page names the reason where that fails."""
+    """Run and draw a few episodes per run; on failure the page shows the reason."""
     page.heading("Behaviour")
     stage = ReportRollouts(config.episodes, config.first_seed, config.num_workers)
     pictures: dict[str, bytes] = {}

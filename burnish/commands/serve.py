@@ -1,4 +1,4 @@
-"""`burnish serve`: a policy that robots ask over the network."""
+"""`burnish serve`: serve a policy to robots over the network."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ServeConfig(ServerSettings):
-    """What `burnish serve` does."""
+    """Configuration of `burnish serve`."""
 
-    policy: str | None = path_field()  # a run (its last one), a checkpoint, a policy directory, or an export
-    steps: int | None = None  # denoising steps; null: the policy's own
-    device: str = "cpu"  # cpu, cuda or cuda:<n>: where the policy decides
-    metrics_port: int | None = None  # of http://127.0.0.1:<port>/metrics; 0: any that is free; null: none
-    new_client: str | None = None  # make keys of a client of this name in keys=<folder>, and stop
+    policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, a policy directory, an export
+    steps: int | None = None  # denoising steps; null: the policy's default
+    device: str = "cpu"  # inference device: cpu, cuda or cuda:<n>
+    metrics_port: int | None = None  # port of http://127.0.0.1:<port>/metrics; 0: any free port; null: none
+    new_client: str | None = None  # create keys for this client in keys=<folder>, and exit
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -50,7 +50,7 @@ class ServeConfig(ServerSettings):
 
 
 def run(config: ServeConfig, context: RunContext) -> None:
-    """Serve until a signal comes."""
+    """Serve until a stop signal."""
     if config.new_client is not None:
         path = make_keys(str(config.keys), config.new_client)
         output().print(f"written: {path}", markup=False, soft_wrap=True)
@@ -72,10 +72,10 @@ def run(config: ServeConfig, context: RunContext) -> None:
 
 
 def served_by(config: ServeConfig) -> Served:
-    """Load what is to be served.
+    """Load the policy to serve.
 
     Raises:
-        ConfigError: If there is none, or a key does not fit it.
+        ConfigError: If it is missing, or a key does not apply to it.
     """
     if config.policy is None:
         raise ConfigError("serve needs policy=<run, policy directory or exported folder>.")
@@ -97,7 +97,7 @@ def weights_of(directory: Path) -> str:
 
 
 def _print_result(endpoint: str, page: int | None) -> None:
-    """Say where it listens; a program that started it may wait for this line."""
+    """Print the address; a parent program may wait for this line."""
     console = output()
     where = "" if page is None else f", metrics: http://127.0.0.1:{page}/metrics"
     console.print(f"serving: {endpoint}{where}", markup=False, soft_wrap=True)
@@ -106,7 +106,7 @@ def _print_result(endpoint: str, page: int | None) -> None:
 
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM end the work in good order, and a second one at once."""
+    """Shut down cleanly at the first SIGINT or SIGTERM, immediately at the second."""
 
     def handle(number: int, frame: Any) -> None:
         for one in earlier:

@@ -1,4 +1,4 @@
-"""`burnish train`: clone a policy from demonstrations, or fine-tune one; resumable at any moment."""
+"""`burnish train`: clone or fine-tune a policy; resumable at any time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from burnish.runs.resolve import has_seeds
 
 
 def run(config: TrainConfig, context: RunContext) -> float | None:
-    """Train or continue, print where it is; returns the last success rate or return, a mean over seeds."""
+    """Train or resume, print the path; return the last success rate or return, averaged over seeds."""
     results = train_seeds(config, context) if has_seeds(config) else [train(config, context)]
     output().print(report_lines(results), "")
     return main_number(results)

@@ -1,1 +1,1 @@
-"""Schemas of the commands, overrides, and the texts of configuration errors."""
+"""Schemas of the commands, overrides, and texts of configuration errors."""

@@ -9,13 +9,13 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its line on the front page, and where its code is.
+    """A command: its line on the front page, and its module.
 
     A name of two words, such as `data inspect`, is typed as two words.
 
-    A command with a `schema` is a Hydra application: its module has `run(config, context)`. The schema is a
-    dataclass of that module, or of another one (`module:Class`). The others take plain arguments: their
-    module has `main(arguments)`.
+    A command with a `schema` is a Hydra application: its module defines `run(config, context)`. The schema is
+    a dataclass of that module, or of another one (`module:Class`). Other commands take plain arguments: their
+    module defines `main(arguments)`.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Command:
     example: str
     module: str
     schema: str | None = None
-    main_key: str = ""  # what a bare word is taken for in error messages
+    main_key: str = ""  # key suggested for a bare word in error messages
     takes_bare: bool = False  # a bare first word is the value of the main key
 
     @property
@@ -36,7 +36,7 @@ class Command:
         return importlib.import_module(f"burnish.commands.{self.module}")
 
     def config_class(self) -> type:
-        """Return the dataclass that types the configuration; imports its module only."""
+        """Return the configuration dataclass; imports its module only."""
         home, _, name = str(self.schema).rpartition(":")
         found: type = getattr(importlib.import_module(home) if home else self.load(), name)
         return found

@@ -1,4 +1,4 @@
-"""One-line messages of the errors that a user can repair."""
+"""One-line messages of user errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from policies.errors import BurnishError
 
 USER_ERRORS = (BurnishError, HydraException, OmegaConfBaseException)
-"""Errors a user causes and can repair; anything else is a defect and keeps its traceback."""
+"""User errors; other exceptions are internal errors and keep their traceback."""
 
 
 _NO_LIST = re.compile(r"Invalid value assigned: (\w+) is not a ListConfig")
@@ -21,7 +21,7 @@ _AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^'=]+)=([^']*)'")
 
 
 def error_message(error: BaseException) -> str:
-    """Return one line: what was expected, what was received, where, and what to do."""
+    """Return one line: expected, received, where, remedy."""
     if isinstance(error, MissingConfigException):
         return _unknown_option(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
@@ -40,18 +40,18 @@ def error_message(error: BaseException) -> str:
 
 
 def closest(word: str, choices: Iterable[str]) -> str:
-    """Return ` Did you mean '…'?` for a misspelt word, or nothing."""
+    """Return ` Did you mean '…'?` for a misspelt word, or an empty string."""
     match = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""
 
 
 def listed(problem: str, hint: str, choices: str) -> str:
-    """Put the likeliest word, if there is one, between a problem and a list that may be long."""
+    """Insert the closest match, if any, between a problem and a possibly long list."""
     return f"{problem}.{hint} {choices[0].upper()}{choices[1:]}." if hint else f"{problem}; {choices}."
 
 
 def unknown_key(key: str, owner: type) -> str:
-    """Say that a dataclass of the configuration has no such key, and which it has."""
+    """Return the message for an unknown key of a dataclass, with its known keys."""
     names = [field.name for field in fields(owner)]
     hint = closest(key.rsplit(".", 1)[-1], names)
     return listed(f"unknown key '{key}'", hint, f"{owner.__name__} has: {', '.join(names)}")

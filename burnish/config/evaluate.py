@@ -1,4 +1,4 @@
-"""The configuration of `burnish eval`."""
+"""Configuration of `burnish eval`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from policies.errors import ConfigError
 from policies.paths import path_field
 
 OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "dataset", "reader", "search", "estimate")
-"""Keys that a single policy has no use for."""
+"""Keys that are unused for a single policy."""
 
 
 @dataclass(frozen=True)
 class EvalConfig(EvaluationSettings):
-    """What `burnish eval` does."""
+    """Configuration of `burnish eval`."""
 
     policy: str | None = (
-        path_field()  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
+        path_field()  # a run (last checkpoint), a checkpoint, a policy directory, or an exported folder
     )
     baseline: str | None = path_field(was="versus")  # a second policy: same episodes, paired difference
-    env: Any = None  # null: the task that the policy was made for
-    num_workers: int = 2  # rollout processes; 0: this process; never changes a number
+    env: Any = None  # null: the policy's own task
+    num_workers: int = 2  # rollout processes; 0: this process; results are equal for any number
     out: str | None = (
         path_field()  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json;
         # with compose a folder; null: runs/<date>/<time>-compose
     )
-    compose: Any = path_field()  # instead of policy: a list of policies that act as one, the lead first
+    compose: Any = path_field()  # instead of policy: list of policies to compose, the lead first
     weights: Any = (
         None  # of compose, one per member: numbers, or knots [[t, w], …] over sampling time;
-        # estimate: those that `dataset` suggests; null: searched by rollouts
+        # estimate: from `dataset`; null: searched by rollouts
     )
     operator: str = "convex"  # of compose: convex | product | cfg_sum | or
-    temperature: float = 1.0  # of operator=or: above 1 the choice between members is less sharp
-    sampler: Any = None  # of compose; null: the lead's own
-    dataset: str | None = path_field()  # of compose: held-out demonstrations, which suggest weights
+    temperature: float = 1.0  # of operator=or: values above 1 soften the choice between members
+    sampler: Any = None  # of compose; null: the lead's sampler
+    dataset: str | None = path_field()  # of compose: held-out demonstrations, to estimate weights
     reader: dict[str, Any] = bounded({}, was="data")  # options of the dataset's reader: see Data
     search: SearchSettings = field(default_factory=SearchSettings)
     estimate: EstimateSettings = field(default_factory=EstimateSettings)

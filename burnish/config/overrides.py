@@ -1,4 +1,4 @@
-"""Overrides: parsed once, and checked before Hydra composes with them."""
+"""Overrides: parsed once and checked before Hydra composes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELP_WIDTH = 110  # columns of help pages
 
 @cache
 def experiments() -> tuple[str, ...]:
-    """Return the names of the experiments that come with the package, sorted."""
+    """Return the names of the packaged experiments, sorted."""
     folder = resources.files("configs") / "experiment"
     return tuple(
         sorted(path.name[: -len(".yaml")] for path in folder.iterdir() if path.name.endswith(".yaml"))
@@ -35,7 +35,7 @@ def experiments() -> tuple[str, ...]:
 
 @cache
 def default_options(command: str) -> dict[str, str | None]:
-    """Return the groups that a command chooses options of, in their order, and what it chooses by default."""
+    """Return the groups of a command, in order, with their default options."""
     text = (resources.files("configs") / f"{COMMANDS[command].config_name}.yaml").read_text()
     entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
     return {
@@ -44,7 +44,7 @@ def default_options(command: str) -> dict[str, str | None]:
 
 
 def groups_of(command: str) -> tuple[str, ...]:
-    """Return the groups that a command chooses options of, in the order of its defaults."""
+    """Return the groups of a command, in the order of its defaults."""
     return tuple(default_options(command))
 
 
@@ -54,7 +54,7 @@ def options_of(group: str) -> tuple[str, ...]:
 
 
 def describe_groups(command: str) -> str:
-    """Return the part of a help page that lists the groups of a command and their options."""
+    """Return the help text with the groups of a command and their options."""
     lines = []
     for group in groups_of(command):
         shown = f"{group}: {', '.join(options_of(group))}"
@@ -66,18 +66,18 @@ def describe_groups(command: str) -> str:
 
 @dataclass(frozen=True)
 class Override:
-    """One `key=value` that was typed."""
+    """One typed `key=value`."""
 
     text: str
-    key: str  # or the group
-    value: Any = None  # None also where there are several, to sweep over
+    key: str  # key or group
+    value: Any = None  # also None for sweeps over several values
     is_plain: bool = True  # sets one value of a key that exists
     has_package: bool = False
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """What was typed, in its order."""
+    """Typed overrides, in order."""
 
     items: tuple[Override, ...] = ()
 
@@ -92,28 +92,28 @@ class Overrides:
 
     @property
     def texts(self) -> list[str]:
-        """All of them as they are typed."""
+        """All overrides as typed."""
         return [item.text for item in self.items]
 
     @property
     def keys(self) -> list[str]:
-        """The key or the group of each."""
+        """Key or group of each."""
         return [item.key for item in self.items]
 
     def value(self, key: str) -> Any:
-        """Return the last value of a key; None where it was not typed."""
+        """Return the last value of a key; None if not typed."""
         return next((item.value for item in reversed(self.items) if item.key == key), None)
 
     def but(self, *keys: str) -> Overrides:
-        """Return all but those of some keys."""
+        """Return all overrides except those of the given keys."""
         return Overrides(tuple(item for item in self.items if item.key not in keys))
 
     def __add__(self, other: Overrides) -> Overrides:
-        """Return these and then others."""
+        """Return these overrides followed by others."""
         return Overrides(self.items + other.items)
 
     def renamed(self, former: str, present: str) -> Overrides:
-        """Return these with another name for a key, or for all keys below it."""
+        """Return the overrides with a key, or all keys below it, renamed."""
         return Overrides(tuple(map(_parse, (with_name(text, former, present) for text in self.texts))))
 
 
@@ -121,7 +121,7 @@ NOTHING_TYPED = Overrides()
 
 
 def with_name(text: str, former: str, present: str) -> str:
-    """Write an override of a key, or of a key below it, with another name of the key."""
+    """Return an override with a key, or a key above it, renamed."""
     return re.sub(rf"^([+~]*){re.escape(former)}(?=[.=@]|$)", rf"\g<1>{present}", text)
 
 
@@ -137,10 +137,10 @@ def _parse(text: str) -> Override:
 
 
 def check_overrides(command: str, texts: Sequence[str]) -> Overrides:
-    """Refuse what is no override, and groups that the command does not take.
+    """Refuse invalid overrides, and groups that the command does not take.
 
     Raises:
-        ConfigError: If there is any; the message shows the right form.
+        ConfigError: If there are any; the message shows the correct form.
     """
     if bare := [text for text in texts if "=" not in text and not text.startswith("~")]:
         raise ConfigError(f"'{bare[0]}' is not key=value; write {_key_for(command, bare[0])}={bare[0]}.")
@@ -154,9 +154,9 @@ def check_overrides(command: str, texts: Sequence[str]) -> Overrides:
 
 
 def with_home(override: str) -> str:
-    """Write a `~/` that begins a value, or an item of a list, as the home folder.
+    """Expand a `~/` at the start of a value, or of a list item, to the home folder.
 
-    Hydra's grammar has no bare `~` in values, and most shells leave the one behind `key=` alone.
+    Hydra's grammar has no bare `~` in values, and most shells do not expand `~` after `key=`.
     """
     key, equals, value = override.partition("=")
     is_quoted = "'" in value or '"' in value
@@ -165,15 +165,15 @@ def with_home(override: str) -> str:
 
 
 def check_arguments(command: str, arguments: Sequence[str]) -> Overrides:
-    """Refuse options that neither the command nor Hydra has, and whatever `check_overrides` refuses.
+    """Refuse options unknown to the command and to Hydra, and check overrides as `check_overrides`.
 
-    Returns what is typed of keys and groups.
+    Returns the typed overrides.
 
     Raises:
-        ConfigError: If there is any; the message shows the right form.
+        ConfigError: If there are any; the message shows the correct form.
     """
     parser = get_args_parser()
-    parser.allow_abbrev = False  # --experiment is no abbreviation of --experimental-rerun
+    parser.allow_abbrev = False  # otherwise --experiment would abbreviate --experimental-rerun
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{message}. See burnish {command} --help.")
@@ -191,20 +191,20 @@ def check_arguments(command: str, arguments: Sequence[str]) -> Overrides:
 
 
 def keys_of(command: str) -> tuple[str, ...]:
-    """Return the keys at the top of a command's configuration, its groups included."""
+    """Return the top-level keys of a command's configuration, including its groups."""
     names = [field.name for field in fields(COMMANDS[command].config_class())]
     return (*names, *(group for group in groups_of(command) if group not in names))
 
 
 def quoted(value: Any, key: str = "") -> str:
-    """Write a value in Hydra's grammar; numbers and arrays of numpy and torch as plain ones.
+    """Write a value in Hydra's grammar; numpy and torch numbers and arrays become plain ones.
 
     Args:
-        value: Text, path, number, truth value, None, or lists and dicts of these.
-        key: What it is the value of, for errors.
+        value: Text, path, number, bool, None, or lists and dicts of these.
+        key: Key of the value, for errors.
 
     Raises:
-        ConfigError: If it is anything else, such as a policy that was loaded.
+        ConfigError: If it is anything else, such as a loaded policy.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -220,14 +220,14 @@ def quoted(value: Any, key: str = "") -> str:
         return f"{{{','.join(f'{name}:{quoted(one, key)}' for name, one in value.items())}}}"
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(_refused_object(key, value))
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(os.fspath(value)))  # no interpolation
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(os.fspath(value)))  # escapes interpolation
     text = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    text = re.sub(r"(\\+)$", r"\1\1", text)  # in front of a quote only, a backslash counts twice
+    text = re.sub(r"(\\+)$", r"\1\1", text)  # a backslash is doubled only before a quote
     return f"'{text}'"
 
 
 def _refused_object(key: str, value: Any) -> str:
-    """Say what is given instead of an object of Python."""
+    """Return the message for a Python object as a value, with the supported alternative."""
     wanted, kind = "text, a path, a number, or a list of these", type(value).__name__
     given = f"{key or 'a key'}= must be {wanted}; got an object {kind}."
     names = {cls.__name__ for cls in type(value).__mro__}
@@ -241,7 +241,7 @@ def _refused_object(key: str, value: Any) -> str:
 
 
 def _unknown_option(command: str, option: str, arguments: Sequence[str]) -> str:
-    """Say how a key that was written as an option is given."""
+    """Return the message for a key typed as an option."""
     name, _, value = option.lstrip("-").partition("=")
     name = name.replace("-", "_")
     behind = list(arguments)[list(arguments).index(option) + 1 :]
@@ -253,7 +253,7 @@ def _unknown_option(command: str, option: str, arguments: Sequence[str]) -> str:
 
 
 def _key_for(command: str, text: str) -> str:
-    """Return the key that a bare word was probably meant for."""
+    """Return the key that a bare word probably belongs to."""
     for group in groups_of(command):
         if text in options_of(group):
             return group

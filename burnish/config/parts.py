@@ -1,7 +1,7 @@
-"""Where Hydra finds what it composes: the registered parts, the schemas of the commands, and files.
+"""Hydra config sources: registered parts, schemas of the commands, and files.
 
-A part is imported when Hydra composes with it, and not before: the options of a group are known from the
-sources (`policies.registry.names`). In files, present names of keys take the place of former ones.
+A part is imported when Hydra composes it; the options of a group are read from the sources
+(`policies.registry.names`). In files, former key names are replaced by present ones.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from policies import registry
 from policies.policy_config import PART_GROUPS
 
 GROUPS = ("algo", "env", *PART_GROUPS, "source")
-"""Hydra groups filled from the registry; the chosen part stands under the group's name."""
+"""Hydra groups filled from the registry; the chosen part is the value of the group's key."""
 RENAMED: ContextVar[Mapping[str, str]] = ContextVar("renamed")
-"""Present names of keys by former ones, both from the top of the configuration, of one composition."""
+"""Former to present key names of one composition, both from the top of the configuration."""
 _PROVIDER = "burnish"
 _SCHEMAS = {f"{one.config_name}_schema": one for one in COMMANDS.values() if one.schema is not None}
 
 
 class PartSource(ConfigSource):
-    """Hydra's view of the registry: `<group>/<name>` is a part, `<command>_schema` the keys of a command."""
+    """Hydra's view of the registry: `<group>/<name>` is a part, `<command>_schema` a schema."""
 
     @staticmethod
     def scheme() -> str:
-        """Return what its address begins with."""
+        """Return the URL scheme of this source."""
         return _PROVIDER
 
     def available(self) -> bool:
-        """Whether it can be read: it is in this process."""
+        """Return whether the source is readable: always, as it is in this process."""
         return True
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the node of a part or a schema; imports its module.
 
         Raises:
-            ConfigLoadError: If there is none.
+            ConfigLoadError: If it is unknown.
         """
         path = config_path.removesuffix(".yaml")
         if not self.is_config(path):
@@ -60,16 +60,16 @@ class PartSource(ConfigSource):
         return ConfigResult(provider=_PROVIDER, path=where, config=node, header={"package": None})
 
     def is_group(self, config_path: str) -> bool:
-        """Whether it is a group, or the root."""
+        """Return whether the path is a group, or the root."""
         return config_path.strip("/") in ("", *GROUPS)
 
     def is_config(self, config_path: str) -> bool:
-        """Whether it is a part or a schema."""
+        """Return whether the path is a part or a schema."""
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
         return registry.is_known(group, name) if group in GROUPS else not group and name in _SCHEMAS
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the options of a group; of the root the groups and the schemas."""
+        """Return the options of a group; for the root, groups and schemas."""
         path = config_path.strip("/")
         groups = list(GROUPS) if not path and results_filter in (None, ObjectType.GROUP) else []
         configs = registry.names(path) if path else _SCHEMAS
@@ -77,15 +77,15 @@ class PartSource(ConfigSource):
 
 
 class PartSearchPath(SearchPathPlugin):
-    """Adds the source of parts to the places where Hydra looks for options."""
+    """Adds the source of parts to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add it behind the files."""
+        """Append the source after the files."""
         search_path.append(provider=_PROVIDER, path=f"{_PROVIDER}://parts")
 
 
 class _Renaming:
-    """A source of files in which present names stand for former ones."""
+    """A file source that renames former keys to present ones."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         result: ConfigResult = super().load_config(config_path)  # type: ignore[misc]
@@ -109,7 +109,7 @@ class _Package(_Renaming, ImportlibResourcesConfigSource):
 
 
 def _rename(content: Any, above: str, former: str, present: str) -> None:
-    """Rename a key in the content of a file that stands below `above`."""
+    """Rename a key in the content of a file located below `above`."""
     prefix = f"{above}." if above else ""
     if not former.startswith(prefix):
         return
@@ -122,21 +122,21 @@ def _rename(content: Any, above: str, former: str, present: str) -> None:
 
 @cache
 def register_sources() -> None:
-    """Let Hydra find the parts and the schemas, and read files by way of the sources above."""
+    """Register the sources above with Hydra."""
     Plugins.instance().register(PartSource)
     Plugins.instance().register(PartSearchPath)
     SourcesRegistry.instance().types.update(file=_Files, pkg=_Package)
 
 
 def node_of(kind: type) -> DictConfig:
-    """Return the typed node of a dataclass, open to overrides even where it is frozen."""
+    """Return the typed node of a dataclass, writable even if frozen."""
     node: DictConfig = OmegaConf.structured(kind)
     _set_writable(node)
     return node
 
 
 def _schema(kind: type) -> DictConfig:
-    """Return the node of a command's keys, whose empty dictionaries take any key."""
+    """Return the node of a command's schema; its empty dictionaries accept any key."""
     node = node_of(kind)
     for key in node:
         inner = node._get_node(key)

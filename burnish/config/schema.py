@@ -1,9 +1,9 @@
-"""Typed configuration of every command: composed by Hydra, turned into dataclasses, written down, restored.
+"""Typed configuration of every command: compose with Hydra, convert to dataclasses, save, restore.
 
-The dataclasses of the commands and of the parts are the only home of defaults. While composing, an unknown
-key, a wrong type or an unknown option is refused. `to_object` turns the composed tree back into the
-dataclasses, whose `__post_init__` checks the values. `describe` and `restore` carry a configuration through
-JSON or YAML by registered names, never by Python path.
+Defaults are defined only in the dataclasses of commands and parts. Composition refuses unknown keys, wrong
+types and unknown options. `to_object` converts the composed tree to dataclasses, whose `__post_init__` checks
+the values. `describe` and `restore` convert a configuration to and from JSON or YAML by registered names,
+never by Python path.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _log = logging.getLogger(__name__)
 
 @cache
 def register_configs() -> None:
-    """Register the sources of schemas, parts and files with Hydra, and the text of help pages."""
+    """Register the sources of schemas, parts and files with Hydra, and the help text."""
     register_sources()
     OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)
 
 
 @dataclass(frozen=True)
 class Composed:
-    """The configuration of a command, and what was typed for it (under the present names of keys)."""
+    """Composed configuration of a command, and its overrides (with present key names)."""
 
     config: Any
     overrides: Overrides
@@ -61,7 +61,7 @@ def compose_command(command: str, overrides: Sequence[str]) -> Composed:
     """Compose the configuration of a command from overrides, as the command line does.
 
     Raises:
-        ConfigError: If a key, an option or a value is refused; in the words of the command line.
+        ConfigError: If a key, an option or a value is refused; same message as on the command line.
     """
     register_configs()
     name = COMMANDS[command].config_name
@@ -77,9 +77,9 @@ def compose_command(command: str, overrides: Sequence[str]) -> Composed:
 
 
 def compose_renamed(overrides: Overrides, compose: Callable[[Overrides], T]) -> T:
-    """Return what `compose` makes of overrides in which present names stand for former ones.
+    """Compose overrides after renaming former keys to present ones.
 
-    Warns once of every former name.
+    Warns once per former name.
     """
     renamed: dict[str, str] = {}
     token = RENAMED.set(renamed)
@@ -99,12 +99,12 @@ def compose_renamed(overrides: Overrides, compose: Callable[[Overrides], T]) -> 
 
 
 def warn_of_former_key(former: str, present: str) -> None:
-    """Log the present name of a key."""
+    """Warn of a former key and log its present name."""
     _log.warning("%s is called %s now; the former name goes with the next version.", former, present)
 
 
 def _former_key(error: BaseException) -> tuple[str, str] | None:
-    """Return the former and the present name of the key that is unknown; None for any other error."""
+    """Return the (former, present) name of an unknown key; None for other errors."""
     for one in _chain(error):
         owner = getattr(one, "object_type", None)
         if isinstance(one, (ConfigKeyError, ConfigAttributeError)) and is_dataclass(owner):
@@ -123,7 +123,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Initialise Hydra for one composition, leaving an outer application untouched."""
+    """Initialise Hydra for one composition, without affecting an outer application."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -134,13 +134,13 @@ def _hydra() -> Iterator[None]:
 
 
 def to_command(node: DictConfig) -> Any:
-    """Turn the composed configuration of a command into its dataclass; `~` in a path is the home folder.
+    """Convert the composed configuration of a command to its dataclass; expands `~` in paths.
 
-    The parts of a run that is resumed are left out: they are those of the run with what was typed, and what
-    was typed may fit to these and not to the defaults.
+    The parts of a resumed run are skipped: they come from the run plus overrides, which may not fit the
+    defaults.
 
     Raises:
-        ConfigError: As `to_object`.
+        ConfigError: See `to_object`.
     """
     return at_home(to_object(node if node.get("resume") is None else _without_parts(node)))
 
@@ -154,10 +154,10 @@ def _without_parts(node: DictConfig) -> DictConfig:
 
 
 def to_object(node: Any) -> Any:
-    """Turn a composed tree into dataclasses, tuples, dicts and plain values.
+    """Convert a composed tree to dataclasses, tuples, dicts and plain values.
 
     Raises:
-        ConfigError: If a dataclass refuses its values or lacks a key, or a mandatory value is missing.
+        ConfigError: If a dataclass refuses its values, or a key or mandatory value is missing.
     """
     if isinstance(node, ListConfig):
         return [to_object(item) for item in node]
@@ -167,7 +167,7 @@ def to_object(node: Any) -> Any:
     if not is_dataclass(kind):
         return {key: to_object(node[key]) for key in node}
     names, former = {f.name for f in fields(kind)}, former_names(kind)
-    for key in [str(key) for key in node if key not in names]:  # `+key=value` may add any
+    for key in [str(key) for key in node if key not in names]:  # `+key=value` may add any key
         if key not in former:
             raise ConfigError(unknown_key(node._get_full_key(key), kind))
         warn_of_former_key(node._get_full_key(key), node._get_full_key(former[key]))
@@ -177,7 +177,7 @@ def to_object(node: Any) -> Any:
 
 
 def _value(node: DictConfig, name: str, hint: Any) -> Any:
-    """Return one field; a missing one is None where the type allows it."""
+    """Return one field; a missing one is None if the type allows it."""
     if not OmegaConf.is_missing(node, name):
         return _fit(to_object(node[name]), hint)
     if type(None) in typing.get_args(hint):
@@ -187,14 +187,14 @@ def _value(node: DictConfig, name: str, hint: Any) -> Any:
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """Turn a list into a tuple where the dataclass declares one."""
+    """Convert a list to a tuple if the dataclass declares one."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     is_tuple = any(option is tuple or typing.get_origin(option) is tuple for option in options)
     return tuple(value) if isinstance(value, list) and is_tuple else value
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """Describe a configuration in JSON types; the part of a group carries its registered `name`.
+    """Describe a configuration in JSON types; group parts carry their registered `name`.
 
     Raises:
         ConfigError: If the part of a group is not registered.
@@ -224,15 +224,15 @@ def _plain(value: Any) -> Any:
 
 
 def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NOTHING_TYPED) -> Any:
-    """Rebuild a configuration from what `describe` returned, also that of an earlier version.
+    """Rebuild a configuration from `describe`, also from that of an earlier version.
 
     Args:
         kind: The dataclass of the configuration.
         data: Its description.
-        overrides: Values to change; options of groups cannot be changed any more.
+        overrides: Values to change; group options are fixed.
 
     Raises:
-        ConfigError: If a part, a key or a value is unknown, or the description refers to something else.
+        ConfigError: If a part, a key or a value is unknown, or the description contains a reference.
     """
     _refuse_references(data)
     try:
@@ -246,10 +246,10 @@ def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NOTHING_
 
 
 def restore_part(group: str, data: Mapping[str, Any]) -> Any:
-    """Rebuild one part from what `describe_part` returned.
+    """Rebuild one part from `describe_part`.
 
     Raises:
-        ConfigError: If the name, a key or a value is unknown, or the description refers to something else.
+        ConfigError: If the name, a key or a value is unknown, or the description contains a reference.
     """
     _refuse_references(data)
     try:
@@ -259,10 +259,10 @@ def restore_part(group: str, data: Mapping[str, Any]) -> Any:
 
 
 def _refuse_references(data: Any, key: str = "") -> None:
-    """Refuse `${…}`: a description comes from a file, which must not read environment variables.
+    """Refuse `${…}`: descriptions come from files, which must not read environment variables.
 
     Raises:
-        ConfigError: If there is one; names its key.
+        ConfigError: Names the key of the reference.
     """
     if isinstance(data, str) and "${" in data:
         raise ConfigError(
@@ -303,7 +303,7 @@ def _part_node(group: str, data: Mapping[str, Any]) -> DictConfig:
 
 
 def _require_value(item: Override) -> None:
-    """Refuse what changes more than a value."""
+    """Refuse overrides other than a value of an existing key."""
     if not item.is_plain:
         raise ConfigError(f"'{item.text}' cannot be used here; write key=value.")
     if item.key == "experiment":

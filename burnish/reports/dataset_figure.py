@@ -1,4 +1,4 @@
-"""The picture of a dataset: returns, lengths, action ranges, and where the states lie."""
+"""Picture of a dataset: returns, lengths, action ranges, and the distribution of states."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from envs.datasets import EpisodeDataset
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_POINTS = 4000  # frames in the picture of states
-_MOST = 40  # action dimensions that are drawn one by one
+_POINTS = 4000  # frames in the plot of states
+_MOST = 40  # largest number of plotted action dimensions
 
 
 def draw_dataset(data: EpisodeDataset, title: str) -> bytes:
@@ -52,7 +52,7 @@ def _draw_actions(axes: Axes, actions: np.ndarray) -> None:
 
 
 def _draw_states(axes: Axes, data: EpisodeDataset) -> None:
-    """Draw states on the two directions in which they vary most, coloured by the return of their episode."""
+    """Plot states on their first two principal components, coloured by episode return."""
     states = data.observations.double().numpy()
     scaled = (states - states.mean(axis=0)) / (states.std(axis=0) + 1e-3)
     chosen = np.linspace(0, len(states) - 1, min(_POINTS, len(states))).round().astype(int)

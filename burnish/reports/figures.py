@@ -28,12 +28,12 @@ CURVES = (
     ("score/loss", "score loss"),
     ("dynamics/loss", "loss of the inverse dynamics"),
 )
-"""What can be drawn, most telling first."""
+"""Plottable metrics, most informative first."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's numbers over its steps; both (n,)."""
+    """A metric of one run over its steps; both (n,)."""
 
     label: str
     steps: np.ndarray
@@ -41,7 +41,7 @@ class Curve:
 
 
 def read_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> list[Curve]:
-    """Return the curve of a metric for every run that has it."""
+    """Return the curve of a metric for every run with it."""
     curves = []
     for label, rows in metrics.items():
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
@@ -52,7 +52,7 @@ def read_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -
 
 
 def run_colours(labels: Sequence[str]) -> dict[str, Any]:
-    """Give every run a colour that it keeps in all pictures of a report."""
+    """Assign every run a colour for all pictures of a report."""
     if len(labels) <= 10:
         return {label: f"C{index}" for index, label in enumerate(labels)}
     from matplotlib import colormaps
@@ -67,16 +67,16 @@ def learning_curves(
     colours: Mapping[str, Any] | None = None,
     means: Mapping[str, Sequence[str]] | None = None,
 ) -> bytes | None:
-    """Draw the most telling metrics that the runs have, a panel each; None where there is nothing to draw.
+    """Plot the main metrics of the runs, one panel each; None without metrics.
 
-    A task with success has no panel of returns, a task without none of successes; losses are drawn where
-    they say something, in cloning and offline learning.
+    Tasks with success have no panel of returns, tasks without it none of success; losses are plotted for
+    cloning and offline learning.
 
     Args:
-        metrics: The logged rows of every run, by label; all of one task.
-        unit: What their steps count.
-        colours: Of every run, by label; more of them than runs here call for a legend.
-        means: Labels of the runs that are averaged, by the name of their mean; None: all runs.
+        metrics: Logged rows of every run, by label; all of one task.
+        unit: Unit of their steps.
+        colours: Colours by label; more colours than runs add a legend.
+        means: Labels of averaged runs, by the name of their mean; None: all runs.
     """
     drawn = {name: read_curves(metrics, name) for name, _ in CURVES}
     skip = "/return" if drawn["eval/success"] else "/success" if drawn["eval/return"] else "?"
@@ -104,7 +104,7 @@ def learning_curves(
 def _draw_panel(
     axes: Axes, curves: Sequence[Curve], colours: Mapping[str, Any], means: Mapping[str, Sequence[str]]
 ) -> None:
-    """Draw the curves of one metric, each in the colour of its run, and the means of runs."""
+    """Plot one metric: a curve per run in its colour, and the means."""
     for curve in curves:
         mark = "o" if len(curve.steps) <= 40 else None
         style: dict[str, Any] = {"marker": mark, "markersize": 3, "linewidth": 1.3, "label": curve.label}
@@ -119,7 +119,7 @@ def _draw_panel(
 
 
 def _draw_mean(axes: Axes, curves: Sequence[Curve], label: str, line: str) -> None:
-    """Draw the mean of runs over the steps that all of them reached."""
+    """Plot the mean of runs over the steps that all of them reached."""
     first, last = max(c.steps[0] for c in curves), min(c.steps[-1] for c in curves)
     grid = curves[0].steps[(curves[0].steps >= first) & (curves[0].steps <= last)]
     if len(grid) > 1:
@@ -128,7 +128,7 @@ def _draw_mean(axes: Axes, curves: Sequence[Curve], label: str, line: str) -> No
 
 
 def film_strip(frames: np.ndarray, *, title: str, columns: int = 6, rows: int = 2) -> bytes:
-    """Draw frames (F, height, width, 3) evenly over the episode, in reading order."""
+    """Draw evenly spaced frames of (F, height, width, 3), in reading order."""
     count = min(columns * rows, len(frames))
     chosen = np.linspace(0, len(frames) - 1, count).round().astype(int)
     rows = -(-count // columns)
@@ -149,7 +149,7 @@ def to_png(figure: Figure) -> bytes:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure (inches) that needs no display."""
+    """Return a figure (inches) that does not require a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What a policy does, for a report: episodes that are played, drawn and described."""
+"""Episodes of a policy for a report: run, draw, describe."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
 from policies.errors import CapabilityError
 
-FRAMES = 24  # of a film strip, before it is thinned out
+FRAMES = 24  # frames of a film strip before thinning
 
 
 @dataclass
 class ReportRollouts:
-    """Plays the policies of runs as the runs evaluate theirs: steps, noise, warm starts.
+    """Runs policies with the runs' own evaluation settings: steps, noise, warm starts.
 
-    A policy that several runs started from is played once on each task and in each way.
+    An initial policy shared by several runs is evaluated once per task and settings.
 
     Attributes:
-        episodes: Episodes of each policy, for a task that draws all of them into one figure.
+        episodes: Episodes per policy, for a task that draws them in one figure.
         first_seed: Seed of the first one.
         num_workers: Rollout processes; 0: this process.
     """
@@ -40,17 +40,17 @@ class ReportRollouts:
     _played: dict[tuple[Path, str, str], tuple[EpisodeRow, ...]] = field(default_factory=dict)
 
     def play(self, directory: RunDirectory) -> tuple[Any, dict[str, tuple[EpisodeRow, ...]]]:
-        """Play the last policy of a run and the one that it started from; returns task, and rows by title.
+        """Evaluate the last policy of a run and its initial policy; return task, and rows by title.
 
         Raises:
             CheckpointError: If there is no policy.
-            ConfigError: If the policy does not say which task it was made for, or the run evaluates in a way
-                that is not known any more.
-            MissingExtraError: If the simulator of the task is not installed.
+            ConfigError: If the policy's task is unknown, or the run's evaluation settings are no longer
+                supported.
+            MissingExtraError: If the task's simulator is not installed.
         """
         found = locate(directory.path, "run")
         env, protocol = task_of(found), directory.section("evaluation")
-        episodes = self.episodes if hasattr(env, "figure") else 1  # which is enough for a film strip
+        episodes = self.episodes if hasattr(env, "figure") else 1  # enough for a film strip
         settings = replace(
             restore(EvaluationSettings, protocol), episodes=episodes, first_seed=self.first_seed
         )
@@ -59,7 +59,7 @@ class ReportRollouts:
         return env, {title: self._rows(one, env, settings) for title, one in {**before, after: found}.items()}
 
     def _rows(self, found: Located, env: Any, settings: EvaluationSettings) -> tuple[EpisodeRow, ...]:
-        """Play episodes and keep what happened in them."""
+        """Run episodes and return their rows."""
         key = (found.path.resolve(), repr(env), repr(settings))
         if key not in self._played:
             with Counting(f"playing {found.label}", settings.episodes) as counting:
@@ -75,7 +75,7 @@ class ReportRollouts:
 
 
 def policy_before(directory: RunDirectory) -> dict[str, Located]:
-    """Return the policy that a fine-tuning run started from, as `before`, if it is still there."""
+    """Return the initial policy of a fine-tuning run as `before`, if it still exists."""
     init = directory.config.get("init")
     if not init or not Path(init).exists():
         return {}
@@ -83,11 +83,11 @@ def policy_before(directory: RunDirectory) -> dict[str, Located]:
 
 
 def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tuple[bytes, str]:
-    """Return a trajectory plot where the task has one, else a film strip of one episode, and its caption.
+    """Return a trajectory plot if the task supports it, else a film strip of one episode, and its caption.
 
     Raises:
-        CapabilityError: If the task draws nothing.
-        MissingExtraError: If a film strip is needed and there is no GL stack.
+        CapabilityError: If the task cannot be drawn.
+        MissingExtraError: If a film strip is needed and no GL library is available.
     """
     if hasattr(env, "figure"):
         panels = {
@@ -106,7 +106,7 @@ def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tupl
 
 
 def describe_ways(env: Any, rows: Sequence[EpisodeRow]) -> str:
-    """Count the ways to succeed that were used, for a task that names them; empty otherwise."""
+    """Count the solution modes used, for tasks that name them; empty otherwise."""
     if not hasattr(env, "mode_names"):
         return ""
     names = env.mode_names()
@@ -119,6 +119,6 @@ def describe_ways(env: Any, rows: Sequence[EpisodeRow]) -> str:
 
 
 def describe_episode(row: EpisodeRow, task: str) -> str:
-    """Say in one line how an episode went."""
+    """Describe an episode in one line."""
     end = "success" if row.success else "terminated" if row.terminated else "time limit"
     return f"{task}, episode of seed {row.seed}: {row.length} steps, return {row.return_:.1f}, {end}."

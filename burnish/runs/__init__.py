@@ -1,1 +1,1 @@
-"""From a resolved configuration to a run: locating policies, building, launching."""
+"""From a resolved configuration to a run: locate policies, build, launch."""

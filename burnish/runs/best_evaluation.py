@@ -1,7 +1,7 @@
-"""The last evaluation of a run and the best one on the way, side by side.
+"""The last and the best evaluation during training.
 
-The last one is the result. The best one is chosen by the episodes that judge it and needs the simulator while
-training, so it flatters; their distance measures how steady the run was.
+The last evaluation is the result. The best one is selected on its own evaluation episodes and needs the
+simulator during training, so it is biased upwards; the difference measures the stability of training.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from envs.spec import judged_by
 
 @dataclass(frozen=True)
 class Judged:
-    """A checkpoint and what an evaluation while training found."""
+    """A checkpoint and its evaluation during training."""
 
     step: int
     summary: dict[str, Any]
-    quantity: str  # what the task is judged by
+    quantity: str  # main quantity of the task
 
     @property
     def value(self) -> float:
@@ -30,14 +30,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """Both, and among how many evaluations the best was chosen."""
+    """Last and best evaluation, and the number of evaluations."""
 
     last: Judged
     best: Judged
     count: int
 
     def __str__(self) -> str:
-        """Say both in one line."""
+        """Format both in one line."""
         unit, scale = (" %", 100.0) if self.last.quantity == "success" else ("", 1.0)
         last, best = (f"{scale * one.value:.4g}{unit} at step {one.step}" for one in (self.last, self.best))
         episodes = self.last.summary["episodes"]
@@ -45,9 +45,9 @@ class BestEvaluation:
 
 
 def best_evaluation(directory: RunDirectory) -> BestEvaluation | None:
-    """Return both of a run, by success where the task has it, else by return; None without evaluations.
+    """Return both evaluations of a run, by success if defined, else by return; None without any.
 
-    Evaluations count that were made while training, by the protocol of the last one.
+    Counted are evaluations during training with the protocol of the last one.
     """
     found = [_judged(one) for one in directory.evals() if one.is_of_training]
     if not found:

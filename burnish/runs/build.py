@@ -1,4 +1,4 @@
-"""Second stage of a training: load what a resolved run names, build its algorithm, make its directory."""
+"""Second stage of training: load policies, build the algorithm, create the run directory."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Built:
-    """The algorithm of every run, and what advances all of them."""
+    """The algorithms of all runs, and the function that advances them."""
 
     algorithms: Sequence[Algorithm]
     advance: Callable[[], Sequence[Metrics]]
 
     def close(self) -> None:
-        """End what the algorithms started."""
+        """Close the algorithms."""
         for algorithm in self.algorithms:
             algorithm.close()
 
 
 def build(run: ResolvedRun) -> Built:
-    """Build the algorithms, and try the evaluation that is made while training.
+    """Build the algorithms, and check that evaluation during training is possible.
 
     Raises:
-        ConfigError: If the parts do not fit each other, or the evaluation cannot be made.
-        CapabilityError: If the policy lacks what the algorithm or the evaluation needs.
-        MissingExtraError: If nothing can be drawn here.
+        ConfigError: If the parts do not fit each other, or the evaluation is impossible.
+        CapabilityError: If the policy lacks a capability that algorithm or evaluation requires.
+        MissingExtraError: If rendering is required and unavailable.
     """
     config, setup = run.config, prepare(run)
     if len(run.configs) == 1:
         algorithm = config.algo.build(setup)
         built = Built([algorithm], lambda: [algorithm.advance()])
     else:
-        from algos.offline.batched_seeds import SeedBatch, build_seeds  # a single run has no use for it
+        from algos.offline.batched_seeds import SeedBatch, build_seeds  # not needed for a single run
 
         algorithms = build_seeds(config.algo, setup, [one.seed for one in run.configs])
         built = Built([*algorithms], SeedBatch(algorithms).advance)
@@ -68,7 +68,7 @@ def build(run: ResolvedRun) -> Built:
 
 
 def prepare(run: ResolvedRun) -> Setup:
-    """Load the policies of a run; its dataset is read when the algorithm first asks for it."""
+    """Load the policies of a run; the dataset is read at its first use."""
     config = run.config
     init = None if run.init is None else run.init.load()
     if init is not None:
@@ -87,14 +87,14 @@ def prepare(run: ResolvedRun) -> Setup:
 
 
 def _dataset(config: TrainConfig) -> EpisodeDataset:
-    """Read the dataset as the task shows such data."""
+    """Read the dataset in the task's format."""
     assert config.dataset is not None
     dataset = read_dataset(config.dataset, **config.reader)
     return dataset if config.env is None else as_shown(config.env, dataset)
 
 
 def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:
-    """Warn of settings of a new policy that differ from those of the policy of `init`."""
+    """Warn of settings of a new policy that differ from those of `init`."""
     wanted, default = config.policy_config(), complete(PolicyConfig())
     unused = [
         f.name
@@ -110,11 +110,11 @@ def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:
 
 @contextmanager
 def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Iterator[None]:
-    """Make or open the run directories; new ones are removed if the work ends before they hold anything.
+    """Create or open the run directories; new ones are removed if still bare at the end.
 
     Args:
-        run: What they are for.
-        directories: An empty list, to which they are added.
+        run: The resolved run.
+        directories: An empty list, extended by the directories.
     """
     place = run.folder
     directories += run.continued

@@ -1,7 +1,7 @@
-"""`burnish eval compose=[a,b]`: find weights for a composition, then compare it with every member.
+"""`burnish eval compose=[a,b]`: find weights of a composition and compare it with its members.
 
 <out>/policy/            the composition, a policy directory
-<out>/eval/*.json        its episodes and those of every member, on seeds that no search has played
+<out>/eval/*.json        episodes of the composition and every member, on seeds that the search did not use
 <out>/composition.json   weights, search, estimate, comparisons
 <out>/composition.md     the same as tables
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from burnish.config.evaluate import EvalConfig
 
 ESTIMATE = "estimate"
-"""Instead of weights: take those that the demonstrations suggest."""
+"""Value of `weights`: estimate them from demonstrations."""
 PAGE, FACTS, POLICY = "composition.md", "composition.json", "policy"
 
 
@@ -62,16 +62,16 @@ class Section:
 
 @dataclass(frozen=True)
 class CompositionResult:
-    """What was found.
+    """Result of a composition.
 
     Attributes:
-        policy: The composition with the weights that were given or found.
-        search: Rollouts that found them; None: they were given or estimated.
-        estimate: What the demonstrations suggest, all levels together first; empty without them.
+        policy: The composition with the given or found weights.
+        search: Rollouts of the search; None: given or estimated weights.
+        estimate: Estimate from demonstrations, all levels together first; empty without demonstrations.
         evaluation: The composition on fresh episodes.
         members: Its members on the same episodes, by name.
         comparisons: Composition - member.
-        path: Folder of everything that was written.
+        path: Output folder.
     """
 
     policy: ComposedPolicy
@@ -93,10 +93,10 @@ class CompositionResult:
 
 
 def compose_and_compare(config: EvalConfig) -> CompositionResult:
-    """Compose the policies of `config.compose`, find weights, play fresh episodes and write the results.
+    """Compose the policies of `config.compose`, find weights, evaluate on fresh episodes, write results.
 
     Raises:
-        ConfigError: If the configuration does not make sense.
+        ConfigError: If the configuration is inconsistent.
     """
     found = _members(config)
     if config.out is not None:
@@ -122,10 +122,10 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
 
 
 def _members(config: EvalConfig) -> dict[str, Located]:
-    """Find the members, each under a name of its own.
+    """Locate the members, each under a distinct name.
 
     Raises:
-        ConfigError: If there are fewer than two, or keys are given that have no place beside them.
+        ConfigError: If there are fewer than two, or given keys conflict with `compose`.
     """
     paths = config.compose
     if not isinstance(paths, list) or len(paths) < 2:
@@ -155,10 +155,10 @@ def _members(config: EvalConfig) -> dict[str, Located]:
 
 
 def _require_used(config: EvalConfig) -> None:
-    """Refuse settings that the way to the weights, or the operator, has no use for.
+    """Refuse settings that the weight selection or the operator does not use.
 
     Raises:
-        ConfigError: Names the first.
+        ConfigError: Names the first one.
     """
     default = type(config)()
     unused = {
@@ -178,7 +178,7 @@ def _check_out(target: Path) -> None:
 
 
 def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
-    """Compose the members with the given weights, or with some to begin with."""
+    """Compose the members with the given or initial weights."""
     weights = config.weights
     if weights is None or weights == ESTIMATE:
         weights = config.search.weights(len(members), config.operator)[0]
@@ -199,7 +199,7 @@ def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[Weig
 
 
 def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:
-    """Search the weights by rollouts, under the protocol of the evaluation."""
+    """Search the weights by rollouts, with the evaluation protocol."""
     settings, kept = config.search, len(config.search.weights(len(policy.fields), config.operator))
     rounds = (kept, *(min(kept, n) for n in settings.keep))
     total = sum(n * episodes for n, episodes in zip(rounds, settings.episodes, strict=True))
@@ -231,7 +231,7 @@ def _episodes(policy: Policy, env: Any, config: EvalConfig, on_progress: Any) ->
 
 
 def _searched(names: Sequence[str], search: Search) -> Section:
-    """Tabulate the rounds of a search: every trial with its interval, and how far it is behind the best."""
+    """Tabulate the rounds of a search: every trial with its interval and its distance to the best."""
     rows = []
     for trial in search.trials:
         behind = ""
@@ -251,7 +251,7 @@ def _searched(names: Sequence[str], search: Search) -> Section:
 
 
 def _estimated(names: Sequence[str], estimate: Sequence[WeightEstimate]) -> Section:
-    """Tabulate estimated weights, all levels together and level by level."""
+    """Tabulate estimated weights, all levels together and per level."""
     rows = [
         (
             "all" if one.t is None else f"{one.t:.2f}",
@@ -268,7 +268,7 @@ def _estimated(names: Sequence[str], estimate: Sequence[WeightEstimate]) -> Sect
 
 
 def _measured(result: CompositionResult) -> Section:
-    """Tabulate the fresh episodes of the composition and of its members."""
+    """Tabulate the fresh episodes of the composition and its members."""
     rows: list[tuple[str, ...]] = [("composition", "", *_headline(result.evaluation), "", "")]
     for name, weight in zip(result.members, result.policy.composition.weights, strict=True):
         comparison = result.comparisons[name]
@@ -281,7 +281,7 @@ def _measured(result: CompositionResult) -> Section:
 
 
 def _headline(evaluation: Evaluation) -> tuple[str, str]:
-    """Return mean and interval of what the task is judged by."""
+    """Return mean and interval of the task's main quantity."""
     return format_interval(evaluation.quantity, evaluation.summary()[evaluation.quantity])
 
 
@@ -298,7 +298,7 @@ def _numbers(weights: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Located], env: Any) -> None:
-    """Write policy, episodes, facts and page."""
+    """Write policy, episodes, results and page."""
     target, composition = result.path, asdict(result.policy.composition)
     (target / "eval").mkdir(parents=True, exist_ok=True)
     write_text(target / "eval" / "composition.json", result.evaluation.to_json() + "\n")
@@ -324,7 +324,7 @@ def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Locat
 
 
 def _origin(config: EvalConfig) -> str:
-    """Say where the weights come from."""
+    """Return a description of the source of the weights."""
     if config.weights is None:
         return "searched by rollouts"
     return "estimated from demonstrations" if config.weights == ESTIMATE else "given"

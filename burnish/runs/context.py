@@ -1,4 +1,4 @@
-"""What a command knows beyond its configuration."""
+"""Context of a command beside its configuration."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from policies.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunContext:
-    """Where a command may write by default, and what was typed.
+    """Default output directory and typed overrides of a command.
 
     Attributes:
-        directory: Where.
-        overrides: What was typed.
-        is_proposed: Nobody chose the directory: where it is taken, one with a number behind its name will do.
+        directory: Default output directory.
+        overrides: Typed overrides.
+        is_proposed: The directory was generated; if it exists, a number is appended.
     """
 
     directory: Path
@@ -25,7 +25,7 @@ class RunContext:
 
 
 def goes_on_in_place(run: str | Path, got: str) -> ConfigError:
-    """Return the error of a continuation that was given another directory than its run's own."""
+    """Return the error for a directory given together with `resume`."""
     key = got.partition("=")[0]
     return ConfigError(
         f"resume={run} goes on in that run's own directory; got {got}. Leave {key} out; for a new run from "

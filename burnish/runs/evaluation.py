@@ -1,4 +1,4 @@
-"""Evaluate a policy in a task, and summarise the result."""
+"""Evaluation of a policy in a task, and its summary."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from policies.policy import Policy
 def evaluate_with(
     policy: Policy, env: Any, settings: EvaluationSettings, num_workers: int, **options: Any
 ) -> Evaluation:
-    """Evaluate by a protocol; options go to `envs.evaluation.evaluate`."""
+    """Evaluate with a protocol; options are those of `envs.evaluation.evaluate`."""
     protocol = {f.name: getattr(settings, f.name) for f in fields(EvaluationSettings)}
     return run_episodes(policy, env, num_workers=num_workers, **protocol, **options)
 
 
 def headline(evaluation: Evaluation) -> dict[str, float]:
-    """Return the means of an evaluation by name, where defined, and how bad its worst episodes are."""
+    """Return the defined means of an evaluation by name, with VaR and CVaR of the return."""
     summary = evaluation.summary()
     names = ("success", "return", "length", "d4rl_score", "return_var", "return_cvar")
     return {name: float(summary[name]["value"]) for name in names if name in summary}

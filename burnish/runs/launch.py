@@ -1,4 +1,4 @@
-"""Third stage of a training: run the trainer, evaluate on the way, and report."""
+"""Third stage of training: run the trainer, evaluate in between, report."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run leaves behind."""
+    """Result of a training run."""
 
     directory: RunDirectory
     last_evaluation: dict[str, float]  # empty without rollouts
-    quantity: str  # of it: what the task is judged by; empty without a task
+    quantity: str  # main quantity of the task; empty without a task
 
 
 def train(config: TrainConfig, context: RunContext) -> TrainResult:
-    """Resolve, build and run a training, or continue one.
+    """Resolve, build and run a training, or resume one.
 
     Raises:
-        ConfigError: If something is refused; among others several seeds, see `train_seeds`.
+        ConfigError: If the configuration is refused, e.g. for several seeds; see `train_seeds`.
     """
     (result,) = launch(resolve(config, context))
     return result
 
 
 def train_seeds(config: TrainConfig, context: RunContext) -> list[TrainResult]:
-    """Train runs of several seeds at once, or continue those in the folder that `config.resume` names.
+    """Train several seeds at once, or resume those in the folder `config.resume`.
 
     Raises:
         ConfigError: See `resolve_seeds`.
@@ -59,7 +59,7 @@ def train_seeds(config: TrainConfig, context: RunContext) -> list[TrainResult]:
 
 
 def launch(run: ResolvedRun) -> list[TrainResult]:
-    """Build and train a resolved run, or continue it; returns a result per seed, in the order asked for."""
+    """Build and train a resolved run, or resume it; return a result per seed, in the requested order."""
     built, first = build(run), run.config
     directories: list[RunDirectory] = []
     found: list[dict[str, float]] = [{} for _ in run.configs]
@@ -91,9 +91,9 @@ def launch(run: ResolvedRun) -> list[TrainResult]:
 
 
 def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:
-    """Return the facts that travel with the policy of one of the runs.
+    """Return the provenance stored with the policy of one run.
 
-    Those of seeds that were trained together name all of them: alone, numbers are the same to rounding only.
+    Seeds trained together are listed: training a seed alone gives equal results up to rounding only.
     """
     facts: dict[str, Any] = {
         "algo": registry.name_of("algo", config.algo),
@@ -111,7 +111,7 @@ def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:
 
 
 def report_lines(results: Sequence[TrainResult]) -> Table:
-    """Return what is printed of one run, or of several."""
+    """Return the printed table of one or several runs."""
     if len(results) == 1:
         (one,) = results
         rows: list[tuple[str, object]] = [
@@ -131,20 +131,20 @@ def report_lines(results: Sequence[TrainResult]) -> Table:
 
 
 def main_number(results: Sequence[TrainResult]) -> float | None:
-    """Return the mean over runs of what their task is judged by; None without rollouts."""
+    """Return the mean over runs of their task's main quantity; None without rollouts."""
     judged = [one.last_evaluation.get(one.quantity) for one in results]
     known = [value for value in judged if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def _place_of(directories: Sequence[RunDirectory]) -> Path:
-    """Return the run, or the folder of several."""
+    """Return the run directory, or the folder of several runs."""
     return directories[0].path if len(directories) == 1 else directories[0].path.parent
 
 
 @contextmanager
 def _resume_advised(directories: Sequence[RunDirectory]) -> Iterator[None]:
-    """Name the command that continues what is stopped."""
+    """Log the resume command when the run is stopped."""
     try:
         yield
     except (Interrupted, KeyboardInterrupt):
@@ -160,7 +160,7 @@ def _resume_advised(directories: Sequence[RunDirectory]) -> Iterator[None]:
 def _evaluator(
     config: TrainConfig, directory: RunDirectory, last: dict[str, float]
 ) -> Callable[[Policy, int], Mapping[str, float]] | None:
-    """Return the rollouts that the trainer makes now and then; None without an environment."""
+    """Return the evaluator of the trainer; None without an environment."""
     if config.env is None or config.evaluation.episodes == 0:
         return None
 

@@ -1,4 +1,4 @@
-"""Locates policies: a policy directory, a checkpoint, a run (its last checkpoint), an export."""
+"""Locates policies: a policy directory, a checkpoint, a run (last checkpoint), an export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SEED_FOLDER = re.compile(r"seed-(\d+)")
 
 @dataclass(frozen=True)
 class Located:
-    """A policy directory and, where it lies in one, its run and step."""
+    """A policy directory with its run and step, if inside a run."""
 
     path: Path
     run: Path | None = None
@@ -52,23 +52,23 @@ class Located:
 
 @dataclass(frozen=True)
 class LocatedExport(Located):
-    """A folder that `burnish export` wrote."""
+    """A folder written by `burnish export`."""
 
     def load(self) -> Any:
-        """Open the exported policy."""
+        """Load the exported policy."""
         return ExportedPolicy(self.path)
 
     def provenance(self) -> Mapping[str, Any]:
-        """Facts stored with the policy that was exported."""
+        """Facts stored with the exported policy."""
         return read_signature(self.path).provenance
 
 
 def load_policy(policy: str | os.PathLike[str]) -> Policy:
-    """Load a policy; needs no dataset and no simulator, and runs no code from its directory.
+    """Load a policy without dataset or simulator, and without executing code from its directory.
 
     Args:
-        policy: A run (its last checkpoint), a checkpoint, or a policy directory; `hub://org/name` for one on
-            the Hugging Face hub.
+        policy: A run (last checkpoint), a checkpoint, or a policy directory; `hub://org/name` for the Hugging
+            Face hub.
 
     Raises:
         CheckpointError: If there is no policy, a file is damaged, or weights and configuration disagree.
@@ -77,10 +77,10 @@ def load_policy(policy: str | os.PathLike[str]) -> Policy:
 
 
 def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
-    """Refuse a place where no file can be written, before any work is done for it.
+    """Refuse a path where no file can be written, before any work.
 
     Raises:
-        ConfigError: If it is a folder, or lies below a file.
+        ConfigError: If it is a folder, or below a file.
     """
     target = Path(path)
     if target.is_dir():
@@ -89,15 +89,15 @@ def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
 
 
 def place_now(name: str) -> Path:
-    """Return runs/<date>/<time>-<name>, which may be taken (`algos.training.run_directory.new_folder`)."""
+    """Return runs/<date>/<time>-<name>, which may exist (`algos.training.run_directory.new_folder`)."""
     return Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
 
 
 def check_folder_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
-    """Refuse a place where no folder can be made, before any work is done for it.
+    """Refuse a path where no folder can be created, before any work.
 
     Raises:
-        ConfigError: If it is a file, or lies below one.
+        ConfigError: If it is a file, or below one.
     """
     target = Path(path)
     if target.exists() and not target.is_dir():
@@ -112,20 +112,20 @@ def _check_parents(target: Path, key: str) -> None:
 
 
 def locate_actor(path: str | os.PathLike[str], key: str = "policy") -> Located:
-    """Find what can be evaluated: a policy, or an exported folder; see `locate` and `LocatedExport`."""
+    """Locate a policy or an exported folder for evaluation; see `locate` and `LocatedExport`."""
     return LocatedExport(Path(path)) if is_exported(Path(path)) else locate(path, key)
 
 
 def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
-    """Find the policy directory behind a path.
+    """Locate the policy directory of a path.
 
     Args:
         path: A policy directory, a checkpoint directory, or a run directory; or `hub://org/name[@revision]`,
-            which is fetched.
-        key: Configuration key to name in errors.
+            which is downloaded.
+        key: Configuration key for errors.
 
     Raises:
-        CheckpointError: If there is no policy; names what was found instead.
+        CheckpointError: If there is no policy; names the content found.
     """
     if is_on_hub(path):
         return Located(fetch(str(path)))
@@ -154,18 +154,18 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
 
 
 def folder_of(place: Path, seed: int) -> Path:
-    """Return where the run of a seed is, among several in a folder."""
+    """Return the run directory of a seed in a folder of several."""
     return place / f"seed-{seed}"
 
 
 def name_of_run(path: Path) -> str:
-    """Return what a run is called: its folder's name, for one of several seeds after that of their folder."""
+    """Return the name of a run: its folder's; for one of several seeds, with the parent folder's in front."""
     real = path.resolve()
     return f"{real.parent.name}-{real.name}" if _SEED_FOLDER.fullmatch(real.name) else real.name
 
 
 def seed_folders(place: str | Path | None) -> list[Path]:
-    """Return the runs of seeds in a folder by their seeds; none if it is a run itself, or there are none."""
+    """Return the run folders in a folder by seed; empty for a single run."""
     if place is None or not Path(place).is_dir() or (Path(place) / RUN_CONFIG).is_file():
         return []
     found = [(_SEED_FOLDER.fullmatch(item.name), item) for item in Path(place).iterdir()]
@@ -174,7 +174,7 @@ def seed_folders(place: str | Path | None) -> list[Path]:
 
 
 def _perhaps_on_hub(given: Path) -> str:
-    """Say how a policy of the hub is written, where the path looks like the name of one."""
+    """Return a hint about `hub://` if the path resembles a hub name."""
     looks_so = len(given.parts) == 2 and not given.is_absolute() and not given.parent.exists()
     return f" One on the hub is written {PREFIX}{given.as_posix()}." if looks_so else ""
 

@@ -1,7 +1,7 @@
-"""First stage of a training: from what was typed to one immutable description of the run.
+"""First stage of training: from overrides to one immutable description of the run.
 
-Paths lead from the root, policies are located, and everything that can be refused without loading a policy
-or a dataset is refused here. The next stages are `burnish.runs.build` and `burnish.runs.launch`.
+Paths become absolute, policies are located, and every check that needs no policy or dataset runs here. The
+next stages are `burnish.runs.build` and `burnish.runs.launch`.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run, or several that differ in their seeds, about which everything is decided.
+    """A resolved run, or several that differ in their seeds only.
 
     Attributes:
-        configs: What each does, by seed; paths lead from the root, policies are single checkpoints.
-        overrides: What was typed of each; of a run that is continued, what changes it.
-        folder: Of the run, or of the folders of several.
-        device: Where gradients are computed.
-        init: The policy to start from.
-        teacher: The policy to learn from.
-        is_proposed: The folder may get a number where it is taken.
-        has_folders: Each run is in a folder `seed-<n>` of `folder`.
-        order: The seeds in the order in which results are wanted; empty: that of the runs.
-        continued: The directories of runs that are continued; empty: they are new.
+        configs: Configurations by seed; paths are absolute, policies are single checkpoints.
+        overrides: Overrides of each run; for a resumed run, its changes.
+        folder: Run directory, or folder of several runs.
+        device: Device of gradients.
+        init: Policy to start from.
+        teacher: Policy to distil from.
+        is_proposed: A number may be appended to the folder's name.
+        has_folders: Each run has a folder `seed-<n>` in `folder`.
+        order: Seeds in the requested order of results; empty: order of the runs.
+        continued: Directories of resumed runs; empty for new runs.
     """
 
     configs: tuple[TrainConfig, ...]
@@ -71,21 +71,21 @@ class ResolvedRun:
 
     @property
     def config(self) -> TrainConfig:
-        """The configuration, of several runs that of the first."""
+        """The configuration; for several runs that of the first."""
         return self.configs[0]
 
 
 def has_seeds(config: TrainConfig) -> bool:
-    """Whether several runs are started or continued."""
+    """Return whether several runs are started or resumed."""
     return config.seeds is not None or bool(seed_folders(config.resume))
 
 
 def resolve(config: TrainConfig, context: RunContext) -> ResolvedRun:
-    """Resolve one run, new or continued.
+    """Resolve one run, new or resumed.
 
     Raises:
-        ConfigError: Among others, if there are several seeds; see `resolve_seeds`.
-        CheckpointError: If a policy or the run to continue is not there.
+        ConfigError: E.g. for several seeds; see `resolve_seeds`.
+        CheckpointError: If a policy or the run to resume is missing.
     """
     if has_seeds(config):
         what = f"resume={config.resume}" if config.seeds is None else f"seeds={config.seeds}"
@@ -107,17 +107,17 @@ def resolve(config: TrainConfig, context: RunContext) -> ResolvedRun:
 
 
 def resolve_seeds(config: TrainConfig, context: RunContext) -> ResolvedRun:
-    """Resolve runs of several seeds that are trained at once; each is like a run that is alone.
+    """Resolve runs of several seeds trained at once; each equals a single run.
 
     Raises:
-        ConfigError: Among others, if the algorithm trains one seed at a time, there is a policy to start
-            from, or runs that are continued differ in more than their seeds.
-        CheckpointError: If one of the runs to continue is missing.
+        ConfigError: E.g. if the algorithm trains one seed at a time, `init` is set, or resumed runs differ in
+            more than their seeds.
+        CheckpointError: If a run to resume is missing.
     """
     if config.resume is not None:
         return _continued(_runs_below(config), context, has_folders=True)
     require_distinct(config.seeds or [])
-    seeds = sorted(config.seeds or [])  # as they are continued: places in a stack matter to the last bit
+    seeds = sorted(config.seeds or [])  # as when resumed: the order in a stack affects the last bits
     if "seed" in context.overrides.keys:
         raise ConfigError(f"seed would have no effect beside seeds={seeds}. Leave one of them out.")
     _refuse_unused_policy(config, context.overrides)
@@ -140,7 +140,7 @@ def resolve_seeds(config: TrainConfig, context: RunContext) -> ResolvedRun:
 
 
 def with_resumed_parts(overrides: Overrides) -> Overrides:
-    """Put the parts of the run that is resumed in front, so that their keys are known while composing."""
+    """Prepend the parts of the resumed run, so that their keys are known while composing."""
     given = overrides.value("resume")
     if given in (None, ""):
         return overrides
@@ -153,10 +153,10 @@ def with_resumed_parts(overrides: Overrides) -> Overrides:
 
 
 def parts_of(directory: RunDirectory) -> Overrides:
-    """Return the choices of a run, e.g. `algo=dppo` and `env=avoid`.
+    """Return the group options of a run, e.g. `algo=dppo` and `env=avoid`.
 
     Raises:
-        ConfigError: If one is no part that is known here.
+        ConfigError: If a part is unknown.
     """
     names = {group: directory.section(group).get("name") for group in GROUPS if directory.section(group)}
     for group, name in names.items():
@@ -167,7 +167,7 @@ def parts_of(directory: RunDirectory) -> Overrides:
 def _continued(
     runs: Sequence[RunDirectory], context: RunContext, *, has_folders: bool = False
 ) -> ResolvedRun:
-    """Resolve runs that go on, with what was typed."""
+    """Resolve resumed runs with their overrides."""
     configs, typed, places = [], [], []
     for run in runs:
         known = parts_of(run).texts
@@ -201,10 +201,10 @@ def _require_together(configs: Sequence[TrainConfig]) -> None:
 
 
 def _runs_below(config: TrainConfig) -> list[RunDirectory]:
-    """Return the runs of the seeds that are continued.
+    """Return the resumed runs by seed.
 
     Raises:
-        ConfigError: If other seeds are asked for, or there are none.
+        ConfigError: If other seeds are requested, or there are none.
         CheckpointError: If one is missing.
     """
     folders = seed_folders(config.resume)
@@ -224,10 +224,10 @@ def _runs_below(config: TrainConfig) -> list[RunDirectory]:
 
 
 def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
-    """Name the override that continues a run whose policy to start or learn from is elsewhere now.
+    """Check that the run's `init` and teacher exist; errors name the override to relocate them.
 
     Raises:
-        CheckpointError: If there is none where the run found it.
+        CheckpointError: If one is missing.
     """
     for key, path in (("init", config.init), ("algo.teacher", getattr(config.algo, "teacher", None))):
         if path is None or is_on_hub(path):
@@ -241,9 +241,9 @@ def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
 
 
 def _with_lasting_paths(config: TrainConfig) -> tuple[TrainConfig, Located | None, Located | None]:
-    """Return the configuration with paths from the root, and the policies that it names.
+    """Return the configuration with absolute paths, and its policies.
 
-    A policy is named as one checkpoint, for the last one of a run moves.
+    Policies are fixed to one checkpoint, as a run's last checkpoint changes.
     """
     dataset = None if config.dataset is None else str(find_dataset(config.dataset).absolute())
     init = None if config.init is None else locate(config.init, "init")
@@ -262,10 +262,10 @@ def _with_lasting_paths(config: TrainConfig) -> tuple[TrainConfig, Located | Non
 
 
 def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
-    """Refuse values that do not go together, warn of those without effect; returns the device.
+    """Refuse inconsistent values, warn of those without effect; return the device.
 
     Raises:
-        ConfigError: If there are any to refuse.
+        ConfigError: If values are inconsistent.
     """
     if config.algo is None:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.names('algo'))}.")
@@ -290,10 +290,10 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
 
 
 def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
-    """Refuse what was typed of a new policy where the one of `init` is taken, or the algorithm makes it.
+    """Refuse overrides of a new policy if `init` is set or the algorithm builds its policy.
 
     Raises:
-        ConfigError: If anything was.
+        ConfigError: If there are any.
     """
     keys = [key for key in typed.keys if key.partition(".")[0] in (*PART_GROUPS, "policy")]
     if keys and config.init is not None:
@@ -310,7 +310,7 @@ def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
 
 
 def _warn_of_unused_evaluation(config: TrainConfig, typed: Overrides) -> None:
-    """Warn of what was typed about evaluations where there is no task to evaluate in."""
+    """Warn of evaluation overrides without a task."""
     if config.env is not None or config.evaluation.episodes == 0:
         return
     if unused := [key for key in typed.keys if key.startswith(("evaluation.", "trainer.eval_"))]:

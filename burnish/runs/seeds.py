@@ -1,4 +1,4 @@
-"""Runs of several seeds that are trained at once: where they are, and what they must have in common."""
+"""Runs of several seeds trained at once: folders and required common settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_EACH = ("seed", "name", "progress", "num_workers")
 
 
 def require_distinct(seeds: Sequence[int]) -> None:
-    """Refuse seeds that are none, no numbers, the same, or out of range.
+    """Refuse seeds that are empty, not integers, duplicates, or out of range.
 
     Raises:
         ConfigError: If they are.
@@ -38,10 +38,10 @@ def require_distinct(seeds: Sequence[int]) -> None:
 
 
 def require_room(place: Path, seeds: Sequence[int]) -> None:
-    """Refuse a folder that holds runs already, or in which those of seeds cannot be made.
+    """Refuse a folder that holds runs, or where runs cannot be created.
 
     Raises:
-        ConfigError: If it is one.
+        ConfigError: If it does.
     """
     for folder in (place, *(folder_of(place, seed) for seed in seeds)):
         check_folder_to_write(folder, "hydra.run.dir")
@@ -53,23 +53,23 @@ def require_room(place: Path, seeds: Sequence[int]) -> None:
 
 
 def note_seeds(place: Path, seeds: Sequence[int]) -> None:
-    """Write down which seeds a folder is for."""
+    """Write the seeds of a folder."""
     place.mkdir(parents=True, exist_ok=True)
     write_text(place / _NOTE, "".join(f"{seed}\n" for seed in seeds))
 
 
 def forget_seeds(place: Path) -> None:
-    """Take away what `note_seeds` wrote, and the folder if nothing else is in it."""
+    """Remove the file of `note_seeds`, and the folder if empty."""
     (place / _NOTE).unlink(missing_ok=True)
     if place.is_dir() and not any(place.iterdir()):
         place.rmdir()
 
 
 def require_complete(place: str | Path, key: str = "resume") -> None:
-    """Refuse a folder that lacks the run of a seed that it was made for.
+    """Refuse a folder without the run of one of its seeds.
 
     Raises:
-        CheckpointError: If it does.
+        CheckpointError: If a run is missing.
     """
     note = Path(place) / _NOTE
     seeds = [int(line) for line in note.read_text().split()] if note.is_file() else []
@@ -82,12 +82,12 @@ def require_complete(place: str | Path, key: str = "resume") -> None:
 
 
 def of_one_seed(config: TrainConfig, typed: Overrides, seed: int) -> tuple[TrainConfig, Overrides]:
-    """Return the configuration of the run of a seed, and its overrides: those of a run that is alone."""
+    """Return configuration and overrides of the run of one seed, as for a single run."""
     return replace(config, seed=seed, seeds=None), typed.but("seeds") + Overrides.parse([f"seed={seed}"])
 
 
 def require_alike(configs: Sequence[TrainConfig]) -> None:
-    """Refuse runs that differ in more than their seeds and what they show.
+    """Refuse runs that differ in more than their seeds and display settings.
 
     Raises:
         ConfigError: If they do.
@@ -103,18 +103,18 @@ def require_alike(configs: Sequence[TrainConfig]) -> None:
 
 
 def _settings_of(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that runs must have in common, by key."""
+    """Return the settings that must be equal between runs, by key."""
     found = settings_of("", describe(config))
     return {key.removeprefix("."): value for key, value in found.items() if key[1:] not in _OF_EACH}
 
 
 def require_together(config: TrainConfig) -> None:
-    """Refuse algorithms that train one seed at a time; log where it gains nothing.
+    """Refuse algorithms that train one seed at a time; log if batching has no benefit.
 
     Raises:
-        ConfigError: If this is one, or there is a policy to start from.
+        ConfigError: If the algorithm is one, or `init` is set.
     """
-    from algos.offline.batched_seeds import ONE_BY_ONE  # a single run has no use for these modules
+    from algos.offline.batched_seeds import ONE_BY_ONE  # not needed for a single run
     from algos.offline.config import OfflineConfig
 
     name, autocast = registry.name_of("algo", config.algo), getattr(config.algo, "autocast", None)

@@ -1,4 +1,4 @@
-"""The task that a policy was made for."""
+"""Task of a policy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _log = logging.getLogger(__name__)
 
 
 def task_of(found: Located, remedy: str = "") -> Any:
-    """Return the configuration of the task that a policy was made for.
+    """Return the task configuration of a policy.
 
     Args:
         found: The policy.
-        remedy: What the error adds, for commands that take the task themselves.
+        remedy: Appended to the error, for commands with an `env` key.
 
     Raises:
-        ConfigError: If its provenance does not name one.
+        ConfigError: If its provenance names no task.
     """
     description = found.provenance().get("env")
     if not isinstance(description, Mapping):
@@ -34,9 +34,9 @@ def task_of(found: Located, remedy: str = "") -> Any:
 
 
 def description_of(found: Located) -> dict[str, Any] | None:
-    """Return the description of the task that a policy was made for, as protocols have it.
+    """Return the task description of a policy, in the protocols' format.
 
-    None where its provenance names none, or a file of the task is missing.
+    None if its provenance names no task, or a file of the task is missing.
     """
     try:
         return describe_task(task_of(found))
@@ -45,13 +45,13 @@ def description_of(found: Located) -> dict[str, Any] | None:
 
 
 def options_that_differ(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the options of two descriptions of a task that differ; earlier versions may know fewer."""
+    """Return the options that differ between two task descriptions; unknown options are skipped."""
     one, two = own["options"], other["options"]
     return [name for name in one if name in two and one[name] != two[name]]
 
 
 def say_what_differs(found: Located, env: Any) -> None:
-    """Log in which options a task that was asked for differs from the one that a policy was made for."""
+    """Log the options in which the requested task differs from the policy's."""
     own, asked = description_of(found), describe_task(env)
     if own is None or own["name"] != asked["name"]:
         return

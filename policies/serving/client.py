@@ -177,15 +177,19 @@ class Client:
 
     def _connected(self) -> Any:
         if self._socket is None:
-            socket = self._context.socket(self._zmq.DEALER)
+            # Kept before it connects: `close` waits for sockets, also for one whose address is refused.
+            socket = self._socket = self._context.socket(self._zmq.DEALER)
             socket.setsockopt(self._zmq.LINGER, 0)
             socket.setsockopt(self._zmq.IMMEDIATE, 1)  # nothing is kept for a server that is not there
             socket.setsockopt(self._zmq.RECONNECT_IVL, 50)
             if self._keys is not None and self._server_key is not None:
                 socket.curve_publickey, socket.curve_secretkey = self._keys
                 socket.curve_serverkey = self._server_key
-            socket.connect(self.endpoint)
-            self._socket = socket
+            try:
+                socket.connect(self.endpoint)
+            except BaseException:
+                self._drop()
+                raise
         return self._socket
 
     def _drop(self) -> None:

@@ -1,4 +1,4 @@
-"""Samplers: how a denoiser is integrated from noise to an action chunk. The only loops are here.
+"""The denoising loop: integrates a denoiser from noise to an action chunk.
 
 Legend: B batch, K denoising steps, k step in the order of execution, Th horizon, Da action width;
 alpha, sigma signal and noise amplitudes, a prime marks the next step. In the notation of
@@ -7,7 +7,7 @@ alpha, sigma signal and noise amplitudes, a prime marks the next step. In the no
     ddpm   to_x0 x0 + to_eps eps = posterior mean of q(x' | x, x0)                (arXiv 2006.11239, eq. 7)
     ddim   to_x0 = alpha', to_eps = sqrt(sigma'^2 - s^2), s = eta * ddpm's std    (arXiv 2010.02502, eq. 12)
 
-Samplers of other paths are in `policies.samplers.ode`.
+Samplers of other papers are in `policies.samplers.ode`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from policies.samplers.step_table import (
 
 
 class Sampler(Protocol):
-    """A registered sampler: settings that lay themselves out for a process."""
+    """A registered sampler."""
 
     min_std: float
     final_std: float | None
 
     def table(self, process: Any) -> StepTable:
-        """Return the steps for a process."""
+        """Return the step table for a process."""
         ...
 
 
 class Denoised(NamedTuple):
-    """What a loop returns.
+    """Result of the denoising loop.
 
     Shapes:
-        action: (B, Th, Da). Of S recorded steps, chain: (B, S+1, Th, Da) with the inputs of these steps
-        and, last, the action; mean: (B, S, Th, Da) of the transitions between them.
+        action: (B, Th, Da). chain: (B, S+1, Th, Da), inputs of the S recorded steps, then the action.
+        mean: (B, S, Th, Da), means of the recorded transitions.
     """
 
     action: Tensor
@@ -71,14 +71,14 @@ def denoise(
 
     Args:
         bound: The network, bound to a condition and to `table.net_time`.
-        table: What to do at every step.
-        noise: Start state (B, Th, Da) of a deterministic table; else the tape (B, K+1, Th, Da): start
-            state, then one standard-normal draw per step, unscaled and unclipped.
-        hooks: Changes to predictions and states, applied in order; they need `cond`.
-        cond: What the hooks may know.
-        record_from: Record the states and means of the steps from this one on.
-        start: (B, Th, Da), replaces the start state that the noise gives (warm start).
-        first_step: Begin at this step with the start state as its input.
+        table: Coefficients per step.
+        noise: Start state (B, Th, Da) for a deterministic table; else (B, K+1, Th, Da): start state, then
+            one standard-normal draw per step, unscaled and unclipped.
+        hooks: Applied in order; they require `cond`.
+        cond: Condition passed to hooks.
+        record_from: First recorded step.
+        start: (B, Th, Da), replaces the start state from `noise` (warm start).
+        first_step: First executed step, with the start state as input.
 
     Raises:
         ConfigError: If the noise or a step index does not fit the table.
@@ -124,7 +124,7 @@ def _bounded(x: Tensor, limit: float | None) -> Tensor:
 def _prediction(
     table: StepTable, k: int, x: Tensor, bound: BoundField, step: Step | None, hooks: Hooks
 ) -> tuple[Tensor, Tensor]:
-    """Return the (x0, eps) of a step, which the hooks may change."""
+    """Return the (x0, eps) of a step after hooks."""
     x0, eps = split_prediction(table, k, x, bound(k, x))
     if step is not None:
         for hook in hooks:
@@ -137,7 +137,7 @@ def _step(table: StepTable, k: int, cond: Cond) -> Step:
 
 
 def _unroll(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return the start state and, per step, the scaled noise (None where there is none)."""
+    """Return the start state and the scaled noise per step (None for no noise)."""
     scale = table.start_std
     if table.is_deterministic:
         return (noise if scale == 1 else scale * noise), [None] * table.num_steps

@@ -129,7 +129,7 @@ class Composition(Checked):
         return torch.where(left.abs() > 1e-6, redistributed * (wanted / left), coefficients)
 
     def surplus(self, coefficients: Tensor) -> Tensor:
-        """Return the excess over 1 of the sum of coefficients (N, M), (M,); zero for weights that sum to 1."""
+        """Return the excess over 1 of the sum of coefficients (N, M), (M,); zero unless `product`."""
         total = coefficients.sum(dim=0) - 1
         free = self.operator == "product"
         return torch.where(total.abs() > 1e-9, total, 0.0) if free else torch.zeros_like(total)

@@ -1,4 +1,4 @@
-"""Whether a policy, a dataset and a task are made for each other: the only place that compares widths."""
+"""Compatibility checks of policy, dataset and task: the only comparison of widths."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _log = logging.getLogger(__name__)
 
 
 def as_shown(env: EnvConfig, dataset: EpisodeDataset) -> EpisodeDataset:
-    """Return recorded data as a task shows them: goals end the states, where they do so in the task.
+    """Return a dataset with the observations of a task: goals are appended to states if the task does so.
 
-    Tasks that have `check_recording` then say what else they know of the data.
+    Tasks with `check_recording` then check the data further.
 
     Args:
         env: The task.
         dataset: Its goals, if any, are `extras["goal"]`.
 
     Raises:
-        ConfigError: If goals are all that the states lack, and there are none.
-        DatasetError: If there is no room for wider states.
+        ConfigError: If the states lack only goals, and the dataset has none.
+        DatasetError: If there is no memory or disk space for wider states.
     """
     spec, lacking = env.spec, env.spec.obs_dim - dataset.obs_dim
     if lacking and lacking == spec.state_goal_dim:
@@ -48,7 +48,7 @@ def as_shown(env: EnvConfig, dataset: EpisodeDataset) -> EpisodeDataset:
 
 
 def _require_goals(spec: EnvSpec, dataset: EpisodeDataset) -> None:
-    """Refuse a dataset without the goals that the states of a task end with."""
+    """Refuse a dataset without the goals that the task appends to states."""
     goals = dataset.extras.get("goal")
     if goals is None or goals.shape[1:] != (spec.state_goal_dim,):
         found = "no goals" if goals is None else f"goals of shape {tuple(goals.shape[1:])}"
@@ -60,20 +60,20 @@ def _require_goals(spec: EnvSpec, dataset: EpisodeDataset) -> None:
 
 
 def require_fit(name: str, thing: Any, other_name: str, other: Any, *, advice: str) -> None:
-    """Refuse two things whose observations, actions or goals differ in width, before any work starts.
+    """Refuse two objects whose observation, action or goal widths differ, before any work.
 
-    A width that one of them does not have (the goals of a dataset) is not compared. A warning tells of a
-    dataset that was recorded in another task than the one that is given, of the same widths.
+    Widths that one of them lacks (e.g. goals of a dataset) are not compared. A dataset of the same widths
+    recorded in another task gives a warning.
 
     Args:
-        name: What messages call `thing`, e.g. `env=hopper`.
+        name: Name of `thing` in messages, e.g. `env=hopper`.
         thing: A task's specification, a policy, or a dataset.
-        other_name: What messages call `other`.
+        other_name: Name of `other` in messages.
         other: Another of these.
-        advice: What to do.
+        advice: Remedy in messages.
 
     Raises:
-        ConfigError: If they do not fit; names both, and what is how wide.
+        ConfigError: If widths differ; names both objects and widths.
     """
     for what in ("observation", "action", "goal"):
         width, other_width = _width(thing, what), _width(other, what)
@@ -87,7 +87,7 @@ def require_fit(name: str, thing: Any, other_name: str, other: Any, *, advice: s
 
 
 def _warn_of_another_task(name: str, spec: EnvSpec, dataset_name: str, meta: Any) -> None:
-    """Warn where a dataset says that it is of another task, or of one whose numbers mean something else."""
+    """Warn if a dataset's metadata name another task, or entries of other meaning."""
     found = recorded_task(meta)
     if found is None:
         return
@@ -110,13 +110,13 @@ def _warn_of_another_task(name: str, spec: EnvSpec, dataset_name: str, meta: Any
 
 
 def _first_unlike(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
-    """Return the first pair of entries that differ, quoted."""
+    """Return the first differing pair of entries, quoted."""
     pair = next(pair for pair in zip(one, other, strict=True) if pair[0] != pair[1])
     return f"'{pair[0]}'", f"'{pair[1]}'"
 
 
 def _require_images(name: str, policy: Any, dataset_name: str, dataset: Any, advice: str) -> None:
-    """Refuse a dataset without the images that a policy looks at."""
+    """Refuse a dataset without the images that a policy requires."""
     shown: dict[str, Any] | None = getattr(dataset, "image_shapes", None)
     if shown is None:
         return
@@ -129,7 +129,7 @@ def _require_images(name: str, policy: Any, dataset_name: str, dataset: Any, adv
 
 
 def _width(thing: Any, what: str) -> int | None:
-    """Return a width, None where there is none; a policy keeps that of its actions in its chunk."""
+    """Return a width, or None; the action width of a policy is in its chunk."""
     if what == "action":
         thing = getattr(thing, "chunk", thing)
     width: int | None = getattr(thing, {"observation": "obs_dim"}.get(what, f"{what}_dim"), None)

@@ -1,4 +1,4 @@
-"""Names for environments: every family registers itself, and simulators load only when they are used."""
+"""Environments by name; families register themselves, simulators are imported on use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an environment is, before any simulator is imported."""
+"""Environment specification, independent of any simulator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """Names, sizes, units and rules of one task.
+    """Names, sizes, units and rules of a task.
 
     `obs_names` and `action_names` carry the unit in brackets, e.g. `torso height [m]`.
     """
@@ -28,27 +28,27 @@ class EnvSpec:
     control_hz: float
     obs_names: tuple[str, ...]
     action_names: tuple[str, ...]
-    success_rule: str = ""  # in words; empty where the task has a return but no success
-    terminate_on_success: bool = False  # whether solving a task that would go on terminates its episode
+    success_rule: str = ""  # description of success; empty for tasks with a return only
+    terminate_on_success: bool = False  # whether success terminates the episode of a task that could continue
     reference_scores: tuple[float, float] | None = None  # D4RL (random, expert) returns
-    goal_dim: int = 0  # Dg of goals that are told beside the observation; 0: none are
-    state_goal_dim: int = 0  # Dg of goals that are the last entries of the observation; 0: none are
-    episode_metrics: tuple[str, ...] = ()  # extra per-episode rows, e.g. "mode" of `avoid`
-    packages: tuple[str, ...] = ()  # besides MuJoCo and gymnasium, whose versions decide what happens
+    goal_dim: int = 0  # Dg of goals provided beside the observation; 0: none
+    state_goal_dim: int = 0  # Dg of goals appended to the observation; 0: none
+    episode_metrics: tuple[str, ...] = ()  # extra per-episode metrics, e.g. "mode" of `avoid`
+    packages: tuple[str, ...] = ()  # packages besides MuJoCo and gymnasium whose versions affect the numbers
 
     @property
     def quantity(self) -> str:
-        """What the task is judged by: `success` or `return`."""
+        """Evaluation criterion: `success` or `return`."""
         return judged_by(self.success_rule)
 
 
 def judged_by(success_rule: str) -> str:
-    """Return what a task with such a rule is judged by: `success`, or where it has no rule `return`."""
+    """Return the evaluation criterion: `success` if there is a success rule, else `return`."""
     return "success" if success_rule else "return"
 
 
 class EnvConfig(Protocol):
-    """A registered configuration (group `env`); simulators are imported in `make_vector`, not before."""
+    """Registered configuration (group `env`); `make_vector` imports the simulator."""
 
     @property
     def spec(self) -> EnvSpec: ...
@@ -63,25 +63,25 @@ class EnvConfig(Protocol):
 
 
 def options_of(env: EnvConfig) -> dict[str, Any]:
-    """Return the options of a task; none where its configuration is no dataclass."""
+    """Return the options of a task; empty unless its configuration is a dataclass."""
     return asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
 
 
 def named_options(env: EnvConfig) -> dict[str, Any]:
-    """Return a task in plain values: its name and its options."""
+    """Return a task's name and options as plain values."""
     return {"name": env.spec.name, **options_of(env)}
 
 
 @dataclass(frozen=True)
 class ChunkStep:
-    """What the execution of one chunk led to.
+    """Result of executing one chunk.
 
     Shapes:
         obs: (N, To, Do) float64, history up to the last executed step; the true final one at an end.
         rewards: (N, Ta) float64, per control step, zero past `length`.
-        length: (N,) executed control steps; 0 for environments that were not active.
-        terminated: (N,) the task ended the episode; values are zero from here.
-        truncated: (N,) a time limit cut the episode; values bootstrap from `obs`. Both flags can be true.
+        length: (N,) executed control steps; 0 for inactive environments.
+        terminated: (N,) the task ended the episode; later values are zero.
+        truncated: (N,) a time limit ended the episode; values bootstrap from `obs`. Both flags can be true.
         success: (N,) the success rule held after some executed step.
         path: (N, Ta, Do) float64, newest observation after each executed step, zero past `length`.
         metrics: task-specific quantities of the running episode, (N,) each.
@@ -98,7 +98,7 @@ class ChunkStep:
 
     @property
     def done(self) -> Array:
-        """(N,) the episode is over, for either reason."""
+        """(N,) the episode is terminated or truncated."""
         return self.terminated | self.truncated
 
 
@@ -111,11 +111,11 @@ class VectorEnv(Protocol):
 
     @property
     def can_save(self) -> bool:
-        """Whether `state_dict` continues bit-exactly."""
+        """Whether `state_dict` restores bit-exactly."""
         ...
 
     def reset(self, seeds: Sequence[int], rows: Sequence[int] | Array | None = None) -> Array:
-        """Start episodes from seeds in the given rows (default: all); returns (n, To, Do)."""
+        """Start seeded episodes in the given rows (default: all); returns (n, To, Do)."""
         ...
 
     def step_chunk(self, actions: Array, active: Array | None = None) -> ChunkStep:
@@ -123,11 +123,11 @@ class VectorEnv(Protocol):
         ...
 
     def images(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
-        """Return what the cameras of some rows (default: all) saw, (n, To, H, W, 3) uint8 by name."""
+        """Return camera images of some rows (default: all), (n, To, H, W, 3) uint8 by camera."""
         ...
 
     def goals(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
-        """Return `goal` (n, Dg) of some rows (default: all); nothing where the task hands out none."""
+        """Return `goal` (n, Dg) of some rows (default: all); empty for tasks without separate goals."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -155,30 +155,30 @@ class StepResult:
     success: Array
 
     def at(self, j: int) -> StepResult:
-        """Return step j of a whole chunk (M, Ta, ...)."""
+        """Return step j of a chunk (M, Ta, ...)."""
         return StepResult(*(getattr(self, f.name)[:, j] for f in fields(self)))
 
 
 class Stepper(Protocol):
-    """One simulator: advances chosen environments by one control step."""
+    """One simulator: advances selected environments by one control step."""
 
     num_envs: int
 
     @property
     def can_save(self) -> bool:
-        """Whether `get_state` and `set_state` continue bit-exactly."""
+        """Whether `get_state` and `set_state` restore bit-exactly."""
         ...
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (Do,)."""
+        """Start a seeded episode in one row; returns the observation (Do,)."""
         ...
 
     def step(self, rows: Array, actions: Array) -> StepResult:
-        """Advance rows (M,) by actions (M, Da), which lie in the action box."""
+        """Advance rows (M,) by actions (M, Da) inside the action box."""
         ...
 
     def metrics(self) -> dict[str, Array]:
-        """Return the task's own quantities of the running episodes, (N,) each."""
+        """Return task-specific metrics of the running episodes, (N,) each."""
         ...
 
     def get_state(self) -> Any: ...
@@ -192,30 +192,30 @@ class Stepper(Protocol):
 
 @runtime_checkable
 class ChunkStepper(Protocol):
-    """A simulator that is faster over whole chunks and may run on past the end of an episode."""
+    """A simulator that steps whole chunks faster and may continue past the end of an episode."""
 
     def step_through(self, rows: Array, actions: Array) -> StepResult:
         """Advance rows (M,) by chunks (M, Ta, Da); every field of the result is (M, Ta, ...).
 
-        What follows the end of an episode is thrown away, and the row is reset before it is used again.
+        Steps after the end of an episode are discarded, and the row is reset before its next use.
         """
         ...
 
 
 @runtime_checkable
 class GoalStepper(Protocol):
-    """A simulator whose episodes have goals that are told beside the observation."""
+    """A simulator whose goals are provided beside the observation."""
 
     def goals(self) -> Array:
-        """Return where the running episodes shall lead, (N, Dg)."""
+        """Return the goals of the running episodes, (N, Dg)."""
         ...
 
 
 class ImageHistory(Protocol):
-    """The images of the last To steps of every environment."""
+    """Images of the last To steps of every environment."""
 
     def begin(self, row: int) -> None:
-        """Start an episode in a row: its first images stand for all before it."""
+        """Start an episode in a row; its first images fill the history."""
         ...
 
     def add(self, rows: Iterable[int]) -> None: ...

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from algos.offline.actor import Actor
 
+from algos.offline.td3_update import Actor
 from algos.optim import descend
 from algos.transitions import Rewarding, TransitionTable, tabulate
 from envs.datasets.episodes import EpisodeDataset

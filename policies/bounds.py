@@ -1,4 +1,4 @@
-"""Ranges of configuration fields, declared where the field is.
+"""Ranges of configuration fields, declared with the field.
 
 For example::
 
@@ -9,7 +9,7 @@ For example::
         gamma: float = bounded(0.99, ge=0, le=1)  # discount per step
         search: str = bounded("lists", choices=("lists", "tree"))  # how neighbors are found
 
-A value outside of its range is refused when the object is made. The page of keys prints the ranges.
+A value outside its range is refused at construction. The page of keys prints the ranges.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAS = "was"
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a field may hold: numbers in a range, or one of several choices."""
+    """Admissible values of a field: a numeric range or a set of choices."""
 
     ge: float | None = None
     gt: float | None = None
@@ -36,7 +36,7 @@ class Bounds:
     choices: tuple[Any, ...] = ()
 
     def admits(self, value: Any) -> bool:
-        """Whether a single value lies within; NaN never does, infinity only where `le` is infinite."""
+        """Whether a single value is admissible; NaN never is, infinity only for infinite `le`."""
         if self.choices:
             return value in self.choices
         if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
@@ -46,7 +46,7 @@ class Bounds:
         return low and high and (math.isfinite(value) or self.le == math.inf)
 
     def __str__(self) -> str:
-        """Return the range in words, e.g. `in [0, 1)`, `at least 1`, `above 0`, `one of a, b`."""
+        """Return the range as text, e.g. `in [0, 1)`, `at least 1`, `above 0`, `one of a, b`."""
         if self.choices:
             return ("one of " if len(self.choices) > 1 else "") + ", ".join(map(str, self.choices))
         low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
@@ -70,18 +70,18 @@ def bounded(
     choices: Sequence[Any] = (),
     was: str = "",
 ) -> Any:
-    """Declare a field with a range, or with the name that it had before.
+    """Declare a field with a range, choices or a former name.
 
     Args:
-        default: Its default; a list or a dict becomes a factory. Without one the field is mandatory.
-        ge: Smallest value.
-        gt: Value that must be exceeded.
-        le: Largest value; `math.inf` admits infinity, which is refused otherwise.
-        lt: Value that must not be reached.
-        choices: All values, where they are not numbers of a range.
-        was: Former name of the field, under which saved configurations and the command line still know it.
+        default: Default value; a list or dict becomes a factory. Without it the field is mandatory.
+        ge: Inclusive lower bound.
+        gt: Exclusive lower bound.
+        le: Inclusive upper bound; `math.inf` admits infinity, which is refused otherwise.
+        lt: Exclusive upper bound.
+        choices: Admissible values.
+        was: Former name, still accepted in saved configurations and on the command line.
 
-    None passes where the field is optional. Lists and tuples are checked entry by entry.
+    None is accepted for optional fields. Lists and tuples are checked per entry.
     """
     has_range = choices or any(limit is not None for limit in (ge, gt, le, lt))
     metadata: dict[str, Any] = {_BOUNDS: Bounds(ge, gt, le, lt, tuple(choices))} if has_range else {}
@@ -92,35 +92,35 @@ def bounded(
 
 
 def bounds_of(one: Field[Any]) -> Bounds | None:
-    """Return the range of a field; None where it has none."""
+    """Return the range of a field, or None."""
     return one.metadata.get(_BOUNDS)
 
 
 def former_names(kind: type) -> dict[str, str]:
-    """Return the present name of every field that was renamed, by its former name."""
+    """Return present field names by former name."""
     return {one.metadata[WAS]: one.name for one in fields(kind) if WAS in one.metadata}
 
 
 def with_present_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a dataclass by field, those under former names by the present ones."""
+    """Return field values with former names replaced by present ones."""
     renamed = former_names(kind)
     return {renamed.get(key, key): value for key, value in values.items()}
 
 
 class Checked:
-    """A dataclass whose bounded fields are checked when it is made.
+    """Dataclass whose bounded fields are checked at construction.
 
     Attributes:
-        key: Where it stands in the configuration; `register` sets it to the group of the part.
+        key: Position in the configuration; `register` sets it to the group of the part.
     """
 
     key: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Refuse values outside of their ranges.
+        """Check all field ranges.
 
         Raises:
-            ConfigError: Naming the key, the range and the value.
+            ConfigError: If a value is out of range; names key, range and value.
         """
         for one in fields(self):  # type: ignore[arg-type]
             bounds, value = bounds_of(one), getattr(self, one.name)
@@ -128,10 +128,10 @@ class Checked:
                 raise ConfigError(f"{self._key_of(one.name)} must be {bounds}; got {_shown(value)}.")
 
     def require(self, name: str, holds: bool, rule: str) -> None:
-        """Refuse the value of a field unless a rule holds, for rules over several fields.
+        """Check a rule over several fields.
 
         Raises:
-            ConfigError: Naming the key, the rule and the value.
+            ConfigError: If the rule does not hold; names key, rule and value.
         """
         if not holds:
             raise ConfigError(f"{self._key_of(name)} must be {rule}; got {_shown(getattr(self, name))}.")

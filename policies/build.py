@@ -22,16 +22,16 @@ def build_policy(
     statistics: Statistics | None = None,
     seed: int = 0,
 ) -> Policy:
-    """Make a policy with fresh weights, drawn from `seed`; the global random state is left untouched.
+    """Build a policy with fresh weights drawn from `seed`; the global random state is unchanged.
 
     Args:
-        config: Parts; a part that is None takes its default.
+        config: Parts; None selects the default of a part.
         obs_dim: Do.
         action_dim: Da.
         goal_dim: Dg, 0 without goals.
-        images: Shapes (H, W, 3) by camera; the encoder chooses among them.
-        statistics: Per feature (`state`, `goal`, `action`); None: identity, for weights that will be loaded.
-        seed: Of the initial weights.
+        images: Shapes (H, W, 3) by camera; the encoder selects among them.
+        statistics: Per feature (`state`, `goal`, `action`); None: identity, for weights loaded later.
+        seed: Seed of the initial weights.
     """
     config = complete(config)
     with seeded_weights(seed):
@@ -44,7 +44,7 @@ def build_policy(
 
 
 def complete(config: PolicyConfig) -> PolicyConfig:
-    """Fill the parts that are None with their defaults."""
+    """Replace parts that are None by their defaults."""
     process = config.process if config.process is not None else lookup("process", "diffusion")()
     encoder = config.encoder if config.encoder is not None else lookup("encoder", "state")()
     backbone = config.backbone if config.backbone is not None else lookup("backbone", "mlp")()

@@ -1,4 +1,4 @@
-"""Denoising policies: diffusion and flow on one backbone, through one loop.
+"""Denoising policies: diffusion and flow on one backbone, sampled by one loop.
 
 Legend: B batch, K denoising steps, S recorded (fine-tuned) steps, Th predicted horizon, Da action width.
 """
@@ -23,14 +23,14 @@ from policies.samplers.step_table import StepTable, transition
 
 @register("policy_class", "denoising")
 class DenoisingPolicy(Policy):
-    """A policy that turns noise into a chunk by a few evaluations of one network.
+    """Denoise noise to a chunk with a few evaluations of one network.
 
     Attributes:
         field: The backbone; a `SwitchedField` after fine-tuning the last steps.
-        sampler: How the network is integrated; replaced, not mutated (`with_sampler`).
-        tuned_steps: S, the last denoising steps whose transitions are recorded and scored.
-        log_prob_min_std: Floor on the deviation in densities, normalised action units.
-        noise_sensitive: Whether the noise matters at all; not where regression starts at zero.
+        sampler: Sampler configuration; replaced with `with_sampler`, never mutated.
+        tuned_steps: S, number of last denoising steps whose transitions are recorded and scored.
+        log_prob_min_std: Floor on the standard deviation in densities, normalised action units.
+        noise_sensitive: Whether the chunk depends on the noise; False for regression from zero.
     """
 
     can_drop_goals = True
@@ -65,10 +65,9 @@ class DenoisingPolicy(Policy):
     def with_sampler(
         self, sampler: Any, *, tuned_steps: int | None = None, log_prob_min_std: float | None = None
     ) -> Self:
-        """Return a view of this policy that samples differently.
+        """Return a view with another sampler.
 
-        Networks and weights are shared; what is put in their place in one of the two (`view.field = …`)
-        leaves the other as it is.
+        Networks and weights are shared. Assigning an attribute of the view leaves the original unchanged.
         """
         view = self._view()
         view._use_sampler(sampler, tuned_steps=tuned_steps, log_prob_min_std=log_prob_min_std)
@@ -91,7 +90,7 @@ class DenoisingPolicy(Policy):
     ) -> Tensor:
         """Denoise `noise` (B, *noise_shape) to a normalised chunk (B, Th, Da); see `NoiseDecoder`.
 
-        A start (x, t) begins at x (B, Th, Da) and the first step whose sampling time is at least t.
+        A start (x, t) replaces the initial state by x (B, Th, Da) at the first step with sampling time >= t.
         """
         x, first = (None, 0) if start is None else (start[0], self.table.step_at(start[1]))
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
@@ -99,14 +98,14 @@ class DenoisingPolicy(Policy):
             return denoise(bound, self.table, noise, hooks=hooks, cond=cond, start=x, first_step=first).action
 
     def bind(self, cond: Cond) -> BoundField:
-        """Bind the network to a condition and to the steps of the sampler, guided as configured."""
+        """Bind the network to a condition and the sampler's steps, with the configured guidance."""
         times = [self.table.to_device("net_time", cond.vec)]
         if self.table.second_time is not None:
             times.append(self.table.to_device("second_time", cond.vec))
         return self.bind_at(cond, *times)
 
     def bind_at(self, cond: Cond, *times: Tensor) -> BoundField:
-        """Bind the network to a condition and to times (K,) of its own, guided as configured."""
+        """Bind the network to a condition and to given times (K,), with the configured guidance."""
         if self.guidance == 1:
             return self.field.bind(cond, *times)
         assert cond.free is not None
@@ -119,7 +118,7 @@ class DenoisingPolicy(Policy):
         return guided
 
     def with_guidance(self, guidance: float) -> Self:
-        """Return a view of this policy that follows its goal more or less closely.
+        """Return a view with another goal guidance weight.
 
         Source:
             Classifier-free guidance, arXiv 2207.12598, as BESO (arXiv 2304.02532) applies it to goals:
@@ -155,7 +154,7 @@ class DenoisingPolicy(Policy):
         return reduce_elements(self.process.losses(self.evaluate(cond), action, te), reduce)
 
     def evaluate(self, cond: Cond) -> Evaluate:
-        """Return the network as a function of state and sampling times; see `Evaluate`."""
+        """Return the network as a function of state and sampling time; see `Evaluate`."""
         process, field = self.process, self.field
 
         def net(x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None) -> Tensor:
@@ -169,7 +168,7 @@ class DenoisingPolicy(Policy):
 
     @property
     def scored_net(self) -> Any:
-        """The network of the recorded steps: the fine-tuned copy where there is one."""
+        """The network of the recorded steps: the fine-tuned copy where one exists."""
         return self.field.tuned if isinstance(self.field, SwitchedField) else self.field
 
     def sample_chain(
@@ -212,13 +211,13 @@ class DenoisingPolicy(Policy):
         return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std).expand_as(x)
 
     def _recorded_std(self, step: Tensor | None, like: Tensor) -> Tensor:
-        """Deviation of the density of recorded steps, (S, 1, 1|Da), or of the given ones (M, 1, 1|Da)."""
+        """Standard deviations of recorded steps, (S, 1, 1|Da), or of the given steps (M,), (M, 1, 1|Da)."""
         first = self.table.num_steps - self.tuned_steps
         std = self.table.to_device("schedule_std", like)[first:].clamp(min=self.log_prob_min_std).unsqueeze(1)
         return std if step is None else std.index_select(0, step)
 
     def _require_density(self) -> None:
-        """Refuse a sampler whose chain has no density, or another one than is scored."""
+        """Refuse a sampler without chain density, or with a density other than the scored one."""
         if self.guidance != 1:
             raise CapabilityError(
                 f"this policy is guided by its goal (guidance={self.guidance:g}), so its chain has no "

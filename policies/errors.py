@@ -1,14 +1,14 @@
 """Errors that a user of the package can act on.
 
-Every message states what was expected, what was received, where (config key, argument or file)
-and what to do.
+Every message states what was expected, what was received, where (config key, argument or file) and the
+remedy.
 """
 
 from __future__ import annotations
 
 
 class BurnishError(Exception):
-    """Root of every error raised on purpose by this package."""
+    """Base class of all errors raised by this package."""
 
 
 class ConfigError(BurnishError, ValueError):
@@ -28,34 +28,34 @@ class CheckpointError(BurnishError, ValueError):
 
 
 class MissingExtraError(BurnishError, ImportError):
-    """An optional package is needed; the message names the extra that installs it."""
+    """An optional package is missing; the message names the extra that installs it."""
 
 
 class TrainingError(BurnishError, RuntimeError):
-    """Training cannot go on (for example, a loss is not finite)."""
+    """Training cannot continue (for example, a loss is not finite)."""
 
 
 class EnvironmentFailure(BurnishError, RuntimeError):
-    """An environment raised an error of its own, or gave a number that is not finite."""
+    """An environment raised an error or returned a non-finite number."""
 
 
 class WorkerError(BurnishError, RuntimeError):
-    """A worker process failed; the message carries its traceback."""
+    """A worker process failed; the message includes its traceback."""
 
 
 class ExportError(BurnishError, RuntimeError):
-    """An exported model could not be made, or does not reproduce the policy."""
+    """An exported model could not be built or does not reproduce the policy."""
 
 
 class WriteError(BurnishError, OSError):
-    """A file cannot be written, because the disk is full for example; what was there before is unchanged."""
+    """A file cannot be written, for example on a full disk; existing content is unchanged."""
 
 
 class ServingError(BurnishError, RuntimeError):
-    """A policy server refuses a request, or does not answer.
+    """A policy server refused a request or did not answer.
 
     Attributes:
-        reason: One word that a program can act on, e.g. `busy`, `late`, `shape`, `timeout`.
+        reason: Machine-readable reason, e.g. `busy`, `late`, `shape`, `timeout`.
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are used, and named with their extra where they are missing."""
+"""Optional packages: imported on use; a missing one is reported with its extra."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ SECOND_STEP = {
 
 
 def require(module: str, *, extra: str, what: str = "this", instead: str = "") -> ModuleType:
-    """Import an optional package; `what` needs it, `instead` is an alternative, both for the error.
+    """Import an optional package.
+
+    `what` (the feature) and `instead` (an alternative) appear in the error message.
 
     Raises:
-        MissingExtraError: If it is not importable; the message names the extra and the reason.
+        MissingExtraError: If the import fails; the message names the extra and the cause.
     """
     try:
         return importlib.import_module(module)
@@ -31,11 +33,11 @@ def require(module: str, *, extra: str, what: str = "this", instead: str = "") -
 
 
 def install_command(extra: str) -> str:
-    """Return what has to be typed to install an extra."""
+    """Return the pip command that installs an extra."""
     command, pins = f"pip install 'burnish[{extra}]'", SECOND_STEP.get(extra)
     return f"{command} && {second_command(extra)}" if pins else command
 
 
 def second_command(extra: str) -> str:
-    """Return what has to be typed for the packages of an extra that pip cannot bring along."""
+    """Return the command for packages of an extra that pip cannot resolve together with it."""
     return f"pip install --no-deps {' '.join(SECOND_STEP[extra])}"

@@ -1,7 +1,7 @@
-"""Normalisation: the one place where physical units become model units and back.
+"""Normalisation: the only conversion between physical and model units.
 
-Every feature has a mode, and statistics that are saved with the policy. A feature without statistics is
-an error; leaving a feature as it is (`identity`) must be asked for by name.
+Every feature has a mode and statistics, saved with the policy. Missing statistics are an error; mode
+`identity` keeps a feature unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Statistics = Mapping[str, Mapping[str, Tensor]]
 
 
 def box_statistics(low: Tensor, high: Tensor) -> dict[str, Tensor]:
-    """Return statistics of a box, each (D,): both modes map it to [-1, 1]."""
+    """Return statistics of a box, each (D,); both modes map the box to [-1, 1]."""
     return {"min": low, "max": high, "mean": (low + high) / 2, "std": (high - low) / 2}
 
 
@@ -56,8 +56,8 @@ class Normalizer(nn.Module):
     Args:
         modes: Mode of each feature.
         dims: Width D of each feature.
-        clips: Largest magnitude of a feature's encoded values; a feature that is not named, or whose mode
-            is identity, is not clipped.
+        clips: Bound on the magnitude of encoded values; features without an entry or with mode
+            `identity` are not clipped.
     """
 
     def __init__(
@@ -134,14 +134,14 @@ class Normalizer(nn.Module):
 
 
 class CentredNormalizer(Normalizer):
-    """The maps of a normaliser as `y = scale (x - centre) + rest`, for machines without fused operations.
+    """Maps of a normaliser as `y = scale (x - centre) + rest`, for runtimes without fused multiply-add.
 
-    Where a feature varies by thousandths around a number of order one, `scale x` and `offset` are hundreds
-    and cancel. PyTorch adds them before it rounds; a graph rounds in between, which costs five digits of
-    seven. Differences of neighbours are exact, and the rest is small.
+    For a feature that varies by thousandths around a value of order one, `scale x` and `offset` are hundreds
+    and cancel. PyTorch rounds once after the addition; a graph rounds in between, which costs five of seven
+    digits. The difference `x - centre` is exact, and `rest` is small.
 
     Args:
-        plain: Whose maps they are.
+        plain: The normaliser to convert.
     """
 
     def __init__(self, plain: Normalizer) -> None:

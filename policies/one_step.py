@@ -1,4 +1,4 @@
-"""What policies share that act by one evaluation of a plain network: there is no loop to change."""
+"""Policies that act by one network evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policies.registry import lookup, name_of
 
 
 class OneStepSampler:
-    """How such a policy chooses; deriving dataclasses name the process that they belong to."""
+    """Base of one-step samplers; subclasses name their process."""
 
     belongs_to: ClassVar[str]
 
@@ -26,10 +26,10 @@ class OneStepSampler:
 
 
 class OneStepPolicy(Policy):
-    """Acts by one evaluation of its network.
+    """Act by one evaluation of the network.
 
     Attributes:
-        sampler: How a chunk is chosen; replaced, not mutated (`with_sampler`).
+        sampler: Sampler configuration; replaced with `with_sampler`, never mutated.
     """
 
     noise_sensitive = False
@@ -52,16 +52,16 @@ class OneStepPolicy(Policy):
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the chunk depends on the start noise alone, or on no noise at all."""
+        """Whether the chunk is a function of the start noise alone, or of no noise."""
         return True
 
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the chunk (B, Th, Da) that noise (B, *noise_shape) chooses.
+        """Map noise (B, *noise_shape) to a normalised chunk (B, Th, Da).
 
         Raises:
-            CapabilityError: If a start or hooks are given: there is no loop for them.
+            CapabilityError: If a start or hooks are given; one-step policies have no loop.
         """
         require_one_step(self.process, start, hooks)
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
@@ -71,12 +71,12 @@ class OneStepPolicy(Policy):
     def _chunk(self, cond: Cond, noise: Tensor) -> Tensor: ...
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
-        """Return empty draws: regression and likelihood need none."""
+        """Return empty draws; regression and likelihood use none."""
         return TE(torch.zeros(n, device=self.device), torch.zeros(n, *self.chunk.shape, device=self.device))
 
 
 def trunk_of(config: PolicyConfig) -> TrunkConfig:
-    """Return the backbone as the shape of a fully connected network from the condition to a density."""
+    """Return the backbone's settings for a fully connected network from condition to density."""
     process, backbone = name_of("process", config.process), config.backbone
     if not isinstance(backbone, TrunkConfig):
         raise ConfigError(
@@ -92,7 +92,7 @@ def trunk_of(config: PolicyConfig) -> TrunkConfig:
 
 
 def require_own_sampler(process: Any, sampler: Any) -> None:
-    """Refuse a sampler that is not of the kind of the process's default."""
+    """Refuse a sampler of another class than the process's default."""
     own = process.default_sampler()["name"]
     if not isinstance(sampler, lookup("sampler", own)):
         raise ConfigError(
@@ -103,7 +103,7 @@ def require_own_sampler(process: Any, sampler: Any) -> None:
 
 
 def require_one_step(process: Any, start: Start, hooks: Hooks) -> None:
-    """Refuse what changes a loop."""
+    """Refuse a start and hooks."""
     if hooks or start is not None:
         raise CapabilityError(
             f"a policy with process={name_of('process', process)} acts in one step, so it takes no hooks and "

@@ -1,4 +1,4 @@
-"""Fields of configurations that name files or folders, declared with `path_field`."""
+"""Path-valued configuration fields, declared with `path_field`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _NAMES_A_PATH = "names_a_path"
 
 
 def path_field(default: Any = None, *, was: str = "") -> Any:
-    """Declare a field of a dataclass that names a file or a folder, or a list of these.
+    """Declare a dataclass field for a file or folder, or a list of them.
 
     Args:
-        default: Its default.
-        was: Its former name; see `policies.bounds.bounded`.
+        default: Default value.
+        was: Former name; see `policies.bounds.bounded`.
     """
     return field(default=default, metadata={_NAMES_A_PATH: True} | ({WAS: was} if was else {}))
 
 
 def with_paths(config: T, change: Callable[[str], str]) -> T:
-    """Return a configuration with `change` applied to its paths that are set, those of its parts included.
+    """Return a configuration with `change` applied to all set paths, those of nested parts included.
 
-    Anything but a dataclass is returned as it is.
+    Anything but a dataclass is returned unchanged.
     """
     if not is_dataclass(config) or isinstance(config, type):
         return config
@@ -47,15 +47,15 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def at_home(config: T) -> T:
-    """Return a configuration in whose paths `~` is the home folder."""
+    """Return a configuration with `~` expanded in its paths."""
     return with_paths(config, os.path.expanduser)
 
 
 def lasting(config: T) -> T:
-    """Return a configuration whose paths begin at the root, so that it holds in any folder."""
+    """Return a configuration with absolute paths, valid in any working directory."""
     return with_paths(config, _from_the_root)
 
 
 def _from_the_root(path: str) -> str:
-    """Return a path from the root; an address (`hub://…`) is one already."""
+    """Return an absolute path; `hub://…` addresses are unchanged."""
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))

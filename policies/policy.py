@@ -1,8 +1,8 @@
-"""The policy object: one thing from cloning through fine-tuning and evaluation to export.
+"""Policies: the module that training, evaluation and export share.
 
-A policy is an encoder, a normaliser, a network, what the network's output means (process) and how it is
-integrated (sampler), plus the horizons of its chunk. Everything here is in normalised units except
-what is called `physical`.
+A policy combines an encoder, a normaliser, a network, a process (meaning of the network output), a sampler
+(integration of the network) and the horizons of its action chunk. All quantities are in normalised units
+unless named `physical`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REGISTERED = ("_modules", "_parameters", "_buffers")
 
 
 def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
-    """Return the features that there are; every one of them needs a mode."""
+    """Return the features of positive width; each of them requires a mode."""
     there = [name for name, dim in dims.items() if dim]
     if unknown := sorted(set(modes) - set(dims)):
         raise ConfigError(f"policy.normalizer knows {', '.join(dims)}; got {', '.join(unknown)}.")
@@ -38,14 +38,14 @@ def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
 
 
 class Policy(nn.Module):
-    """The part that all policies share: observation in, executed actions out.
+    """Base class of all policies: observations in, executed actions out.
 
     Args:
-        config: What the policy is made of (complete: no None left).
+        config: Complete configuration (no part is None).
         obs_dim: Do, width of one observation.
         action_dim: Da.
         goal_dim: Dg, 0 without goals.
-        images: Shapes of the images of every camera that there is.
+        images: Image shapes (H, W, 3) by camera.
     """
 
     noise_sensitive = True
@@ -88,7 +88,7 @@ class Policy(nn.Module):
 
     @property
     def _like(self) -> Tensor:
-        """A tensor that every policy has."""
+        """A tensor with the device and dtype of the policy."""
         return self.normalizer.get_buffer("action_scale")
 
     @property
@@ -100,16 +100,16 @@ class Policy(nn.Module):
         return self._like.dtype
 
     def observation(self, obs: Any) -> Observation:
-        """Bring an observation (array, tensor, or mapping of them) to tensors of the policy's type."""
+        """Convert an observation (array, tensor, or mapping of them) to tensors of the policy's dtype."""
         items = obs if isinstance(obs, Mapping) else {"state": obs}
-        types = {name: None if name in self.images else self.dtype for name in items}  # images keep theirs
+        types = {name: None if name in self.images else self.dtype for name in items}  # not images
         return {k: torch.as_tensor(v, dtype=types[k], device=self.device) for k, v in items.items()}
 
     def encode(self, obs: Observation, *, generator: torch.Generator | None = None) -> Cond:
         """Encode physical observations: `state` (B, To, Do), and what else the encoder reads.
 
-        A learning algorithm gives a generator, from which the encoder draws the augmentation of images;
-        without one an observation is seen as it is when acting. The mode of the module decides nothing.
+        `generator` drives image augmentation during training; without it there is no augmentation. The
+        train/eval mode of the module has no effect.
         """
         cond = self.encoder(obs, self.normalizer, generator)
         if not self.config.goal_dropout:
@@ -118,7 +118,7 @@ class Policy(nn.Module):
         return replace(cond, free=replace(cond, vec=nowhere))
 
     def _check_guidance(self) -> None:
-        """Refuse guidance by a goal that there is not, or that was never dropped."""
+        """Refuse guidance without goals or without training by `goal_dropout`."""
         dropout, guidance = self.config.goal_dropout, self.config.guidance
         if not 0 <= dropout < 1:
             raise ConfigError(f"policy.goal_dropout must lie in [0, 1); got {dropout}.")
@@ -154,8 +154,8 @@ class Policy(nn.Module):
         """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
 
         Args:
-            obs: Tensor, array, or mapping with `state`, `goal` for goal-conditioned policies, and images
-                (B, To, H, W, 3), uint8 or float in [0, 1], by the names of the cameras.
+            obs: Tensor, array, or mapping with `state`, `goal` for goal-conditioned policies, and images by
+                camera name, (B, To, H, W, 3), uint8 or float in [0, 1].
             noise: (B, *noise_shape); makes the call deterministic.
             generator: Source of the noise when none is given.
         """
@@ -180,35 +180,35 @@ class Policy(nn.Module):
         return copy.deepcopy(self)
 
     def _view(self) -> Self:
-        """Return a copy that shares networks and weights.
+        """Return a shallow copy that shares networks and weights.
 
-        What is put in their place in one of the two (`view.field = …`) leaves the other as it is.
+        Assigning an attribute of the copy leaves the original unchanged, and vice versa.
         """
         view = copy.copy(self)
         view.__dict__.update({name: self.__dict__[name].copy() for name in _REGISTERED})
         return view
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or convert all weights, and empty the caches computed from them."""
+        """Move or convert all weights; clears the caches computed from them."""
         moved = super()._apply(fn, recurse)
         forget(self)
         return moved
 
     def with_act_steps(self, act_steps: int) -> Self:
-        """Return a view that executes another number of the rows that it predicts."""
+        """Return a view that executes `act_steps` rows of each chunk."""
         view = self._view()
         view.config = replace(self.config, act_steps=act_steps)
         view.chunk = replace(self.chunk, act_steps=act_steps)
         return view
 
     def without_provenance(self) -> Self:
-        """Return a view of unknown origin: what is learned from it is another policy."""
+        """Return a view without recorded origin, for a policy derived by training."""
         view = self._view()
         view.provenance = {}
         return view
 
     def on_cpu(self) -> Self:
-        """Return the policy if it is on the CPU, else a copy there: worker processes compute on the CPU."""
+        """Return the policy itself on the CPU, else a CPU copy; worker processes compute on the CPU."""
         return self if self.device.type == "cpu" else self.clone().cpu()
 
     def _randn(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
@@ -221,7 +221,7 @@ class Policy(nn.Module):
 
 
 def reduce_elements(x: Tensor, how: Reduction) -> Tensor:
-    """Average (B, Th, Da) to what the reduction names: `none`, `step` (B, Th), `sample` (B,) or `mean`."""
+    """Reduce (B, Th, Da) as named: `none`, `step` (B, Th), `sample` (B,) or `mean` (scalar)."""
     match how:
         case "none":
             return x

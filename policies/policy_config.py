@@ -1,4 +1,4 @@
-"""What a policy is made of: its parts, and the horizons of its chunk."""
+"""Policy configuration: parts and chunk horizons."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ChunkSpec(Checked):
     """Horizons of an action chunk.
 
     Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
-    is `obs_steps - 1` for windows that begin at the oldest observation (Diffusion Policy) and 0 for
-    windows that begin at the newest (DPPO); the two agree for a history of one.
+    is `obs_steps - 1` for windows from the oldest observation (Diffusion Policy) and 0 for windows from
+    the newest (DPPO); both agree for `obs_steps` = 1.
     """
 
     key: ClassVar[str] = "policy"
@@ -48,25 +48,23 @@ class ChunkSpec(Checked):
 
 @dataclass
 class PolicyConfig:
-    """What a policy is made of; `process`, `encoder`, `backbone` and `sampler` are registered parts."""
+    """Policy configuration; `process`, `encoder`, `backbone` and `sampler` are registered parts."""
 
     process: Any = None  # None: VP diffusion with its defaults
-    encoder: Any = None  # None: the state as it is
+    encoder: Any = None  # None: the state without encoding
     backbone: Any = None  # None: the residual MLP with its defaults
-    sampler: Any = None  # None: the process's own
-    obs_steps: int = 1  # To, observations that the policy sees
-    horizon: int = 4  # Th, actions that it predicts
-    act_steps: int = 4  # Ta, actions that are executed before it decides again
-    action_start: int = (
-        0  # first executed row; obs_steps - 1 for windows that begin at the oldest observation
-    )
+    sampler: Any = None  # None: the process's default
+    obs_steps: int = 1  # To, observation history length
+    horizon: int = 4  # Th, predicted actions per chunk
+    act_steps: int = 4  # Ta, executed actions per chunk
+    action_start: int = 0  # first executed row; obs_steps - 1 for windows from the oldest observation
     normalizer: dict[str, str] = bounded(
         {"state": "limits", "goal": "limits", "action": "limits"}
         # per feature: limits (to [-1, 1]) | gaussian (mean 0, deviation 1) | identity
     )
-    observation_clip: float | None = 5.0  # clip normalised states and goals to ± this; null: not at all
-    goal_dropout: float = 0.0  # share of training rows whose goal is zero: needed for guidance
-    guidance: float = 1.0  # weight of the goal in acting; 1: as trained, 0: no goal, above 1: more of it
+    observation_clip: float | None = 5.0  # clip normalised states and goals to ± this; null: no clipping
+    goal_dropout: float = 0.0  # fraction of training rows with zeroed goal; required for guidance
+    guidance: float = 1.0  # goal guidance weight; 0: unconditional, 1: conditional as trained, > 1: amplified
 
     def chunk(self, action_dim: int) -> ChunkSpec:
         """Return the horizons for an action width."""

@@ -3,8 +3,8 @@
 Legend: B batch, K denoising steps, S recorded steps, To observation history, Th predicted horizon,
 Ta executed steps, Do and Da observation and action widths, C condition width.
 
-Sampling time `t` runs from noise (t = 0) to action (t = 1); denoising step `k = 0 … K-1` counts in the
-order of execution. Everything here lives in normalised space unless a name says `physical`.
+Sampling time `t` runs from noise (t = 0) to action (t = 1); denoising step `k = 0 … K-1` counts in
+execution order. All quantities are normalised unless named `physical`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ BoundField = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Cond:
-    """An encoded observation: what the backbone is conditioned on.
+    """Encoded observation, the condition of the backbone.
 
     Shapes:
         vec: (B, C), features of the whole observation.
-        tokens: (B, N, Ct), features of its parts, for backbones that attend to them; None: there are none.
+        tokens: (B, N, Ct), features of its parts, for attention backbones; None: no tokens.
 
     Attributes:
-        free: The same observation without its goal, for classifier-free guidance; None: not asked for.
+        free: The same observation with the goal dropped, for classifier-free guidance; None: no guidance.
     """
 
     vec: Tensor
@@ -69,7 +69,7 @@ class Cond:
         return Cond(torch.cat([self.vec, other.vec]), tokens)
 
     def freed(self, rows: Tensor) -> Cond:
-        """Replace the rows of a mask (B,) by those without a goal."""
+        """Replace rows selected by a mask (B,) by their goal-free version."""
         assert self.free is not None
         vec = torch.where(rows[:, None], self.free.vec, self.vec)
         if self.tokens is None or self.free.tokens is None:
@@ -87,9 +87,9 @@ class TE:
 
     Shapes:
         t: (B,), sampling times. eps: (B, Th, Da), noise.
-        level: (B,) int64, where each time stands in `Process.levels`; None where times are continuous.
-            Networks then embed every level once instead of every row.
-        more: What the loss of the process needs beside these (`Process.more_draws`), B rows each.
+        level: (B,) int64, index of each time in `Process.levels`; None for continuous times. Networks
+            then embed each level once instead of each row.
+        more: Extra draws of the process's loss (`Process.more_draws`), B rows each.
     """
 
     t: Tensor
@@ -104,7 +104,7 @@ class TE:
 
 
 class Evaluate(Protocol):
-    """A network for one batch of conditions, evaluated at sampling times; used by losses."""
+    """A network bound to one batch of conditions, evaluated at sampling times; used by losses."""
 
     def __call__(
         self, x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None
@@ -114,8 +114,8 @@ class Evaluate(Protocol):
         Args:
             x: States.
             t: Sampling times.
-            until: Where the step ends (B,), for a process whose network has a second time; None: at t.
-            level: Position of every t in `Process.levels` (B,), where known: times are then embedded once.
+            until: End times of the step (B,), for processes whose network takes two times; None: t.
+            level: Index of each t in `Process.levels` (B,), if known; each level is embedded once.
         """
         ...
 
@@ -140,9 +140,9 @@ class Chain:
 
 @dataclass(frozen=True)
 class Step:
-    """The denoising step in which a hook is called.
+    """Denoising step passed to hooks.
 
-    `alpha` and `sigma` are the signal and noise amplitudes of the state at t: x = alpha x0 + sigma eps.
+    `alpha` and `sigma` are the signal and noise amplitudes at t: x = alpha x0 + sigma eps.
     """
 
     k: int
@@ -155,14 +155,14 @@ class Step:
 
 
 class SampleHook(Protocol):
-    """Changes a running denoising loop: guidance, inpainting, composition, warm start."""
+    """Hook of the denoising loop: guidance, inpainting, composition, warm start."""
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (x0, eps) to use instead of the network's; both (B, Th, Da)."""
+        """Return the (x0, eps) that replace the network's prediction; both (B, Th, Da)."""
         ...
 
     def on_state(self, step: Step, x: Tensor) -> Tensor:
-        """Return the state to continue from after the step; (B, Th, Da)."""
+        """Return the state (B, Th, Da) from which the loop continues."""
         ...
 
 
@@ -173,7 +173,7 @@ Start = tuple[Tensor, float] | None
 
 @runtime_checkable
 class NoiseDecoder(Protocol):
-    """Turns noise into action chunks, deterministically given the noise."""
+    """Map noise to action chunks, deterministically given the noise."""
 
     noise_sensitive: bool
 
@@ -183,7 +183,7 @@ class NoiseDecoder(Protocol):
         ...
 
     def encode(self, obs: Observation) -> Cond:
-        """Encode physical observations once per action."""
+        """Encode physical observations; called once per action."""
         ...
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -193,29 +193,26 @@ class NoiseDecoder(Protocol):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the normalised chunk (B, Th, Da).
-
-        `grad` keeps the graph.
-        """
+        """Return the normalised chunk (B, Th, Da); `grad` keeps the graph."""
         ...
 
 
 @runtime_checkable
 class MatchingLoss(Protocol):
-    """Trains by regression towards corrupted actions."""
+    """Policies trained by regression on corrupted actions."""
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
-        """Draw the times and the noise of n rows."""
+        """Draw times and noise for n rows."""
         ...
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """Return the loss of normalised actions (B, Th, Da), reduced as named."""
+        """Return the loss of normalised actions (B, Th, Da), reduced by `reduce`."""
         ...
 
 
 @runtime_checkable
 class ChainPolicy(Protocol):
-    """Acts through a stochastic denoising chain whose transitions have densities."""
+    """Policies with a stochastic denoising chain whose transitions have densities."""
 
     def sample_chain(
         self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
@@ -224,7 +221,7 @@ class ChainPolicy(Protocol):
         ...
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score a chain x (B, S+1, Th, Da), all recorded steps or the columns `steps` (L,).
+        """Score all recorded steps, or the columns `steps` (L,), of a chain x (B, S+1, Th, Da).
 
         Returns unreduced (log_prob, entropy), each (B, S or L, Th, Da).
         """
@@ -235,15 +232,15 @@ class ChainPolicy(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Score single transitions: x, x_next (M, Th, Da), step (M,) recorded-step index.
 
-        `cond_row` (M,) maps transitions to rows of `cond`, so that an observation shared by many
-        transitions is encoded and projected once. Returns unreduced (log_prob, entropy), (M, Th, Da).
+        `cond_row` (M,) maps transitions to rows of `cond`; a shared observation is encoded and projected
+        once. Returns unreduced (log_prob, entropy), (M, Th, Da).
         """
         ...
 
 
 @runtime_checkable
 class Field(Protocol):
-    """Evaluates the denoiser at any state and time, in any parametrisation."""
+    """Denoiser at arbitrary state and time, in any parametrisation."""
 
     def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
         """Return the prediction at x (B, Th, Da), sampling time t (B,), as `kind`."""

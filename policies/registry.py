@@ -1,4 +1,4 @@
-"""Names for the parts that a configuration may choose.
+"""Registry of configurable parts.
 
 A part is a dataclass registered under a group and a name::
 
@@ -6,9 +6,8 @@ A part is a dataclass registered under a group and a name::
     @dataclass(frozen=True)
     class RectifiedFlow: ...
 
-The names are read from the source files without importing them; `lookup` imports the one module that it
-needs. Loading a saved policy looks names up here and nowhere else, so that a downloaded directory cannot
-name a Python path to import.
+Names are read from source files without importing them; `lookup` imports the one module it needs. Saved
+policies resolve names only here, so a downloaded directory cannot import an arbitrary Python path.
 """
 
 from __future__ import annotations
@@ -69,14 +68,14 @@ def register(group: str, name: str) -> Callable[[T], T]:
 def variant(group: str, name: str, base: T, text: str, **values: Any) -> T:
     """Register a dataclass that differs from its base in values only.
 
-    Pickle needs it as an attribute of the module: its name in capitalized words, `Puzzle3x3` of `puzzle-3x3`.
+    The class becomes a module attribute for pickle, in capitalised words: `Puzzle3x3` for `puzzle-3x3`.
 
     Args:
-        group: Of the part.
-        name: Of the part; also its attribute `name`.
+        group: Group of the part.
+        name: Name of the part; also its attribute `name`.
         base: A frozen dataclass.
-        text: Its docstring.
-        **values: Defaults of fields, and values of other attributes.
+        text: Docstring.
+        **values: Field defaults and other class attributes.
     """
     known = {f.name: f for f in fields(base) if f.name in values}
     changed = {key: field(default=values[key], metadata=f.metadata) for key, f in known.items()}
@@ -88,21 +87,21 @@ def variant(group: str, name: str, base: T, text: str, **values: Any) -> T:
 
 
 def _origin(cls: type) -> tuple[str, str]:
-    """Return where a class is defined; the same for a file that runs as the main program and is imported."""
+    """Return (file, qualified name); equal for a file run as main program and imported as module."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return file or cls.__module__, cls.__qualname__
 
 
 class Source(NamedTuple):
-    """Where one of our parts is defined."""
+    """Location of the definition of one of our parts."""
 
     module: str
     path: Path
 
     def definition(self, group: str, name: str) -> tuple[str, str]:
-        """Return the class name and the docstring of a part as they stand in the source; imports nothing.
+        """Return class name and own docstring of a part, parsed from source without import.
 
-        The docstring is empty where the class has none of its own.
+        The docstring is empty if the class has none.
         """
         start = f"({group!r}, {name!r}"
         for node in ast.parse(self.path.read_text(encoding="utf-8")).body:
@@ -115,13 +114,13 @@ class Source(NamedTuple):
 
 
 def sources(group: str) -> dict[str, Source]:
-    """Return where the parts of a group in our packages are defined, by name."""
+    """Return the definitions of a group's parts in our packages, by name."""
     return _index().get(group, {})
 
 
 @cache
 def _index() -> dict[str, dict[str, Source]]:
-    """Return where every part in our packages is defined, by group and name, read from the sources."""
+    """Return all definitions in our packages by group and name, parsed from source."""
     found: dict[str, dict[str, Source]] = {}
     for package in PACKAGES:
         spec = find_spec(package)
@@ -136,13 +135,13 @@ def _index() -> dict[str, dict[str, Source]]:
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Return the names of a group, sorted, without those of broken plug-ins; imports no module of ours."""
+    """Return the sorted names of a group without those of broken plug-ins; imports no module of ours."""
     _broken_plugins()
     return tuple(sorted({*sources(group), *_PARTS.get(group, {})}))
 
 
 def is_known(group: str, name: str) -> bool:
-    """Whether there is a part; plug-ins are imported only where it is none of ours."""
+    """Whether a part exists; plug-ins are imported only for names that are not ours."""
     return name in sources(group) or name in names(group)
 
 
@@ -150,7 +149,7 @@ def module_of(group: str, name: str) -> str:
     """Return the module that registers a part.
 
     Raises:
-        ConfigError: If there is no such name.
+        ConfigError: If the name is unknown.
     """
     source = sources(group).get(name)
     return source.module if source is not None else lookup(group, name).__module__
@@ -165,7 +164,7 @@ def lookup(group: str, name: str) -> type:
     """Return the class registered under a name; imports its module.
 
     Raises:
-        ConfigError: If there is no such name; the message lists the choices.
+        ConfigError: If the name is unknown; the message lists the choices.
     """
     registered = _PARTS.setdefault(group, {})
     if name not in registered and (source := sources(group).get(name)):
@@ -181,7 +180,7 @@ def lookup(group: str, name: str) -> type:
 
 
 def name_of(group: str, part: object) -> str:
-    """Return the registered name of an instance (or class) of a part."""
+    """Return the registered name of a part's instance or class."""
     cls = part if isinstance(part, type) else type(part)
     for name, registered in _PARTS.get(group, {}).items():
         if registered is cls:
@@ -190,12 +189,12 @@ def name_of(group: str, part: object) -> str:
 
 
 def to_json(group: str, part: Any) -> dict[str, Any]:
-    """Describe a part by its registered name and field values (JSON types only)."""
+    """Serialise a part to its registered name and field values (JSON types only)."""
     return {"name": name_of(group, part), **asdict(part)}
 
 
 def from_json(group: str, data: dict[str, Any]) -> Any:
-    """Build a part from `to_json`'s description.
+    """Deserialise a part from the output of `to_json`.
 
     Raises:
         ConfigError: If the name or a field is unknown.
@@ -214,21 +213,21 @@ def from_json(group: str, data: dict[str, Any]) -> Any:
 
 @cache
 def _broken_plugins() -> tuple[tuple[EntryPoint, Exception], ...]:
-    """Import the modules that other distributions announce; return those that cannot be imported."""
+    """Import the plug-in modules of other distributions; return those that fail to import."""
     broken: list[tuple[EntryPoint, Exception]] = []
     for entry in entry_points(group=PLUGIN_GROUP):
         try:
             entry.load()
-        except Exception as error:  # a module of somebody else may raise anything
+        except Exception as error:  # a plug-in may raise any exception
             broken.append((entry, error))
     return tuple(broken)
 
 
 def load_plugins() -> None:
-    """Import the modules that other distributions announce in the `burnish.plugins` entry points.
+    """Import the modules listed under the `burnish.plugins` entry points of other distributions.
 
     Raises:
-        ConfigError: If one cannot be imported, after all others are; names its distribution.
+        ConfigError: After all imports, if one failed; names its distribution.
     """
     for entry, cause in _broken_plugins():
         name = "an unknown distribution" if entry.dist is None else entry.dist.name

@@ -1,7 +1,7 @@
-"""Random streams: the only place where one seed becomes many.
+"""Random streams: derives independent seeds from one.
 
-Whatever draws random numbers in a run names its stream, so that no two share one by accident: initial
-weights, shuffles, noise, episodes. A name is chosen where it is used; there is no list of them.
+Each consumer of random numbers (initial weights, shuffles, noise, episodes) names its own stream, so no
+two share one. Names are chosen at the call site; there is no central list.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 
 def derive_seed(seed: int, stream: str, *key: int) -> int:
-    """Return a 32-bit seed that depends on all arguments; streams are independent of each other.
+    """Return a 32-bit seed determined by all arguments; different streams are independent.
 
-    `stream` names what is drawn, `key` which one of many: an episode, a worker.
+    `stream` names the consumer; `key` indexes items within it, e.g. episode or worker.
     """
     place = (zlib.crc32(stream.encode()), *key)
     return int(np.random.SeedSequence(seed, spawn_key=place).generate_state(1)[0])
@@ -26,13 +26,13 @@ def derive_seed(seed: int, stream: str, *key: int) -> int:
 def seeded_generator(
     seed: int, stream: str, *key: int, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """Return a generator at the start of a stream; see `derive_seed`."""
+    """Return a generator seeded with `derive_seed`."""
     return torch.Generator(device=device).manual_seed(derive_seed(seed, stream, *key))
 
 
 @contextmanager
 def seeded_weights(seed: int) -> Iterator[None]:
-    """Draw initial weights from a seed, on the CPU; every global generator is afterwards as it was before."""
+    """Draw initial weights from a seed on the CPU; global generators are restored afterwards."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed those of accelerators too
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed accelerators
         yield

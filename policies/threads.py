@@ -1,8 +1,8 @@
-"""How many threads torch uses inside an operation: the only place that changes it.
+"""Intra-op thread count of torch; set only here.
 
-Networks of this size lose far more to threads that wait for each other than they gain, and some sums
-depend on the number in their last bits. So code whose numbers must be reproducible sets the number of
-threads here, independently of the program's own setting and of `OMP_NUM_THREADS`.
+Networks of this size lose more to thread synchronisation than they gain, and the last bits of some sums
+depend on the count. Code with reproducible numbers sets the count here, independently of the program's
+own setting and of `OMP_NUM_THREADS`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Use exactly this many threads inside an operation of torch, on the calling thread."""
+    """Set the intra-op thread count of torch on the calling thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -27,7 +27,7 @@ GL_LIBRARIES = {"egl": ("EGL", "Debian: libegl1"), "osmesa": ("OSMesa", "Debian:
 GL_TIMEOUT_S = 120
 _RENDER = """
 import mujoco
-from envs.rendering import OffscreenRenderer
+from envs.engine.rendering import OffscreenRenderer
 model = mujoco.MjModel.from_xml_string("<mujoco><worldbody><geom size='1'/></worldbody></mujoco>")
 data = mujoco.MjData(model)
 mujoco.mj_forward(model, data)

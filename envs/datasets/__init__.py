@@ -1,8 +1,7 @@
 """Datasets of episodes: readers, writers, windows and reference scores.
 
-A format is a module of `envs.datasets.formats` with two functions: `matches(path)`, which tells whether a
-file is of this format, and `read(path, **options)`, which returns an `EpisodeDataset`. They are found by
-scanning.
+A format is a module of `envs.datasets.formats` with two functions: `matches(path)` detects the format, and
+`read(path, **options)` returns an `EpisodeDataset`. Formats are found by scanning the package.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Reader(Protocol):
     """A module that reads one format."""
 
     def matches(self, path: str | Path) -> bool:
-        """Tell whether a file is of this format; formats exclude each other."""
+        """Whether a file is of this format; formats are mutually exclusive."""
         ...
 
     def read(self, path: str | Path, **options: Any) -> EpisodeDataset:
@@ -46,7 +45,7 @@ class Reader(Protocol):
 
 @cache
 def readers() -> dict[str, Reader]:
-    """Return the readers by the name of their format, which is that of their module."""
+    """Return the readers by format name, which is the module name."""
     names = [module.name for module in pkgutil.iter_modules(formats.__path__)]
     return {
         name: cast(Reader, importlib.import_module(f"{formats.__name__}.{name}")) for name in sorted(names)
@@ -54,10 +53,10 @@ def readers() -> dict[str, Reader]:
 
 
 def dataset_format(path: str | Path) -> str:
-    """Return the name of a file's or a folder's format, told by its content.
+    """Return the format of a file or folder, detected from its content.
 
     Raises:
-        DatasetError: If it is missing, unreadable, or of no known format; says what was found instead.
+        DatasetError: If it is missing, unreadable, or of no known format; the message describes the content.
     """
     for name, reader in readers().items():
         if reader.matches(path):
@@ -74,31 +73,31 @@ def dataset_format(path: str | Path) -> str:
 
 
 def reader_options() -> dict[str, dict[str, Option]]:
-    """Return the options of every format's reader, by the name of the format."""
+    """Return the options of every format's reader, by format name."""
     return {name: options_of(reader.read) for name, reader in readers().items()}
 
 
 def lasting_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a reader that mean the same from any folder."""
+    """Return reader options with absolute paths."""
     return lasting(options, reader_options())
 
 
 def fitting_options(path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of some options that the reader of a dataset has."""
+    """Return the subset of options supported by a dataset's reader."""
     known = reader_options()[dataset_format(find_dataset(path))]
     return {name: value for name, value in options.items() if name in known}
 
 
 def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
-    """Read a dataset, whatever its format.
+    """Read a dataset of any known format.
 
     Args:
         path: A file or folder of any known format, or the name of a downloaded dataset (`hopper-medium-v2`).
         **options: Passed to the format's reader, e.g. `read_robomimic` or `read_d4rl`.
 
     Raises:
-        ConfigError: If the format's reader has no such option, or not for such a value.
-        DatasetError: If the file does not hold a usable dataset; names file, key, and expected and found.
+        ConfigError: If the format's reader lacks an option or refuses its value.
+        DatasetError: If the file holds no usable dataset; names file, key, expected and found.
     """
     place = find_dataset(path)
     form = dataset_format(place)
@@ -107,7 +106,7 @@ def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
         return readers()[form].read(place, **chosen)
     except (BurnishError, MemoryError):
         raise
-    except Exception as error:  # what a stranger put into a file may break any assumption
+    except Exception as error:  # untrusted content may break any assumption
         raise DatasetError(
             f"{place}: expected a dataset of the format {form}; reading failed with {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}. Copy or download it again."

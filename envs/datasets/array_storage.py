@@ -1,12 +1,12 @@
-"""Where the arrays of a dataset are: in memory while they fit there, else in files that are mapped into it.
+"""Storage of dataset arrays: in memory if they fit, else in memory-mapped files.
 
-A mapped array reads and computes as any other: the system fetches the rows that somebody looks at, and lets
-go of them when memory is short. What would make a second array of the size of the first is done in pieces.
+Mapped arrays support the same operations: the system loads accessed rows and evicts them under memory
+pressure. Operations that would need a second array of full size run in pieces.
 
-Files of arrays have no name (`tempfile.TemporaryFile`): their space is free again as soon as nobody holds the
-array any more, also after a program was killed.
+Array files have no name (`tempfile.TemporaryFile`): their space is freed with the last reference, also after
+a killed program.
 
-Legend: N rows, M of them asked for.
+Legend: N rows, M requested rows.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _log = logging.getLogger(__name__)
 
 
 class ArrayStorage:
-    """Memory; room on a disk derives from it."""
+    """Storage in memory; base class of storage on disk."""
 
     on_disk = False
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-        """Return an array whose content is undefined.
+        """Return an uninitialised array.
 
         Raises:
-            DatasetError: If there is no room for it.
+            DatasetError: If there is no space.
         """
         return np.empty(shape, dtype)
 
     def converted(self, values: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-        """Return an array as another type; the same array where it has that type already."""
+        """Return an array as another dtype; the same object if unchanged."""
         if values.dtype == np.dtype(dtype):
             return values
         out = self.empty(values.shape, dtype)
-        with np.errstate(over="ignore"):  # infinity, which no dataset may hold, is refused with its place
+        with np.errstate(over="ignore"):  # infinity is refused later, with its position
             for part in pieces(values):
                 out[part] = values[part]
         return out
 
     def taken(self, values: np.ndarray, rows: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
-        """Return rows (M,) of an array (N, ...), as another type if one is named."""
+        """Return rows (M,) of an array (N, ...), optionally as another dtype."""
         out = self.empty((len(rows), *values.shape[1:]), values.dtype if dtype is None else dtype)
         with np.errstate(over="ignore"):  # see `converted`
             for part in pieces(out):
@@ -70,7 +70,7 @@ class ArrayStorage:
 
 
 class Disk(ArrayStorage):
-    """Files without a name in a folder."""
+    """Storage in unnamed files of a folder."""
 
     on_disk = True
 
@@ -84,7 +84,7 @@ class Disk(ArrayStorage):
             return np.empty(shape, dtype)
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
-                # A page without a block behind it would end the process when it is written; this is an error.
+                # Writing a page without a disk block would kill the process; this raises an error instead.
                 os.posix_fallocate(file.fileno(), 0, size)
                 return np.memmap(file, dtype, "r+", shape=shape)
         except OSError as error:
@@ -105,16 +105,16 @@ MEMORY = ArrayStorage()
 def choose_storage(
     needed: int, source: str | Path, *, cache: str | Path | None = None, advice: str = ""
 ) -> ArrayStorage:
-    """Return where the arrays of a file have room: in memory, else on a disk.
+    """Return storage with space for a file's arrays: memory, else disk.
 
     Args:
-        needed: Bytes that reading takes.
-        source: Names the file in messages.
-        cache: Folder on the disk; None: that of temporary files (see `spill_folder`).
-        advice: How less of it can be read.
+        needed: Bytes required for reading.
+        source: Name of the file in messages.
+        cache: Folder on disk; None: that of temporary files (see `spill_folder`).
+        advice: Advice to read less, for messages.
 
     Raises:
-        DatasetError: If it fits on neither; names what is needed and what is free.
+        DatasetError: If neither has space; names required and free bytes.
     """
     if free_memory.fits(needed):
         free_memory.log_use(needed, source)
@@ -140,12 +140,12 @@ def choose_storage(
 
 
 def spill_folder(cache: str | Path | None) -> Path:
-    """Return the folder for what does not fit into memory, which is made if it is missing.
+    """Return the folder for arrays that do not fit in memory; created if missing.
 
-    It is the one that is named, else $TMPDIR, else /var/tmp, because /tmp may itself be memory.
+    The given folder, else $TMPDIR, else /var/tmp, because /tmp may be a RAM disk.
 
     Raises:
-        DatasetError: If it cannot be made.
+        DatasetError: If it cannot be created.
     """
     known = cache or os.environ.get("TMPDIR")
     default = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
@@ -158,12 +158,12 @@ def spill_folder(cache: str | Path | None) -> Path:
 
 
 def free_disk(folder: Path) -> int:
-    """Return the bytes that are free on the disk of a folder."""
+    """Return the free bytes on the disk of a folder."""
     return shutil.disk_usage(folder).free
 
 
 def pieces(values: np.ndarray | Tensor, at_once: int | None = None) -> Iterator[slice]:
-    """Yield ranges of rows that together are all rows of an array, each of some bytes; None: `PIECE`."""
+    """Yield slices that cover all rows of an array, each of limited bytes; None: `PIECE`."""
     size = values.nbytes // max(len(values), 1)
     step = max((at_once or PIECE) // max(size, 1), 1)
     for first in range(0, len(values), step):
@@ -171,11 +171,11 @@ def pieces(values: np.ndarray | Tensor, at_once: int | None = None) -> Iterator[
 
 
 class Column:
-    """Rows of one key that come one after another; the array grows as they do.
+    """Array of one key, grown by appending rows.
 
     Args:
-        storage: Where it is.
-        expected: Rows that will come, as far as one knows.
+        storage: Storage of the array.
+        expected: Estimated number of rows.
     """
 
     def __init__(self, storage: ArrayStorage, expected: int = 0) -> None:
@@ -184,7 +184,7 @@ class Column:
         self._count = 0
 
     def add(self, rows: np.ndarray) -> None:
-        """Append rows (n, ...), all shaped alike; types are promoted as `np.concatenate` does."""
+        """Append rows (n, ...) of equal shape; dtypes are promoted as in `np.concatenate`."""
         end = self._count + len(rows)
         if self._values is None:
             self._values = self._storage.empty((max(self._expected, end), *rows.shape[1:]), rows.dtype)
@@ -208,7 +208,7 @@ class Column:
 
 
 class Frames:
-    """Frames of episodes by key, collected episode by episode; a key that one of them lacks is dropped."""
+    """Frames by key, collected per episode; keys missing in an episode are dropped."""
 
     def __init__(self, storage: ArrayStorage, expected: int = 0) -> None:
         self.storage, self._expected = storage, expected

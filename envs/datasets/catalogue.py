@@ -1,6 +1,6 @@
-"""Public datasets by name: where they are, and where they lie on this machine once they were downloaded.
+"""Public datasets by name: download URLs and local paths.
 
-Names are those their papers use: `hopper-medium-v2` (D4RL), `cube-single-play-v0` (OGBench),
+Names follow the papers: `hopper-medium-v2` (D4RL), `cube-single-play-v0` (OGBench),
 `robomimic/lift/ph` and `minari/D4RL/door/human-v2`. In a pattern, braces hold alternatives.
 
 Sources:
@@ -35,9 +35,9 @@ class RemoteFile:
     """One file of a dataset.
 
     Attributes:
-        url: Where it is.
-        path: Where it goes, below the folder of downloads.
-        sha256: Its checksum, where the publisher gives one.
+        url: Download URL.
+        path: Target relative to the download folder.
+        sha256: Checksum, if published.
     """
 
     url: str
@@ -50,11 +50,11 @@ class Entry:
     """A public dataset.
 
     Attributes:
-        name: What it is called.
-        family: Who publishes it.
-        files: What has to be fetched.
-        path: What is read, below the folder of downloads: a file or a folder.
-        elsewhere: Where the publisher's own program keeps it, below the home folder.
+        name: Name of the dataset.
+        family: Publisher.
+        files: Files to download.
+        path: File or folder to read, relative to the download folder.
+        elsewhere: Path of the publisher's own program, relative to the home folder.
     """
 
     name: str
@@ -176,7 +176,7 @@ def lookup(name: str) -> Entry:
     """Return a known dataset.
 
     Raises:
-        DatasetError: If there is none of this name; suggests similar names.
+        DatasetError: If the name is unknown; suggests similar names.
     """
     known = catalogue()
     if name not in known:
@@ -189,18 +189,18 @@ def lookup(name: str) -> Entry:
 
 
 def download_folder() -> Path:
-    """Return the folder of downloads: $BURNISH_DATASETS, else .burnish/datasets in the home folder."""
+    """Return the download folder: $BURNISH_DATASETS, else .burnish/datasets in the home folder."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     return Path(chosen).expanduser() if chosen else Path.home() / ".burnish" / "datasets"
 
 
 def find_dataset(given: str | Path) -> Path:
-    """Return the place of a dataset that is given by its path or by its name.
+    """Return the path of a dataset given by path or name.
 
-    A name is looked for in the folder of downloads, then where the publisher's own program keeps its files.
+    A name is searched in the download folder, then in the folder of the publisher's program.
 
     Raises:
-        DatasetError: If it is the name of a public dataset that is not on this machine, or nearly one.
+        DatasetError: If it is the name of a public dataset that is not downloaded, or similar to one.
     """
     path = Path(given)
     if path.exists():
@@ -220,7 +220,7 @@ def find_dataset(given: str | Path) -> Path:
 
 
 def _refuse_near_name(given: str) -> None:
-    """Refuse what is no path and looks like the name of a public dataset."""
+    """Refuse a value that is no path and resembles a public dataset's name."""
     near = [] if Path(given).suffix else get_close_matches(given, catalogue(), n=3)
     if near:
         raise DatasetError(

@@ -1,4 +1,4 @@
-"""What has to hold before a dataset may train anything; every failure is one `DatasetError`."""
+"""Validation of datasets before training; every failure is a `DatasetError`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_dataset(dataset: EpisodeColumns) -> None:
     """Check index, shapes, values and end flags.
 
     Raises:
-        DatasetError: Naming the source, the key, what was expected and what was found.
+        DatasetError: Names source, key, expected and found.
     """
     _check_index(dataset)
     _check_shapes(dataset)
@@ -30,10 +30,10 @@ def check_dataset(dataset: EpisodeColumns) -> None:
 
 
 def check_episode(episode: Episode, first: Episode, source: str) -> None:
-    """Check one episode by itself and against the first of its collection.
+    """Check one episode, alone and against the first of its collection.
 
     Raises:
-        DatasetError: Naming the source, the key, what was expected and what was found.
+        DatasetError: Names source, key, expected and found.
     """
     frames = len(episode.actions)
     if frames == 0:
@@ -63,10 +63,10 @@ def check_episode(episode: Episode, first: Episode, source: str) -> None:
 
 
 def refuse_images(dataset: EpisodeColumns, form: str) -> None:
-    """Refuse images before a dataset is written in a format without a place for them.
+    """Refuse images for formats that cannot store them.
 
     Raises:
-        ConfigError: If there are some.
+        ConfigError: If the dataset has images.
     """
     if dataset.images:
         raise ConfigError(
@@ -150,7 +150,7 @@ def _check_finite(data: EpisodeColumns) -> None:
 
 
 def _check_numbers(data: EpisodeColumns, key: str, value: Tensor) -> None:
-    """Refuse NaN and infinity, piece by piece: the array may be larger than the memory."""
+    """Refuse NaN and infinity, in pieces: the array may exceed memory."""
     count, first = 0, None
     for part in pieces(value):
         fine = torch.isfinite(value[part])
@@ -183,7 +183,7 @@ _log = logging.getLogger(__name__)
 
 
 def log_skipped_fields(path: str | Path, left_out: Mapping[str, str]) -> list[str]:
-    """Log what is left out and why; returns the keys, for `meta["not_read"]`.
+    """Log skipped keys with reasons; returns the keys, for `meta["not_read"]`.
 
     Args:
         path: The file.

@@ -1,10 +1,10 @@
-"""Downloads that survive an interruption: continued by HTTP ranges, checked, and put in place when complete.
+"""Resumable downloads: continued by HTTP ranges, verified, and renamed into place when complete.
 
-While a file `x` is fetched, `x.part` holds what has come and `x.part.json` what the server called it (size
-and entity tag). A later call asks for the rest, on condition that the server still has the same file; else
-it starts again. Nothing appears under the final name before size and, where known, SHA-256 are right, and
-before what is called HDF5 or npz can be opened as such: the servers of D4RL and OGBench tell no checksums.
-Of several processes that want the same file one fetches it, and the others wait for it.
+During download of a file `x`, `x.part` holds the received bytes and `x.part.json` the server's metadata
+(size and entity tag). A later call requests the rest if the server still has the same file; otherwise it
+starts again. The final name appears only after size and, if known, SHA-256 are verified, and after HDF5 and
+npz files could be opened: the servers of D4RL and OGBench publish no checksums. Among processes that request
+the same file one downloads it, and the others wait.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Progress = Callable[[int, int | None], None]
 _log = logging.getLogger(__name__)
 
 _PIECE = 2**20
-_TIMEOUT = 60.0  # seconds without a byte
-_BROKEN = (OSError, http.client.HTTPException)  # what a connection that breaks off raises
+_TIMEOUT = 60.0  # seconds without data
+_BROKEN = (OSError, http.client.HTTPException)  # errors of an interrupted connection
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_LINKED = "X-Linked-ETag"  # what Hugging Face calls the SHA-256 of a large file, before it leads elsewhere
+_LINKED = "X-Linked-ETag"  # header of Hugging Face with the SHA-256 of a large file, before redirection
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirections, and keeps what the first server called the file."""
+    """Follow redirections; keeps the entity tag of the first server."""
 
     tag = ""
 
@@ -58,19 +58,19 @@ def fetch(
     attempts: int = 3,
     progress: Progress | None = None,
 ) -> Path:
-    """Download a file, continuing where an earlier call was interrupted.
+    """Download a file, resuming an interrupted call.
 
     Args:
         url: http or https.
-        target: Where to; a file that is there (and has the checksum) is not fetched again.
-        sha256: Expected checksum; None: the server's, where it tells one.
-        attempts: Connections that are tried before giving up.
+        target: Target path; an existing file (with the right checksum) is kept.
+        sha256: Expected checksum; None: the server's, if provided.
+        attempts: Maximum number of connections.
         progress: See `Progress`.
 
     Raises:
-        DatasetError: If the server cannot be reached or refuses, the connection breaks off too often, the
-            checksum is wrong, or what came is no file of its kind; says what to do.
-        WriteError: If the disk takes no more; what has come is kept.
+        DatasetError: If the server is unreachable or refuses, the connection fails too often, the checksum is
+            wrong, or the content is not of its declared type; states the remedy.
+        WriteError: If the disk is full; received bytes are kept.
     """
     target = Path(target)
     if target.is_file():
@@ -81,7 +81,7 @@ def fetch(
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
     with _alone(part):
-        if target.is_file():  # another process has just fetched it
+        if target.is_file():  # downloaded meanwhile by another process
             _note(part).unlink()
         else:
             tag = _complete(url, target, part, attempts, progress)
@@ -98,16 +98,16 @@ def fetch(
 
 @contextmanager
 def _alone(part: Path) -> Iterator[None]:
-    """Hold an unfinished file by its note, which is made if there is none; wait for a process that does.
+    """Lock an unfinished download through its metadata file, created if missing; waits for other processes.
 
-    Not by itself: HDF5, which looks whether it can be opened, locks files too.
+    The part file itself is not locked: HDF5 locks files while it checks them.
     """
     while True:
         with open(_note(part), "ab") as file:
             _lock(file)
             try:
                 held = os.path.samestat(_note(part).stat(), os.fstat(file.fileno()))
-            except FileNotFoundError:  # removed by the process that held it, which is done
+            except FileNotFoundError:  # removed by the process that held it and has finished
                 held = False
             if held:
                 yield
@@ -120,12 +120,12 @@ def _lock(file: IO[bytes]) -> None:
     except BlockingIOError:
         _log.info("another process fetches %s; waiting for it", file.name.removesuffix(".part.json"))
         fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:  # a file system without locks
+    except OSError as error:  # file system without locks
         _log.debug("%s cannot be locked: %s", file.name, error)
 
 
 def _complete(url: str, target: Path, part: Path, attempts: int, progress: Progress | None) -> str:
-    """Fetch what is missing of an unfinished file, by several attempts; returns the server's tag of it."""
+    """Download the rest of a file in several attempts; returns the server's entity tag."""
     for attempt in range(1, attempts + 1):
         try:
             return _continue(url, part, progress)
@@ -158,7 +158,7 @@ def _unreachable(url: str, target: Path, part: Path, error: Exception) -> Datase
 
 
 def _continue(url: str, part: Path, progress: Progress | None) -> str:
-    """Fetch what is missing of a file; returns the server's tag of it."""
+    """Download the rest of a file; returns the server's entity tag."""
     known = _read_note(part)
     have = part.stat().st_size if part.is_file() and known else 0
     headers = {"User-Agent": "burnish", "Accept-Encoding": "identity"}
@@ -169,7 +169,7 @@ def _continue(url: str, part: Path, progress: Progress | None) -> str:
     try:
         answer = opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and have == known.get("size"):  # nothing is missing
+        if error.code == 416 and have == known.get("size"):  # the file is complete
             return str(known["tag"])
         if error.code != 416 or not have:
             raise
@@ -180,7 +180,7 @@ def _continue(url: str, part: Path, progress: Progress | None) -> str:
         size = _whole_size(answer.headers, have if is_rest else 0)
         etag = answer.headers.get("ETag", "")
         tag = redirects.tag or etag.removeprefix("W/").strip('"')
-        # A weak tag does not say that the bytes are the same; without one, nothing can be continued.
+        # Weak tags do not guarantee equal bytes; resuming requires a strong tag.
         note = {"tag": tag, "size": size, "etag": etag} if etag and not etag.startswith("W/") else {}
         _note(part).write_text(json.dumps(note), encoding="utf-8")
         with told_if_full(part), open(part, "ab" if is_rest else "wb") as file:
@@ -209,7 +209,7 @@ def _note(part: Path) -> Path:
 
 
 def _read_note(part: Path) -> dict[str, Any]:
-    """Return what is known about an unfinished file; empty if nothing is."""
+    """Return the metadata of an unfinished download; empty if there is none."""
     try:
         found = json.loads(_note(part).read_text(encoding="utf-8"))
         return found if {"tag", "size", "etag"} <= set(found) else {}
@@ -224,7 +224,7 @@ def file_sum(path: str | Path) -> str:
 
 
 def _check_sum(path: Path, expected: str | None, target: Path, url: str) -> None:
-    """Refuse a file with another checksum; an unfinished one is thrown away."""
+    """Refuse a file with another checksum; deletes an unfinished one."""
     if expected is None:
         return
     got = file_sum(path)
@@ -238,7 +238,7 @@ def _check_sum(path: Path, expected: str | None, target: Path, url: str) -> None
 
 
 def _check_kind(part: Path, target: Path, url: str) -> None:
-    """Refuse, and throw away, what is called HDF5 or npz and cannot be opened as such."""
+    """Refuse and delete a file named HDF5 or npz that cannot be opened as such."""
     try:
         if target.suffix in (".hdf5", ".h5"):
             with read_hdf5(part):
@@ -261,6 +261,6 @@ def _throw_away(part: Path) -> None:
 
 
 def _forget_nothing(part: Path) -> None:
-    """Leave no note of a file of which nothing has come."""
+    """Remove the metadata of a download without received bytes."""
     if not part.is_file():
         _note(part).unlink()

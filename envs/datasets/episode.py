@@ -1,4 +1,4 @@
-"""Plain records: one episode, the columns of many, transitions."""
+"""Data records: one episode, columns of many episodes, transitions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from envs.datasets.images import Images
 
 @dataclass(frozen=True)
 class Episode:
-    """One recorded episode, as experts and rollouts hand it over.
+    """One recorded episode, as produced by experts and rollouts.
 
     Shapes:
         observations: (T+1, Do), the last row being the observation after the last action.
         actions: (T, Da).
         rewards: (T,).
         extras: every value (T, ...), e.g. simulator states.
-        images: by camera, (T, H, W, 3) uint8, what was seen before each action.
+        images: by camera, (T, H, W, 3) uint8, before each action.
     """
 
     observations: np.ndarray
@@ -47,7 +47,7 @@ class Transitions:
         observations, next_observations: (M, Do).
         actions: (M, Da).
         rewards, terminated: (M,); values bootstrap from `next_observations` unless `terminated`.
-        frames: (M,) int64, the frame of the dataset each transition comes from.
+        frames: (M,) int64, dataset frame of each transition.
     """
 
     observations: Tensor

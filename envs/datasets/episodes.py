@@ -1,8 +1,8 @@
 """Demonstrations and logged experience as flat tensors with an episode index.
 
 Legend: N frames of E episodes, Do and Da observation and action widths, T frames of one episode. A frame is
-(observation, action, reward, end flags); the observation after its action is the next frame's observation,
-or `next_observations` where the source knows it (it always does for what `burnish collect` records).
+(observation, action, reward, end flags). The next observation is that of the next frame, or
+`next_observations` where the source has it (always for data of `burnish collect`).
 """
 
 from __future__ import annotations
@@ -34,33 +34,32 @@ _NUMPY = {torch.float32: np.float32, torch.int64: np.int64, torch.bool: np.bool_
 class EpisodeDataset(EpisodeColumns):
     """Flat float32 tensors of N frames, cut into E episodes.
 
-    Checked when it is made: shapes agree, floating-point values are finite, episodes are not empty, and
-    the end flags are set on last frames only.
+    Validated at construction: shapes agree, floats are finite, episodes are non-empty, and end flags are set
+    on last frames only.
 
     Shapes:
         observations: (N, Do) float32, physical units.
         actions: (N, Da) float32, physical units.
         rewards: (N,) float32, the reward of the frame's action.
-        terminated: (N,) bool, the task really ended with this action.
+        terminated: (N,) bool, the task ended with this action.
         truncated: (N,) bool, recording or time limit ended the episode here.
         episode_start: (E+1,) int64, first frame of every episode and, last, N.
         next_observations: (N, Do) float32, true successors, or None where the source has none.
-        extras: per-frame values, each (N, ...); `goal` (N, Dg) is what goal-conditioned policies are given,
-            and `masks` (N,) is 0 where values must not look beyond a frame although its recording goes on.
+        extras: per-frame values, each (N, ...); `goal` (N, Dg) is the input of goal-conditioned policies,
+            `masks` (N,) is 0 where values do not bootstrap although the recording continues.
         episode_extras: per-episode values, each (E, ...), e.g. `success` and `seed`.
 
     Args:
-        images: What cameras saw in every frame, by camera; on the CPU, and read when asked for.
+        images: Camera images of every frame, by camera; on the CPU, read on access.
         meta: Plain values about the source; `source` names the file in error messages.
-        storage: Where large tensors are; what is derived from them on the CPU goes there as well.
+        storage: Storage of large tensors and of CPU tensors derived from them.
 
     Raises:
-        DatasetError: If something does not fit; names the source, the key, what was expected and what was
-            found.
+        DatasetError: If the data are inconsistent; names source, key, expected and found.
     """
 
     def __post_init__(self) -> None:
-        """Check everything once, before anything is trained."""
+        """Validate the dataset once, before training."""
         check_dataset(self)
 
     @classmethod
@@ -110,10 +109,10 @@ class EpisodeDataset(EpisodeColumns):
         """Concatenate episodes; `success` and `seed` become per-episode values.
 
         Args:
-            episodes: In order; those of an iterator are let go of one by one.
+            episodes: In order; an iterator's episodes are released one by one.
             meta: See the class.
-            frames: Collects them, without any so far; says where to.
-            shared: Keep the extra keys that all episodes have in one shape, instead of refusing others.
+            frames: Empty collector of frames, with their storage.
+            shared: Keep only extra keys of equal shape in all episodes, instead of refusing others.
 
         Raises:
             DatasetError: If there is no episode, or if episodes disagree in width, extra keys or cameras.
@@ -171,12 +170,12 @@ class EpisodeDataset(EpisodeColumns):
 
     @property
     def success(self) -> Tensor | None:
-        """Whether each episode succeeded, (E,) bool, or None where the source does not say."""
+        """Whether each episode succeeded, (E,) bool, or None if not recorded."""
         return self.episode_extras.get("success")
 
     @property
     def over(self) -> Tensor:
-        """Frames that values must not look beyond: the task ended there, or `masks` is 0, (N,) bool."""
+        """Frames without bootstrapping: termination, or `masks` = 0, (N,) bool."""
         if "masks" in self.extras:
             return self.terminated | (self.extras["masks"] == 0)
         return self.terminated
@@ -185,7 +184,7 @@ class EpisodeDataset(EpisodeColumns):
         return self.num_frames
 
     def digest(self) -> str:
-        """Return the SHA-256 of all tensors and images, with names, types and shapes; not of `meta`."""
+        """Return the SHA-256 of all tensors and images with names, dtypes and shapes, without `meta`."""
         tensors = [f.name for f in fields(self) if f.name not in ("meta", "images", "storage")]
         named = {name: getattr(self, name) for name in tensors}
         for group in ("extras", "episode_extras"):
@@ -202,10 +201,10 @@ class EpisodeDataset(EpisodeColumns):
         return seen.hexdigest()
 
     def with_cameras(self, cameras: Iterable[str]) -> EpisodeDataset:
-        """Return the dataset with the images of these cameras only, in memory where they fit.
+        """Return the dataset with these cameras only, images in memory if they fit.
 
         Raises:
-            DatasetError: If there are none of one of them.
+            DatasetError: If a camera is missing.
         """
         chosen = tuple(cameras)
         missing = sorted(set(chosen) - set(self.images))
@@ -231,10 +230,10 @@ class EpisodeDataset(EpisodeColumns):
         )
 
     def select(self, episodes: Sequence[int] | Tensor) -> EpisodeDataset:
-        """Return the named episodes, in the order named.
+        """Return the selected episodes, in the given order.
 
         Raises:
-            DatasetError: If the list is empty or names an episode that does not exist.
+            DatasetError: If the selection is empty or contains an unknown episode.
         """
         rows = torch.as_tensor(episodes, dtype=torch.int64, device=self.episode_start.device)
         if rows.numel() == 0 or bool(((rows < 0) | (rows >= self.num_episodes)).any()):
@@ -254,9 +253,8 @@ class EpisodeDataset(EpisodeColumns):
         """Split by episode into a training and a validation set.
 
         Args:
-            valid_fraction: Share of the episodes in the validation set, in (0, 1); at least one episode goes
-                to each side.
-            seed: Decides which episodes.
+            valid_fraction: Fraction of validation episodes, in (0, 1); at least one episode per side.
+            seed: Seed of the split.
 
         Raises:
             DatasetError: If there are fewer than two episodes.
@@ -273,7 +271,7 @@ class EpisodeDataset(EpisodeColumns):
     def statistics(self) -> dict[str, dict[str, Tensor]]:
         """Return `min`, `max`, `mean` and `std` of `state` (Do,), `action` (Da,) and, where recorded, `goal`.
 
-        Over real frames only, accumulated in float64 and returned as float32; `std` is the unbiased one.
+        Computed over recorded frames in float64 and returned as float32; `std` is unbiased.
         """
         keys = {"state": self.observations, "action": self.actions}
         if "goal" in self.extras:
@@ -294,9 +292,9 @@ class EpisodeDataset(EpisodeColumns):
 
     @property
     def transition_frames(self) -> Tensor:
-        """Frames with a known successor, or with none to know because the task ended, (M,) int64.
+        """Frames with a known successor or a terminated task, (M,) int64.
 
-        A mask of 0 is no such end: on the last frame of a recording there may have been no action either.
+        A mask of 0 is no termination: the last frame of a recording may have no action.
         """
         if self.next_observations is not None:
             return torch.arange(self.num_frames, device=self.terminated.device)
@@ -307,13 +305,13 @@ class EpisodeDataset(EpisodeColumns):
     def transitions(self) -> Transitions:
         """Return the transitions: `transition_frames` and their successors.
 
-        The successor is `next_observations` where the source has it, else the next frame of the episode. The
-        last frame of an episode without a recorded successor is a transition only if it terminated (its
-        successor, which values never look at, is then its own observation). Where the source has `masks`, a
-        frame with mask 0 counts as terminated although its recording goes on.
+        The successor is `next_observations` where available, else the next frame of the episode. The last
+        frame of an episode without a recorded successor is included only if it terminated; its unused
+        successor is then its own observation. Frames with `masks` = 0 count as terminated although the
+        recording continues.
 
         Raises:
-            DatasetError: If there is none, or arrays that are kept on a disk do not fit into memory.
+            DatasetError: If there is none, or arrays stored on disk do not fit in memory.
         """
         frames = self.transition_frames
         if not len(frames):
@@ -349,7 +347,7 @@ class EpisodeDataset(EpisodeColumns):
         start: Tensor,
         **others: Any,
     ) -> EpisodeDataset:
-        """Return the dataset with its tensors by frame and by episode mapped, and other fields replaced."""
+        """Return the dataset with mapped per-frame and per-episode tensors and other fields replaced."""
         return self._derived(
             observations=frames(self.observations),
             actions=frames(self.actions),
@@ -364,7 +362,7 @@ class EpisodeDataset(EpisodeColumns):
         )
 
     def _derived(self, **changes: Any) -> EpisodeDataset:
-        """Return the dataset with fields made of its own, which need no second check."""
+        """Return the dataset with derived fields, without a second validation."""
         made = copy.copy(self)
         made.__dict__.update(changes)
         return made
@@ -372,7 +370,7 @@ class EpisodeDataset(EpisodeColumns):
 
 @dataclass
 class _EpisodeFields:
-    """What is known of episodes besides their frames; each is checked against the first."""
+    """Per-episode values; each is checked against the first."""
 
     source: str
     shared: bool
@@ -383,7 +381,7 @@ class _EpisodeFields:
     seed: list[int] = field(default_factory=list)
 
     def add(self, episode: Episode) -> Episode:
-        """Check an episode and note its facts; returns what is kept of it."""
+        """Check an episode and store its values; returns the kept part."""
         self.first = self.first or episode
         if self.shared:
             self.first, episode = _alike(self.first, episode), _alike(episode, self.first)
@@ -397,7 +395,7 @@ class _EpisodeFields:
 
 
 def _alike(episode: Episode, other: Episode) -> Episode:
-    """Return an episode with those extra keys that another has in the same shape."""
+    """Return an episode with only the extra keys that another has in the same shape."""
     known = {key: np.shape(value)[1:] for key, value in other.extras.items()}
     extras = {k: v for k, v in episode.extras.items() if k in known and np.shape(v)[1:] == known[k]}
     return replace(episode, extras=extras)
@@ -415,7 +413,7 @@ def _rows_of(episode: Episode) -> dict[str, np.ndarray]:
 
 
 def _tensor(values: ArrayLike, dtype: torch.dtype | None = None, storage: ArrayStorage = MEMORY) -> Tensor:
-    """Copy-free where possible; arrays that torch cannot share are copied."""
+    """Convert to a tensor without copy where possible."""
     if isinstance(values, Tensor):
         return values.to(dtype) if dtype is not None else values
     array = np.ascontiguousarray(values)

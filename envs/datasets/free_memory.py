@@ -1,8 +1,7 @@
-"""Whether what is about to be read fits into memory; asked before it is taken.
+"""Free-memory check before data are read.
 
-A process that takes more than there is does not end with an error: it is killed, or the machine stands still.
-What does not fit is kept in files instead (`envs.datasets.array_storage`), images apart
-(`envs.datasets.images`).
+A process that exceeds memory is killed or stalls the machine instead of raising an error. Data that do not
+fit are stored in files (`envs.datasets.array_storage`), images separately (`envs.datasets.images`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class _CgroupFiles(NamedTuple):
-    """Where a version of control groups keeps its folders, and what the files in them are called."""
+    """Mount points and file names of a control-group version."""
 
     folder: str
     limit: str
@@ -40,26 +39,26 @@ _V1 = _CgroupFiles("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "
 
 
 def fits(needed: int) -> bool:
-    """Tell whether so many bytes may be taken; yes where the system does not say how many are free."""
+    """Whether this many bytes are free; True if unknown."""
     free = free_memory()
     return free is None or needed <= SHARE * free
 
 
 def log_use(needed: int, source: str | Path) -> None:
-    """Say how much a reading takes where it is much."""
+    """Log large memory requirements."""
     if needed >= WORTH_SAYING:
         _log.info("%s: reading takes %.2f GiB of memory.", source, needed / _GIBI)
 
 
 def require_memory(needed: int, source: str | Path) -> None:
-    """Refuse what has to be in memory and does not fit there.
+    """Refuse data that must be in memory and do not fit.
 
     Args:
-        needed: Bytes that it takes.
-        source: Names the file, and where in it, in messages.
+        needed: Required bytes.
+        source: File and key, for messages.
 
     Raises:
-        DatasetError: If it is more than `SHARE` of what is free; names both.
+        DatasetError: If it exceeds `SHARE` of the free memory; names both.
     """
     if not fits(needed):
         raise DatasetError(
@@ -71,16 +70,16 @@ def require_memory(needed: int, source: str | Path) -> None:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can still take: of the machine, or of its container if that is less.
+    """Return the bytes available to this process: of the machine, or of its container if smaller.
 
-    None where the system does not tell.
+    None if unknown.
     """
     found = [free for free in (_of_the_machine(), _of_the_container()) if free is not None]
     return min(found, default=None)
 
 
 def _of_the_machine() -> int | None:
-    """Read what Linux calls available: free, or held by caches that give way."""
+    """Read the available memory reported by Linux: free plus reclaimable caches."""
     try:
         lines = _FACTS.read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -89,13 +88,13 @@ def _of_the_machine() -> int | None:
 
 
 def _of_the_container() -> int | None:
-    """Return what is left in the control group that has least, of those that this process is in."""
+    """Return the smallest remaining memory among this process's control groups."""
     found = (_left_in(_GROUPS / form.folder / path, form) for form, path in _own_groups())
     return min((left for left in found if left is not None), default=None)
 
 
 def _own_groups() -> set[tuple[_CgroupFiles, PurePath]]:
-    """Return the groups that this process is in, with all that they are part of; "." is the whole."""
+    """Return the control groups of this process with all ancestors; "." is the root."""
     groups = {(form, PurePath(".")) for form in (_V1, _V2)}
     with suppress(OSError, ValueError):
         for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines():
@@ -108,7 +107,7 @@ def _own_groups() -> set[tuple[_CgroupFiles, PurePath]]:
 
 
 def _left_in(folder: Path, form: _CgroupFiles) -> int | None:
-    """Read limit and use of a group; its file caches give way, too. None without a limit."""
+    """Return limit minus use of a group, file caches counted as free. None without a limit."""
     try:
         limit, used = (int((folder / name).read_text()) for name in (form.limit, form.used))
         facts = (line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Goals that are recorded beside the states, as entries of the states.
+"""Append recorded goals to the states.
 
 Legend: N frames, Do entries of a state, Dg of a goal.
 """
@@ -17,16 +17,16 @@ from envs.datasets.free_memory import require_memory
 
 
 def with_goals_in_states(dataset: EpisodeDataset) -> EpisodeDataset:
-    """Return the dataset with the goal of every frame at the end of its state, and no longer as extra key.
+    """Return the dataset with each frame's goal appended to its state and removed from the extra keys.
 
-    A successor has the goal of the next frame of its episode. After the last frame of an episode that is
-    the frame's own: no other was recorded.
+    A successor has the goal of the next frame of its episode; the last frame's successor has the frame's own
+    goal, since no other was recorded.
 
     Args:
         dataset: On the CPU, with `extras["goal"]` (N, Dg).
 
     Raises:
-        DatasetError: If there is no room for the wider states (N, Do + Dg).
+        DatasetError: If there is no space for the wider states (N, Do + Dg).
     """
     goals, successors = dataset.extras["goal"], dataset.next_observations
     if not dataset.storage.on_disk:
@@ -45,7 +45,7 @@ def with_goals_in_states(dataset: EpisodeDataset) -> EpisodeDataset:
 
 
 def _joined(dataset: EpisodeDataset, states: Tensor, rows: Tensor) -> Tensor:
-    """Return states (N, Do) and behind them the goals of rows (N,), (N, Do + Dg) float32."""
+    """Return states (N, Do) concatenated with the goals of rows (N,), (N, Do + Dg) float32."""
     goals, width = dataset.extras["goal"], states.shape[1]
     out = dataset.storage.empty((len(states), width + goals.shape[1]), np.float32)
     for part in pieces(out):

@@ -1,9 +1,9 @@
-"""Images of a dataset, frame by frame; what nobody looks at is never read.
+"""Images of a dataset, read lazily by frame.
 
-A camera's images are (N, H, W, 3) uint8 on the CPU: in memory, in an HDF5 file, or compressed as in the file
-that they come from. A batch takes those that it needs and is moved to the device as bytes.
+A camera's images are (N, H, W, 3) uint8 on the CPU: in memory, in an HDF5 file, or compressed as in the
+source file. A batch reads the images it needs and moves them to the device as uint8.
 
-Legend: N frames, F of them asked for, H and W height and width.
+Legend: N frames, F requested frames, H and W height and width.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from policies.errors import DatasetError
 
 MEMORY_BYTES = 4 * 2**30
 """Images of a camera that take more than this stay in their file and are read batch by batch."""
-_BLOCK = 256  # frames read at once where all are wanted
+_BLOCK = 256  # frames per read when all are read
 
 
 class Store(Protocol):
-    """Where images are."""
+    """Storage of images."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class InMemory:
-    """Images (N, H, W, 3) uint8 as they are."""
+    """Images (N, H, W, 3) uint8 in memory."""
 
     pixels: np.ndarray
 
@@ -59,7 +59,7 @@ class InMemory:
 
 @dataclass(frozen=True, eq=False)
 class InHdf5:
-    """Images in one dataset of an HDF5 file per episode.
+    """Images in one HDF5 dataset per episode.
 
     Attributes:
         path: The file.
@@ -81,7 +81,7 @@ class InHdf5:
         """Return images (F, H, W, 3).
 
         Raises:
-            DatasetError: If the file is gone or damaged, or an image cannot be decoded.
+            DatasetError: If the file is missing or damaged, or an image cannot be decoded.
         """
         out = np.empty((len(frames), *self.image), np.uint8)
         episodes = np.searchsorted(self.start, frames, side="right") - 1
@@ -100,7 +100,7 @@ class InHdf5:
 
 
 class EncodedInHdf5(InHdf5):
-    """The same with a PNG or JPEG file in bytes (n, L), or of different lengths (n,), for every image."""
+    """The same with each image a PNG or JPEG file in bytes (n, L), or of varying length (n,)."""
 
     def _pixels(self, found: np.ndarray, rows: np.ndarray, key: str) -> np.ndarray:
         source = f"{self.path}: key '{key}'"
@@ -109,12 +109,12 @@ class EncodedInHdf5(InHdf5):
 
 
 class Blobs(Sequence[bytes]):
-    """Files one behind the other in one array of bytes, which may be mapped.
+    """Concatenated files in one byte array, which may be mapped.
 
     Args:
-        data: Their bytes.
-        start: (N,) where each begins.
-        size: (N,) how long it is.
+        data: Bytes of all files.
+        start: (N,) offsets.
+        size: (N,) lengths.
     """
 
     def __init__(self, data: np.ndarray, start: np.ndarray, size: np.ndarray) -> None:
@@ -129,7 +129,7 @@ class Blobs(Sequence[bytes]):
 
 
 class BlobColumn:
-    """Files that come one after another."""
+    """Byte strings of files, grown by appending."""
 
     def __init__(self, storage: ArrayStorage) -> None:
         self._bytes, self._sizes = Column(storage), list[int]()
@@ -140,7 +140,7 @@ class BlobColumn:
             self._sizes.append(len(one))
 
     def joined(self, order: np.ndarray | None = None) -> Blobs:
-        """Return all files, in another order if one is given."""
+        """Return all files, optionally reordered."""
         size = np.array(self._sizes, np.int64)
         start = size.cumsum() - size
         return Blobs(self._bytes.joined(), *((start, size) if order is None else (start[order], size[order])))
@@ -148,12 +148,12 @@ class BlobColumn:
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """Images as PNG or JPEG files in memory, or in an array that is mapped.
+    """Images as PNG or JPEG files in memory or in a mapped array.
 
     Attributes:
-        files: Their bytes, N of them.
+        files: N byte strings.
         image: Shape of one image.
-        source: Names file and column in error messages.
+        source: File and column, for messages.
     """
 
     files: Sequence[bytes]
@@ -177,7 +177,7 @@ def decoded(file: bytes, image: ImageShape, source: str, row: int) -> np.ndarray
     """Return the pixels (H, W, 3) of a PNG or JPEG file.
 
     Raises:
-        DatasetError: If it cannot be decoded, or they have another shape than `image`.
+        DatasetError: If it cannot be decoded or its shape differs from `image`.
     """
     from PIL import Image
 
@@ -195,11 +195,11 @@ def decoded(file: bytes, image: ImageShape, source: str, row: int) -> np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The images of one camera, a frame for each of a dataset's; `images[frames]` reads some.
+    """Images of one camera, one per dataset frame; `images[frames]` reads some.
 
     Attributes:
-        store: Where they are.
-        frames: (N,) which of the store's; None: all, in order.
+        store: Storage of the images.
+        frames: (N,) indices into the store; None: all, in order.
     """
 
     store: Store
@@ -207,7 +207,7 @@ class Images:
 
     @classmethod
     def of(cls, values: Any) -> Images:
-        """Return images as they are, or around an array (N, H, W, 3) of them.
+        """Return images unchanged, or wrap an array (N, H, W, 3).
 
         Raises:
             DatasetError: If the array is not uint8.
@@ -232,17 +232,17 @@ class Images:
         return torch.from_numpy(self.store.read(index if self.frames is None else self.frames[index]))
 
     def select(self, frames: Tensor) -> Images:
-        """Return the images of some frames (F,), which are not read yet."""
+        """Return the images of some frames (F,), without reading."""
         index = frames.cpu().numpy()
         return replace(self, frames=index if self.frames is None else self.frames[index])
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Read all images, some hundred at a time."""
+        """Read all images in blocks of some hundred."""
         for first in range(0, len(self), _BLOCK):
             yield self[torch.arange(first, min(first + _BLOCK, len(self)))].numpy()
 
     def loaded(self) -> Images:
-        """Return the same images in memory, if they are not too many and fit there."""
+        """Return the images in memory if they are few enough and fit."""
         size = int(np.prod(self.shape))
         if isinstance(self.store, InMemory) and self.frames is None:
             return self
@@ -257,7 +257,7 @@ class Images:
 
 
 def camera_of(key: str) -> str:
-    """Return the name of the camera whose images have this key in a file.
+    """Return the camera name of an image key in a file.
 
     Example:
         >>> camera_of("agentview_image"), camera_of("observation.images.top")

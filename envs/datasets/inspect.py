@@ -1,8 +1,8 @@
-"""What a file holds, key by key, before anything is made of it; also of files that cannot be read as data.
+"""Summary of a file's keys; also for files that are no valid dataset.
 
-Arrays of HDF5 files and npz archives are looked at in pieces, so that a file may be larger than the memory;
-tables of Parquet and Arrow files are looked at one by one. Keys of episodes are put together:
-`data/demo_*/actions` stands for the actions of all demonstrations, `*/actions` for those of numbered folders.
+HDF5 and npz arrays are read in pieces, so a file may exceed memory; tables of Parquet and Arrow files are
+read one by one. Keys of episodes are grouped: `data/demo_*/actions` stands for the actions of all
+demonstrations, `*/actions` for those of numbered folders.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from envs.datasets.files.hdf5 import peek_hdf5, read_hdf5
 from envs.datasets.files.npz import peek_npz, walk_npz
 from policies.errors import DatasetError
 
-_PIECE = 16 * 2**20  # bytes looked at in one go
+_PIECE = 16 * 2**20  # bytes per piece
 _NUMBERED = re.compile(r"\b(demo|episode)_\d+")
 
 Progress = Callable[[int], None]
@@ -29,7 +29,7 @@ Progress = Callable[[int], None]
 
 @dataclass
 class KeyFacts:
-    """One key, or the keys of all episodes under one name.
+    """One key, or the same key of all episodes.
 
     Attributes:
         key: Path in the file; `*` stands for the number of an episode.
@@ -54,7 +54,7 @@ class KeyFacts:
     high: float | None = None
 
     def see(self, values: np.ndarray) -> None:
-        """Take numbers into account."""
+        """Update the summary with an array."""
         if values.dtype.kind not in "biuf" or not values.size:
             return
         finite = values
@@ -91,7 +91,7 @@ def describe_file(path: str | Path, progress: Progress | None = None) -> list[Ke
 
     Args:
         path: File or folder.
-        progress: Is told the bytes seen, which for compressed files are more than the file has.
+        progress: Called with the bytes read, which exceed the file size for compressed files.
 
     Raises:
         DatasetError: If a file is truncated or damaged, or there is none that can be described.
@@ -134,7 +134,7 @@ def _arrays(path: Path) -> Iterator[Stored]:
     with peek_hdf5(path) as file:
         is_hdf5 = file is not None
     if not is_hdf5:
-        with read_hdf5(path):  # says what is wrong with it
+        with read_hdf5(path):  # raises the specific error
             return
     yield from _datasets(path)
 

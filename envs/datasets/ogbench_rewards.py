@@ -1,8 +1,8 @@
-"""Rewards of OGBench's single tasks, judged on the recorded simulator states.
+"""Rewards of OGBench's single tasks, computed from recorded simulator states.
 
-Reward = (number of solved parts) - (number of parts), 0 when the task is solved; `masks` is 0 there. What a
-task wants is read from OGBench's environment; a cube counts as placed within 4 cm, a drawer or window as
-moved within 4 cm, a button by its state, an ant or ball within the environment's own tolerance.
+Reward = (number of solved parts) - (number of parts), 0 when the task is solved; `masks` is 0 there. The
+targets are read from OGBench's environment. A cube counts as placed within 4 cm, a drawer or window as moved
+within 4 cm, a button by its state, an ant or ball within the environment's own tolerance.
 
 Source:
     OGBench (arXiv 2410.20092), single-task variants; layout of `qpos` as its simulators have it.
@@ -32,10 +32,10 @@ def rewards_of_task(task: str, rows: Mapping[str, np.ndarray], source: str) -> t
     Args:
         task: Its name, e.g. `cube-single-play-singletask-task2-v0`.
         rows: `qpos` (M, nq) and, for tasks with buttons, `button_states` (M, buttons).
-        source: What error messages call the file.
+        source: Name of the file in messages.
 
     Raises:
-        DatasetError: If there is no such task, or the file lacks what it is judged by.
+        DatasetError: If the task is unknown, or the file lacks the arrays for it.
         MissingExtraError: If OGBench is not installed.
     """
     if not _NAME.fullmatch(task):
@@ -61,7 +61,7 @@ def _load(task: str, source: str) -> Any:
     import gymnasium
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing the viewer complains about a missing display
+        warnings.simplefilter("ignore")  # the viewer warns about a missing display on import
         try:
             env = ogbench.make_env_and_datasets(task, env_only=True)
         except (gymnasium.error.Error, ValueError, IndexError) as error:
@@ -71,7 +71,7 @@ def _load(task: str, source: str) -> Any:
 
 
 def _solved_parts(task: str, env: Any, rows: Mapping[str, np.ndarray], source: str) -> np.ndarray:
-    """Tell which parts of a task are solved in every row, (M, parts) bool."""
+    """Return which parts of a task are solved in every row, (M, parts) bool."""
     if "maze" in task or "soccer" in task:
         first = 0 if "maze" in task else _BALL
         place = _states(rows, "qpos", first + 2, source)[:, first : first + 2]

@@ -1,7 +1,7 @@
-"""Options of readers: which format has them, and what they take.
+"""Reader options: which format has them, and their types.
 
-The keyword arguments of a format's `read` are its options: their names, types, defaults and explanations
-stand there and nowhere else. `fitting` refuses what a format does not have before a reader sees it.
+The keyword arguments of a format's `read` are its options; names, types, defaults and explanations are
+defined there only. `fitting` refuses unsupported options before a reader is called.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Option:
     """One option of a reader.
 
     Attributes:
-        name: Name of the key below `reader`.
-        hint: Its type.
-        default: What it is when left out.
-        text: What it decides.
+        name: Key below `reader`.
+        hint: Type.
+        default: Default value.
+        text: Description.
     """
 
     name: str
@@ -48,7 +48,7 @@ def options_of(read: Callable[..., Any]) -> dict[str, Option]:
 
 
 def _explained(read: Callable[..., Any]) -> dict[str, str]:
-    """Return what the section `Args` of a docstring says, by argument."""
+    """Return the `Args` section of a docstring by argument."""
     found = re.search(r"^Args:\n((?:    .*\n|\n)+)", f"{inspect.getdoc(read)}\n", re.MULTILINE)
     entries = re.split(r"^    (?=\w+:)", found[1], flags=re.MULTILINE) if found else []
     named = (entry.partition(":") for entry in entries if entry.strip())
@@ -58,7 +58,7 @@ def _explained(read: Callable[..., Any]) -> dict[str, str]:
 def fitting(
     options: Mapping[str, Any], form: str, readers: Mapping[str, Mapping[str, Option]], source: str | Path
 ) -> dict[str, Any]:
-    """Return options as the reader of a format takes them; paths begin at the root.
+    """Return options validated for a format's reader, with absolute paths.
 
     Args:
         options: Values by name.
@@ -67,8 +67,7 @@ def fitting(
         source: The file, for messages.
 
     Raises:
-        ConfigError: If the format has no such option, or not for such a value; names the formats that have
-            it.
+        ConfigError: If the format lacks an option or refuses its value; names the formats that have it.
     """
     known = readers[form]
     for name, value in options.items():
@@ -82,7 +81,7 @@ def fitting(
 
 
 def lasting(options: Mapping[str, Any], readers: Mapping[str, Mapping[str, Option]]) -> dict[str, Any]:
-    """Return options whose files are named from the root; `~` is the home folder."""
+    """Return options with absolute paths; `~` is expanded."""
     places = {name for one in readers.values() for name, option in one.items() if _names_a_file(option.hint)}
     return {
         name: str(Path(value).expanduser().absolute()) if name in places and value is not None else value
@@ -91,7 +90,7 @@ def lasting(options: Mapping[str, Any], readers: Mapping[str, Mapping[str, Optio
 
 
 def _refused(name: str, form: str, readers: Mapping[str, Mapping[str, Option]], source: str | Path) -> str:
-    """Say which formats have an option that this one does not have."""
+    """Return the message for an option that a format lacks, with the formats that have it."""
     having = [other for other, options in readers.items() if name in options]
     every = sorted({option for options in readers.values() for option in options})
     near = get_close_matches(name, [*readers[form], *every], n=1, cutoff=0.6)
@@ -107,7 +106,7 @@ def _names_a_file(hint: Any) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Tell whether a value is of a type; numbers need no decimal point."""
+    """Whether a value has a type; integers count as floats."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -123,7 +122,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def hint_name(hint: Any) -> str:
-    """Name a type as a person writes its values."""
+    """Return a type as text for documentation."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         names = [hint_name(one) for one in inner]

@@ -1,20 +1,19 @@
-"""Numbers that tell what can be learned from a dataset before anything is trained.
+"""Dataset quality measures, computed before training.
 
-Legend: N frames, Do and Da widths, s standardised state (mean 0, spread 1 over the dataset), a action.
+Legend: N frames, Do and Da widths, s standardised state (mean 0, std 1 over the dataset), a action.
 
 - trajectory quality: (mean return - random return) / (reference return - random return); 0 is random, 1 as
   good as the reference.
-- coverage (SACo): distinct state-action pairs in the data over those of a reference of equal size; every
-  dimension is cut into 100 bins between limits that both share.
-- action divergence: squared difference of the actions of a frame and of the frame of another episode whose
-  state is nearest, over twice the variance of actions. 0: one action per state; near 1: states say nothing.
-- cluster variance: variance of the actions within clusters of states over their variance as a whole.
-- own-row rate: share of keys [beta s, a + noise] whose nearest row [beta s_i, a_i] is the frame they were
-  made of, or a copy of it. Near 1, a nearest-neighbour constraint is no other than cloning the frame's own
-  action.
+- coverage (SACo): distinct state-action pairs of the data over those of a reference of equal size; each
+  dimension is cut into 100 bins between shared limits.
+- action divergence: squared difference between the actions of a frame and of the nearest state's frame in
+  another episode, over twice the action variance. 0: one action per state; near 1: states are uninformative.
+- cluster variance: action variance within clusters of states over the total action variance.
+- own-row rate: fraction of keys [beta s, a + noise] whose nearest row [beta s_i, a_i] is their own frame or a
+  copy of it. Near 1, a nearest-neighbour constraint is equivalent to cloning the frame's own action.
 
 Deviations: distinct pairs are counted exactly, not estimated by HyperLogLog; neighbours come from other
-episodes, because the frame before and after are always near.
+episodes, because adjacent frames are always near.
 
 Source:
     TQ and SACo: arXiv 2111.04714; action consistency: arXiv 2306.02437; own-row rate: the constraint of PRDC,
@@ -33,25 +32,25 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.errors import DatasetError
 
 BINS = 100
-_SPREAD = 1e-3  # is added to the spread of states before they are divided by it
+_SPREAD = 1e-3  # added to the state std before division
 _LEAST = 1e-12
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where bins begin and end, per dimension of (state, action); both (Do + Da,)."""
+    """Bin limits per dimension of (state, action); both (Do + Da,)."""
 
     low: np.ndarray
     high: np.ndarray
 
 
 def trajectory_quality(returns: np.ndarray, random_return: float, reference_return: float) -> float:
-    """Return the mean return (E,) on the scale from a random policy, 0, to a reference, 1."""
+    """Return the mean of returns (E,), scaled to 0 for random and 1 for the reference."""
     return float((np.mean(returns) - random_return) / (reference_return - random_return))
 
 
 def limits_of(*datasets: EpisodeDataset) -> Limits:
-    """Return the limits that hold all state-action pairs of some datasets."""
+    """Return the limits that enclose all state-action pairs of some datasets."""
     pairs = [_pairs(one) for one in datasets]
     return Limits(
         np.min([pair.min(axis=0) for pair in pairs], axis=0),
@@ -60,7 +59,7 @@ def limits_of(*datasets: EpisodeDataset) -> Limits:
 
 
 def distinct_pairs(dataset: EpisodeDataset, limits: Limits) -> int:
-    """Count the distinct state-action pairs after every dimension is cut into 100 bins."""
+    """Count distinct state-action pairs after binning each dimension into 100 bins."""
     width = np.maximum(limits.high - limits.low, _LEAST)
     bins = ((_pairs(dataset) - limits.low) / width * BINS).clip(0, BINS - 1).astype(np.uint8)
     rows = np.ascontiguousarray(bins).view(np.dtype((np.void, bins.shape[1])))
@@ -72,12 +71,12 @@ def coverage(dataset: EpisodeDataset, reference: EpisodeDataset, rng: np.random.
 
     Args:
         dataset: The data.
-        reference: E.g. everything that was seen while an online agent learned; of the longer one, as many
-            episodes are drawn as make it no longer than the other.
-        rng: Decides which episodes.
+        reference: E.g. all experience of an online agent; episodes of the longer dataset are subsampled to
+            the size of the shorter.
+        rng: Generator of the subsampling.
 
     Raises:
-        DatasetError: If the two have other widths.
+        DatasetError: If the widths differ.
     """
     check_widths(dataset, reference)
     limits = limits_of(dataset, reference)
@@ -87,10 +86,10 @@ def coverage(dataset: EpisodeDataset, reference: EpisodeDataset, rng: np.random.
 
 
 def check_widths(dataset: EpisodeDataset, reference: EpisodeDataset) -> None:
-    """Refuse to compare what has other widths.
+    """Refuse datasets of different widths.
 
     Raises:
-        DatasetError: If the two have other widths.
+        DatasetError: If the widths differ.
     """
     if (dataset.obs_dim, dataset.action_dim) != (reference.obs_dim, reference.action_dim):
         raise DatasetError(
@@ -100,7 +99,7 @@ def check_widths(dataset: EpisodeDataset, reference: EpisodeDataset) -> None:
 
 
 def _shortened(dataset: EpisodeDataset, size: int, rng: np.random.Generator) -> EpisodeDataset:
-    """Draw episodes of at most `size` frames together; at least one."""
+    """Draw episodes of at most `size` frames in total; at least one."""
     if dataset.num_frames <= size:
         return dataset
     order = rng.permutation(dataset.num_episodes)
@@ -109,12 +108,12 @@ def _shortened(dataset: EpisodeDataset, size: int, rng: np.random.Generator) -> 
 
 
 def action_divergence(dataset: EpisodeDataset, samples: int, rng: np.random.Generator) -> float:
-    """Return how much the actions in nearly the same state differ, as a share (see the module).
+    """Return the action divergence between nearest states (see the module).
 
     Args:
         dataset: At least two episodes, else the result is NaN.
-        samples: Frames that are looked at, drawn without replacement.
-        rng: Draws them.
+        samples: Number of frames, drawn without replacement.
+        rng: Generator of the frames.
     """
     spread = float(dataset.actions.double().var(dim=0, correction=0).sum())
     if dataset.num_episodes < 2 or spread <= _LEAST:
@@ -129,7 +128,7 @@ def action_divergence(dataset: EpisodeDataset, samples: int, rng: np.random.Gene
 
 
 def _other(tree: KDTree, states: np.ndarray, episode: np.ndarray, frame: int) -> int:
-    """Return the frame of another episode whose state is nearest."""
+    """Return the frame of another episode with the nearest state."""
     wanted = min(16, len(states))
     while True:
         _, near = tree.query(states[frame], k=wanted)
@@ -140,7 +139,7 @@ def _other(tree: KDTree, states: np.ndarray, episode: np.ndarray, frame: int) ->
 
 
 def cluster_variance(dataset: EpisodeDataset, clusters: int, samples: int, rng: np.random.Generator) -> float:
-    """Return the variance of actions within clusters of states over their variance as a whole."""
+    """Return the action variance within clusters of states over the total action variance."""
     frames = rng.permutation(dataset.num_frames)[:samples]
     states, actions = _standardised(dataset)[frames], dataset.actions.double().numpy()[frames]
     spread = actions.var(axis=0).sum()
@@ -156,14 +155,14 @@ def cluster_variance(dataset: EpisodeDataset, clusters: int, samples: int, rng: 
 def own_row_rate(
     dataset: EpisodeDataset, beta: float, noise: float, samples: int, rng: np.random.Generator
 ) -> float:
-    """Return the share of disturbed actions whose nearest row is their own frame or a copy (see the module).
+    """Return the share of perturbed actions whose nearest row is their own frame or a copy (see the module).
 
     Args:
         dataset: The data.
         beta: Weight of states against actions.
-        noise: Standard deviation of the disturbance, in units of actions.
-        samples: Frames that are looked at.
-        rng: Draws frames and disturbances.
+        noise: Standard deviation of the perturbation, in action units.
+        samples: Number of frames.
+        rng: Generator of frames and perturbations.
     """
     states, actions = beta * _standardised(dataset), dataset.actions.double().numpy()
     frames = rng.permutation(len(states))[:samples]

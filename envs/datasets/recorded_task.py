@@ -1,4 +1,4 @@
-"""Which task a dataset says that it was recorded in, whatever its format."""
+"""The task recorded in a dataset's metadata, for all formats."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ROBOSUITE = {
 
 
 def recorded_task(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None] | None:
-    """Return name and options of the task that a dataset was recorded in; None if it names none of ours.
+    """Return name and options of the recorded task; None if it is none of ours.
 
     Args:
-        meta: Of the dataset. Files of ours tell under `env` or `env_args`, Minari's under `env_spec`,
-            robomimic's under `env_args`, which has no options of ours: they are None.
+        meta: Metadata of the dataset. Own files use `env` or `env_args`, Minari's `env_spec`, robomimic's
+            `env_args`, without options of ours: these are None.
     """
     from envs.make import list_envs
 
@@ -34,11 +34,11 @@ def recorded_task(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None] 
 
 
 def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str | None:
-    """Return the recorded task as it is typed, e.g. `env=pointmaze-umaze env.hold=5`; None if none of ours.
+    """Return the recorded task as command-line text, e.g. `env=pointmaze-umaze env.hold=5`; None if unknown.
 
     Args:
-        meta: Of the dataset.
-        obs_dim: Do of the dataset; a task whose observation is another one is not named.
+        meta: Metadata of the dataset.
+        obs_dim: Do of the dataset; tasks with another observation width give None.
         action_dim: Da of the dataset.
     """
     found = recorded_task(meta)
@@ -46,7 +46,7 @@ def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str
 
 
 def recorded_spec(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the specification of a recorded task; None where its options are no longer what they were."""
+    """Return the specification of a recorded task; None if its options are no longer valid."""
     from envs.make import env
 
     known = {field.name for field in fields(type(env(name)))}  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def recorded_spec(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _of_ours(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return what `burnish collect` writes."""
+    """Return the task from metadata of `burnish collect`."""
     own, args = meta.get("env"), meta.get("env_args")
     if isinstance(own, Mapping) and "name" in own:
         return str(own["name"]), _plain({key: value for key, value in own.items() if key != "name"})
@@ -74,13 +74,13 @@ def _of_robosuite(meta: Mapping[str, Any]) -> tuple[str, None] | None:
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as a configuration has them, without those of its parts (who demonstrated)."""
+    """Return options as in a configuration, without those of nested parts (the expert)."""
     kept = {key: value for key, value in options.items() if not isinstance(value, Mapping)}
     return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
 
 
 def _command_line(name: str, options: dict[str, Any], obs_dim: int, action_dim: int) -> str | None:
-    """Return one of our tasks as it is typed; None if it has other options or widths."""
+    """Return one of our tasks as command-line text; None for other options or widths."""
     from envs.make import env
 
     known = {field.name: field.default for field in fields(type(env(name)))}  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def _command_line(name: str, options: dict[str, Any], obs_dim: int, action_dim: 
 
 
 def _of_gymnasium(spec: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return what Minari writes: gymnasium's specification with `id`, `kwargs` and `max_episode_steps`."""
+    """Return the task from Minari's metadata: gymnasium's `id`, `kwargs` and `max_episode_steps`."""
     with contextlib.suppress(ValueError):
         spec = json.loads(spec) if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping):

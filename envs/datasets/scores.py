@@ -1,4 +1,4 @@
-"""Reference returns of the D4RL tasks and the normalised score made of them.
+"""Reference returns of the D4RL tasks and normalised scores.
 
 Score = 100 (R - min) / (max - min): 0 is the mean return of a uniformly random policy, 100 that of the
 reference expert; R is the undiscounted return of an episode.
@@ -33,7 +33,7 @@ _HAND = "{human,cloned,expert}-v{0,1}"
 _LONG = "human-longhorizon-v{0,1}"
 
 # name pattern (braces: alternatives, `|`: another pattern) -> min, max, steps.
-# `maze2d-eval-large-dense` has the minimum of `maze2d-eval-umaze-dense` in the official table, too.
+# As in the official table, `maze2d-eval-large-dense` has the minimum of `maze2d-eval-umaze-dense`.
 _TABLE: dict[str, tuple[float, float, int]] = {
     "halfcheetah-" + _GYM: (-280.178953, 12135.0, 1000),
     "hopper-" + _GYM: (-20.272305, 3234.3, 1000),
@@ -105,10 +105,10 @@ def reference(name: str) -> Reference:
     """Return the reference of a task.
 
     Args:
-        name: Full name (`hopper-medium-v2`), or a beginning of names that all share one reference (`hopper`).
+        name: Full name (`hopper-medium-v2`), or a prefix whose names share one reference (`hopper`).
 
     Raises:
-        DatasetError: If there is no such task, or if the beginning is ambiguous.
+        DatasetError: If the task is unknown or the prefix ambiguous.
     """
     table = references()
     if name in table:
@@ -145,7 +145,7 @@ def return_of_score(name: str, score: ArrayLike) -> np.ndarray:
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the names that a pattern stands for: `a-{b,c}-v{0,1}` -> a-b-v0, a-b-v1, a-c-v0, a-c-v1."""
+    """Expand the braces of a pattern: `a-{b,c}-v{0,1}` -> a-b-v0, a-b-v1, a-c-v0, a-c-v1."""
     parts = re.split(r"\{([^}]*)\}", pattern)
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(choice) for choice in product(*choices)]

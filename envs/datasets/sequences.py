@@ -1,12 +1,12 @@
-"""Sequences of consecutive steps from any frame, as learning a value of whole chunks needs them.
+"""Sequences of consecutive steps from any frame, for value functions of action chunks.
 
 Legend: B batch, H horizon, Do and Da widths. Row j of a sequence is frame i + j of the episode of frame i.
-Behind the episode's end the last row is repeated, without reward and not `valid`.
+Past the end of the episode the last row is repeated, with zero reward and `valid` false.
 
 Source:
     Q-chunking, arXiv 2507.07969: the value of H actions is R + gamma^H mask Q(s', a'), where R sums the
-    rewards of the sequence and s' is the observation behind its last row. Deviation: the published sampler
-    lets a sequence run on into the next episode and masks it afterwards; `across_episodes=True` does so, too.
+    rewards of the sequence and s' is the observation after its last row. Deviation: the published sampler
+    continues into the next episode and masks it afterwards; `across_episodes=True` reproduces it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class SequenceBatch:
         observations, next_observations: (B, H, Do).
         actions: (B, H, Da).
         rewards: (B, H), discounted sum of the rewards of rows 0..j.
-        masks: (B, H), 0 from the row on at which the task ended; else 1.
+        masks: (B, H), 0 from the row at which the task ended; else 1.
         ends: (B, H) bool, an episode ended in one of the rows 0..j.
-        valid: (B, H) bool, the row belongs to the episode that the sequence began in.
+        valid: (B, H) bool, the row belongs to the first frame's episode.
     """
 
     observations: Tensor
@@ -48,14 +48,14 @@ class Sequences:
     Args:
         dataset: Episodes with recorded successors; move it to the device first.
         horizon: H.
-        discount: Per step, of the summed rewards.
-        across_episodes: Let rows run on into the next episode, as the published sampler does.
+        discount: Discount per step in the summed rewards.
+        across_episodes: Continue rows into the next episode, as the published sampler does.
 
     Attributes:
-        num: Frames at which a sequence may begin: all, or with `across_episodes` those H rows from the end.
+        num: Number of possible first frames: all, or with `across_episodes` those H rows before the end.
 
     Raises:
-        DatasetError: If successors are not recorded, or there are fewer frames than H.
+        DatasetError: If successors are not recorded, or there are fewer than H frames.
     """
 
     def __init__(

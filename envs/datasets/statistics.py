@@ -1,4 +1,4 @@
-"""Statistics of many rows in one pass, piece by piece, so that rows may lie in files larger than memory."""
+"""Single-pass statistics of many rows, in pieces, for arrays larger than memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from envs.datasets.array_storage import pieces
 
-_AT_ONCE = 2**22  # bytes whose statistics are taken in one go; larger pieces take three times as long
+_AT_ONCE = 2**22  # bytes per piece; larger pieces take three times as long
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count of rows; minimum, maximum, mean and unbiased variance (D,) of them, the last two in float64."""
+    """Count, minimum, maximum, mean and unbiased variance (D,) of rows, the last two in float64."""
 
     count: int
     low: Tensor
@@ -30,7 +30,7 @@ class Moments:
         return cls(len(rows), rows.min(0).values, rows.max(0).values, wide.mean(0), var)
 
     def joined(self, other: Moments) -> Moments:
-        """Return the moments of the rows of both.
+        """Return the moments of the union of rows.
 
         Source:
             Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
@@ -44,7 +44,7 @@ class Moments:
         return Moments(count, low, high, mean, squares / (count - 1))
 
     def named(self) -> dict[str, Tensor]:
-        """Return them as statistics, float32."""
+        """Return the moments as float32 statistics."""
         found = {"min": self.low, "max": self.high, "mean": self.mean, "std": self.var.sqrt()}
         return {key: value.float() for key, value in found.items()}
 

@@ -1,15 +1,14 @@
 """Training windows, resident on the device: one strided view and one gather per batch.
 
 Legend: N frames, E episodes, W windows, B batch, To observation history, Th horizon, Do and Da widths.
-A window belongs to a frame i, the newest observation the policy sees. Its observations are frames
-i-To+1 … i and its actions frames i-s … i-s+Th-1, where s is `ChunkSpec.action_start`: 0 for chunks that
-begin at the newest observation (DPPO), To-1 for chunks that begin at the oldest (Diffusion Policy).
+A window belongs to a frame i, the newest observation of the policy. Its observations are frames
+i-To+1 … i and its actions frames i-s … i-s+Th-1, where s is `ChunkSpec.action_start`: 0 for chunks from the
+newest observation (DPPO), To-1 for chunks from the oldest (Diffusion Policy).
 
-Every episode is stored with copies of its first and last rows around it where windows reach beyond it, so
-that each window is one contiguous stretch of memory: row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the
-window starting at r, without any copy until a batch is gathered (`_ContiguousWindows`). Arrays that are
-mapped from files (`envs.datasets.array_storage`), or too large for a second one in memory, are not copied:
-their rows are looked up one by one (`_GatheredWindows`), with the same numbers.
+Every episode is stored with copies of its first and last rows, so that each window is contiguous in memory:
+row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the window starting at r, without a copy until a batch is
+gathered (`_ContiguousWindows`). Arrays that are mapped from files (`envs.datasets.array_storage`), or too
+large for a second copy in memory, are indexed row by row (`_GatheredWindows`), with the same numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.errors import DatasetError
 from policies.policy_config import ChunkSpec
 
-_INDEX_BYTES = 48  # of a row, while it is found out which frame goes there
+_INDEX_BYTES = 48  # bytes per row of the index computation
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +37,7 @@ class Batch:
     Shapes:
         obs: (B, To, Do), oldest first.
         action: (B, Th, Da).
-        mask: (B, Th) bool, True where the action was recorded, False where it is padding.
+        mask: (B, Th) bool, True for recorded actions, False for padding.
         images: (B, To, H, W, 3) uint8 by camera, of the same frames as `obs`.
     """
 
@@ -54,18 +53,18 @@ class Windows:
     Args:
         dataset: Episodes; move it to the device first.
         chunk: Horizons.
-        pad_end: True: every frame has a window, and what lies behind the episode's end repeats its last
-            action (masked). False (DPPO): only windows whose actions end inside the episode.
-        cameras: Whose images batches have as well; they are moved to the windows' device batch by batch.
+        pad_end: True: every frame has a window; past the end of the episode the last action is repeated
+            (masked). False (DPPO): only windows whose actions end inside the episode.
+        cameras: Cameras of the batch images, which are moved to the windows' device per batch.
 
     Attributes:
         num: W.
         frames: (W,) int64, frame of the newest observation of every window.
-        steps: (W,) int64, that frame's number within its episode.
-        short_episodes: Numbers of the episodes too short to give a window (`pad_end=False` only).
+        steps: (W,) int64, index of that frame in its episode.
+        short_episodes: Indices of episodes too short for a window (`pad_end=False` only).
 
     Raises:
-        DatasetError: If the action widths differ, there is no window at all, or no image of a camera.
+        DatasetError: If the action widths differ, there is no window, or a camera has no images.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Windows:
         )
 
     def _gather_images(self, index: Tensor) -> dict[str, Tensor]:
-        """Return the images (B, To, H, W, 3) of windows; an episode's first stands for those before it."""
+        """Return the images (B, To, H, W, 3) of windows; an episode's first image fills the history."""
         if not self._images:
             return {}
         ago = torch.arange(self.chunk.obs_steps - 1, -1, -1, device=index.device)
@@ -156,16 +155,16 @@ class Windows:
 
 
 class _WindowSpec(NamedTuple):
-    """Runs of rows of an array, one for every window.
+    """Row ranges of an array, one per window.
 
     Attributes:
-        dataset: Whose episodes.
+        dataset: Source of the episodes.
         frames: (W,) frame of every window.
         episode: (W,) its episode.
         values: (N, d).
         steps: T, rows of a window.
-        before: Rows that it begins before its frame.
-        behind: Rows that it may reach behind an episode.
+        before: Rows before the window's frame.
+        behind: Padded rows after an episode.
     """
 
     dataset: EpisodeDataset
@@ -178,7 +177,7 @@ class _WindowSpec(NamedTuple):
 
 
 class _ContiguousWindows:
-    """Windows, laid out so that each is contiguous."""
+    """Windows stored so that each is contiguous."""
 
     def __init__(self, spec: _WindowSpec) -> None:
         self._shape = (spec.steps, spec.values.shape[1])
@@ -195,14 +194,14 @@ class _ContiguousWindows:
         return self._rows.index_select(0, self._row.index_select(0, index)).view(-1, *self._shape)
 
     def real(self, index: Tensor) -> Tensor:
-        """Return which rows (B, T) of windows (B,) are no copies."""
+        """Return which rows (B, T) of windows (B,) are recorded, not padding."""
         if self._real is None:
             return self._all_real.expand(len(index), -1)
         return self._real.index_select(0, self._row.index_select(0, index))
 
 
 class _GatheredWindows:
-    """The same windows, row by row from where they are; see `_ContiguousWindows`."""
+    """The same windows, gathered row by row; see `_ContiguousWindows`."""
 
     def __init__(self, spec: _WindowSpec) -> None:
         self._values, self._frames, self._episode = spec.values, spec.frames, spec.episode
@@ -214,12 +213,12 @@ class _GatheredWindows:
         return self._values[self._frame(index)[0]]
 
     def real(self, index: Tensor) -> Tensor:
-        """Return which rows (B, T) of windows (B,) are no copies."""
+        """Return which rows (B, T) of windows (B,) are recorded, not padding."""
         inside, unclipped = self._frame(index)
         return inside == unclipped
 
     def _frame(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the frames (B, T) of windows, and those that would be if episodes had no ends."""
+        """Return the frames (B, T) of windows, clamped to episodes and unclamped."""
         episode = self._episode[index]
         first, last = self._start[episode, None], self._start[episode + 1, None] - 1
         unclipped = self._frames[index, None] + self._offset
@@ -227,7 +226,7 @@ class _GatheredWindows:
 
 
 def _rows_of(spec: _WindowSpec) -> _ContiguousWindows | _GatheredWindows:
-    """Return the windows of an array: laid out where there is room for it, else looked up."""
+    """Return the windows of an array: contiguous if there is space, else gathered."""
     dataset, values, copies = spec.dataset, spec.values, spec.before + spec.behind
     num = (len(values) + dataset.num_episodes * copies) if copies else 0
     needed = num * (values.shape[1] * values.element_size() + _INDEX_BYTES)
@@ -239,7 +238,7 @@ def _rows_of(spec: _WindowSpec) -> _ContiguousWindows | _GatheredWindows:
 def _padded(
     dataset: EpisodeDataset, values: Tensor, before: int, behind: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Repeat the first and the last row of every episode; also tell real rows (M,) from copies, if any."""
+    """Repeat the first and last row of every episode; also return a mask of real rows (M,), if any."""
     if before == behind == 0:
         return values.contiguous(), None
     lengths, start = dataset.lengths, dataset.episode_start[:-1]

@@ -1,13 +1,12 @@
-"""A small process that starts worker processes: it has imported the heavy packages, and forks.
+"""Fork server: a small process that has imported the heavy packages and forks workers.
 
 Starting an interpreter and importing torch takes seconds; forking a process that has done so takes
-milliseconds. The nursery is started once per program, when the first worker is wanted, and never runs
-threads, so that forking it is safe. Unlike `multiprocessing`, it does not import the program's main
-script, so no `if __name__ == "__main__"` is needed; in exchange, whatever is sent to a worker must come
-from an importable module.
+milliseconds. The fork server starts once per program, with the first worker, and never runs threads, so that
+forking is safe. Unlike `multiprocessing`, it does not import the main script, so no
+`if __name__ == "__main__"` is needed; objects sent to workers must come from importable modules.
 
-Nothing here outlives the program: the nursery and every worker end when their socket hangs up, and on
-Linux the kernel ends them as well, should they be too busy to notice.
+Fork server and workers end when their socket is closed. On Linux the kernel also kills them with their
+parent, should they be too busy to react.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from envs.engine.fork_server import tend; tend(sys.argv[2], *map(int, sys.argv[3:]))"
 )
-_GRACE_S = 5.0  # time a process gets to end by itself before it is killed
-_WORD = 8  # bytes of each of the two numbers that requests and answers consist of
+_GRACE_S = 5.0  # grace period before a process is killed [s]
+_WORD = 8  # bytes of each of the two numbers in requests and answers
 _PR_SET_PDEATHSIG = 1
 _lock = threading.RLock()
 _current: ForkServer | None = None
 
 
 class Child:
-    """A worker process and the connection to it."""
+    """A worker process and its connection."""
 
     def __init__(self, fork_server: ForkServer, pid: int, link: Connection) -> None:
         self._fork_server = fork_server
@@ -56,7 +55,7 @@ class Child:
         self._code: int | None = None
 
     def end(self, *, grace_s: float = _GRACE_S) -> int:
-        """Wait for the process to hang up, kill it if it does not; returns its exit code (-signal)."""
+        """Wait for the process to exit, kill it after `grace_s`; returns its exit code (-signal)."""
         if self._code is None:
             if not _hangs_up(self.link, grace_s):
                 with contextlib.suppress(ProcessLookupError):
@@ -67,7 +66,7 @@ class Child:
 
 
 class ForkServer:
-    """The program's side of the process that forks workers."""
+    """Client side of the fork server."""
 
     def __init__(self, target: str) -> None:
         if os.name != "posix":
@@ -76,9 +75,9 @@ class ForkServer:
         self.target = target
         self._asked = 0  # number of the last request
         self._asking = False
-        self._left: list[int] = []  # ended workers whose exit code nobody waits for
+        self._left: list[int] = []  # ended workers whose exit code was not collected
         self._control, theirs = socket.socketpair()
-        # The kernel's signal follows the *thread* that starts a process; only the main thread may ask for it.
+        # Linux ties the signal to the starting *thread*; only the main thread may request it.
         in_main_thread = threading.current_thread() is threading.main_thread()
         arguments = (theirs.fileno(), os.getpid(), int(in_main_thread))
         with theirs:
@@ -87,42 +86,42 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **ONE_THREAD},
-                process_group=0,  # out of reach of a Ctrl-C in the terminal, from the first moment on
+                process_group=0,  # unaffected by Ctrl-C in the terminal
             )
         self._finalizer = weakref.finalize(self, _close, self._control, self._process)
 
     @property
     def is_usable(self) -> bool:
-        """Whether it lives and belongs to this process (a fork of the program needs its own)."""
+        """Whether the server is alive and owned by this process (a forked program needs its own)."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def fork(self) -> Child:
         """Start a worker that runs the target on its end of a new socket pair.
 
         Raises:
-            WorkerError: If the nursery does not live.
+            WorkerError: If the fork server is dead.
         """
         ours, theirs = socket.socketpair()
         with ours, theirs:
             pid = self._ask(0, [theirs.fileno()])
-            if pid <= 1:  # a signal to it would reach this program, or everything
+            if pid <= 1:  # signalling it would affect this program or all processes
                 raise WorkerError(f"the process that starts workers must name a process; got {pid}.")
             return Child(self, pid, Connection(ours.detach()))
 
     def reap(self, pid: int) -> int:
-        """Wait for a worker that has ended or is about to; returns its exit code, negative for a signal."""
+        """Wait for an ending worker; returns its exit code, negative for a signal."""
         with _lock:
-            if self._asking:  # a finalizer runs in the middle of a request of the same thread
+            if self._asking:  # a finalizer runs during a request of the same thread
                 self._left.append(pid)
                 return -signal.SIGKILL
             with contextlib.suppress(WorkerError):
                 while self._left:
                     self._ask(self._left.pop(), [])
                 return self._ask(pid, [])
-        return -signal.SIGKILL  # the nursery was killed, and the workers with it
+        return -signal.SIGKILL  # the fork server was killed, and its workers too
 
     def _ask(self, number: int, descriptors: list[int]) -> int:
-        """Send a request and wait for its answer; that of one that was interrupted is dropped."""
+        """Send a request and wait for its answer; drops answers of interrupted requests."""
         with _lock:
             self._asked += 1
             self._asking = True
@@ -139,7 +138,7 @@ class ForkServer:
 
 
 def fork_worker(target: str) -> Child:
-    """Start a worker process, and before it the fork server if there is none.
+    """Start a worker process, and the fork server if there is none.
 
     Args:
         target: `module:function` that a worker runs on the file descriptor of its socket.
@@ -152,8 +151,8 @@ def fork_worker(target: str) -> Child:
 
 
 def tend(target: str, descriptor: int, parent: int, die_with_parent: int) -> None:
-    """Run the nursery: fork a worker or report an exit code per request, until the program hangs up."""
-    for stop in (signal.SIGINT, signal.SIGTERM):  # the program decides when its workers end
+    """Run the fork server: fork a worker or report an exit code per request, until the socket closes."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the program ends its workers
         signal.signal(stop, signal.SIG_IGN)
     if die_with_parent:
         _die_with(parent)
@@ -174,12 +173,12 @@ def tend(target: str, descriptor: int, parent: int, die_with_parent: int) -> Non
 
 
 def exit_on_hangup(descriptor: int) -> None:
-    """Watch a socket from a thread and end this process as soon as the other side is gone."""
+    """Monitor a socket in a thread and exit this process when the other side closes it."""
     threading.Thread(target=_watch, args=(descriptor,), daemon=True).start()
 
 
 def _fork(control: socket.socket, descriptor: int, serve: Callable[[int], None]) -> int:
-    """Fork; the child serves and never returns, the parent gets its pid."""
+    """Fork; the child serves and never returns, the parent receives its pid."""
     fork_server = os.getpid()
     pid = os.fork()
     if pid:
@@ -194,7 +193,7 @@ def _fork(control: socket.socket, descriptor: int, serve: Callable[[int], None])
 
 
 def _exit_code(pid: int) -> int:
-    """Wait for a worker; one that was asked for before, by a request that was interrupted, is gone."""
+    """Wait for a worker; one collected by an interrupted request is gone."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:
@@ -202,12 +201,12 @@ def _exit_code(pid: int) -> int:
 
 
 def _packed(which: int, number: int) -> bytes:
-    """Return a request or an answer: the number of the request, and what it asks or is told."""
+    """Serialise a request or answer: request number and content."""
     return b"".join(value.to_bytes(_WORD, "little", signed=True) for value in (which, number))
 
 
 def _unpacked(message: bytes) -> tuple[int, int] | None:
-    """Read what `_packed` made; None where the other side hung up."""
+    """Parse the output of `_packed`; None if the socket is closed."""
     if len(message) != 2 * _WORD:
         return None
     which, number = message[:_WORD], message[_WORD:]
@@ -215,10 +214,10 @@ def _unpacked(message: bytes) -> tuple[int, int] | None:
 
 
 def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
 
 
@@ -231,7 +230,7 @@ def _watch(descriptor: int) -> None:
 
 
 def _hangs_up(link: Connection, timeout_s: float) -> bool:
-    """Whether the other side hangs up in time; late answers are dropped."""
+    """Whether the other side closes in time; late answers are dropped."""
     with contextlib.suppress(OSError):
         while link.poll(timeout_s):
             try:

@@ -1,4 +1,4 @@
-"""What steppers on MuJoCo share: N simulator states of one model, saved bit for bit."""
+"""Shared base of MuJoCo steppers: N simulator states of one model, saved bit-exactly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MujocoStepper:
         return {}
 
     def physics_state(self, row: int) -> Array:
-        """Return what recordings keep of a row; see `recorded_physics`."""
+        """Return the recorded state of a row; see `recorded_physics`."""
         return recorded_physics(self.datas[row])
 
     def get_state(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class MujocoStepper:
 
 
 def get_physics(model: Any, datas: Sequence[Any]) -> Array:
-    """Return everything the next physics step depends on, warm starts included.
+    """Return the full integration state, including warm starts.
 
     Args:
         model: `mujoco.MjModel` of all simulators.
@@ -67,7 +67,7 @@ def get_physics(model: Any, datas: Sequence[Any]) -> Array:
 
 
 def set_physics(model: Any, datas: Sequence[Any], states: Any) -> None:
-    """Go on from `get_physics`; what is derived from states is not computed anew.
+    """Restore the output of `get_physics`; derived quantities are not recomputed.
 
     Args:
         model: `mujoco.MjModel` of all simulators.
@@ -75,7 +75,7 @@ def set_physics(model: Any, datas: Sequence[Any], states: Any) -> None:
         states: (N, nstate).
 
     Raises:
-        CheckpointError: If the states are those of other simulators, or of another number of them.
+        CheckpointError: If the states belong to other simulators or another number of them.
     """
     import mujoco
 
@@ -92,5 +92,5 @@ def set_physics(model: Any, datas: Sequence[Any], states: Any) -> None:
 
 
 def recorded_physics(data: Any) -> Array:
-    """Return time, positions and velocities (1 + nq + nv,), as robomimic's files keep them."""
+    """Return time, positions and velocities (1 + nq + nv,), as in robomimic's files."""
     return np.concatenate([[data.time], data.qpos, data.qvel])

@@ -1,9 +1,9 @@
-"""Pictures as observations: which cameras a task has, and what they saw at the steps of the history.
+"""Image observations: cameras of a task and their image history.
 
-A picture is drawn when somebody asks for it, never while the simulator steps. What is kept of a step is only
-what decides how it looks: positions, and what the task changes in its model (targets, colours). It is drawn
-from a copy of model and simulator, so that looking changes no number, and it shows the same state as the
-state beside it. So a picture follows from seed and actions, whatever the width of the vector.
+Images are rendered on request, never during stepping. Each step stores only what determines them: positions,
+and the task's changes to its model (targets, colours). Rendering uses copies of model and simulator, so it
+changes no state, and the image shows the same state as the observation. Images therefore depend only on seed
+and actions, whatever the number of environments.
 
 Legend: N environments, M of them addressed, To observation history, H and W height and width.
 """
@@ -37,26 +37,26 @@ class HasAppearance(Protocol):
     """A simulator whose environments share a model and differ in more than positions."""
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return what besides positions decides the image of a row; copies."""
+        """Return what determines the image of a row besides positions; copies."""
         ...
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
-        """Give a model, which is a copy for drawing, this appearance."""
+        """Apply an appearance to a model that is a copy for rendering."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class HasCameras(Checked):
-    """Options of a task whose scene can be drawn."""
+    """Options of a task whose scene can be rendered."""
 
-    camera: ClassVar[str | None] = None  # that takes the pictures of `render_frames`; None: MuJoCo's free one
+    camera: ClassVar[str | None] = None  # camera of `render_frames`; None: MuJoCo's free camera
 
-    cameras: tuple[str, ...] = ()  # of the model, or free: what they see is observed as well; (): nothing
-    image_size: tuple[int, ...] = bounded((96, 96), ge=1)  # height and width of their images [pixels]
-    image_shadows: bool = True  # false: no shadows in them, which is several times faster without a GPU
+    cameras: tuple[str, ...] = ()  # cameras of the model, or free, whose images are observed; (): none
+    image_size: tuple[int, ...] = bounded((96, 96), ge=1)  # image height and width [pixels]
+    image_shadows: bool = True  # render shadows; false is several times faster without a GPU
 
     def __post_init__(self) -> None:
-        """Refuse images of another rank, and cameras that are named twice or like other observations."""
+        """Refuse image sizes of another rank, and duplicate or reserved camera names."""
         super().__post_init__()
         self.require("image_size", len(self.image_size) == 2, "height and width, e.g. [96,96]")
         distinct = len(set(self.cameras)) == len(self.cameras) and not set(self.cameras) & set(RESERVED)
@@ -69,10 +69,10 @@ class HasCameras(Checked):
         return {camera: (height, width, 3) for camera in self.cameras}
 
     def vector_of(self: Any, stepper: Stepper, obs_steps: int) -> ChunkVector:
-        """Return the environments of a simulator, with a film where there are cameras.
+        """Return the environments of a simulator, with an image history if there are cameras.
 
         Raises:
-            ConfigError: If the model has no such camera.
+            ConfigError: If the model lacks a camera.
         """
         spec: EnvSpec = self.spec
         image_history = None
@@ -83,7 +83,7 @@ class HasCameras(Checked):
         return ChunkVector(spec, stepper, obs_steps=obs_steps, image_history=image_history)
 
     def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
-        """Replay an episode and return its pictures (F, height, width, 3); see `rendering.replay_frames`."""
+        """Replay an episode and return its frames (F, height, width, 3); see `rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, camera=self.camera, **options)
@@ -93,15 +93,15 @@ CAMERA_OPTIONS = tuple(f.name for f in fields(HasCameras))
 
 
 def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
-    """Return a task with exactly the cameras that a policy looks through.
+    """Return a task with exactly the cameras of a policy.
 
     Args:
-        env: Its configuration. Cameras that it names have to be those of the policy, or more.
-        images: What the policy looks at, by camera; none: nothing is drawn.
+        env: Its configuration. Configured cameras must include those of the policy.
+        images: Image shapes of the policy by camera; empty: no rendering.
 
     Raises:
-        CapabilityError: If the scene of the task cannot be drawn.
-        ConfigError: If the task names other cameras or has images of another size.
+        CapabilityError: If the scene of the task cannot be rendered.
+        ConfigError: If the task has other cameras or another image size.
     """
     if not isinstance(env, HasCameras):
         if not images:
@@ -125,7 +125,7 @@ def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
 
 
 def _check_cameras(env: HasCameras, images: Mapping[str, ImageShape]) -> None:
-    """Refuse a task that says that it shows something else."""
+    """Refuse a task configured with other cameras or sizes."""
     shown = env.images
     missing = [camera for camera in images if camera not in shown]
     if missing:
@@ -144,7 +144,7 @@ def _check_cameras(env: HasCameras, images: Mapping[str, ImageShape]) -> None:
 
 @dataclass(eq=False)
 class SceneState:
-    """How an environment looked at one step; its pictures once they were drawn."""
+    """Appearance of an environment at one step, with its images once rendered."""
 
     positions: Array
     appearance: dict[str, Array]
@@ -152,15 +152,15 @@ class SceneState:
 
 
 class CameraRenderer:
-    """Draws states of a simulator through some cameras, on a model of its own.
+    """Render simulator states with some cameras, on its own copy of the model.
 
     Args:
-        stepper: A simulator on MuJoCo, with a `model` and one of `datas` per environment.
-        images: Shapes of the pictures by camera, all of one size.
+        stepper: A MuJoCo simulator with a `model` and one of `datas` per environment.
+        images: Image shapes by camera, all of one size.
         shadows: Whether lights cast shadows.
 
     Raises:
-        ConfigError: If the model has no such camera.
+        ConfigError: If the model lacks a camera.
     """
 
     def __init__(self, stepper: Any, images: Mapping[str, ImageShape], *, shadows: bool) -> None:
@@ -176,7 +176,7 @@ class CameraRenderer:
         self._renderer: Any = None
 
     def capture(self, row: int) -> SceneState:
-        """Keep how a row looks now."""
+        """Return the current appearance of a row."""
         import mujoco
 
         positions = np.empty(self._size)
@@ -186,7 +186,7 @@ class CameraRenderer:
         )
 
     def render(self, state: SceneState) -> dict[str, Array]:
-        """Return the pictures (H, W, 3) of a state by camera.
+        """Return the images (H, W, 3) of a state by camera.
 
         Raises:
             MissingExtraError: If no GL context can be made.
@@ -223,7 +223,7 @@ class CameraRenderer:
 
 
 class FrameHistory:
-    """The last To states of every environment; see `CameraRenderer` for the arguments."""
+    """The last To scene states of every environment; see `CameraRenderer` for the arguments."""
 
     def __init__(
         self, stepper: Any, images: Mapping[str, ImageShape], *, obs_steps: int, shadows: bool = True
@@ -232,7 +232,7 @@ class FrameHistory:
         self._states: list[deque[SceneState]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
 
     def begin(self, row: int) -> None:
-        """Start an episode in a row: its first state stands for all before it."""
+        """Start an episode in a row; its first state fills the history."""
         states = self._states[row]
         assert states.maxlen is not None
         states.extend([self._renderer.capture(row)] * states.maxlen)
@@ -251,7 +251,7 @@ class FrameHistory:
         }
 
     def get_state(self) -> list[list[dict[str, Any]]]:
-        """Return the states of every row, without their pictures."""
+        """Return the states of every row, without images."""
         return [
             [{"positions": state.positions.copy(), "look": dict(state.appearance)} for state in states]
             for states in self._states
@@ -267,7 +267,7 @@ class FrameHistory:
 
 
 def _check_names(model: Any, cameras: Iterable[str]) -> None:
-    """Refuse cameras that the model does not have."""
+    """Refuse cameras that the model lacks."""
     names = [model.camera(i).name for i in range(model.ncam)]
     known = [*(name for name in names if name), FREE]
     unknown = [camera for camera in cameras if camera not in known]

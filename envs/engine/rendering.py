@@ -1,4 +1,4 @@
-"""Off-screen pictures of MuJoCo scenes; the GL stack is loaded when the first frame is asked for."""
+"""Off-screen rendering of MuJoCo scenes; the GL stack is loaded with the first frame."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SteppedVector(VectorEnv, Protocol):
-    """A vector of environments that knows its stepper."""
+    """A vector of environments with a stepper."""
 
     stepper: Any
 
@@ -38,7 +38,7 @@ class OffscreenRenderer:
         width: Pixels.
         height: Pixels.
         camera: Name of a camera of the model; None is MuJoCo's free camera.
-        shadows: Whether lights cast shadows, which takes a software rasteriser most of its time.
+        shadows: Whether lights cast shadows, the main cost of a software rasteriser.
 
     Raises:
         MissingExtraError: If no GL context can be made.
@@ -68,11 +68,11 @@ class OffscreenRenderer:
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
 
     def look_through(self, camera: str | None) -> None:
-        """Choose the camera of the frames that follow; see the class."""
+        """Set the camera of subsequent frames; see the class."""
         self._camera = _view(self._model, camera)
 
     def frame(self, data: mujoco.MjData) -> np.ndarray:
-        """Return the picture of a state: (height, width, 3) uint8."""
+        """Return the image of a state: (height, width, 3) uint8."""
         import mujoco
 
         self._gl.make_current()
@@ -97,9 +97,9 @@ class OffscreenRenderer:
 
 @contextmanager
 def _buffers_for(model: mujoco.MjModel, width: int, height: int, shadows: bool) -> Iterator[None]:
-    """Ask for buffers of the size of the pictures, instead of the model's, which may be many times larger.
+    """Allocate buffers of the image size instead of the model's, which may be many times larger.
 
-    No pixel depends on it.
+    Pixels are unchanged.
     """
     size, quality = model.vis.global_, model.vis.quality
     before = size.offwidth, size.offheight, quality.shadowsize
@@ -112,11 +112,11 @@ def _buffers_for(model: mujoco.MjModel, width: int, height: int, shadows: bool) 
 
 
 def gl_backends() -> tuple[str, ...]:
-    """Name the kinds of GL context to try here, in order.
+    """Return the kinds of GL context to try here, in order.
 
-    `MUJOCO_GL` decides if it is set. Otherwise EGL (a GPU, or Mesa's software rasteriser) comes first; where
-    its library is missing and OSMesa's is there, a screen, then OSMesa. This is decided before anything is
-    loaded, because PyOpenGL serves one of the two per process.
+    `MUJOCO_GL` takes precedence. Otherwise EGL (a GPU, or Mesa's software rasteriser) comes first; without
+    its library but with OSMesa's, a display, then OSMesa. The choice precedes any loading, because PyOpenGL
+    supports only one of the two per process.
     """
     chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
     if sys.platform != "linux":
@@ -129,12 +129,12 @@ def gl_backends() -> tuple[str, ...]:
 
 @cache
 def has_library(name: str) -> bool:
-    """Tell whether a shared library is installed, by its name without `lib`."""
+    """Return whether a shared library is installed, by its name without `lib`."""
     return ctypes.util.find_library(name) is not None
 
 
 def require_gl() -> None:
-    """Refuse to go on where nothing can be drawn.
+    """Check that rendering works.
 
     Raises:
         MissingExtraError: If no GL context can be made.
@@ -152,16 +152,16 @@ def replay_frames(
     height: int = 240,
     camera: str | None = None,
 ) -> np.ndarray:
-    """Replay an episode in the exact engine and photograph it.
+    """Replay an episode in the exact engine and render it.
 
     Args:
         vector: One environment whose stepper has a `model` and `datas` (MuJoCo).
         seed: Seed of the episode.
         actions: (L, Da) its actions, e.g. `EpisodeRow.actions`.
-        every: Control steps between frames; the reset and the last step are always shown.
+        every: Control steps between frames; the reset and the last step are always included.
         width: Pixels.
         height: Pixels.
-        camera: Name of a camera of the model; None is the free camera.
+        camera: Name of a camera of the model; None: the free camera.
 
     Returns:
         (F, height, width, 3) uint8.
@@ -183,13 +183,13 @@ def replay_frames(
 
 
 def film_strip(frames: np.ndarray, *, columns: int = 8) -> np.ndarray:
-    """Lay evenly chosen frames (F, H, W, 3) side by side: (H, columns W, 3)."""
+    """Concatenate evenly spaced frames (F, H, W, 3) horizontally: (H, columns W, 3)."""
     chosen = np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)
     return np.concatenate(list(frames[chosen]), axis=1)
 
 
 def _view(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
-    """Return a camera of the model, or its free camera."""
+    """Return a named camera of the model, or its free camera."""
     import mujoco
 
     view = mujoco.MjvCamera()
@@ -208,7 +208,7 @@ def _gl_context(width: int, height: int) -> Any:
             continue
         try:
             return importlib.import_module(f"mujoco.{backend}").GLContext(width, height)
-        except Exception as error:  # each GL binding fails in its own way
+        except Exception as error:  # GL bindings raise their own classes
             reasons.append(f"{backend}: {type(error).__name__} {error}")
     raise MissingExtraError(
         f"rendering needs a GL stack; none works here ({'; '.join(reasons)}). On Debian install libegl1 and "

@@ -1,4 +1,4 @@
-"""Numpy's global generator, from which some simulators and their oracles draw."""
+"""NumPy's global generator, used by some simulators and their oracles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @contextlib.contextmanager
 def seeded_globally(seed: int | Sequence[int]) -> Iterator[None]:
-    """Seed numpy's global generator, and put it back afterwards."""
+    """Seed NumPy's global generator and restore it on exit."""
     before = np.random.get_state()
     bits = np.random.MT19937(np.random.SeedSequence(seed))
     np.random.set_state(np.random.RandomState(bits).get_state())

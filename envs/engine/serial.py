@@ -1,7 +1,6 @@
-"""Any environment with gymnasium's interface, stepped one after the other.
+"""Any gymnasium-API environment, stepped serially.
 
-The plain way: for simulators that offer nothing faster, and what faster engines are measured and checked
-against.
+For simulators without a faster engine, and as reference for faster engines.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from envs.spec import Array, EnvSpec, StepResult
 from policies.errors import ConfigError
 
 _NO_LIMIT = 2**31 - 1
-_DEFAULT_HZ = 1.0  # where an environment has no clock
+_DEFAULT_HZ = 1.0  # for environments without a control rate
 
 
 def _flat_observation(obs: Any) -> Array:
-    """Return an array observation as flat float64."""
+    """Flatten an array observation to float64."""
     return np.asarray(obs, np.float64).reshape(-1)
 
 
@@ -31,16 +30,16 @@ def _reported_success(info: Mapping[str, Any]) -> bool:
 
 
 class SerialStepper:
-    """Steps gymnasium-API environments one after the other.
+    """Step gymnasium-API environments serially.
 
     Args:
         envs: Objects with `reset(seed=, options=)` and `step(action)` as in gymnasium.
-        observe: Turns an observation into a flat array (Do,).
-        succeeded: Reads success from the info of a step.
-        options: `options` of a reset, from its seed.
-        metric_names: Keys of `info` that become per-episode metrics (NaN where absent).
+        observe: Maps an observation to a flat array (Do,).
+        succeeded: Maps the info of a step to success.
+        options: Maps a seed to the `options` of its reset.
+        metric_names: Keys of `info` that become per-episode metrics (NaN if absent).
 
-    The state can be saved if every environment offers `get_state()` and `set_state(state)`.
+    The state can be saved if every environment has `get_state()` and `set_state(state)`.
     """
 
     def __init__(
@@ -130,18 +129,18 @@ class SerialVector(ChunkVector):
 
 @dataclass(frozen=True)
 class GymSerial:
-    """A configuration for `gymnasium.make(env_id)`; not registered, for describing it takes the environment.
+    """Configuration of `gymnasium.make(env_id)`; not registered, since its spec requires the environment.
 
     Raises:
         ConfigError: If the observation is not a flat box or the action is not a bounded flat box.
     """
 
     env_id: str
-    max_episode_steps: int | None = None  # None: the environment's own
+    max_episode_steps: int | None = None  # None: the environment's own limit
 
     @cached_property
     def spec(self) -> EnvSpec:
-        """Describe the task; makes the environment once."""
+        """Return the specification; creates the environment once."""
         import gymnasium
 
         made = gymnasium.make(self.env_id)
@@ -165,7 +164,7 @@ class GymSerial:
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> SerialVector:
-        """Make N environments; the vector applies the time limit."""
+        """Create N environments; the vector applies the time limit."""
         import gymnasium
 
         if num_envs < 1:
@@ -178,7 +177,7 @@ class GymSerial:
 def _widths(
     observation: object, action: object, env_id: str
 ) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
-    """Return Do and the action box, or refuse."""
+    """Return Do and the action box, or refuse other spaces."""
     from gymnasium.spaces import Box
 
     flat = isinstance(observation, Box) and len(observation.shape) == 1

@@ -1,9 +1,9 @@
-"""Vectors of environments that execute action chunks, and the bookkeeping all of them share.
+"""Vectors of environments that execute action chunks, with shared bookkeeping.
 
-A `Stepper` knows one simulator and advances some of its N environments by one control step. `ChunkVector`
-adds what does not depend on the simulator: observation history, chunks that stop where their episode
-ends, time limits, seeds, and saving. Nothing resets by itself: an episode that ended hands out its true
-last observation, and the caller starts the next one with a seed of its choice.
+A `Stepper` advances some of one simulator's N environments by one control step. `ChunkVector` adds
+simulator-independent parts: observation history, chunks that stop at the end of their episode, time limits,
+seeds, and saving. There is no automatic reset: an ended episode returns its true last observation, and the
+caller starts the next one with a seed of its choice.
 
 Legend: N environments, M of them addressed, To observation history, Ta executed steps, Do and Da widths.
 """
@@ -29,16 +29,16 @@ from policies.errors import (
 
 
 class ChunkVector:
-    """Executes chunks on a stepper and keeps what every vector of environments must keep.
+    """Execute chunks on a stepper, with history, limits and saving.
 
     Args:
         spec: The task; its action box clips, its `max_episode_steps` truncates, and with its
             `terminate_on_success` a success terminates.
         stepper: The simulator.
         obs_steps: Length To of the observation history; a reset repeats the first observation.
-        paper_compat: Reproduce published chunk wrappers: a limit that the simulator reports counts as
-            terminated *and* truncated, and a finished environment may be stepped on without a reset.
-        image_history: What the cameras see, with a history as long; None: there are no cameras.
+        paper_compat: Reproduce published chunk wrappers: a limit reported by the simulator counts as
+            terminated *and* truncated, and finished environments may be stepped without a reset.
+        image_history: Camera images with a history of equal length; None: no cameras.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ChunkVector:
         self.obs_steps = obs_steps
         self.paper_compat = paper_compat
         self._image_history = image_history
-        self._low = np.asarray(spec.action_low, np.float32)  # as a gymnasium box holds them
+        self._low = np.asarray(spec.action_low, np.float32)  # dtype of a gymnasium box
         self._high = np.asarray(spec.action_high, np.float32)
         self._history = np.zeros((self.num_envs, obs_steps, spec.obs_dim))
         self._elapsed = np.zeros(self.num_envs, np.int64)
@@ -94,7 +94,7 @@ class ChunkVector:
     def step_chunk(self, actions: Array, active: Array | None = None) -> ChunkStep:
         """Execute chunks (N, Ta, Da), clipped to the action box, where `active` (N,) is true.
 
-        Every environment stops at the end of its episode; the rest of its chunk is dropped.
+        Every environment stops at the end of its episode and drops the rest of its chunk.
 
         Raises:
             ConfigError: If the shape is wrong or a finished environment was not reset.
@@ -132,9 +132,9 @@ class ChunkVector:
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
 
     def images(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
-        """Return what the cameras of some rows saw, drawn now: (n, To, H, W, 3) uint8 by name.
+        """Render the camera images of some rows: (n, To, H, W, 3) uint8 by camera; empty without cameras.
 
-        The pictures belong to the same moments as the observation history. Without cameras there are none.
+        The images show the same steps as the observation history.
 
         Args:
             rows: Indices; None: all.
@@ -146,7 +146,7 @@ class ChunkVector:
         return {} if self._image_history is None else self._image_history.images(index)
 
     def goals(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
-        """Return `goal` (n, Dg) float64 of some rows; nothing where the task's description has no goals.
+        """Return `goal` (n, Dg) float64 of some rows; empty for tasks without separate goals.
 
         Args:
             rows: Indices; None: all.
@@ -157,7 +157,7 @@ class ChunkVector:
         return {"goal": goals.copy() if rows is None else goals[np.asarray(rows, np.int64)]}
 
     def _step_through(self, stepper: ChunkStepper, actions: Array, running: Array) -> ChunkStep:
-        """Execute whole chunks at once and keep what lies before the end of each episode."""
+        """Execute whole chunks at once and keep the part before the end of each episode."""
         n, num_steps = actions.shape[:2]
         rows = np.flatnonzero(running)
         with self._told("step"):
@@ -186,7 +186,7 @@ class ChunkVector:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Turn what a simulator raises into one error that names the task.
+        """Convert simulator errors to one error that names the task.
 
         Raises:
             EnvironmentFailure: If it raises anything but an error of ours.
@@ -218,11 +218,11 @@ class ChunkVector:
         )
 
     def _terminated(self, step: StepResult) -> Array:
-        """Tell which steps end their task, by the simulator or by `terminate_on_success`."""
+        """Return which steps end their task, by the simulator or by `terminate_on_success`."""
         return step.terminated | step.success if self.spec.terminate_on_success else step.terminated
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything the next steps depend on.
+        """Return the state that determines all following steps.
 
         Raises:
             CapabilityError: If the simulator cannot save its state.
@@ -262,7 +262,7 @@ class ChunkVector:
         self.stepper.close()
 
     def _checked(self, actions: Array, active: Array) -> Array:
-        """Return actions clipped to the box, in their own floating-point type."""
+        """Return actions clipped to the box, in their own floating-point dtype."""
         actions = np.asarray(actions)
         if actions.ndim != 3 or actions.shape[::2] != (self.num_envs, self.spec.action_dim):
             raise ConfigError(
@@ -278,7 +278,7 @@ class ChunkVector:
         return np.clip(actions, self._low, self._high)
 
     def _remember(self, rows: Array, obs: Array) -> None:
-        """Push observations (M, Do) into the history of rows (M,)."""
+        """Append observations (M, Do) to the history of rows (M,)."""
         if self.obs_steps > 1:
             self._history[rows, :-1] = self._history[rows, 1:]
         self._history[rows, -1] = obs

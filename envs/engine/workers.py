@@ -1,8 +1,8 @@
-"""Objects that live in worker processes and answer method calls.
+"""Objects in worker processes that serve method calls.
 
-Every process has one thread for linear algebra, ignores Ctrl-C, which is the program's to handle, and
-never outlives the program (see `envs.engine.fork_server`). Messages are pickles between a program and its own
-children; large arrays travel outside of the pickle stream, so that they are copied once.
+Each process uses one thread for linear algebra, ignores Ctrl-C (handled by the program), and ends with the
+program (see `envs.engine.fork_server`). Messages are pickles between a program and its own children; large
+arrays are sent outside the pickle stream and copied once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SERVE = f"{__name__}:serve"
 
 
 class Workers(Protocol):
-    """Objects of one kind, here or in processes."""
+    """Objects of one kind, local or in processes."""
 
     def __len__(self) -> int: ...
 
@@ -46,7 +46,7 @@ class Workers(Protocol):
         Args:
             method: Name of the method.
             arguments: One tuple per object.
-            on_message: Receives what the objects pass to their `notify` while they work.
+            on_message: Receives the arguments of the objects' `notify` calls during the call.
         """
         ...
 
@@ -100,7 +100,7 @@ class ProcessWorkers:
     """One process per object.
 
     Raises:
-        BurnishError: What a worker raised on purpose, as it is.
+        BurnishError: Raised by a worker; forwarded unchanged.
         WorkerError: If an object cannot be built; the message carries the worker's traceback.
     """
 
@@ -123,13 +123,13 @@ class ProcessWorkers:
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, on_message: OnMessage | None = None
     ) -> list[Any]:
-        """Call a method of every object at the same time.
+        """Call a method of all objects concurrently.
+
+        After an error all processes are ended, because their states no longer match.
 
         Raises:
-            BurnishError: What a worker raised on purpose, as it is.
+            BurnishError: Raised by a worker; forwarded unchanged.
             WorkerError: If a call raises anything else or a process dies.
-
-        After either the other processes are ended, too, because what they hold no longer belongs together.
         """
         if not self._children:
             raise WorkerError("these worker processes are closed. Start them again.")
@@ -143,7 +143,7 @@ class ProcessWorkers:
         self._children = []
 
     def _exchange(self, messages: Sequence[Any], on_message: OnMessage | None) -> list[Any]:
-        """Send one message to each worker and collect the answers; a failure ends all of them."""
+        """Send one message to each worker and collect the answers; a failure ends all workers."""
         try:
             for index, message in enumerate(messages):
                 self._send(index, message)
@@ -153,7 +153,7 @@ class ProcessWorkers:
             raise
 
     def _hang_up(self) -> None:
-        """End all processes at once, whatever they are doing."""
+        """End all processes immediately."""
         for child in self._children:
             child.end(grace_s=0.0)
         self.close()
@@ -199,10 +199,10 @@ class ProcessWorkers:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as arrays, whose memory travels outside of the pickle stream.
+    """Pickle tensors as arrays, whose memory is sent outside the pickle stream.
 
     Raises:
-        pickle.PicklingError: If something is defined in the main script or a notebook, which workers cannot
+        pickle.PicklingError: If an object is defined in the main script or a notebook, which workers cannot
             import.
     """
 
@@ -238,10 +238,10 @@ def send(link: Connection, message: Any) -> None:
 
 
 def receive(link: Connection) -> Any:
-    """Receive what `send` sent; arrays are writable.
+    """Receive an object from `send`; arrays are writable.
 
     Raises:
-        EOFError: If the other side hung up.
+        EOFError: If the connection is closed.
     """
     message = memoryview(link.recv_bytes())
     count = int.from_bytes(message[:8], "little")
@@ -250,8 +250,8 @@ def receive(link: Connection) -> Any:
 
 
 def serve(descriptor: int) -> None:
-    """Run a worker on a socket until the program hangs up; the process ends with it."""
-    for stop in (signal.SIGINT, signal.SIGTERM):  # the program decides when its workers end
+    """Run a worker on a socket until it is closed; the process ends with it."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the program ends its workers
         signal.signal(stop, signal.SIG_IGN)
     exit_on_hangup(descriptor)
     link = Connection(descriptor)
@@ -264,7 +264,7 @@ def serve(descriptor: int) -> None:
 
 
 def _settle(place: dict[str, Any]) -> None:
-    """Take over where the program looks for modules and files, and its environment variables."""
+    """Adopt the program's module search path, working directory and environment variables."""
     sys.path[:] = place["path"]
     os.chdir(place["directory"])
     os.environ.clear()
@@ -272,7 +272,7 @@ def _settle(place: dict[str, Any]) -> None:
 
 
 def _answer(link: Connection) -> None:
-    """Build the object, then answer calls until told to stop."""
+    """Build the object, then serve calls until the stop message."""
     worker: Any = None
     while True:
         try:
@@ -295,7 +295,7 @@ def _answer(link: Connection) -> None:
 
 
 def _end(children: list[Child]) -> None:
-    """Ask processes to close, then make sure."""
+    """Request processes to close, then kill the rest."""
     for child in children:
         with contextlib.suppress(OSError):
             send(child.link, (None, ()))

@@ -1,4 +1,4 @@
-"""Compare policies on the episodes that both have played, and say in words what the difference is."""
+"""Paired comparison of policies on common episodes, with a verdict in words."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Comparison:
     after: float
     difference: Interval
     episodes: int
-    same_protocol: bool  # noise, steps, engine and versions are the same, too
+    same_protocol: bool  # noise, steps, engine and versions agree
 
     @property
     def verdict(self) -> str:
-        """Whether the policies differ, as far as the episodes can tell."""
+        """Whether the policies differ significantly."""
         if self.episodes < FEWEST_EPISODES:
             return "too few episodes to tell"
         return "clearly different" if self.difference.excludes_zero else "within noise"
@@ -48,7 +48,7 @@ def format_interval(quantity: str, interval: Mapping[str, float]) -> tuple[str, 
     """Format mean and interval: success in percent, everything else with three significant digits.
 
     Args:
-        quantity: What was measured; see `Evaluation.values`.
+        quantity: Measured quantity; see `Evaluation.values`.
         interval: `Interval` as a dict; a value alone has no interval, "–".
 
     Example:
@@ -72,15 +72,15 @@ def compare(
     *,
     quantity: str | None = None,
 ) -> Comparison:
-    """Compare two policies on the episodes that both have played.
+    """Compare two policies on their common episodes.
 
     Args:
         before: One evaluation, or one per training seed.
-        after: As many.
-        quantity: See `Evaluation.values`; None: success where the task has it, else the return.
+        after: As many evaluations as `before`.
+        quantity: See `Evaluation.values`; None: success if defined for the task, else the return.
 
     Raises:
-        ConfigError: If tasks or numbers of evaluations differ, or no episode is common to all.
+        ConfigError: If tasks or numbers of evaluations differ, or there is no common episode.
     """
     left = [before] if isinstance(before, Evaluation) else list(before)
     right = [after] if isinstance(after, Evaluation) else list(after)

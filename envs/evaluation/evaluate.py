@@ -1,8 +1,7 @@
-"""Evaluate policies by a written protocol: seeded episodes, rows that are kept, intervals, paired comparison.
+"""Evaluate policies by a protocol: seeded episodes, stored rows, intervals, paired comparison.
 
-Episode i starts from seed `first_seed + i` and draws its sampling noise from a generator of its own; its
-row is the same, bit for bit on a CPU, for any number of environments and workers (see
-`envs.rollouts.player`).
+Episode i starts from seed `first_seed + i` and draws its sampling noise from its own generator. Its row is
+identical, bit for bit on a CPU, for any number of environments and workers (see `envs.rollouts.player`).
 
 Legend: E episodes.
 """
@@ -42,11 +41,11 @@ from policies.wrappers.steering import Steering
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Per-episode rows and the protocol that they were made by.
+    """Per-episode rows and their protocol.
 
     Attributes:
         rows: One per episode, in order.
-        protocol: Everything the numbers depend on but the policy; JSON values.
+        protocol: Everything but the policy that determines the numbers; JSON values.
     """
 
     rows: tuple[EpisodeRow, ...]
@@ -60,7 +59,7 @@ class Evaluation:
 
     @property
     def quantity(self) -> str:
-        """What the task is judged by: `success` or `return`."""
+        """Evaluation criterion: `success` or `return`."""
         return judged_by(self.protocol["env"]["success_rule"])
 
     def values(self, quantity: str) -> Array:
@@ -75,7 +74,7 @@ class Evaluation:
         raise ConfigError(f"episodes have no quantity '{quantity}'; choose one of {known}.")
 
     def summary(self) -> dict[str, Any]:
-        """Return means with 95 % intervals, and the worst returns; success and score only where defined."""
+        """Return means with 95 % intervals, and the worst returns; success and score only if defined."""
         out: dict[str, Any] = {
             "env": self.protocol["env"]["name"],
             "episodes": len(self.rows),
@@ -93,7 +92,7 @@ class Evaluation:
         return out
 
     def _risk(self) -> dict[str, Any]:
-        """Return how bad the returns of the worst episodes are."""
+        """Return risk measures of the returns over the worst episodes."""
         returns, share = self.values("return"), {"share": RISK_SHARE}
         return {
             "return_var": {"value": value_at_risk(returns)} | share,
@@ -124,10 +123,10 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, text: str) -> Evaluation:
-        """Read `to_json`.
+        """Deserialise the output of `to_json`.
 
         Raises:
-            CheckpointError: If the text is no evaluation or its protocol was changed.
+            CheckpointError: If the text is no evaluation or its protocol was modified.
         """
         try:
             data = json.loads(text)
@@ -161,32 +160,32 @@ def evaluate(
     keep_observations: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Run a policy for a number of seeded episodes.
+    """Evaluate a policy on seeded episodes.
 
     Args:
-        policy: The policy; left as it is.
+        policy: The policy; unchanged.
         env: The task.
-        episodes: E, at least 1. This and what follows: see `EvaluationSettings`.
+        episodes: E, at least 1. This and the following: see `EvaluationSettings`.
         first_seed: Seed of episode 0; episode i has `first_seed + i`.
-        num_envs: Environments in all; does not change the result.
-        num_workers: Processes, which compute on the CPU; 0 stays in this one. Does not change the result
-            of a policy on the CPU.
-        start_noise: `random` or `zero`: the noise that denoising starts from.
-        sampling_noise: `random` or `zero`: the noise of a stochastic sampler's steps.
+        num_envs: Environments in total; does not affect the result.
+        num_workers: Processes, which compute on the CPU; 0 runs in this one. Does not affect the result of a
+            policy on the CPU.
+        start_noise: `random` or `zero`: initial noise of denoising.
+        sampling_noise: `random` or `zero`: per-step noise of a stochastic sampler.
         steps: Denoising steps; None: the policy's own.
         noise_seed: Root of the episodes' noise generators.
-        act_steps: Actions executed before the policy decides again; None: the policy's own.
-        warm_start: How a decision begins from the one before; None: every decision is on its own.
-        steer: How the policy follows a sketch; None: it does not.
-        keep_observations: Keep `observations` and `actions` of every control step in the rows.
-        on_progress: Called with (episodes done, E).
+        act_steps: Executed actions per decision; None: the policy's own.
+        warm_start: Initialisation of a decision from the previous one; None: independent decisions.
+        steer: Sketch guidance; None: none.
+        keep_observations: Store `observations` and `actions` of every control step in the rows.
+        on_progress: Called with (finished episodes, E).
 
     Raises:
         ConfigError: If an argument is out of range or the policy does not fit the task, images included.
-        CapabilityError: If `steps` is given and the policy's sampler has no number of steps, or `act_steps`,
-            `warm_start` or `steer` and the policy does not plan, or it looks at images of a task that cannot
-            be drawn.
-        MissingExtraError: If it looks at images and nothing can be drawn here.
+        CapabilityError: If `steps` is given and the sampler has no number of steps, or `act_steps`,
+            `warm_start` or `steer` is given and the policy does not plan, or the policy requires images of a
+            task that cannot be rendered.
+        MissingExtraError: If the policy requires images and rendering is unavailable.
     """
     short_run, sketched = warm_start or WarmStart(), steer or Steering()
     settings = EvaluationSettings(
@@ -218,7 +217,7 @@ def evaluate(
 
 
 class _Counter:
-    """Adds up the episodes that workers report."""
+    """Count the finished episodes of all workers."""
 
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self._done, self._total, self._on_progress = 0, total, on_progress
@@ -247,7 +246,7 @@ def _play(
 
 @contextmanager
 def _in_evaluation_mode(policy: EvaluatedPolicy) -> Iterator[None]:
-    """Put every part of a policy into evaluation mode, and back into its own afterwards."""
+    """Set every module of a policy to evaluation mode; restores modes on exit."""
     if not isinstance(policy, nn.Module):
         yield
         return
@@ -261,7 +260,7 @@ def _in_evaluation_mode(policy: EvaluatedPolicy) -> Iterator[None]:
 
 
 def _on_cpu(player: EpisodeRunner) -> EpisodeRunner:
-    """Return a player for worker processes, its policy on the CPU."""
+    """Return a player with its policy on the CPU, for worker processes."""
     policy = player.policy
     return replace(player, policy=policy.on_cpu() if isinstance(policy, Policy | BestOfN) else policy)
 

@@ -1,6 +1,6 @@
 """Intervals for evaluations: success rates, means over seeds and episodes, risk, paired differences.
 
-Legend: S seeds (independently trained policies), E episodes of each. All intervals are two-sided.
+Legend: S seeds (independently trained policies), E episodes per seed. All intervals are two-sided.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from numpy.typing import ArrayLike
 
 from policies.errors import ConfigError
 
-RISK_SHARE = 0.1  # of the worst episodes, that risk is measured on
-IQM_FROM_SEEDS = 5  # with fewer seeds a quartile of them means nothing, and the mean is reported
-_BATCH = 500  # resamples drawn at a time, to bound memory
+RISK_SHARE = 0.1  # fraction of worst episodes in risk measures
+IQM_FROM_SEEDS = 5  # with fewer seeds quartiles are meaningless; the mean is reported
+_BATCH = 500  # resamples per batch, bounds memory
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
         confidence: Coverage.
 
     Raises:
-        ConfigError: If the counts make no sense.
+        ConfigError: If the counts are inconsistent.
 
     Source:
         Wilson 1927; closed form of the roots of (p - x)^2 = z^2 x (1 - x) / n.
@@ -71,12 +71,12 @@ def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
 def success_rate(successes: ArrayLike, *, confidence: float = 0.95) -> Interval:
     """Return the success rate of `successes` (S, E) or (E,), true or false, with its interval.
 
-    Episodes of one seed are draws of one policy, and Wilson's interval is theirs. Those of several seeds are
-    not draws of one rate: the interval then is `bootstrap_mean`'s over seeds and episodes. It reaches as far
-    as Wilson's of all episodes at least, as resamples of episodes that nearly all ended alike hardly differ.
+    Episodes of one seed are draws of one policy; the interval is Wilson's. Episodes of several seeds do not
+    share one rate; the interval is `bootstrap_mean`'s over seeds and episodes. It is at least as wide as
+    Wilson's over all episodes, since resamples of nearly constant episodes hardly differ.
 
     Raises:
-        ConfigError: If there is no episode, or values are neither true nor false.
+        ConfigError: If there is no episode, or values are not boolean.
 
     Example:
         >>> seeds = [[1] * count + [0] * (100 - count) for count in (42, 77, 90)]
@@ -104,9 +104,8 @@ def bootstrap_mean(
 ) -> Interval:
     """Return the mean of `values` (S, E) with a percentile bootstrap interval.
 
-    Every resample draws seeds with replacement and then, inside each drawn seed, its episodes with
-    replacement, so the interval covers both kinds of luck. With one seed, (E,) or (1, E), it covers the
-    episodes only.
+    Each resample draws seeds with replacement and, within each drawn seed, episodes with replacement, so the
+    interval covers both sources of variance. With one seed, (E,) or (1, E), it covers episodes only.
     """
     return _bootstrap(values, lambda means: means.mean(axis=1), confidence, num_resamples, seed)
 
@@ -116,7 +115,7 @@ def bootstrap_iqm(
 ) -> Interval:
     """Return the interquartile mean over the seeds' means of `values` (S, E), with its interval.
 
-    With fewer than five seeds it is the plain mean.
+    With fewer than five seeds it is the mean.
     """
     few = np.atleast_2d(values).shape[0] < IQM_FROM_SEEDS
     return _bootstrap(
@@ -129,9 +128,9 @@ def bootstrap_iqm(
 
 
 def value_at_risk(values: np.ndarray, share: float = RISK_SHARE) -> float:
-    """Return the best of the worst `share` of `values` (E,): so many episodes end with this or less.
+    """Return the largest of the worst `share` of `values` (E,).
 
-    The count of worst episodes is share E, rounded down, but at least 1.
+    The count of worst episodes is share E, rounded down, at least 1.
 
     Raises:
         ConfigError: If the share is not in (0, 1], or the values are not finite.
@@ -149,15 +148,15 @@ def conditional_value_at_risk(
 ) -> Interval:
     """Return the mean of the worst `share` of `values` (S, E) or (E,), with a percentile bootstrap interval.
 
-    The worst are those of all seeds together, share S E of them, rounded down, but at least 1. Resamples draw
-    seeds and, inside them, episodes, as `bootstrap_mean` does. With few episodes the interval is too narrow:
-    resamples contain nothing worse than the worst episode that was seen.
+    The worst are those of all seeds together, share S E of them, rounded down, at least 1. Resamples draw
+    seeds and, within them, episodes, as in `bootstrap_mean`. With few episodes the interval is too narrow:
+    resamples contain nothing below the observed minimum.
 
     Raises:
         ConfigError: If the share is not in (0, 1], or the values are not finite.
 
     Source:
-        Rockafellar and Uryasev, Journal of Banking and Finance 26, 2002; used of returns in arXiv 2406.07541.
+        Rockafellar and Uryasev, Journal of Banking and Finance 26, 2002; for returns: arXiv 2406.07541.
     """
     values = np.atleast_2d(np.asarray(values, np.float64))
     point = float(_worst(values.reshape(1, -1), share).mean())
@@ -169,7 +168,7 @@ def conditional_value_at_risk(
 
 
 def _worst(rows: np.ndarray, share: float) -> np.ndarray:
-    """Return the smallest entries of every row (R, E), ascending."""
+    """Return the smallest entries of each row (R, E), ascending."""
     if not 0 < share <= 1:
         raise ConfigError(f"a share of the worst episodes must be in (0, 1]; got {share}.")
     if rows.ndim != 2 or rows.size == 0 or not np.isfinite(rows).all():
@@ -217,7 +216,7 @@ def _bootstrap(
 
 
 def _resamples(values: np.ndarray, num_resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield resamples (R, S, E) of values (S, E): seeds drawn with replacement, and episodes inside each."""
+    """Yield resamples (R, S, E) of values (S, E): seeds and, within them, episodes, with replacement."""
     rng = np.random.default_rng(seed)
     num_seeds, num_episodes = values.shape
     for start in range(0, num_resamples, _BATCH):

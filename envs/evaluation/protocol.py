@@ -1,4 +1,4 @@
-"""The protocol of an evaluation: what is held fixed, how it is written down, and what it makes of a policy.
+"""Evaluation protocol: fixed settings, their serialisation, and their effect on a policy.
 
 Legend: E episodes.
 """
@@ -29,15 +29,15 @@ _VERSIONS = ("mujoco", "gymnasium", "burnish")
 
 
 def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfig) -> dict[str, Any]:
-    """Return the protocol: everything that the numbers depend on but the policy, as JSON values.
+    """Return the protocol, everything but the policy that determines the numbers, as JSON values.
 
     Args:
         env: The task.
-        settings: What is held fixed.
+        settings: Evaluation settings.
         staged_env: The task with the cameras of the policy.
     """
     numbers = json.loads(json.dumps({**asdict(settings), "steer": describe_steering(settings.steer)}))
-    del numbers["num_envs"]  # changes no number
+    del numbers["num_envs"]  # no effect on the numbers
     return {
         "env": describe_task(env),
         **numbers,
@@ -49,10 +49,10 @@ def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfi
 
 
 def describe_task(env: EnvConfig) -> dict[str, Any]:
-    """Describe a task by JSON values, as protocols do."""
+    """Return a task as JSON values for protocols."""
     spec = env.spec
     options = options_of(with_paths(env, _digest))
-    for name in ("expert", *CAMERA_OPTIONS):  # no part of the task that is evaluated
+    for name in ("expert", *CAMERA_OPTIONS):  # not part of the evaluated task
         options.pop(name, None)
     description: dict[str, Any] = json.loads(
         json.dumps(
@@ -69,12 +69,12 @@ def describe_task(env: EnvConfig) -> dict[str, Any]:
 
 
 def _digest(path: str) -> str:
-    """Return what stands for a file: the numbers depend on its content, not on its place."""
+    """Return the digest of a file: numbers depend on its content, not its path."""
     return f"sha256:{sha256(Path(path).expanduser())}"
 
 
 def _describe_images(task: Any) -> dict[str, Any]:
-    """Describe what the policy looks at, if it does; cameras are a matter of the policy, not of the task."""
+    """Return the policy's image settings, if any; cameras belong to the policy, not the task."""
     if not getattr(task, "cameras", ()):
         return {}
     shapes = {camera: list(shape) for camera, shape in task.images.items()}
@@ -90,12 +90,12 @@ def _version(distribution: str) -> str:
 
 
 def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
-    """Return the task with the cameras that a policy looks through.
+    """Return the task with the cameras of a policy.
 
     Raises:
         ConfigError: If observations, actions or goals of the two differ in width.
-        ConfigError, CapabilityError: If it cannot show what the policy was trained on; see `match_cameras`.
-        MissingExtraError: If nothing can be drawn here.
+        ConfigError, CapabilityError: If the task cannot provide the policy's images; see `match_cameras`.
+        MissingExtraError: If rendering is unavailable.
     """
     spec, advice = env.spec, "Evaluate it on the task it was made for."
     require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
@@ -109,11 +109,11 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
 
 
 def as_evaluated(policy: EvaluatedPolicy, settings: EvaluationSettings) -> EvaluatedPolicy:
-    """Return the policy with the steps that the settings give it, along their sketch.
+    """Return the policy with the settings' steps, warm start and sketch guidance.
 
     Raises:
-        ConfigError: If a number of steps, a short run or a sketch does not fit it.
-        CapabilityError: If it has no such switch.
+        ConfigError: If a number of steps, a short run or a sketch does not fit the policy.
+        CapabilityError: If the policy lacks such an option.
     """
     view = with_act_steps(with_steps(policy, settings.steps), settings.act_steps)
     if settings.warm_start.is_on:
@@ -122,7 +122,7 @@ def as_evaluated(policy: EvaluatedPolicy, settings: EvaluationSettings) -> Evalu
 
 
 def with_steps(policy: EvaluatedPolicy, steps: int | None) -> EvaluatedPolicy:
-    """Return the policy, denoising in a given number of steps; None leaves it as it is.
+    """Return the policy with another number of denoising steps; None keeps it unchanged.
 
     Raises:
         CapabilityError: If its sampler has no number of steps.

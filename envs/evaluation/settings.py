@@ -1,4 +1,4 @@
-"""The keys of an evaluation's protocol."""
+"""Configuration of the evaluation protocol."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from policies.execution.warm_start import WarmStart
 from policies.wrappers.steering import Steering
 
 NOISES = ("random", "zero")
-SEEDS = 2**32  # what every simulator takes: 0 to SEEDS - 1
+SEEDS = 2**32  # seed range of all simulators: 0 to SEEDS - 1
 
 
 def check_seeds(name: str, first: int, count: int = 1) -> None:
-    """Refuse seeds that a simulator would not take.
+    """Refuse seeds outside the simulators' range.
 
     Args:
         name: Configuration key of the first seed.
         first: The first seed.
-        count: How many consecutive seeds are used.
+        count: Number of consecutive seeds.
 
     Raises:
-        ConfigError: If one of them is negative or too large.
+        ConfigError: If a seed is negative or too large.
     """
     if first < 0 or first + max(count, 1) > SEEDS:
         largest = SEEDS - max(count, 1)
@@ -30,18 +30,16 @@ def check_seeds(name: str, first: int, count: int = 1) -> None:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """The protocol of an evaluation, the only home of its defaults; hashed and stored with the numbers."""
+    """Evaluation protocol with its defaults; hashed and stored with the results."""
 
-    episodes: int = (
-        100  # episode i starts from seed first_seed + i; at least 100 for numbers that are reported
-    )
-    first_seed: int = 0  # seed of the first episode
+    episodes: int = 100  # episode i starts from seed first_seed + i; use at least 100 for reported numbers
+    first_seed: int = 0  # seed of episode 0
     noise_seed: int = 0  # root of the episodes' sampling noise
-    start_noise: str = "random"  # random | zero: where denoising starts from
-    sampling_noise: str = "random"  # random | zero: the steps of a stochastic sampler
+    start_noise: str = "random"  # random | zero: initial noise of denoising
+    sampling_noise: str = "random"  # random | zero: per-step noise of a stochastic sampler
     steps: int | None = None  # denoising steps; null: the policy's own
-    num_envs: int = 16  # episodes side by side; never changes a number
-    act_steps: int | None = None  # actions executed before the policy decides again; null: the policy's own
+    num_envs: int = 16  # parallel environments; no effect on the numbers
+    act_steps: int | None = None  # executed actions per decision; null: the policy's own
     warm_start: WarmStart = field(default_factory=WarmStart)
     steer: Steering = field(default_factory=Steering)
 

@@ -1,4 +1,4 @@
-"""Recording demonstrations of a task's scripted expert."""
+"""Record demonstrations of a task's scripted expert."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MAX_ATTEMPTS = 10
 
 
 def with_images(env: Any, episode: Episode) -> Episode:
-    """Return an episode with what the cameras of its task saw before each action.
+    """Return an episode with camera images before each action.
 
-    The episode is played once more in the exact engine, where it follows from its seed and its actions.
+    The episode is replayed in the exact engine from its seed and actions.
 
     Raises:
-        CapabilityError: If playing it again leads elsewhere: it does not belong to the task as configured.
-        MissingExtraError: If nothing can be drawn here.
+        CapabilityError: If the replay diverges: the episode does not belong to the task as configured.
+        MissingExtraError: If rendering is unavailable.
     """
     if not getattr(env, "cameras", ()):
         return episode
@@ -60,7 +60,7 @@ class HasExpert(Protocol):
     def spec(self) -> EnvSpec: ...
 
     def demonstrate(self, seed: int) -> Episode:
-        """Do the episode of a seed; the same seed gives the same episode."""
+        """Record the episode of a seed, deterministically."""
         ...
 
 
@@ -74,23 +74,23 @@ def collect(
     keep_failures: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> EpisodeDataset:
-    """Record an expert on the episodes of consecutive seeds.
+    """Record an expert on episodes of consecutive seeds.
 
-    The result depends on the arguments alone. `success` and `seed` are kept per episode, and `meta` tells
-    the task, the first seed and the number of attempts.
+    The result depends only on the arguments. `success` and `seed` are stored per episode; `meta` holds the
+    task, the first seed and the number of attempts.
 
     Args:
         env: Configuration of a task with an expert.
         episodes: Number of episodes to keep.
         first_seed: Seed of the first attempt; attempt i has seed first_seed + i.
         noise: Noise of the expert, in its own units; None: as configured in `env.expert`.
-        expert: Which of the task's experts, where there are several; None: as in `env.expert`.
-        keep_failures: Also keep episodes without success. A task without a rule of success keeps all.
-        progress: Called after every attempt with the numbers of episodes kept and of attempts.
+        expert: Name of the expert for tasks with several; None: as in `env.expert`.
+        keep_failures: Also keep episodes without success. Tasks without success rule keep all.
+        progress: Called after every attempt with the numbers of kept episodes and of attempts.
 
     Raises:
-        CapabilityError: If the task has no expert, or its expert cannot be with_images.
-        ConfigError: If `episodes` is below 1, the expert has no noise to set, or there is only one expert.
+        CapabilityError: If the task has no expert, or the images of its expert cannot be recorded.
+        ConfigError: If `episodes` is below 1, the expert has no noise option, or there is only one expert.
         DatasetError: If fewer than one attempt in ten succeeds.
     """
     if not hasattr(env, "demonstrate"):
@@ -106,12 +106,12 @@ def collect(
 
 @dataclass
 class _Attempts:
-    """Attempts of an expert; iterating makes them, and gives the episodes to keep one by one.
+    """Attempts of an expert; iteration runs them and yields the kept episodes.
 
     Attributes:
-        wanted: Episodes to keep.
-        keeps_all: Also those without success.
-        done: Attempts so far.
+        wanted: Number of episodes to keep.
+        keeps_all: Whether episodes without success are kept.
+        done: Number of attempts so far.
     """
 
     env: Any
@@ -125,7 +125,7 @@ class _Attempts:
         """Yield the episodes.
 
         Raises:
-            DatasetError: If there are too few.
+            DatasetError: If too few attempts succeed.
         """
         kept = 0
         while kept < self.wanted:
@@ -151,7 +151,7 @@ _FIELDS = {"noise": ("noise", "has no noise to set"), "expert": ("tier", "is the
 
 
 def _with_expert(env: Any, **wanted: Any) -> Any:
-    """Return the configuration with other options of its expert; None leaves one as it is."""
+    """Return the configuration with other expert options; None keeps an option."""
     changes = {}
     for name, value in wanted.items():
         field, missing = _FIELDS[name]
@@ -164,5 +164,5 @@ def _with_expert(env: Any, **wanted: Any) -> Any:
 
 
 def _origin(env: Any) -> dict[str, Any]:
-    """Describe where the episodes come from, in plain values."""
+    """Return the metadata of the recorded episodes, as plain values."""
     return {"source": f"demonstrations of {env.spec.name}", "env": named_options(env)}

@@ -1,4 +1,4 @@
-"""Episodes under way and episodes that have ended, and the seeds they start from."""
+"""Running and finished episodes, and their seeds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from envs.spec import Array, ChunkStep
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """One episode that has ended.
+    """One finished episode.
 
-    `episode` counts the episodes of an evaluation, or of one environment while training; `length` is in
-    control steps. `observations` (length + 1, Do) and `actions` (length, Da) are there on request only.
+    `episode` counts the episodes of an evaluation, or of one environment in training; `length` is in control
+    steps. `observations` (length + 1, Do) and `actions` (length, Da) are optional.
     """
 
     seed: int
@@ -32,7 +32,7 @@ class EpisodeRow:
 
 
 class EpisodeTracker:
-    """Counts of n running episodes."""
+    """Running totals of n episodes."""
 
     def __init__(self, n: int) -> None:
         self.seed = np.zeros(n, np.int64)
@@ -56,7 +56,7 @@ class EpisodeTracker:
         self.success[rows] = False
 
     def rows(self, ended: Array, step: ChunkStep) -> list[EpisodeRow]:
-        """Describe the episodes that this chunk ended."""
+        """Return the rows of episodes that ended in this chunk."""
         return [
             EpisodeRow(
                 seed=int(self.seed[i]),

@@ -1,9 +1,9 @@
-"""Play seeded episodes such that nothing but the episode's own number can change what happens in it.
+"""Run evaluation episodes whose result depends only on their seed, not on batch size or neighbours.
 
-The policy is called on blocks of a fixed number of rows, and an episode always occupies the same row of
-its block (its lane). So neither the other episodes, nor the number of environments, nor the shape of a
-matrix product, whose rounding may depend on size and row, can touch the result. What a policy remembers
-from one decision to the next is kept with the episode; first decisions and later ones are different blocks.
+The policy is called on blocks of a fixed number of rows, and each episode always occupies the same row of
+its block (its lane). The result is thereby independent of the other episodes, the number of environments and
+matrix shapes, which affect rounding. The policy's memory between decisions is stored with the episode; first
+and later decisions are in separate blocks.
 
 Legend: N environments, M of them playing, To observation history, Th horizon, Ta executed steps, Do and Da
 widths.
@@ -27,13 +27,13 @@ from policies.policy_config import ChunkSpec
 from policies.protocols import Observation
 from policies.seeds import seeded_generator
 
-BLOCK_ROWS = 8  # rows of every call of the policy
+BLOCK_ROWS = 8  # rows of every policy call
 NETWORK_CALLS = "network_calls"
 """Metric of an episode that was played from warm starts: evaluations of the network per decision."""
 
 
 class EvaluatedPolicy(Protocol):
-    """What an evaluation needs of a policy."""
+    """Interface of policies in an evaluation."""
 
     chunk: ChunkSpec
 
@@ -47,18 +47,18 @@ class EvaluatedPolicy(Protocol):
     def act(self, obs: Any, *, noise: Tensor | None = None) -> Tensor:
         """Map `state` (B, To, Do) to physical actions (B, Ta, Da), deterministically given the noise.
 
-        A task with goals gives `goal` (B, Dg) as well. A policy with `images` (shapes by camera) is also
-        given images (B, To, H, W, 3) uint8 by camera.
+        Tasks with goals also pass `goal` (B, Dg). Policies with `images` (shapes by camera) also receive
+        images (B, To, H, W, 3) uint8 by camera.
         """
         ...
 
 
 @dataclass
 class Memory:
-    """What an episode keeps from one decision to the next.
+    """State of an episode between decisions.
 
     Shapes:
-        plan: (Th, Da), normalised; None: nothing was decided, or the policy does not remember.
+        plan: (Th, Da), normalised; None: no decision yet, or a policy without memory.
     """
 
     plan: Tensor | None = None
@@ -66,7 +66,7 @@ class Memory:
     decisions: int = 0
 
     def remember(self, plan: Tensor, calls: int) -> None:
-        """Note a decision and the evaluations of the network that it took."""
+        """Store a decision and its number of network evaluations."""
         self.plan = plan
         self.calls += calls
         self.decisions += 1
@@ -74,7 +74,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """A policy with the switches of an evaluation."""
+    """A policy with the options of an evaluation."""
 
     policy: EvaluatedPolicy
     first_seed: int
@@ -86,7 +86,7 @@ class EpisodeRunner:
 
     @cached_property
     def replanner(self) -> Replanner | None:
-        """Plans from the plans before; None where every decision is on its own."""
+        """Replanning from the previous plan; None for independent decisions."""
         return Replanner(self.policy, self.warm_start) if self.warm_start.is_on else None
 
     def generator(self, episode: int) -> torch.Generator:
@@ -94,7 +94,7 @@ class EpisodeRunner:
         return seeded_generator(self.noise_seed, "evaluation", episode)
 
     def noise(self, generator: torch.Generator) -> Tensor:
-        """Draw the noise of one decision, (*noise_shape), with the switched-off parts zero."""
+        """Draw the noise of one decision, (*noise_shape), with disabled parts zero."""
         noise = (self.replanner or self.policy).sample_noise(1, generator=generator)[0]
         has_steps = noise.dim() == len(self.policy.chunk.shape) + 1
         if self.start_noise == "zero":
@@ -110,13 +110,13 @@ class EpisodeRunner:
         lanes: Sequence[int],
         memories: Sequence[Memory],
     ) -> Array:
-        """Choose chunks for M episodes.
+        """Compute chunks for M episodes.
 
         Args:
             obs: `state` (M, To, Do), `goal` (M, Dg) and images (M, To, H, W, 3) uint8 by camera.
             noise: Noise of each decision.
-            lanes: Fixed rows of a block.
-            memories: Of the episodes; what is to be remembered is noted there.
+            lanes: Fixed block rows.
+            memories: States of the episodes; updated in place.
 
         Returns:
             (M, Ta, Da) physical actions.
@@ -136,7 +136,7 @@ class EpisodeRunner:
     def _decide(
         self, obs: Observation, tape: Tensor, rows: Sequence[int], memories: Sequence[Memory]
     ) -> Tensor:
-        """Choose chunks for a block in which all episodes have a plan, or none has."""
+        """Compute chunks for a block in which all episodes have a plan, or none has."""
         if self.replanner is None:
             return self.policy.act(obs, noise=tape)
         plans = [memory.plan for memory in memories if memory.plan is not None]
@@ -151,9 +151,9 @@ class Evaluator:
     """One worker's share of an evaluation.
 
     Args:
-        env: The task, with the cameras that the policy looks through.
-        player: The policy and its switches.
-        episodes: Numbers of the episodes to play.
+        env: The task, with the cameras of the policy.
+        player: The policy and its options.
+        episodes: Indices of the episodes.
         num_envs: Environments of this worker.
     """
 
@@ -165,14 +165,14 @@ class Evaluator:
         width = min(num_envs, len(episodes))
         self._vector: VectorEnv = env.make_vector(width, obs_steps=self._player.policy.chunk.obs_steps)
         self._tracker = EpisodeTracker(width)
-        self._episode = np.full(width, -1)  # -1: this environment has nothing left to play
+        self._episode = np.full(width, -1)  # -1: no episode left for this environment
         self._obs = np.zeros((width, self._vector.obs_steps, self._vector.spec.obs_dim))
         self._generators: list[torch.Generator] = [torch.Generator()] * width
         self._buffers = [_EpisodeBuffer() for _ in range(width)]
         self._memories = [Memory() for _ in range(width)]
 
     def run(self) -> list[EpisodeRow]:
-        """Play all episodes."""
+        """Run all episodes."""
         done: list[EpisodeRow] = []
         self._begin(np.arange(len(self._episode)))
         while (self._episode >= 0).any():
@@ -245,7 +245,7 @@ class _EpisodeBuffer:
 
 
 class _Queue:
-    """Episodes that wait, handed out lane by lane so that blocks stay full."""
+    """Pending episodes, dispatched by lane so that blocks stay full."""
 
     def __init__(self, episodes: Sequence[int]) -> None:
         self._lanes: dict[int, list[int]] = {}
@@ -259,30 +259,27 @@ class _Queue:
 
 
 def _counted(row: EpisodeRow, memory: Memory) -> EpisodeRow:
-    """Add the evaluations of the network per decision, where they were counted."""
+    """Add the network evaluations per decision, if counted."""
     if not memory.decisions:
         return row
     return replace(row, metrics={**row.metrics, NETWORK_CALLS: memory.calls / memory.decisions})
 
 
 def _tensor(values: Array) -> Tensor:
-    """Return states as float32, and images as they are."""
+    """Convert states to float32; images are unchanged."""
     tensor = torch.from_numpy(values)
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _placed(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Put values (M, ...) into rows of a block that is zero elsewhere."""
+    """Scatter values (M, ...) into rows of a zero block."""
     block = values.new_zeros(BLOCK_ROWS, *values.shape[1:])
     block[list(rows)] = values
     return block
 
 
 def _blocks(places: Sequence[tuple[bool, int]]) -> list[list[int]]:
-    """Group members by kind (first decision, later one) so that no block holds a lane twice.
-
-    As few blocks as that allows.
-    """
+    """Group members by kind (first or later decision) into the fewest blocks without duplicate lanes."""
     blocks: dict[tuple[bool, int], list[int]] = {}
     used: dict[tuple[bool, int], int] = {}
     for member, place in enumerate(places):

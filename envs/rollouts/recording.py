@@ -1,4 +1,4 @@
-"""What an expert does, written down step by step."""
+"""Stepwise recording of an expert's episode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class Stepper(Protocol):
-    """A simulator of one or more environments, of which an expert uses the first."""
+    """A simulator of one or more environments; experts use row 0."""
 
     def reset(self, row: int, seed: int) -> Array: ...
 
@@ -55,11 +55,11 @@ class Recording:
         return self.observations[-1]
 
     def step(self, action: Array, **extras: Array) -> None:
-        """Execute an action (Da,), which lies in the box, and note what came of it.
+        """Execute an action (Da,) inside the box and record the result.
 
         Args:
-            action: What to do.
-            extras: What is true before it and is kept with the step, `states` for instance.
+            action: The action.
+            extras: Values before the action, stored with the step, e.g. `states`.
         """
         action = np.asarray(action, np.float32)
         for name, value in extras.items():
@@ -73,7 +73,7 @@ class Recording:
         self.was_solved = self.was_solved or self.is_solved
 
     def episode(self, *, truncated: bool, success: bool, **extras: Array) -> Episode:
-        """Return the episode, with `extras` (T, …) of whole episodes beside those of steps."""
+        """Return the episode, with per-episode `extras` (T, …) beside the per-step ones."""
         kept: dict[str, Any] = {name: np.stack(values) for name, values in self._extras.items()}
         return Episode(
             observations=np.stack(self.observations),

@@ -1,4 +1,4 @@
-"""Collect experience: environments partitioned over workers, each with a private copy of the actor.
+"""Collect experience: environments split over workers, each with its own copy of the actor.
 
 Legend: T chunks per collection, N environments, M truncated chunks, To observation history,
 Ta executed steps per chunk, Do and Da widths.
@@ -22,10 +22,10 @@ from policies.seeds import derive_seed, seeded_generator
 
 
 class Actor(Protocol):
-    """Chooses chunks during collection; picklable, on the CPU when workers are processes."""
+    """Policy for collection; picklable, on the CPU if workers are processes."""
 
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map observations, `state` (N, To, Do), to chunks and what to record with them.
+        """Map observations, `state` (N, To, Do), to chunks and recorded tensors.
 
         Returns:
             Physical actions (N, Ta, Da), and tensors (N, ...) by name.
@@ -35,7 +35,7 @@ class Actor(Protocol):
 
 @dataclass
 class Rollout:
-    """T chunks of N environments, and the episodes that ended meanwhile.
+    """T chunks of N environments, and the episodes that ended in them.
 
     Shapes:
         obs: (T, N, To, Do) float32, before each chunk.
@@ -46,7 +46,7 @@ class Rollout:
         next_obs_last: (N, To, Do) float32, after the last chunk; the true final one where that one ended.
         final_obs: (M, To, Do) float32, true final observation of every truncated chunk.
         final_index: (M, 2) int64, its [t, n].
-        record: what the actor recorded, (T, N, ...) by name.
+        record: tensors recorded by the actor, (T, N, ...) by name.
     """
 
     obs: Tensor
@@ -71,7 +71,7 @@ class RolloutPool:
     Args:
         env: The task.
         num_envs: N, over all workers.
-        num_workers: Processes; 0 works in this process and gives the numbers of one worker.
+        num_workers: Processes; 0 runs in this process with the numbers of one worker.
         obs_steps: To.
         seed: Root of all randomness.
 
@@ -104,9 +104,9 @@ class RolloutPool:
         """Execute `num_steps` chunks in every environment.
 
         Args:
-            actor: Chooses the chunks; copied to the workers.
+            actor: Policy; copied to the workers.
             num_steps: T.
-            reset: Begin new episodes everywhere; running ones are dropped and leave no episode row.
+            reset: Start new episodes everywhere; running ones are dropped without an episode row.
 
         Raises:
             ConfigError: If `num_steps` is not positive.
@@ -118,9 +118,9 @@ class RolloutPool:
         return _join(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything the next collection depends on: tensors and plain values.
+        """Return the state that determines the next collection: tensors and plain values.
 
-        Simulators that cannot save their state begin new episodes when it is loaded.
+        Simulators that cannot save their state start new episodes on loading.
         """
         states = self._workers.call("state", [()] * len(self._workers))
         return {"num_envs": self.num_envs, "workers": _map_leaves(states, _to_tensor)}
@@ -146,11 +146,11 @@ class RolloutPool:
 
 
 class Collector:
-    """One worker's share: a vector of environments and the running episodes in it.
+    """One worker's share: a vector of environments and their running episodes.
 
     Args:
         env: The task.
-        rows: Global indices of its environments; they name the seeds.
+        rows: Global indices of its environments; they determine the seeds.
         obs_steps: To.
         seed: Root of all randomness.
         index: Index of the worker.
@@ -183,7 +183,7 @@ class Collector:
         return {**buffer.read(), "episodes": episodes}
 
     def state(self) -> dict[str, Any]:
-        """Return everything the next collection depends on."""
+        """Return the state that determines the next collection."""
         can_save = self._vector.can_save and self._obs is not None
         return {
             "generator": self._generator.get_state(),
@@ -194,7 +194,7 @@ class Collector:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; new episodes where the simulator could not save."""
+        """Restore `state`; starts new episodes if the simulator could not save."""
         self._generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
         self._next_episode = np.array(state["next_episode"], np.int64)
         self._obs = None
@@ -212,7 +212,7 @@ class Collector:
         self._obs = self._vector.reset(self._take_seeds(rows))
 
     def _take_seeds(self, rows: Array) -> list[int]:
-        """Return the seeds of the next episodes of these rows and note them."""
+        """Return and count the seeds of the next episodes of these rows."""
         seeds = [
             derive_seed(self._seed, "episode", self._rows[i], int(self._next_episode[i]))
             for i in rows.tolist()
@@ -222,7 +222,7 @@ class Collector:
         return seeds
 
     def _finish(self, step: ChunkStep) -> list[EpisodeRow]:
-        """Report the episodes that ended and begin the next ones."""
+        """Return the ended episodes and start the next ones."""
         self._obs = step.obs
         done = np.flatnonzero(step.done)
         if done.size == 0:
@@ -235,7 +235,7 @@ class Collector:
 
 
 class _RolloutBuffer:
-    """Writes T chunks of one worker into arrays that are allocated once."""
+    """Preallocated arrays for T chunks of one worker."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -306,7 +306,7 @@ def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
 
 
 def _map_leaves(tree: Any, change: Any) -> Any:
-    """Apply a function to everything that is not a dict, list or tuple."""
+    """Map a function over the leaves of nested dicts, lists and tuples."""
     if isinstance(tree, Mapping):
         return {key: _map_leaves(value, change) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

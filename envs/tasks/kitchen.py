@@ -1,8 +1,8 @@
-"""Franka kitchen: a nine-joint arm does four of seven household tasks, in any order (gymnasium-robotics).
+"""Franka kitchen: a nine-joint arm completes four of seven household tasks (gymnasium-robotics).
 
 Physics, noise, control and goals are those of `FrankaKitchen-v1`, step by step and bit for bit; one
 compiled model is shared by one `MjData` per environment. The observation has the layout of D4RL's kitchen
-data: 9 robot positions, 21 object positions, and the 30 positions that the task asks for (constant).
+data: 9 robot positions, 21 object positions, and the 30 target positions (constant).
 
 Differences from D4RL's `kitchen-*-v0`, all inherited from gymnasium-robotics: sensor noise is 1 % of the
 robot's and 0.05 % of the objects' amplitudes (D4RL: 10 %), and a sub-task counts by the true, not by the
@@ -57,7 +57,7 @@ _ACTION_NAMES = (
 
 
 class KitchenStepper(MujocoStepper):
-    """Steps N kitchens.
+    """Step N kitchens.
 
     Args:
         tasks: Names of the sub-tasks, as gymnasium-robotics spells them.
@@ -92,7 +92,7 @@ class KitchenStepper(MujocoStepper):
         self._wanted = np.zeros(NUM_POSITIONS)
         for index, goal in self._goals:
             self._wanted[index] = goal
-        self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # each reset seeds its own
+        self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # reseeded by each reset
         self._observed = np.zeros((num_envs, NUM_ROBOT))  # robot positions, with noise
         self._completed = np.zeros((num_envs, len(tasks)), bool)
 
@@ -129,7 +129,7 @@ class KitchenStepper(MujocoStepper):
         return {"subtasks": self._completed.sum(axis=1).astype(np.float64)}
 
     def get_state(self) -> dict[str, Any]:
-        """Return everything the next steps depend on, the state of the noise included."""
+        """Return the state that determines all following steps, noise generators included."""
         return {
             **super().get_state(),
             "observed": self._observed.copy(),
@@ -145,23 +145,23 @@ class KitchenStepper(MujocoStepper):
             self._rngs[row].bit_generator.state = state["noise"][row]
 
     def _control(self, row: int, action: Array) -> Array:
-        """Turn joint speeds (9,) into joint targets, counted from the observed positions."""
+        """Convert joint speeds (9,) to joint targets, relative to the observed positions."""
         speed = np.clip(action * self._speed, *self._speed_limits)
         target: Array = np.clip(self._observed[row] + speed * self._dt, *self._position_limits)
         return target
 
     def _observe(self, row: int) -> Array:
-        """Read the noisy positions and append the wanted ones, (60,)."""
+        """Return the noisy positions with the target positions appended, (60,)."""
         qpos, rng = self.datas[row].qpos, self._rngs[row]
         robot = qpos[:NUM_ROBOT] + self._robot_noise * rng.uniform(-1.0, 1.0, NUM_ROBOT)
-        rng.uniform(size=NUM_ROBOT)  # noise of the velocities, which this layout leaves out
+        rng.uniform(size=NUM_ROBOT)  # noise of the velocities, which this layout omits
         objects = qpos[NUM_ROBOT:] + self._object_noise * rng.uniform(-1.0, 1.0, NUM_POSITIONS - NUM_ROBOT)
         rng.uniform(size=self.model.nv - NUM_ROBOT)
         self._observed[row] = robot
         return np.concatenate([robot, objects, self._wanted])
 
     def _judge(self, row: int) -> float:
-        """Mark the sub-tasks that are done now and return how many are new."""
+        """Mark completed sub-tasks and return the number of new ones."""
         qpos = self.datas[row].qpos
         done = np.array([np.linalg.norm(qpos[index] - goal) < self._radius for index, goal in self._goals])
         new = done & ~self._completed[row]
@@ -178,7 +178,7 @@ def load_kitchen() -> Any:
     """
     from policies.extras import require
 
-    with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about other tasks
+    with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about other tasks
         module = require("gymnasium_robotics.envs.franka_kitchen", extra="kitchen")
     kitchen = module.KitchenEnv()
     view, model = kitchen.robot_env.mujoco_renderer.default_cam_config, kitchen.model
@@ -189,11 +189,11 @@ def load_kitchen() -> Any:
 
 @dataclass(frozen=True)
 class _Kitchen(HasCameras):
-    """What the three configurations share."""
+    """Common options of the three tasks."""
 
-    max_episode_steps: int = bounded(280, ge=1)  # control steps, then truncated
-    robot_noise_ratio: float = bounded(0.01, ge=0)  # share of the robot's noise amplitudes
-    object_noise_ratio: float = bounded(0.0005, ge=0)  # share of the objects' noise amplitudes
+    max_episode_steps: int = bounded(280, ge=1)  # time limit in control steps
+    robot_noise_ratio: float = bounded(0.01, ge=0)  # fraction of the robot's noise amplitudes
+    object_noise_ratio: float = bounded(0.0005, ge=0)  # fraction of the objects' noise amplitudes
 
     name = ""
     tasks = ("microwave", "kettle", "light switch", "slide cabinet")

@@ -1,7 +1,7 @@
 """Denoising backbones: networks that map (noisy chunk, network time, condition) to a chunk.
 
-A backbone knows nothing about noise schedules. One file per architecture; each registers its
-configuration in the group `backbone`.
+Backbones are independent of noise schedules. One file per architecture; each registers its configuration in
+the group `backbone`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Backbone(Protocol):
 
         Shapes:
             time: (M,), or (K,) with `time_row`. cond: M rows, or any number with `cond_row`.
-            cond_row, time_row: (M,) integer row of `cond` and of `time` for each row of x: what rows share is
+            cond_row, time_row: (M,) integer row of `cond` and of `time` for each row of x; shared rows are
                 projected or embedded once.
-            second_time: as `time`: where a step ends or how long it is, for processes that learn whole steps;
-                given exactly if the backbone was built with one.
+            second_time: as `time`: end or length of the step, for processes that learn average velocities;
+                given exactly if the backbone was built with a second time.
         """
         ...
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Precompute all that depends on the condition (B rows, or one for all) and the times (K,) only.
+        """Precompute all that depends only on the condition (B rows, or one for all) and the times (K,).
 
-        Pass the same tensors of times every time: what depends on them is kept.
+        Results are cached by the identity of the time tensors; pass the same tensors in every call.
 
         Returns:
-            `bound(k, x)`, equal to the network at x (B, Th, Da) and time `times[k]`; valid as long as the
-            weights stay as they are.
+            `bound(k, x)`, equal to the network at x (B, Th, Da) and time `times[k]`; valid until the weights
+            change.
         """
         ...
 
@@ -67,6 +67,6 @@ class BackboneConfig(Protocol):
         """Build a backbone for chunks (Th, Da), `Cond.vec` (B, C) and `Cond.tokens` (B, N, Ct), 0: none.
 
         Raises:
-            CapabilityError: If it cannot attend to tokens or take a second time, and should.
+            CapabilityError: If tokens or a second time are requested and unsupported.
         """
         ...

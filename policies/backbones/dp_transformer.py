@@ -1,4 +1,4 @@
-"""The transformer of Diffusion Policy as a denoising backbone: a decoder that reads time and observations.
+"""The transformer of Diffusion Policy as denoising backbone: a decoder with memory of time and observations.
 
 The memory holds one token for the time and one for every observation of the history, each embedded, given a
 learned position, and encoded. The decoder has one token per action; each of its blocks acts on tokens h as
@@ -41,19 +41,19 @@ class DpTransformerConfig(Checked):
     """The transformer of Diffusion Policy.
 
     Attributes:
-        obs_tokens: Equal parts into which the condition is cut, oldest first; `policy.obs_steps` for one
-            token per observation.
-        causal: An action attends to actions and observations up to its own step only; fits windows that begin
-            at the oldest observation (`policy.action_start` = `policy.obs_steps` - 1).
+        obs_tokens: Number of equal parts of the condition, oldest first; `policy.obs_steps` for one token per
+            observation.
+        causal: Actions attend only to actions and observations up to their own step; requires windows from
+            the oldest observation (`policy.action_start` = `policy.obs_steps` - 1).
     """
 
-    width: int = bounded(128, ge=4)  # of a token, even
-    depth: int = bounded(4, ge=1)  # blocks of the decoder
-    heads: int = bounded(4, ge=1)  # of attention, a divisor of the width
-    memory_depth: int = bounded(0, ge=0)  # blocks of the encoder of the memory; 0: two layers, token by token
+    width: int = bounded(128, ge=4)  # token width, even
+    depth: int = bounded(4, ge=1)  # decoder blocks
+    heads: int = bounded(4, ge=1)  # attention heads, a divisor of the width
+    memory_depth: int = bounded(0, ge=0)  # encoder blocks of the memory; 0: two layers per token
     obs_tokens: int = bounded(1, ge=1)
     causal: bool = True
-    dropout: float = bounded(0.0, ge=0, lt=1)  # of attention weights and features; PyTorch's global generator
+    dropout: float = bounded(0.0, ge=0, lt=1)  # on attention weights and features; PyTorch's global generator
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,7 +277,7 @@ class DpTransformer(nn.Module):
         return [self.memory_positions, *weights]
 
     def _denoise(self, x: Tensor, memory: Tensor) -> Tensor:
-        """Send chunks x (M, Th, Da) through the decoder, given its memory (L, 2, M or 1, H, S, D/H)."""
+        """Apply the decoder to chunks x (M, Th, Da), given its memory (L, 2, M or 1, H, S, D/H)."""
         h = self.inlet(x) + self.positions
         for block, own in zip(self.blocks, memory.unbind(0), strict=True):
             h = block(h, own, self.mask, self.memory_mask)
@@ -285,7 +285,7 @@ class DpTransformer(nn.Module):
 
 
 def memory_mask(horizon: int, tokens: int) -> Tensor:
-    """Return (Th, S) bool: action t sees token s if s <= t + 1: the time, and observations up to t."""
+    """Return (Th, S) bool: action t attends to token s <= t + 1: the time, and observations up to t."""
     return torch.ones(horizon, tokens, dtype=torch.bool).tril(1)
 
 

@@ -1,4 +1,4 @@
-"""The multilayer perceptron of DPPO as a denoising backbone, evaluated without repeating known work.
+"""The multilayer perceptron of DPPO as denoising backbone, without repeated computation.
 
 Its input is [flattened chunk, time embedding, condition or encoded condition], its body a trunk
 (`policies/networks/mlp_blocks.py`). The first layer is linear in its three parts, z = Wx x + (We e + b) + Ws
@@ -36,9 +36,9 @@ class MlpConfig(TrunkConfig):
     """Residual or plain MLP over the flattened chunk.
 
     Attributes:
-        times: `learned`, sines and cosines through two layers, or `octaves`, cosines and sines of t, 2 t,
-            4 t, … themselves, for `process.time_scale=1`.
-        cond_dims: Widths of a plain encoder of the condition (the last is its output); empty for none.
+        times: Time embedding: `learned`, sines and cosines through two layers, or `octaves`, cosines and
+            sines of t, 2 t, 4 t, …, for `process.time_scale=1`.
+        cond_dims: Layer widths of a plain condition encoder (the last is its output); empty: no encoder.
     """
 
     time_dim: int = bounded(16, ge=4)  # width of the time embedding, even
@@ -71,7 +71,7 @@ class MlpConfig(TrunkConfig):
 
 
 class _Plan(NamedTuple):
-    """What `bind` computes from the weights and the times alone.
+    """Precomputed values of `bind` that depend only on weights and times.
 
     Shapes:
         table: (K, H'), time projections plus bias. chunk: (Th Da, H'), contiguous. cond: (C, H').
@@ -125,7 +125,7 @@ class MlpBackbone(nn.Module):
         return self.trunk.finish_of(fold)(z).view(-1, *self.chunk_shape)
 
     def _first_layer(self, parts: tuple[Tensor, ...], rows: tuple[Tensor | None, ...], fold: Fold) -> Tensor:
-        """Return z (M, H'); parts with repeated rows are projected before they are repeated."""
+        """Return z (M, H'); shared rows are projected before repetition."""
         columns = fold.weight.split(self.part_dims, dim=1)
         whole: list[tuple[Tensor, Tensor]] = []
         repeated: list[Tensor] = []
@@ -168,7 +168,7 @@ class MlpBackbone(nn.Module):
 
 
 def _offsets(table: Tensor, cond: Tensor) -> Callable[[int], Tensor]:
-    """Return k -> table[k] + cond, (B, H'), laid out before the loop when that is small.
+    """Return k -> table[k] + cond, (B, H'), precomputed before the loop if small.
 
     Shapes:
         table: (K, H'). cond: (B, H').

@@ -1,4 +1,4 @@
-"""Backbones made of backbones."""
+"""Backbones composed of two backbones."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from policies.protocols import BoundField, Cond
 
 
 class SwitchedField(nn.Module):
-    """One network for the noisy steps and another for the last ones; itself a backbone.
+    """Backbone with one network for the noisy steps and another for the last ones.
 
-    Rows whose network time is below `switch_time` see `tuned`, all others the frozen `base`; or the other way
-    round, where network times grow towards the action. Used where only the last denoising steps are tuned.
-    The two networks must not share parameters.
+    Rows with network time below `switch_time` use `tuned`, all others the frozen `base`; the reverse holds if
+    network times increase towards the action. Used to fine-tune only the last denoising steps. The two
+    networks must not share parameters.
 
     Args:
-        base: Frozen network; its parameters stop requiring gradients.
-        tuned: Network that is trained.
-        switch_time: In network time (for diffusion the integer timestep, so that `tuned` sees timesteps
+        base: Frozen network; `requires_grad` is disabled.
+        tuned: Trained network.
+        switch_time: Network time (for diffusion the integer timestep, so `tuned` covers timesteps
             0 ... switch_time - 1).
-        tuned_above: `tuned` sees the times from `switch_time` on, as the last steps of a flow are.
+        tuned_above: `tuned` covers times from `switch_time` on, the last steps of a flow.
 
     Raises:
         ConfigError: If the two networks share a parameter.
@@ -61,9 +61,9 @@ class SwitchedField(nn.Module):
     ) -> Tensor:
         """Evaluate each row with the network of its time; see `policies.backbones.Backbone`.
 
-        On a CPU every row costs one network. On an accelerator (and while tracing) looking at the times would
-        stall the host, so both networks run and the result is selected; callers that know on which side all
-        of their rows lie should call `tuned` or `base` directly.
+        On a CPU each row costs one network. On an accelerator (and while tracing) reading the times would
+        synchronise with the host, so both networks run and the result is selected. If all rows are on a known
+        side, call `tuned` or `base` directly.
 
         Shapes:
             x: (M, Th, Da) -> (M, Th, Da). Others as for `Backbone`.
@@ -114,15 +114,15 @@ class SwitchedField(nn.Module):
         return self.tuned.features(cond, times, second_times)
 
     def energy(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
-        """Return the energy (M,) of every row under the network of its time (M,); both must have one."""
+        """Return the energy (M,) of every row under the network of its time (M,); both need an energy."""
         energies = self.tuned.energy(x, time, cond), self.base.energy(x, time, cond)
         return torch.where(self.is_tuned(time), *energies)
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Bind each network to its own times; a step runs one network only. See `Backbone`.
 
-        Pass the same `times` tensor every time: its split is kept (on an accelerator, reading it waits).
-        A tracer cannot read times: unless the split is sealed, both networks run and the result is selected.
+        The split is cached per `times` tensor (reading it synchronises an accelerator). A tracer cannot read
+        times: unless the split is sealed, both networks run and the result is selected.
         """
         if _is_traced() and not self._cache.sealed:
             return self._bind_both(cond, times, second_times)
@@ -152,10 +152,10 @@ def _is_traced() -> bool:
 
 
 class _Split:
-    """Times (K,) divided into those of the tuned and those of the base network.
+    """Times (K,) partitioned between tuned and base network.
 
-    `is_tuned[k]` is the side of step k, `place[k]` its position among the times of that side, which are
-    (times, second times or None).
+    `is_tuned[k]` selects the network of step k, `place[k]` its index among that network's times (times,
+    second times or None).
     """
 
     def __init__(self, times: Tensor, second_times: Tensor | None, is_tuned: Tensor) -> None:

@@ -42,13 +42,13 @@ from policies.registry import register
 class TransformerConfig(Checked):
     """Diffusion transformer over the actions of a chunk."""
 
-    width: int = bounded(128, ge=1)  # of a token
+    width: int = bounded(128, ge=1)  # token width
     depth: int = bounded(4, ge=1)  # blocks
-    heads: int = bounded(4, ge=1)  # of attention, a divisor of the width
-    ffn_ratio: int = bounded(4, ge=1)  # width inside the feed-forward layers over the width of a token
+    heads: int = bounded(4, ge=1)  # attention heads, a divisor of the width
+    ffn_ratio: int = bounded(4, ge=1)  # feed-forward width over token width
     time_dim: int = bounded(64, ge=4)  # width of the time embedding, even
-    causal: bool = False  # an action attends to itself and earlier ones only
-    dropout: float = bounded(0.0, ge=0, lt=1)  # of attention weights and features; PyTorch's global generator
+    causal: bool = False  # actions attend only to themselves and earlier ones
+    dropout: float = bounded(0.0, ge=0, lt=1)  # on attention weights and features; PyTorch's global generator
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +62,7 @@ class TransformerConfig(Checked):
 
 
 class Adaptation(NamedTuple):
-    """What time and condition do to one sublayer; each (M or 1, Th or 1, D)."""
+    """Modulation of one sublayer by time and condition; each (M or 1, Th or 1, D)."""
 
     scale: Tensor
     shift: Tensor
@@ -72,7 +72,7 @@ class Adaptation(NamedTuple):
 class Modulation(nn.Module):
     """Scales, shifts and gates of all sublayers and of the output, from time and condition.
 
-    All zero at first: no sublayer does anything until training opens its gate.
+    Initialised to zero: sublayers are inactive until training opens their gates.
 
     Args:
         time_dim: Width of the time embedding.
@@ -107,7 +107,7 @@ class Modulation(nn.Module):
 
 
 class Modulated(LayerNorm):
-    """Layer normalisation whose scale and shift are given with every call."""
+    """Layer normalisation with scale and shift as arguments."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=1e-6, elementwise_affine=False)
@@ -259,7 +259,7 @@ class TransformerBackbone(nn.Module):
         return of_cond, torch.stack([block.cross.memory(tokens) for block in self.blocks])
 
     def _denoise(self, x: Tensor, numbers: Tensor, memory: Tensor | None) -> Tensor:
-        """Send chunks x (M, Th, Da) through the blocks.
+        """Apply the blocks to chunks x (M, Th, Da).
 
         Shapes:
             numbers: (M or 1, Th or 1, P), all scales, shifts and gates. memory: (L, 2, M or 1, H, N, D/H).

@@ -1,9 +1,8 @@
 """The temporal U-Net of Diffusion Policy and DPPO as a denoising backbone.
 
-What modulates a block of the network (`policies/networks/unet.py`) begins with a sum of a part of the time
-and a part of the condition: `forward` computes either once per distinct row where rows are shared, and
-`bind` makes the first a table over denoising steps (kept until a weight changes) and the second once per
-action. Both are exact.
+The modulation of a block (`policies/networks/unet.py`) is a function of a sum of a time part and a condition
+part. `forward` computes each part once per distinct row; `bind` tabulates the time part over denoising steps
+(kept until a weight changes) and computes the condition part once per action. Both are exact.
 
 Legend: M rows, B batch, K times, Th rows of a chunk, T of them at a level, P = T or 1 with a time of their
 own, C condition width, F numbers that modulate a block.
@@ -37,13 +36,13 @@ _FEW_NUMBERS = 1 << 20
 class Unet1dConfig(UnetConfig):
     """Temporal U-Net over the rows of the chunk.
 
-    Any horizon goes: a chunk is padded to a multiple of 2^(levels - 1) rows by repeating its last one.
-    Weights of Diffusion Policy and DPPO need `film` `scale` or `bias`, those of the former `final_groups` 8.
+    Chunks are padded to a multiple of 2^(levels - 1) rows by repeating the last one, for any horizon. Weights
+    of Diffusion Policy and DPPO require `film` `scale` or `bias`; Diffusion Policy also `final_groups` 8.
 
     Attributes:
         time_dim: Width of the time embedding, even; published sizes are 256, 128 and 16.
-        cond_dims: Widths of an encoder of the condition before all blocks, a residual network: an odd number
-            of equal hidden widths, then its output; empty for none.
+        cond_dims: Layer widths of a residual condition encoder before all blocks: an odd number of equal
+            hidden widths, then its output; empty: no encoder.
     """
 
     time_dim: int = bounded(64, ge=4)
@@ -110,7 +109,7 @@ class Unet1dConfig(UnetConfig):
 
 
 class _Plan(NamedTuple):
-    """What `bind` computes from the weights and the times alone.
+    """Precomputed values of `bind` that depend only on weights and times.
 
     Shapes:
         tables: of each block (K, P, F), its modulation's part of the time.
@@ -184,7 +183,7 @@ class Unet1dBackbone(nn.Module):
         return self._ready.get(tuple(self.unet.parameters()), self.unet.ready)
 
     def _time_parts(self, time: Tensor, second_time: Tensor | None) -> list[Tensor]:
-        """Return every block's part of the time, (N, P, F); time (N,) or (N, Th)."""
+        """Return the time part of every block, (N, P, F); time (N,) or (N, Th)."""
         embedded = embed_times(self.time_embedding, self.second_embedding, time, second_time)
         unet, film = self.unet, self.unet.films[0]
         levels = unet.coarsened(embedded) if time.dim() == 2 else [embedded.unsqueeze(1)] * unet.levels
@@ -192,20 +191,20 @@ class Unet1dBackbone(nn.Module):
         return [block.film.of_time(features[block.level]) for block in unet.blocks]
 
     def _cond_parts(self, cond: Cond) -> list[Tensor]:
-        """Return every block's part of the condition, (N, F)."""
+        """Return the condition part of every block, (N, F)."""
         films = self.unet.films
         features = films[0].features(self.cond_encoder(cond.vec))
         return [film.of_cond(features) for film in films]
 
     def _modulations(self, times: Sequence[Tensor], conds: Sequence[Tensor]) -> list[Modulation]:
-        """Return what modulates every block, from the two parts of each: (..., P, F) and (..., F)."""
+        """Return the modulation of every block from its two parts: (..., P, F) and (..., F)."""
         parts = zip(self.unet.films, times, conds, strict=True)
         return [film.modulation(time + cond.unsqueeze(-2)) for film, time, cond in parts]
 
     def _modulations_of_steps(
         self, tables: Sequence[Tensor], conds: Sequence[Tensor]
     ) -> Callable[[int], Sequence[Modulation]]:
-        """Return k -> what modulates every block at step k, laid out before the loop when that is small.
+        """Return k -> modulations of all blocks at step k, precomputed before the loop if small.
 
         Shapes:
             tables: of each block (K, P, F). conds: of each block (B, F).

@@ -1,1 +1,1 @@
-"""Several policies that act as one."""
+"""Composition of several policies."""

@@ -1,7 +1,7 @@
-"""What the members of a composition see, and whether they fit together.
+"""Observations of a composition's members, and compatibility checks.
 
-A composition is given one observation. Every member finds its part in it: the newest rows of its history,
-the columns of the state that are its own, and encodes and normalises it by itself.
+A composition receives one observation. Each member takes the newest rows of its history and its columns of
+the state, and encodes and normalises them itself.
 
 Legend: B batch, C condition width of a member.
 """
@@ -40,12 +40,12 @@ def joined(members: Sequence[Cond]) -> ComposedCond:
 
 
 class ComposedEncoder(nn.Module):
-    """Gives every member the newest rows of its history, and the columns of the state that it sees.
+    """Pass every member the newest rows of its history and its columns of the state.
 
     Args:
-        members: The policies; they are looked up, not owned.
+        members: The policies; referenced, not registered as submodules.
         columns: See `Composition`.
-        sizes: What an observation of the composition consists of.
+        sizes: Sizes of an observation of the composition.
     """
 
     token_dim = 0
@@ -55,7 +55,7 @@ class ComposedEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes = sizes
-        self._members = tuple(zip(members, columns, strict=True))  # in a tuple, so that they are not saved
+        self._members = tuple(zip(members, columns, strict=True))  # a tuple keeps them out of the state dict
 
     @property
     def cond_dim(self) -> int:
@@ -103,12 +103,12 @@ def require_field(number: int, member: Policy) -> DenoisingPolicy:
 
 
 def named(member: Policy) -> str:
-    """Name a member in a message."""
+    """Return the name of a member for messages."""
     return f"{type(member).__name__} with process '{type(member.config.process).__name__}'"
 
 
 def check_members(members: Sequence[DenoisingPolicy], composition: Composition) -> None:
-    """Refuse members that do not fit together or the composition."""
+    """Refuse members that are incompatible with each other or the composition."""
     if len(members) != len(composition.weights):
         raise ConfigError(
             f"a composition needs one weight per member; got {len(composition.weights)} weights for "
@@ -130,7 +130,7 @@ def check_members(members: Sequence[DenoisingPolicy], composition: Composition) 
 
 
 def sizes_of(members: Sequence[DenoisingPolicy], composition: Composition) -> ObservationSizes:
-    """Return what an observation must consist of for every member to find its part."""
+    """Return the observation sizes that cover every member."""
     whole = {m.obs_dim for m, seen in zip(members, composition.columns, strict=True) if seen is None}
     widths = whole | ({composition.obs_dim} if composition.obs_dim is not None else set())
     if len(widths) != 1:
@@ -159,9 +159,9 @@ def sizes_of(members: Sequence[DenoisingPolicy], composition: Composition) -> Ob
 def joint_normalizer(
     members: Sequence[DenoisingPolicy], columns: Sequence[tuple[int, ...] | None], sizes: ObservationSizes
 ) -> Normalizer:
-    """Return the lead's map of actions, and for every observed entry that of the first member to see it.
+    """Return the lead's action map, and for every observed entry the map of the first member that uses it.
 
-    Members normalise what they see themselves; this map of states only gives the range of expected values.
+    Members normalise their own observations; this state map only gives the range of expected values.
     """
     lead = members[0]
     dims = {"state": sizes.obs_dim, "goal": sizes.goal_dim, "action": lead.chunk.action_dim}

@@ -1,4 +1,4 @@
-"""What it means to combine predictions: weighted sums, and mixtures that follow densities along a chain.
+"""Operators that combine predictions: weighted sums, and mixtures with densities tracked along a chain.
 
 Legend: N members, B batch, Th horizon, Da action width, k denoising step; eps_i noise, s_i = -eps_i / sigma
 score and q_i density of member i at the state x; w_i weights.
@@ -50,21 +50,20 @@ _STD_TOLERANCE = 0.01  # of the noise of a step, relative
 
 @dataclass(frozen=True)
 class Composition(Checked):
-    """How the members of a composition are combined.
+    """Combination of the members of a composition.
 
     Args:
-        weights: One per member, in their order. `convex`: they add up to 1 at every time (negative ones
-            extrapolate). `product`: any. `cfg_sum`: 1 for the base, then any. `or`: constant shares.
-        columns: For every member, the entries of the observed state that it sees; None: all of them. Empty:
-            None for all.
-        obs_dim: Width of the observed state, needed where every member sees columns only.
+        weights: One per member, in order. `convex`: sum to 1 at every time (negative ones extrapolate).
+            `product`: any. `cfg_sum`: 1 for the base, then any. `or`: constant shares.
+        columns: State entries of every member; None: all of them. Empty: None for all.
+        obs_dim: Width of the observed state, required if every member has columns.
     """
 
     weights: tuple[Weight, ...]
     operator: str = bounded("convex", choices=OPERATORS)  # `convex`, `product`, `cfg_sum` or `or`
     columns: tuple[tuple[int, ...] | None, ...] = ()
     obs_dim: int | None = bounded(None, ge=1)
-    temperature: float = bounded(1.0, gt=0)  # T of `or`; above 1 the choice between the members is less sharp
+    temperature: float = bounded(1.0, gt=0)  # T of `or`; above 1 the selection between members is softer
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", tuple(_weight(weight) for weight in self.weights))
@@ -102,18 +101,18 @@ class Composition(Checked):
 
     @property
     def _knots(self) -> Tensor:
-        """All times (M,) between which weights are linear."""
+        """All times (M,) between which weights are piecewise linear."""
         times = [t for weight in self.weights if isinstance(weight, tuple) for t, _ in weight]
         return torch.tensor([0.0, *times], dtype=torch.float64)
 
     @property
     def active(self) -> tuple[int, ...]:
-        """The members that are ever asked: the first, where all weights are zero."""
+        """Members with non-zero weight at some time; the first if all weights are zero."""
         used = (self.coefficients(self._knots) != 0).any(dim=1).tolist()
         return tuple(i for i, is_used in enumerate(used) if is_used) or (0,)
 
     def coefficients(self, t: Tensor) -> Tensor:
-        """Return the factor of every member's eps at sampling times t (M,), (N, M)."""
+        """Return the coefficients of the members' eps at sampling times t (M,), (N, M)."""
         values = torch.stack([weight_at(weight, t) for weight in self.weights])
         if self.operator == "cfg_sum":
             values = torch.cat([(1 - values[1:].sum(dim=0))[None], values[1:]])
@@ -121,16 +120,16 @@ class Composition(Checked):
 
     @staticmethod
     def redistributed(coefficients: Tensor, reached: Tensor) -> Tensor:
-        """Give the factors (N, M) of members that do not reach (N, M) a noise level to the others.
+        """Redistribute the coefficients (N, M) of members that do not reach (N, M) a noise level.
 
-        Where no other has a weight, they keep it.
+        If no other member has a weight, they are kept.
         """
         redistributed = torch.where(reached, coefficients, 0.0)
         wanted, left = coefficients.sum(dim=0), redistributed.sum(dim=0)
         return torch.where(left.abs() > 1e-6, redistributed * (wanted / left), coefficients)
 
     def surplus(self, coefficients: Tensor) -> Tensor:
-        """Return by how much factors (N, M) add up to more than 1, (M,); zero where they must not."""
+        """Return the excess over 1 of the sum of coefficients (N, M), (M,); zero unless `product`."""
         total = coefficients.sum(dim=0) - 1
         free = self.operator == "product"
         return torch.where(total.abs() > 1e-9, total, 0.0) if free else torch.zeros_like(total)
@@ -189,7 +188,7 @@ def responsibilities(shares: Sequence[float], log_density: Tensor, temperature: 
 
 @dataclass(frozen=True)
 class Sum:
-    """A weighted sum at one step: `combine` of the chosen members, and what weights beyond one add."""
+    """A weighted sum at one step: `combine` of the selected members, plus the surplus of weights."""
 
     chosen: tuple[int, ...]  # members whose weight is not zero
     weights: tuple[float, ...]  # of these

@@ -1,16 +1,15 @@
-"""Composition: several policies act as one, by combining their predictions at every denoising step.
+"""Composition: several policies act as one by combining their predictions at every denoising step.
 
 Legend: N members, member 0 leads; B batch, To observation history, Th horizon, Da action width; x noisy
 chunk, t sampling time, eps predicted noise, x0 predicted clean chunk.
 
-The lead's process and a sampler of it drive the loop. At every step each member is asked at the state moved
-to its own path, at equal signal-to-noise ratio and through physical units
-(`policies.composition.time_matching`); its answer is written in the lead's parametrisation, and the answers
-are combined (`policies.composition.operators`). Where the path of a member is never as noisy as the lead's (a
-flow starts from pure noise, a diffusion close to it), its weight goes to the others. Members may be of any
-process with a Gaussian path, with encoders, normalisers, observation histories and observed entries of their
-own, and may be compositions themselves. They must agree on what a chunk is: action width, horizon and first
-executed row.
+The lead's process and one of its samplers drive the loop. At every step each member is evaluated at the state
+mapped to its own path, at equal signal-to-noise ratio and through physical units
+(`policies.composition.time_matching`); its prediction is converted to the lead's parametrisation, and the
+predictions are combined (`policies.composition.operators`). At noise levels
+beyond a member's path (a flow starts from pure noise, a diffusion close to it), its weight is redistributed.
+Members may have any process with a Gaussian path, their own encoders, normalisers, histories and observed
+entries, and may be compositions. They must agree on the chunk: action width, horizon and first executed row.
 
 Source: General Policy Composition, arXiv 2510.01068. Deviations from its code: members need not share
 process, schedule or normaliser; weights are checked against the operator; every member keeps its own history.
@@ -63,16 +62,16 @@ class _At(StepRules):
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A member as the lead's sampler evaluates it.
+    """A member's evaluation in the lead's sampler.
 
     Attributes:
         table: What leads to it and back at every step; None: it shares path and units with the lead.
     """
 
-    view: DenoisingPolicy  # the member, laid out over the times at which it is asked
+    view: DenoisingPolicy  # the member with a step table for its evaluation times
     table: TimeMatchTable | None
-    limit: float | None  # bound that its own sampler puts on x0, which a translated answer keeps to
-    reached: Tensor  # (K,), the steps whose noise its path reaches
+    limit: float | None  # the member's own bound on x0, applied to converted predictions
+    reached: Tensor  # (K,), steps whose noise level is on the member's path
 
     def bind(self, cond: Cond) -> BoundField:
         bound = self.view.bind(cond)
@@ -88,18 +87,18 @@ class _Part:
 
 
 class ComposedPolicy(DenoisingPolicy):
-    """Several policies that act as one.
+    """Policy that combines several policies.
 
-    It samples, takes hooks and warm starts, is saved, exported and evaluated like any denoising policy, and
-    may be steered through its noise. It has no network of its own.
+    It supports sampling, hooks, warm starts, saving, export and evaluation like any denoising policy, and
+    steering through its noise. It has no network of its own.
 
     Args:
         members: The policies; the first one leads.
-        composition: How they are combined.
-        sampler: How the lead's process is integrated; None: as the lead does.
+        composition: Combination of the members.
+        sampler: Sampler of the lead's process; None: the lead's own.
 
     Raises:
-        CapabilityError: If a member has no denoising field, or one that cannot be asked at any time.
+        CapabilityError: If a member has no denoising field, or cannot be evaluated at arbitrary times.
         ConfigError: If the members do not fit together, or the sampler does not fit them.
     """
 
@@ -116,7 +115,7 @@ class ComposedPolicy(DenoisingPolicy):
         self.encoder = ComposedEncoder(fields, composition.columns, sizes)
         self.normalizer = joint_normalizer(fields, composition.columns, sizes)
         own = lead.sampler if sampler is None else sampler
-        self.config = replace(  # guidance is the members' own
+        self.config = replace(  # members apply their own guidance
             lead.config, sampler=own, obs_steps=sizes.obs_steps, goal_dropout=0.0, guidance=1.0
         )
         self._use_sampler(own, tuned_steps=None, log_prob_min_std=None)
@@ -133,7 +132,7 @@ class ComposedPolicy(DenoisingPolicy):
         self._sums = _sums(self.composition, self.process, t[:-1], reached)
 
     def _part(self, member: DenoisingPolicy, t: Tensor) -> _Part:
-        """Lay a member out over the times (K+1,) of the sampler."""
+        """Build a member's step table for the sampler's times (K+1,)."""
         lead = self.fields[0]
         units = UnitChange.between(lead.normalizer, member.normalizer)
         if member.process == lead.process and units.are_same:
@@ -186,7 +185,7 @@ class ComposedPolicy(DenoisingPolicy):
         """Return the composition as a function of state and sampling times; see `Evaluate`.
 
         Raises:
-            CapabilityError: If it is a mixture, which is known along a chain only.
+            CapabilityError: If it is a mixture, which is defined along a chain only.
         """
         if self.composition.operator == "or":
             raise CapabilityError(

@@ -1,4 +1,4 @@
-"""How a policy is evaluated at the state of another: equal signal-to-noise ratio, physical units between.
+"""Evaluation of one policy at another's state: equal signal-to-noise ratio, conversion of units.
 
 Legend: lead and member, two policies of one action space; t, alpha, sigma time and amplitudes of the lead's
 path, the same with m of the member's; x, x_m states, raw output of the member's network; N times, D = 1 or
@@ -39,7 +39,7 @@ _RATIO_TOLERANCE = 1e-3  # of the signal-to-noise ratio
 
 @dataclass(frozen=True, eq=False)
 class UnitChange:
-    """How a member's normalised actions follow from the lead's: x0_m = scale x0 + offset.
+    """Affine map from the lead's to a member's normalised actions: x0_m = scale x0 + offset.
 
     Shapes:
         scale, offset: (D,) float64, D = 1 where they are the same units.
@@ -99,7 +99,7 @@ class TimeMatch(NamedTuple):
 
 
 def matched_time(lead: Process, member: Process, units: UnitChange, t: Tensor) -> Tensor:
-    """Return the times (N,) of the member's path that have the ratio of the lead's at t (N,), float64."""
+    """Return the times (N,) of the member's path with the ratio of the lead's at t (N,), float64."""
     alpha, sigma = lead.alpha_sigma(t)
     return member.time_of_lambda(alpha.log() - sigma.log() - units.log_ratio)
 
@@ -131,7 +131,7 @@ def time_matches(lead: Process, member: Process, units: UnitChange, t: Tensor, t
 
 @dataclass(frozen=True, eq=False)
 class TimeMatchTable:
-    """Links of the steps of a sampler.
+    """Time matches of a sampler's steps.
 
     Shapes:
         coefficients: (8, K, D) float64.
@@ -141,12 +141,12 @@ class TimeMatchTable:
     floats: tuple[TimeMatch, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Read the coefficients out as Python floats where all dimensions share them."""
+        """Cache the coefficients as Python floats if all dimensions share them."""
         columns = self.coefficients[:, :, 0].T.tolist() if self.coefficients.shape[-1] == 1 else []
         object.__setattr__(self, "floats", tuple(TimeMatch(*column) for column in columns))
 
     def rows(self, like: Tensor) -> Sequence[TimeMatch]:
-        """Return the link of every step: floats where all dimensions share them, else tensors (D,)."""
+        """Return the match of every step: floats if all dimensions share them, else tensors (D,)."""
         if self.floats:
             return self.floats
         to_device = self.coefficients.to(device=like.device, dtype=like.dtype)

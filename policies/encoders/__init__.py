@@ -1,4 +1,4 @@
-"""Encoders: from physical observations to the condition of the backbone, once per action.
+"""Encoders: map physical observations to the backbone's condition, once per action.
 
 One file per encoder; each registers its configuration in the group `encoder`. An encoder belongs to the
 policy, not to its backbone: frozen and fine-tuned copies of a backbone share it, and its condition is
@@ -24,12 +24,12 @@ ImageShape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ObservationSizes:
-    """What an observation consists of."""
+    """Sizes of an observation."""
 
     obs_dim: int  # do, width of `state`
     obs_steps: int = 1  # to, length of the history
-    goal_dim: int = 0  # dg, width of `goal`; 0: there is none
-    images: Mapping[str, ImageShape] = field(default_factory=dict)  # shape of the images of every camera
+    goal_dim: int = 0  # dg, width of `goal`; 0: no goal
+    images: Mapping[str, ImageShape] = field(default_factory=dict)  # image shapes by camera
 
 
 @runtime_checkable
@@ -37,8 +37,8 @@ class Encoder(Protocol):
     """Interface of an encoder (an `nn.Module`).
 
     Attributes:
-        sizes: What it reads; of the cameras only those that it looks at.
-        token_dim: Ct, width of `Cond.tokens`; 0: it gives none.
+        sizes: Its inputs; only the cameras it uses.
+        token_dim: Ct, width of `Cond.tokens`; 0: no tokens.
     """
 
     sizes: ObservationSizes
@@ -52,12 +52,12 @@ class Encoder(Protocol):
     def __call__(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> Cond:
-        """Encode physical observations; only the end of `Cond.vec` depends on the goal.
+        """Encode physical observations; only the last entries of `Cond.vec` depend on the goal.
 
         Args:
             obs: `state` (B, To, Do), `goal` (B, Dg) and images (B, To, H, W, 3) by camera.
-            normalizer: Of `state` and `goal`.
-            generator: Source of the augmentation, in training only; None: no augmentation.
+            normalizer: Normaliser of `state` and `goal`.
+            generator: Generator of image augmentation, in training only; None: no augmentation.
         """
         ...
 
@@ -66,7 +66,7 @@ class EncoderConfig(Protocol):
     """Configuration of an encoder: a registered dataclass."""
 
     def build(self, sizes: ObservationSizes) -> Encoder:
-        """Build an encoder that takes from an observation what it was configured for."""
+        """Build an encoder for observations of given sizes."""
         ...
 
 

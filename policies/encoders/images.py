@@ -1,8 +1,7 @@
-"""What image encoders share: which cameras they look at, and what is done to pixels before a network.
+"""Shared parts of image encoders: camera selection, cropping and shifts.
 
-Images come as simulators, datasets and cameras give them: (B, To, H, W, 3), uint8, or floating point in
-[0, 1]. All images of a history are cropped or shifted alike, so that only what moved moves between
-them.
+Images are (B, To, H, W, 3), uint8, or floating point in [0, 1]. All images of a history share one crop or
+shift, so that only scene motion differs between them.
 
 Legend: B batch, To observation history, H and W height and width.
 """
@@ -23,7 +22,7 @@ RESERVED = ("state", "goal", "action", "observation", "noise")
 
 
 def chosen(sizes: ObservationSizes, cameras: Sequence[str]) -> dict[str, ImageShape]:
-    """Return the shapes of the images of some cameras, in this order; none named: all, sorted by name."""
+    """Return the image shapes of the selected cameras, in order; empty selection: all, sorted by name."""
     there = ", ".join(sorted(sizes.images)) or "none"
     if not sizes.images:
         raise ConfigError("this encoder needs images; got none. Use data with cameras, or encoder=state.")
@@ -41,7 +40,7 @@ def chosen(sizes: ObservationSizes, cameras: Sequence[str]) -> dict[str, ImageSh
 
 
 def pixels(obs: Observation, camera: str, sizes: ObservationSizes) -> Tensor:
-    """Return the images of a camera as they come, (B, To, H, W, 3)."""
+    """Return the raw images of a camera, (B, To, H, W, 3)."""
     images = read(obs, camera, (sizes.obs_steps, *sizes.images[camera]))
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise ConfigError(
@@ -51,13 +50,13 @@ def pixels(obs: Observation, camera: str, sizes: ObservationSizes) -> Tensor:
 
 
 def in_unit_range(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return images as numbers in [0, 1] of a floating-point type."""
+    """Convert images to floats in [0, 1]."""
     scaled = images.to(dtype)
     return scaled if images.is_floating_point() else scaled / 255
 
 
 def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) -> Tensor:
-    """Cut one window out of each row of the batch; what lies outside of an image repeats its edge.
+    """Crop one window per batch row; pixels outside an image repeat its edge.
 
     Shapes:
         images: (B, To, H, W, 3) -> (B, To, *size, 3). top, left: (B,) integer corner of the window.
@@ -72,7 +71,7 @@ def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) ->
 
 
 def random_shift(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
-    """Shift images (B, To, H, W, 3) by up to `pad` pixels in each direction, drawn for every row.
+    """Shift images (B, To, H, W, 3) by up to `pad` pixels in each direction, drawn per row.
 
     Source:
         DrQ (arXiv 2004.13649); the released code of DPPO (arXiv 2409.00588), whose interpolation at whole
@@ -83,7 +82,7 @@ def random_shift(images: Tensor, pad: int, generator: torch.Generator) -> Tensor
 
 
 def random_crop(images: Tensor, size: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Crop images (B, To, H, W, 3) to (B, To, *size, 3) at places drawn for every row."""
+    """Crop images (B, To, H, W, 3) to (B, To, *size, 3) at positions drawn per row."""
     places = (images.shape[2] - size[0] + 1, images.shape[3] - size[1] + 1)
     top, left = _drawn(len(images), places, generator, images.device)
     return windows(images, top, left, size)
@@ -96,6 +95,6 @@ def centre_crop(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _drawn(n: int, places: tuple[int, int], generator: torch.Generator, device: torch.device) -> Tensor:
-    """Draw whole numbers from 0 up to each of `places`, (2, n)."""
+    """Draw integers from 0 up to each of `places`, (2, n)."""
     draws = [torch.randint(0, k, (n,), generator=generator, device=generator.device) for k in places]
     return torch.stack(draws).to(device)

@@ -1,4 +1,4 @@
-"""The image encoder of Diffusion Policy: a residual network that ends in the places of keypoints.
+"""The image encoder of Diffusion Policy: a residual network with spatial softmax keypoints.
 
     h = max3(relu(norm(conv7(x))))                         stem: a quarter of the resolution
     h <- relu(norm(conv3(relu(norm(conv3(h))))) + s(h))    eight blocks; s: 1 x 1 where channels change
@@ -41,16 +41,16 @@ class ResNetEncoderConfig(Checked):
     """ResNet-18 with spatial softmax for every camera, beside state and goal.
 
     Attributes:
-        crop: Share of height and width that is seen: a random part in training, else the middle; 1: all.
+        crop: Cropped fraction of height and width: random in training, else the centre; 1: no crop.
         width: Channels of the first stage, doubled in each of the next three; a multiple of 16.
     """
 
-    cameras: tuple[str, ...] = ()  # which, in this order; empty: all, sorted by name
+    cameras: tuple[str, ...] = ()  # cameras in this order; empty: all, sorted by name
     crop: float = bounded(0.9, gt=0, le=1)
-    shared: bool = False  # one network for all cameras, not one each
+    shared: bool = False  # one network for all cameras instead of one each
     width: int = bounded(64, ge=16)
-    keypoints: int = bounded(32, ge=1)  # places that are looked for
-    features: int = bounded(64, ge=1)  # numbers per image
+    keypoints: int = bounded(32, ge=1)  # number of keypoints
+    features: int = bounded(64, ge=1)  # features per image
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +78,7 @@ class ResNetEncoder(nn.Module):
         self.nets = nn.ModuleList(KeypointNet(config) for _ in range(num_nets))
 
     def _crop_of(self, camera: str) -> tuple[int, int]:
-        """Return height and width of what is seen of an image."""
+        """Return height and width of an image's crop."""
         height, width, _ = self.sizes.images[camera]
         crop = (round(self.config.crop * height), round(self.config.crop * width))
         if min(crop) < _SMALLEST:
@@ -113,13 +113,13 @@ class ResNetEncoder(nn.Module):
         size = self.crops[camera]
         crop = centre_crop(images, size) if generator is None else random_crop(images, size, generator)
         x = rearrange(2 * in_unit_range(crop, dtype) - 1, "B To H W rgb -> (B To) rgb H W")
-        # Colours first in memory as well: with colours last, the layers take twice as long on a CPU, and the
+        # Contiguous channels-first: with channels-last, layers take twice as long on a CPU, and the
         # backward pass of a group norm in PyTorch 2.13 crashes when what is before it is frozen.
         return x.contiguous()
 
 
 class KeypointNet(nn.Module):
-    """Features of one image: where keypoints are in it."""
+    """Features of one image from its keypoint positions."""
 
     def __init__(self, config: ResNetEncoderConfig) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class KeypointNet(nn.Module):
 
 
 def expected_places(maps: Tensor) -> Tensor:
-    """Return the mean place under the softmax of each map: (M, N, H, W) -> (M, N, 2), x and y in [-1, 1].
+    """Return the mean position under each map's softmax: (M, N, H, W) -> (M, N, 2), x and y in [-1, 1].
 
     Source:
         arXiv 1504.00702, "spatial softmax" and "feature points".

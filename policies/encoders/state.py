@@ -1,4 +1,4 @@
-"""The encoder of numbers: state history and goal."""
+"""Encoder of state history and goal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from policies.registry import register
 @register("encoder", "state")
 @dataclass(frozen=True)
 class StateEncoderConfig:
-    """State history and goal as they are; images are not looked at."""
+    """Encoder without weights of state history and goal; images are ignored."""
 
     def build(self, sizes: ObservationSizes) -> StateEncoder:
         return StateEncoder(sizes)
@@ -25,11 +25,11 @@ class StateEncoderConfig:
 class StateEncoder(nn.Module):
     """Normalised state history, flattened oldest first, followed by the normalised goal if there is one.
 
-    It has no weights: a learned encoder of numbers is part of the backbone (`backbone.cond_dims`), so that
-    frozen and fine-tuned copies of a backbone carry their own.
+    A learned state encoder is part of the backbone (`backbone.cond_dims`), so that frozen and fine-tuned
+    copies of a backbone have their own.
 
     Args:
-        sizes: What an observation consists of; images are not looked at.
+        sizes: Sizes of an observation; images are ignored.
     """
 
     token_dim = 0

@@ -1,4 +1,4 @@
-"""The image encoder of DPPO: a small vision transformer, read out by what is known of the robot.
+"""The image encoder of DPPO: a small vision transformer with state-conditioned spatial embedding.
 
     h = conv3(relu(conv8(x))) + positions                  patches, 16 pixels wide and 8 apart
     h <- h + attention(norm(h)),  h <- h + mlp(norm(h))    every layer
@@ -42,15 +42,15 @@ _LAYER = {
 @register("encoder", "vit")
 @dataclass(frozen=True)
 class VitEncoderConfig(Checked):
-    """A small vision transformer for all cameras, read out together with the state."""
+    """A small vision transformer for all cameras, with state-conditioned readout."""
 
-    cameras: tuple[str, ...] = ()  # which, in this order; empty: all, sorted by name
-    shift: int = bounded(4, ge=0)  # largest random shift in training, pixels; 0: none
+    cameras: tuple[str, ...] = ()  # cameras in this order; empty: all, sorted by name
+    shift: int = bounded(4, ge=0)  # maximum random shift in training [pixels]; 0: none
     width: int = bounded(128, ge=1)  # features of a patch
     depth: int = bounded(1, ge=1)  # layers
-    heads: int = bounded(4, ge=1)  # of attention; must divide the width
-    features: int = bounded(128, ge=1)  # numbers per camera
-    tokens: bool = False  # also give the patches to a backbone that attends to them
+    heads: int = bounded(4, ge=1)  # attention heads; must divide the width
+    features: int = bounded(128, ge=1)  # features per camera
+    tokens: bool = False  # also return patches as tokens for attention backbones
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,8 +76,8 @@ class VitEncoderConfig(Checked):
 class VitEncoder(nn.Module):
     """See `VitEncoderConfig`; satisfies `policies.encoders.Encoder`.
 
-    All cameras share the transformer, and each has a spatial embedding of its own. The images of a history
-    are seen at once, as further colours. The condition is [features, state history, goal].
+    All cameras share the transformer; each has its own spatial embedding. The images of a history are stacked
+    as channels. The condition is [features, state history, goal].
     """
 
     def __init__(self, config: VitEncoderConfig, sizes: ObservationSizes) -> None:
@@ -133,7 +133,7 @@ def _num_patches(sizes: ObservationSizes) -> int:
 
 
 class Vit(nn.Module):
-    """A vision transformer that begins with two convolutions.
+    """A vision transformer with a two-layer convolutional stem.
 
     Args:
         config: Width, depth and heads.
@@ -161,7 +161,7 @@ class Vit(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention between patches and a network for each, both behind a normalisation."""
+    """Pre-norm self-attention and feed-forward network over patches."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Layer(nn.Module):
 
 
 class SpatialEmbedding(nn.Module):
-    """Reads patches out channel by channel, each over all places and together with the state.
+    """Read patches out per channel, over all positions and with the state.
 
     Args:
         num_patches: P.

@@ -1,8 +1,8 @@
-"""Executing plans that take time to make: a receding horizon, one command per control step.
+"""Plan execution under inference latency: receding horizon, one command per control step.
 
-A decision looks at the observation of step s and its plan arrives at step s + d, while the plans before it
-are executed. What happens then is a choice (`Execution`); which row is executed when is the business of
-`policies.runner.Track`, which the exported runner uses too.
+A decision uses the observation of step s; its plan arrives at step s + d, while earlier plans are executed.
+`Execution` selects how plans are merged. The mapping from rows to control steps is in
+`policies.runner.Track`, shared with the exported runner.
 
 Legend: B lanes (robots, episodes), To observation history, Th predicted horizon, R rows of a plan from the
 newest observation on, Da action width, n control steps between decisions, d of latency. Rows are counted from
@@ -45,19 +45,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Execution(Checked):
-    """How plans are executed while the next ones are made.
+    """Execution of plans during inference of the next ones.
 
     Attributes:
-        act_steps: n, steps from one decision to the next; null: the policy's own, or what latency leaves.
+        act_steps: n, control steps between decisions; null: the policy's own, or what latency leaves.
         ensemble: Average the plans of a step with weights exp(-ensemble age rank); null: the newest plan.
-        max_jump: Largest change of a command from one step to the next, physical units; null: any.
+        max_jump: Largest change between consecutive commands, physical units; null: unlimited.
     """
 
     act_steps: int | None = bounded(None, ge=1)
-    latency: int = bounded(0, ge=0)  # d, simulated control steps from an observation to its plan
-    compensate: bool = True  # skip the rows whose time is over when a plan arrives
+    latency: int = bounded(0, ge=0)  # d, simulated latency from observation to plan [control steps]
+    compensate: bool = True  # skip rows that are past when a plan arrives
     ensemble: float | None = bounded(None, ge=0)
-    inpaint: bool = False  # keep what is committed of the previous plan, and softly the rest of it
+    inpaint: bool = False  # condition on the previous plan: fixed committed rows, soft remaining rows
     max_jump: float | None = bounded(None, gt=0)
     warm_start: WarmStart = field(default_factory=WarmStart)
 
@@ -73,30 +73,30 @@ class Execution(Checked):
 
 @dataclass
 class _Lane:
-    """One robot: its plans over time, and the plan that is on its way."""
+    """State of one robot: its plans over time, and the pending plan."""
 
     track: Track  # plans that have arrived
-    plan: Tensor | None = None  # the newest one, normalised (Th, Da); None: nothing was decided
-    is_sound: bool = True  # whether that plan is finite, so that the next one may take something over from it
-    begun: int = 0  # step of its observation
-    arrives: int = 0  # step at which it is delivered
+    plan: Tensor | None = None  # newest plan, normalised (Th, Da); None: no decision yet
+    is_sound: bool = True  # whether that plan is finite and may condition the next one
+    begun: int = 0  # step of the plan's observation
+    arrives: int = 0  # arrival step of the plan
 
 
 class Executor:
-    """Acts in lanes side by side, one command per control step.
+    """Act in parallel lanes, one command per control step.
 
     Args:
         policy: The policy.
-        execution: What happens while it decides.
-        low: Smallest action (Da,), physical; None: no limit.
-        high: Largest action (Da,).
+        execution: Execution settings.
+        low: Lower action bounds (Da,), physical; None: no bounds.
+        high: Upper action bounds (Da,).
 
     Attributes:
-        calls: Evaluations of the network at the last step in each of its lanes; 0 where nothing was decided.
+        calls: Network evaluations at the last step per lane; 0 without a decision.
 
     Raises:
-        CapabilityError: If the policy cannot begin a plan from another one and is asked to.
-        ConfigError: If the execution does not fit its horizon.
+        CapabilityError: If the execution conditions on previous plans and the policy cannot.
+        ConfigError: If the execution does not fit the policy's horizon.
     """
 
     def __init__(self, policy: Policy, execution: Execution, *, low: Any = None, high: Any = None) -> None:
@@ -126,7 +126,7 @@ class Executor:
         return self._lane(lane).track
 
     def reset(self, lanes: Iterable[int] | None = None) -> None:
-        """Forget lanes, where episodes begin; None: all."""
+        """Reset lanes at the start of episodes; None: all."""
         for lane in list(self._lanes) if lanes is None else lanes:
             self._lanes.pop(lane, None)
 
@@ -141,12 +141,12 @@ class Executor:
     ) -> Tensor:
         """Return the commands of one control step: observations (B, To, Do) -> (B, Da), physical units.
 
-        The first plan of a lane is waited for; every later one arrives after the latency.
+        The first plan of a lane is available immediately; later ones arrive after the latency.
 
         Args:
             obs: As `Policy.act`.
-            lanes: The lane of each row, none twice; None: 0 to B - 1.
-            noise: (B, *noise_shape), of which the rows that decide use theirs.
+            lanes: Distinct lane of each row; None: 0 to B - 1.
+            noise: (B, *noise_shape), used by the rows that decide.
             generator: Source of the noise when none is given.
         """
         items = self._policy.observation(obs)
@@ -172,7 +172,7 @@ class Executor:
         return self._lanes[lane]
 
     def _decide(self, obs: Any, noise: Tensor, rows: Sequence[int], chosen: Sequence[_Lane]) -> None:
-        """Plan for lanes that all have a plan of the same age, or none, or one that is not finite."""
+        """Plan for lanes whose previous plans are equally old, all absent, or all non-finite."""
         lanes = [chosen[i] for i in rows]
         is_first = lanes[0].plan is None
         known = [lane.plan for lane in lanes if lane.plan is not None and lane.is_sound]
@@ -186,7 +186,7 @@ class Executor:
             self.calls[i] = calls
 
     def _plan(self, obs: Any, noise: Tensor, previous: Tensor | None, elapsed: int) -> tuple[Tensor, int]:
-        """Return plans (B, Th, Da), normalised, and the evaluations of the network that each took."""
+        """Return normalised plans (B, Th, Da) and the network evaluations per plan."""
         if self._replanner is not None:
             decision = self._replanner.decide(obs, noise=noise, previous=previous, elapsed=elapsed)
             return decision.plan, decision.calls
@@ -213,13 +213,13 @@ def rows_of(chunk: ChunkSpec) -> int:
 
 
 def interval(chunk: ChunkSpec, execution: Execution) -> int:
-    """Return n, the control steps from one decision to the next.
+    """Return n, the control steps between decisions.
 
-    The next plan arrives n + d steps after the observation of the one before, whose rows must last until
-    then: a decision begins d steps before they end. Where n is the policy's own, it is lowered to that.
+    The next plan arrives n + d steps after the previous observation, and the previous rows must last until
+    then: a decision starts d steps before they end. The policy's own n is lowered accordingly.
 
     Raises:
-        ConfigError: If the rows do not last, whenever the next decision begins.
+        ConfigError: If the rows cannot last for any n.
     """
     rows, latency, wanted = rows_of(chunk), execution.latency, execution.act_steps or chunk.act_steps
     steps = wanted
@@ -241,9 +241,9 @@ def interval(chunk: ChunkSpec, execution: Execution) -> int:
 
 
 def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tensor:
-    """Return the mask of the top of the file, (start + rows,), for n = elapsed and d = latency.
+    """Return the mask of the module docstring, (start + rows,), for n = elapsed and d = latency.
 
-    The `start` rows that lie in the past are kept.
+    The `start` past rows are kept.
     """
     left = rows - elapsed
     weights = [1.0] * (start + latency)

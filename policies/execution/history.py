@@ -1,7 +1,7 @@
-"""History, noise and executed chunk around the decisions on a robot.
+"""Observation history, noise and action chunk around the decisions on a robot.
 
-A decision maps the last To observations to Ta actions. `ChunkActor` makes of it a function from one
-observation to one action, for an exported graph in this process or a server elsewhere.
+A decision maps the last To observations to Ta actions. `ChunkActor` converts it to a function from one
+observation to one action, for an exported graph or a remote server.
 
 This module needs NumPy only, so that it runs where PyTorch does not.
 
@@ -29,20 +29,20 @@ Decide = Callable[[Arrays, tuple[int, ...]], Array]
 
 
 class ChunkActor:
-    """Acts step by step: asks for a chunk, executes it, and asks again when it is used up.
+    """Act step by step: request a chunk, execute it, and request the next.
 
     Args:
-        decide: Makes the decision; its second argument, (seed, episode, decision), is the key of
+        decide: Computes a decision; its second argument, (seed, episode, decision), is the key of
             `draw_noise`.
         obs_steps: To.
-        act_steps: How many actions of a chunk are executed, at most Ta; None: all of them.
-        seed: Of the noise.
-        low: Smallest action (Da,), physical; None: actions are not cut off.
-        high: Largest action (Da,).
-        max_jump: Largest change from one command to the next, see `policies.runner.Limits`; None: any.
+        act_steps: Executed actions per chunk, at most Ta; None: all.
+        seed: Seed of the noise.
+        low: Lower action bounds (Da,), physical; None: no clipping.
+        high: Upper action bounds (Da,).
+        max_jump: Largest change between consecutive commands, see `policies.runner.Limits`; None: unlimited.
 
     Attributes:
-        decisions: How many there were in this episode.
+        decisions: Number of decisions in this episode.
     """
 
     def __init__(
@@ -68,25 +68,25 @@ class ChunkActor:
         self._seed, self._episode = seed, -1
 
     def reset(self) -> None:
-        """Begin an episode: forget history and chunk; its noise is another one."""
+        """Start an episode: clears history and chunk, and changes the noise stream."""
         self._history.reset()
         self._track.reset()
         self._episode, self.decisions = self._episode + 1, 0
 
     @property
     def limited(self) -> int:
-        """Steps of this episode whose action the limits changed."""
+        """Number of steps in this episode whose action the limits changed."""
         return self._track.limited
 
     @property
     def waiting(self) -> int:
-        """How many actions of the chunk are left."""
+        """Number of remaining actions of the chunk."""
         return self._track.left
 
     def act(self, obs: Mapping[str, Any]) -> Array:
         """Return the action (Da,) for the observation of this control step.
 
-        A decision that fails leaves everything as it was, except that the observation is remembered.
+        A failed decision changes no state except the observation history.
         """
         if self._episode < 0:
             self.reset()

@@ -1,11 +1,11 @@
-"""Deciding again: how the next plan may begin from the last one.
+"""Replanning: initialise the next plan from the previous one.
 
 Legend: B batch, K denoising steps of the policy, R rows of a noise tape, Th predicted horizon, Ta executed
 steps, Da action width. A plan is a predicted chunk (B, Th, Da), normalised; alpha, sigma are the amplitudes
 at the start of the short run.
 
-    guess_i = plan_min(i + n, Th - 1)       what is left of the plan after n steps, its last row repeated
-    x = guess                               where the short run begins (arXiv 2508.05396, RTI-DP, for Ta = 1)
+    guess_i = plan_min(i + n, Th - 1)       plan shifted by n steps, last row repeated
+    x = guess                               start of the short run (arXiv 2508.05396, RTI-DP, for Ta = 1)
     x = alpha guess + sigma eps             the same with `renoise` (SDEdit, arXiv 2108.01073)
 
 Deviations from RTI-DP: Ta may exceed 1, the guess may be corrupted to the level that the run begins at, and
@@ -44,7 +44,7 @@ class EulerFrom(Euler):
 
 
 class Decision(NamedTuple):
-    """What was decided in B episodes.
+    """Decisions of B episodes.
 
     Shapes:
         actions: (B, Ta, Da), physical. plan: (B, Th, Da), for the next decision.
@@ -52,19 +52,19 @@ class Decision(NamedTuple):
 
     actions: Tensor
     plan: Tensor
-    calls: int  # evaluations of the network for each of them
+    calls: int  # network evaluations per decision
 
 
 class Replanner:
-    """Plans in full, or in a few steps from the plan before; it remembers nothing itself.
+    """Plan with full denoising, or with a short run from the previous plan; stateless.
 
     Args:
         policy: A denoising policy.
-        warm_start: The short run.
+        warm_start: Settings of the short run.
 
     Raises:
         CapabilityError: If the policy does not denoise.
-        ConfigError: If the short run does not fit the policy, or nothing is left of a plan.
+        ConfigError: If the short run does not fit the policy, or no plan rows remain.
 
     Source:
         RTI-DP (arXiv 2508.05396): the shifted plan as the start, the list of levels, the gripper by its sign.
@@ -106,7 +106,7 @@ class Replanner:
         Args:
             obs: Physical observations.
             noise: (B, *noise_shape).
-            previous: Plans of the decisions before, (B, Th, Da); None: these are the first ones.
+            previous: Plans of the previous decisions, (B, Th, Da); None: first decisions.
             elapsed: Control steps since then; None: the executed rows.
         """
         cond = self._full.encode(self._full.observation(obs))
@@ -118,7 +118,7 @@ class Replanner:
         return Decision(self.command(plan), plan, self._short.table.num_steps - self._first)
 
     def guess(self, previous: Tensor, elapsed: int | None = None) -> Tensor:
-        """Return what is left of plans (B, Th, Da), the last row repeated, grippers open or closed."""
+        """Return plans (B, Th, Da) shifted, the last row repeated, grippers open or closed."""
         left = shifted(previous, self.chunk.act_steps if elapsed is None else elapsed)
         return _by_sign(left, self._warm_start.gripper, self._warm_start.gripper_guess)
 
@@ -146,7 +146,7 @@ def shifted(plan: Tensor, rows: int) -> Tensor:
 
 
 def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
-    """Return the policy, executing another number of the rows that it predicts; None leaves it as it is."""
+    """Return the policy with another number of executed rows; None keeps it unchanged."""
     if act_steps is None:
         return policy
     if not isinstance(policy, Policy):
@@ -179,7 +179,7 @@ def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
 
 
 def _short(policy: DenoisingPolicy, warm_start: WarmStart) -> DenoisingPolicy:
-    """Return the policy with the sampler of its short runs, under the limits of its own."""
+    """Return the policy with the sampler of its short run, with its own bounds."""
     own = policy.sampler
     if warm_start.steps is not None and warm_start.start is None:
         return policy

@@ -1,4 +1,4 @@
-"""How a decision begins from the plan before: the keys of `warm_start`."""
+"""Configuration of warm starts: the keys of `warm_start`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from policies.errors import ConfigError
 
 @dataclass
 class WarmStart(Checked):
-    """How a decision begins from what is left of the plan before; off unless `steps` or `levels` is given.
+    """Initialise a decision from the shifted previous plan; off unless `steps` or `levels` is given.
 
     Attributes:
         steps: Denoising steps of the short run; the last ones of the policy's own.
-        start: Or as many equal first-order steps from this sampling time, 0 noise to 1 action.
+        start: Alternatively as many equal first-order steps from this sampling time, 0 noise to 1 action.
     """
 
     key: ClassVar[str] = "warm_start"
 
     steps: int | None = bounded(None, ge=1)
     start: float | None = bounded(None, ge=0, lt=1)
-    levels: tuple[int, ...] = ()  # instead of both: DDPM steps at these levels of a diffusion, noisiest first
-    renoise: bool = False  # corrupt the guess to the level that the short run begins at
-    gripper: tuple[int, ...] = ()  # action dimensions that are open or closed: commanded by their sign
-    gripper_guess: float = bounded(1.0, gt=0)  # magnitude of these in the guess, normalised units
+    levels: tuple[int, ...] = ()  # replaces both: DDPM steps at these diffusion levels, noisiest first
+    renoise: bool = False  # add noise of the start level to the guess
+    gripper: tuple[int, ...] = ()  # binary action dimensions, commanded by their sign
+    gripper_guess: float = bounded(1.0, gt=0)  # magnitude of these dimensions in the guess, normalised units
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""The README of an exported folder: how to run what lies beside it, and how well it agrees."""
+"""README of an exported folder: usage and parity."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Export to ONNX: a policy with normaliser, network and the whole sampler, for machines without this package.
+"""Export to ONNX: normaliser, network and sampler of a policy, for machines without this package.
 
 An export is a folder:
 
     policy.onnx       graph=whole: (observation[, goal, images], noise) -> action, dynamic batch
-    encoder.onnx      graph=step: observations to what the network is conditioned on,
+    encoder.onnx      graph=step: observation to condition of the network,
       step.onnx         one evaluation of the network,
-      loop.json         and what the sampler does around it
+      loop.json         sampler coefficients around it
     runner.py         runs the graphs with numpy and onnxruntime
     signature.json    names, shapes, types, units, limits, control rate, horizons of inputs and outputs
     sample.npz        one input/output pair
     report.json       parity on random inputs, latency
     README.md         how to run it
 
-An export that does not reproduce the policy is an error, not a warning.
+An export that does not reproduce the policy raises an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Job:
-    """What is checked, and how."""
+    """Settings of an export and its checks."""
 
     model: SampledPolicy
     draft: Path
@@ -86,22 +86,22 @@ def export_onnx(
     overwrite: bool = False,
     surroundings: Surroundings | None = None,
 ) -> ExportReport:
-    """Export a policy, with the sampler it carries, to ONNX and check the result.
+    """Export a policy with its sampler to ONNX and verify the result.
 
     Args:
         policy: The policy.
-        directory: Where the folder is written.
+        directory: Target folder.
         graph: `whole`: the sampler is unrolled; `step`: one evaluation and a table.
-        batch_sizes: Batches of random inputs on which export and policy are compared.
-        latency_batches: Batches for the latency table; empty skips it.
-        tolerance: Largest difference allowed, see `ExportReport`.
+        batch_sizes: Batch sizes of random inputs for the parity check.
+        latency_batches: Batch sizes of the latency table; empty: no table.
+        tolerance: Maximum difference, see `ExportReport`.
         seed: Seed of the random inputs.
-        overwrite: Replace the files of an export in a directory that is not empty.
-        surroundings: Facts about the task for the signature; None: where the policy comes from, if it knows.
+        overwrite: Replace an export in a non-empty directory.
+        surroundings: Facts about the task for the signature; None: from the policy's provenance, if any.
 
     Raises:
-        MissingExtraError: If onnx or onnxruntime are not installed.
-        ExportError: If the directory holds something, the policy cannot be exported, or the result does not
+        MissingExtraError: If onnx or onnxruntime is not installed.
+        ExportError: If the directory is not empty, the policy cannot be exported, or the result does not
             reproduce it.
     """
     _require_exportable(policy, graph)
@@ -122,7 +122,7 @@ def export_onnx(
 
 
 def _require_exportable(policy: Policy, graph: str) -> None:
-    """Refuse what cannot be exported before any work is done."""
+    """Refuse policies that cannot be exported, before any work."""
     if not isinstance(policy, Policy):
         raise ExportError(
             f"{type(policy).__name__} cannot be exported: what it does around its policy is decided in "
@@ -138,7 +138,7 @@ def _require_exportable(policy: Policy, graph: str) -> None:
 
 
 def _write_whole(job: _Job) -> list[dict[str, float]]:
-    """Write one graph with the sampler inside; returns its parity table."""
+    """Write one graph with the unrolled sampler; returns its parity table."""
     if job.model.has_gradients:
         _log.warning(
             "the gradient of the network becomes part of the graph once for every step of the sampler, which "
@@ -148,7 +148,7 @@ def _write_whole(job: _Job) -> list[dict[str, float]]:
 
 
 def _write_steps(job: _Job) -> list[dict[str, float]]:
-    """Write the pieces; returns the parity table of the runner that puts them together."""
+    """Write encoder, step and loop; returns the parity table of the runner."""
     policy = require_steps(job.model.policy)
     write_checked_graph(EncodedObservation(policy), job.draft / ENCODER, *job.options)
     write_checked_graph(one_step_of(policy), job.draft / STEP, *job.options)

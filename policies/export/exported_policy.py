@@ -1,6 +1,6 @@
-"""An exported folder as an actor for evaluation and serving: onnxruntime computes its actions.
+"""Exported folder as an actor for evaluation and serving, run by onnxruntime.
 
-A folder of ONNX graphs executes no code of its maker: its `runner.py` is not run, the package's own is.
+No code of the folder is executed: the package's own runner is used instead of its `runner.py`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from policies.storage.strict_json import own_file
 
 
 class ExportedPolicy:
-    """Acts as the exported graph does, with the noise that the policy would be given.
+    """Act by the exported graph, with the same noise as the policy.
 
     Args:
-        folder: What `burnish export` wrote.
+        folder: Output of `burnish export`.
 
     Raises:
         CheckpointError: If it is no exported folder.
-        ExportError: If its signature does not fit its graph, or it cannot be run.
+        ExportError: If signature and graph disagree, or the graph cannot be run.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -45,7 +45,7 @@ class ExportedPolicy:
             found = self._run(_example(self.description))[0]
         except BurnishError:
             raise
-        except Exception as error:  # runtimes raise classes of their own
+        except Exception as error:  # runtimes raise their own classes
             raise ExportError(f"{self.folder} cannot be run: {str(error)[:500]}") from None
         if found.shape != (1, *self.description.action.shape):
             raise ExportError(
@@ -54,7 +54,7 @@ class ExportedPolicy:
             )
 
     def __reduce__(self) -> tuple[type[ExportedPolicy], tuple[Path]]:
-        """Send the place, not the opened files: workers open them themselves."""
+        """Pickle the path; workers open the files themselves."""
         return ExportedPolicy, (self.folder,)
 
     def _run(self, inputs: Mapping[str, Tensor]) -> list[Array]:
@@ -66,7 +66,7 @@ class ExportedPolicy:
     def act(
         self, obs: Any, *, noise: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Choose actions (B, Ta, Da); see `Policy.act`. They are not clipped, as a policy's are not."""
+        """Return actions (B, Ta, Da), not clipped; see `Policy.act`."""
         items = dict(obs) if isinstance(obs, Mapping) else {"state": obs}
         inputs = {name: _as_sent(torch.as_tensor(value)) for name, value in items.items()}
         inputs["observation"] = inputs.pop("state").float()
@@ -76,7 +76,7 @@ class ExportedPolicy:
 
 
 def _as_sent(value: Tensor) -> Tensor:
-    """Return images in [0, 1], (B, To, H, W, C), as the bytes that an export takes; others as they are."""
+    """Convert float images in [0, 1], (B, To, H, W, C), to uint8; other tensors are unchanged."""
     is_image = value.dim() == 5 and value.is_floating_point()
     return (255 * value).round().clamp(0, 255).to(torch.uint8) if is_image else value
 

@@ -1,4 +1,4 @@
-"""The exported folder: names and contents of its files, and how they replace an earlier export."""
+"""The exported folder: files, contents, and replacement of an earlier export."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is known of the task that a policy was made for; it goes into the signature. None: not known.
+    """Facts about the policy's task for the signature. None: unknown.
 
     Attributes:
-        action_low: Smallest action of the task, (Da,), physical units; the graph does not clip.
-        provenance: What is stored with the policy about its origin: task, algorithm, seed; JSON values.
+        action_low: Lower action bounds of the task, (Da,), physical units; the graph does not clip.
+        provenance: Recorded origin: task, algorithm, seed; JSON values.
     """
 
     task: str | None = None  # name of the task
-    control_hz: float | None = None  # rate at which the rows of an action chunk are executed
+    control_hz: float | None = None  # execution rate of action-chunk rows [Hz]
     obs_names: Sequence[str] | None = None  # name and unit of every observation entry, (Do,)
     action_names: Sequence[str] | None = None  # name and unit of every action entry, (Da,)
     action_low: Sequence[float] | None = None
-    action_high: Sequence[float] | None = None  # largest action of the task, (Da,)
+    action_high: Sequence[float] | None = None  # upper action bounds of the task, (Da,)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written and how well it agrees.
+    """Written files and parity of the export.
 
     `parity` rows: batch, max_abs_difference (physical action units, relative to the largest magnitude
     where that exceeds 1). `latency` rows: batch, eager_ms and onnx_ms, medians on one thread.
@@ -70,7 +70,7 @@ class ExportReport:
 
 
 def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
-    """Refuse to write into a directory that holds something, unless `overwrite` is set."""
+    """Refuse to write into a non-empty directory unless `overwrite` is set."""
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ExportError(f"out={target} is a file; choose another directory.")
@@ -80,16 +80,16 @@ def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def draft_of(target: Path) -> Iterator[Path]:
-    """Collect files aside and move them into `target` when all is well; a failure before changes nothing."""
+    """Collect files in a draft and move them into `target` on success; a failure changes nothing."""
     with draft_folder(target) as draft:
         yield draft
-        for name in (*MODELS, RUNNER):  # those of another graph
+        for name in (*MODELS, RUNNER):  # files of another graph
             (target / name).unlink(missing_ok=True)
         move_into(draft, target)
 
 
 def signature(policy: Policy, around: Surroundings, *, graph: str = "whole") -> dict[str, Any]:
-    """Describe inputs and outputs of the export; `B` is the dynamic batch, null is what is not known."""
+    """Describe inputs and outputs of the export; `B` is the dynamic batch, null is unknown."""
     chunk = policy.chunk
 
     def feature(*shape: int, units: str = "physical", **facts: Any) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def write_facts(
     generator: torch.Generator,
     facts: dict[str, Any],
 ) -> None:
-    """Write sample, report and README; the signature is there."""
+    """Write sample, report and README; the signature exists already."""
     inputs = random_inputs(model.policy, 2, generator)
     arrays: dict[str, Any] = {**arrays_of(inputs), "action": run(inputs)[0]}
     np.savez(target / SAMPLE, **arrays)
@@ -150,6 +150,6 @@ def write_facts(
 
 
 def write_signature(target: Path, facts: dict[str, Any]) -> None:
-    """Write what inputs and outputs are, and the program that runs them."""
+    """Write the signature and the runner."""
     (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
     shutil.copyfile(runner.__file__, target / RUNNER)

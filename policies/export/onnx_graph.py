@@ -1,7 +1,7 @@
-"""Graphs of a policy: functions of tensors, traced to ONNX and compared with the originals.
+"""ONNX graphs of a policy: tracing and parity checks.
 
-Three functions can be traced: the whole policy, its encoder, and one evaluation of its network. Each is a
-`Traceable`: it has inputs, examples of them, and a flag for gradients inside.
+Traceable functions are the whole policy, its encoder, and one network evaluation. Each is a `Traceable` with
+inputs, example inputs, and a flag for internal gradients.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from policies.policy import Policy
 OPSET = 18
 
 _TRACED_BATCH = 3
-SYMBOLIC_BATCH = 1009  # sizes that are equal would be taken for one, so this is no other size, nor a product
-_NUDGE = 1e-6  # of the noise, whose deviation is 1: about what rounding adds up to
+SYMBOLIC_BATCH = 1009  # tracing merges equal sizes; this equals no other size or product
+_NUDGE = 1e-6  # perturbation of unit-variance noise, about accumulated rounding error
 _log = logging.getLogger(__name__)
 
 
 class Traceable(nn.Module):
-    """A function of tensors that is to become a graph; derive and give it `forward(inputs)`.
+    """Function of tensors to be traced; subclasses define `forward(inputs)`.
 
     Args:
-        policy: What it is a function of.
+        policy: Policy of the function.
 
     Attributes:
-        outputs: Names of what it returns.
+        outputs: Output names.
         fixed: Names of inputs whose first dimension is not the batch.
-        is_sealed: Whether all that depends on weights alone may become constants of the graph.
+        is_sealed: Whether values that depend on weights alone may become graph constants.
     """
 
     outputs: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Traceable(nn.Module):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether evaluating it takes gradients, which a graph cannot: they must be part of it."""
+        """Whether evaluation computes gradients; a graph must contain them as operations."""
         return any(isinstance(part, EnergyField) for part in self.policy.modules())
 
     def copy(self) -> Self:
@@ -69,16 +69,16 @@ class Traceable(nn.Module):
 
 
 class SampledPolicy(Traceable):
-    """The function that is exported: physical observations and noise to physical actions."""
+    """Exported function: physical observations and noise to physical actions."""
 
     outputs = ("action", "plan")
 
     def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return actions (B, Ta, Da) and the plan (B, R, Da), all rows from the first executed one on.
+        """Return actions (B, Ta, Da) and the plan (B, R, Da), all rows from the first executed one.
 
         Shapes:
-            inputs: `observation` (B, To, Do), `noise` (B, *noise_shape) and what else the policy sees: `goal`
-            (B, Dg), images (B, To, H, W, 3) by camera.
+            inputs: `observation` (B, To, Do), `noise` (B, *noise_shape), and, if used by the policy, `goal`
+                (B, Dg) and images (B, To, H, W, 3) by camera.
         """
         cond = self.policy.encode(observation_of(inputs))
         chunk, spec = self.policy.decode(cond, inputs["noise"]), self.policy.chunk
@@ -87,13 +87,13 @@ class SampledPolicy(Traceable):
 
 
 def observation_of(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the observation that a policy is given, from the inputs of a graph."""
+    """Return the policy's observation from the inputs of a graph."""
     seen = {name: value for name, value in inputs.items() if name not in ("observation", "noise")}
     return {"state": inputs["observation"], **seen}
 
 
 def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw observations inside the range of the statistics, images of random bytes, and noise."""
+    """Draw observations within the statistics' range, random-byte images, and noise."""
 
     def feature(name: str, *shape: int) -> Tensor:
         return policy.normalizer.decode(name, 0.7 * torch.randn(batch, *shape, generator=generator))
@@ -111,7 +111,7 @@ def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dic
 
 
 def refuse_foreign_loops(policy: Policy) -> None:
-    """Refuse a sampler that decides in Python at every step."""
+    """Refuse samplers with Python control flow in each step."""
     layers = list(_layers(policy))
     if any(getattr(getattr(one, "table", None), "loop", None) is not None for one in layers):
         inside = "" if len(layers) == 1 else f", inside {type(policy).__name__},"
@@ -123,7 +123,7 @@ def refuse_foreign_loops(policy: Policy) -> None:
 
 
 def _layers(policy: Any) -> Iterator[Any]:
-    """Yield a policy and those that it is wrapped around, outermost first."""
+    """Yield a policy and the wrapped policies inside, outermost first."""
     while policy is not None:
         yield policy
         policy = getattr(policy, "base", None)
@@ -132,11 +132,11 @@ def _layers(policy: Any) -> Iterator[Any]:
 def write_checked_graph(
     model: Traceable, path: Path, batch_sizes: Sequence[int], tolerance: float, seed: int
 ) -> list[dict[str, float]]:
-    """Write a graph that reproduces the model at every batch size and return the parity table.
+    """Write a graph that reproduces the model at every batch size; returns the parity table.
 
-    Tracing at one batch size and freeing that dimension afterwards takes a third of the time of tracing with
-    a symbolic one, but is wrong for a network that computes with its batch size: then the latter is done, and
-    at once where gradients of energies are part of the graph.
+    Tracing at a fixed batch size and freeing the dimension afterwards takes a third of the time of symbolic
+    tracing, but fails for networks that compute with their batch size. Symbolic tracing is the fallback, and
+    the first choice for graphs with energy gradients.
 
     Raises:
         ExportError: If neither graph reproduces the model.
@@ -152,7 +152,7 @@ def write_checked_graph(
 
 
 def ready_to_trace(model: Traceable, seed: int) -> Any:
-    """Return a copy of a model that rounds as little, in which what depends on weights alone is constant."""
+    """Return a copy of a model for tracing, with little rounding and weight-only values as constants."""
     traced = model.copy()
     for part in list(traced.modules()):
         for name, child in part.named_children():
@@ -168,7 +168,7 @@ def ready_to_trace(model: Traceable, seed: int) -> Any:
 def unlike(
     model: Traceable, worst: float, batch_sizes: Sequence[int], tolerance: float, seed: int
 ) -> ExportError:
-    """Return the error of an export that does not reproduce its policy."""
+    """Return the error for an export that does not reproduce its policy."""
     own = own_rounding(model, batch_sizes, seed)
     why = (
         f" The policy itself changes by {own:.2e} where its noise does by {_NUDGE:.0e}: rounding decides "
@@ -184,7 +184,7 @@ def unlike(
 
 
 def own_rounding(model: Traceable, batch_sizes: Sequence[int], seed: int) -> float:
-    """Return the largest change of what a model returns where its noise changes as rounding does."""
+    """Return the largest output change under noise perturbed at rounding scale."""
     generator, largest = torch.Generator().manual_seed(seed), 0.0
     for batch in batch_sizes:
         inputs = model.example(batch, generator)
@@ -225,14 +225,14 @@ def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) 
 
 
 def dynamic_shapes(model: Traceable, inputs: Mapping[str, Tensor]) -> dict[str, dict[int, Any]]:
-    """Return for every input its dimensions of any size."""
+    """Return the dynamic dimensions of every input."""
     batch = torch.export.Dim("batch", min=1, max=65536)
     return {name: {} if name in model.fixed else {0: batch} for name in inputs}
 
 
 @contextlib.contextmanager
 def quiet_tracing() -> Iterator[None]:
-    """Trace without gradients and without chatter."""
+    """Trace without gradients and without output."""
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
@@ -245,7 +245,7 @@ def quiet_tracing() -> Iterator[None]:
 
 
 def spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
-    """Return a function of the inputs' values, of elementary operations, those of gradients among them."""
+    """Return a function of input values in elementary operations, gradients included."""
     names = list(inputs)
     trace = make_fx(
         lambda *values: model(dict(zip(names, values, strict=True))),
@@ -257,7 +257,7 @@ def spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _free_batch(path: Path, fixed: frozenset[str]) -> None:
-    """Make the first dimension of inputs and outputs dynamic; drop the shapes between them."""
+    """Make the first dimension of inputs and outputs dynamic; drops intermediate shapes."""
     onnx = require("onnx", extra="export", what="export")
     graph = onnx.load(path)
     for value in (*graph.graph.input, *graph.graph.output):
@@ -275,7 +275,7 @@ def _parity(model: Traceable, session: Any, batch_sizes: Sequence[int], seed: in
 
 
 def parity_of(model: Traceable, run: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:
-    """Compare a function of inputs with the model on random ones, one row per batch size."""
+    """Compare a function with the model on random inputs, one row per batch size."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for batch in batch_sizes:
@@ -286,7 +286,7 @@ def parity_of(model: Traceable, run: Any, batch_sizes: Sequence[int], seed: int)
 
 @torch.no_grad()
 def _difference(model: Traceable, run: Any, inputs: dict[str, Tensor]) -> float:
-    """Return the difference of `ExportReport`; infinite where the graph does not run or has another shape."""
+    """Return the difference as in `ExportReport`; infinite if the graph fails or has another output shape."""
     expected = [output.numpy() for output in model(inputs)]
     try:
         found = run(inputs)

@@ -1,7 +1,7 @@
 """Parse and validate the metadata of an untrusted exported folder.
 
-`signature.json` is checked once, here, before anything is opened or allocated: evaluation and server build on
-what this returns.
+`signature.json` is validated here before anything is opened or allocated; evaluation and server rely on the
+result.
 
 Legend: B batch, To observation history, Th predicted horizon, Ta executed steps, R rows of a plan, Do, Da, Dg
 widths of observation, action and goal.
@@ -32,7 +32,7 @@ _DTYPES = ("float32", "uint8")
 
 @dataclass(frozen=True)
 class Signature:
-    """The metadata of an exported folder.
+    """Metadata of an exported folder.
 
     Attributes:
         inputs: By name, without the batch: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3).
@@ -40,14 +40,14 @@ class Signature:
 
     facts: Mapping[str, Any]  # all of `signature.json`
     inputs: Mapping[str, Feature]
-    noise_shape: tuple[int, ...]  # of one row of noise
+    noise_shape: tuple[int, ...]  # shape of one noise row
     action: Feature  # (Ta, Da)
     chunk: ChunkSpec  # horizons
-    low: tuple[float, ...] | None  # smallest action (Da,), physical; None: not known
-    high: tuple[float, ...] | None  # largest action (Da,)
-    task: str | None  # name of the task; None: not known
-    control_hz: float | None  # rate at which actions are executed; None: not known
-    provenance: Mapping[str, Any]  # what is stored about the origin of the policy
+    low: tuple[float, ...] | None  # lower action bounds (Da,), physical; None: unknown
+    high: tuple[float, ...] | None  # upper action bounds (Da,)
+    task: str | None  # name of the task; None: unknown
+    control_hz: float | None  # execution rate of actions [Hz]; None: unknown
+    provenance: Mapping[str, Any]  # recorded origin of the policy
 
     @property
     def obs_dim(self) -> int:
@@ -59,7 +59,7 @@ class Signature:
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether a folder is one that `burnish export` wrote."""
+    """Whether a folder is an output of `burnish export`."""
     return (folder / SIGNATURE).is_file()
 
 
@@ -113,7 +113,7 @@ def _checked(facts: dict[str, Any]) -> Signature:
 
 
 def _chunk(facts: Mapping[str, Any], action: Feature, plan: Feature) -> ChunkSpec:
-    """Return the horizons, which the shapes of the outputs repeat."""
+    """Return the horizons, which must agree with the output shapes."""
     if len(action.shape) != 2:
         raise ValueError(f"outputs.action.shape must be [B, Ta, Da]; got {action.shape} without its batch.")
     names = ("horizon", "act_steps", "obs_steps", "action_start")
@@ -148,7 +148,7 @@ def _check_inputs(inputs: Mapping[str, Feature], chunk: ChunkSpec) -> None:
 
 
 def _feature(key: str, data: Any) -> Feature:
-    """Read shape and type of an input or output, without its batch."""
+    """Parse shape and dtype of an input or output, without its batch."""
     if not isinstance(data, dict) or data.get("dtype") not in _DTYPES:
         raise ValueError(f"{short(key)} must be an object with shape, and dtype one of {', '.join(_DTYPES)}.")
     shape = data.get("shape")
@@ -174,7 +174,7 @@ def _count(key: str, value: Any, least: int = 1) -> int:
 
 
 def _limits(action: Mapping[str, Any], key: str, width: int) -> tuple[float, ...] | None:
-    """Read limits of actions; `read_json` has refused numbers that are not finite."""
+    """Parse action bounds; `read_json` has refused non-finite numbers."""
     values = action.get(key)
     if values is None:
         return None

@@ -1,8 +1,8 @@
-"""An export in pieces: a graph of the observation, one of a single evaluation of the network, and a table.
+"""Stepwise export: an observation graph, a graph of one network evaluation, and a table.
 
-The table holds what the sampler does around the evaluations, so that a runner can run the loop itself.
-Tracing takes a K-th of the time of the whole sampler, which matters for gradients of large networks. A
-descent on an energy has one step, the same at every place of its walk.
+The table holds the sampler coefficients, so that a runner can execute the loop. Tracing takes 1/K of the time
+of the whole sampler, relevant for gradients of large networks. An energy descent exports one step for all
+iterations.
 
 Legend: B batch, K denoising steps, Th predicted horizon, Da action width, C condition width.
 """
@@ -31,7 +31,7 @@ _TIMES = frozenset({"time", "second_time"})
 
 
 def require_steps(policy: Policy) -> DenoisingPolicy | DescentPolicy:
-    """Return a policy whose steps can be exported one by one."""
+    """Return a policy whose steps can be exported individually."""
     refuse_foreign_loops(policy)
     if isinstance(policy, ComposedPolicy):
         reason = "its members are evaluated at times of their own and weighted anew at every step"
@@ -51,13 +51,13 @@ def parts_of(cond: Cond) -> dict[str, Tensor]:
 
 
 def cond_of(parts: Mapping[str, Tensor]) -> Cond:
-    """Put a condition together from `parts_of`."""
+    """Rebuild a condition from `parts_of`."""
     free = Cond(parts["free"], parts.get("free_tokens")) if "free" in parts else None
     return Cond(parts["cond"], parts.get("tokens"), free)
 
 
 class EncodedObservation(Traceable):
-    """The first piece: physical observations to the tensors of a condition."""
+    """First graph: physical observations to the tensors of a condition."""
 
     has_gradients = False
 
@@ -74,14 +74,14 @@ class EncodedObservation(Traceable):
 
 
 class OneEvaluation(Traceable):
-    """The second piece: state, condition and time to the output of the network, (B, Th, Da)."""
+    """Second graph: state, condition and time to the network output (B, Th, Da)."""
 
     outputs = ("prediction",)
     fixed = _TIMES
-    is_sealed = False  # tables of times would be constants, and times are inputs here
+    is_sealed = False  # time tables would become constants, but times are inputs here
 
     def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw a state and a condition, at the time of a step that is drawn too."""
+        """Draw a state, a condition and the time of a random step."""
         x = torch.randn(batch, *self.policy.chunk.shape, generator=generator)
         cond = parts_of(_example_cond(self.policy, batch, generator))
         k = int(torch.randint(self.policy.table.num_steps, (1,), generator=generator))
@@ -94,7 +94,7 @@ class OneEvaluation(Traceable):
 
 
 class OneStepDown(Traceable):
-    """The second piece of a descent: chunk and velocity before and after a step, and the slope there."""
+    """Second graph of a descent: chunk and velocity before and after a step, and its gradient norm."""
 
     outputs = ("x_next", "v_next", "slope")
 
@@ -103,19 +103,19 @@ class OneStepDown(Traceable):
         return {"x": x, "v": v, **parts_of(_example_cond(self.policy, batch, generator))}
 
     def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return x and v (B, Th, Da) after the step and the slope (B,) where it was taken."""
+        """Return x and v (B, Th, Da) after the step and the gradient norm (B,) at it."""
         process, energy = self.policy.process, self.policy.bind(cond_of(inputs))
         x, v, _, gradient = process.step(energy, inputs["x"], inputs["v"])
         return x, v, process.slope(gradient)
 
 
 def one_step_of(policy: DenoisingPolicy | DescentPolicy) -> Traceable:
-    """Return the second piece of a policy."""
+    """Return the second graph of a policy."""
     return OneStepDown(policy) if isinstance(policy, DescentPolicy) else OneEvaluation(policy)
 
 
 def loop_of(policy: DenoisingPolicy | DescentPolicy) -> dict[str, Any]:
-    """Return the loop around the evaluations as JSON values; see `policies.runner`."""
+    """Return the sampler loop as JSON values; see `policies.runner`."""
     chunk = policy.chunk
     scale, offset = (policy.normalizer.get_buffer(f"action_{name}") for name in ("scale", "offset"))
     return {
@@ -144,7 +144,7 @@ def _denoising(table: StepTable) -> dict[str, Any]:
 
 
 def _row(table: StepTable, k: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return step k: its times, its coefficients (1 or Da numbers each), its noise, its memory."""
+    """Return step k: times, coefficients (1 or Da numbers each), noise, memory."""
     columns = Coefficients(*table.coefficients[:, k])
     row = {name: [_finite(number) for number in getattr(columns, name).tolist()] for name in names}
     row |= {name: value[k : k + 1].tolist() for name, value in _times_of(table).items()}
@@ -159,7 +159,7 @@ def _times_of(table: StepTable) -> dict[str, Tensor]:
 
 
 def _finite(number: float) -> float:
-    """Replace a coefficient that a table does not use."""
+    """Replace a non-finite, unused coefficient."""
     return number if math.isfinite(number) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Activation functions by name, and a Mish that costs a third of the stock one on a CPU.
+"""Activation functions by name, and a Mish with a third of the stock cost on a CPU.
 
 Mish(x) = x tanh(softplus(x)). With p = sigmoid(x) and q = p (2 - p) this is x q / (2 - q) exactly, one
 cheap transcendental function instead of three; and with t = q / (2 - q) its slope is
@@ -37,7 +37,7 @@ def _slope(x: Tensor) -> Tensor:
 
 
 class _Mish(torch.autograd.Function):
-    """Mish together with the two intermediate values that its slope needs."""
+    """Mish with the two intermediate values of its derivative."""
 
     generate_vmap_rule = True
 

@@ -1,14 +1,14 @@
-"""The layers that every transformer here is made of: attention, normalisation and a feed-forward network.
+"""Transformer layers: attention, normalisation and a feed-forward network.
 
-Attention is softmax(q kᵀ / √(D/H)) v per head, over the keys that a mask allows. Attention and normalisation
-are computed in one of two ways, chosen by `set_attention`:
+Attention is softmax(q kᵀ / √(D/H)) v per head, over the keys that a mask allows. `set_attention` selects one
+of two implementations of attention and normalisation:
 
-* `auto`: PyTorch's fused kernels, fast and thrifty, for first derivatives only;
-* `math`: elementary operations, which can be differentiated as often as one likes, forwards and backwards.
-  Objectives with `torch.func.jvp` (MeanFlow) or a gradient of a gradient (energies) ask for it.
+* `auto`: PyTorch's fused kernels, fast and memory-efficient, first derivatives only;
+* `math`: elementary operations, differentiable to any order, forwards and backwards; required by objectives
+  with `torch.func.jvp` (MeanFlow) or second derivatives (energies).
 
 Beyond first derivatives the fused attention of PyTorch 2.13 raises an error, while its fused LayerNorm
-silently gives wrong gradients of a forward-mode derivative: they lack what flows through mean and variance.
+silently gives wrong gradients of forward-mode derivatives: terms through mean and variance are missing.
 
 Legend: M rows, T queries, S keys, D width, H heads.
 """
@@ -79,12 +79,12 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Attention(nn.Module):
-    """Multi-head attention, to its own input or to a memory whose keys and values are projected beforehand.
+    """Multi-head attention, to its own input or to a memory with precomputed keys and values.
 
     Args:
         width: D of queries, memory and output.
         heads: H, a divisor of the width.
-        dropout: Share of the attention weights that is dropped in training, by PyTorch's global generator.
+        dropout: Dropout rate of the attention weights in training, by PyTorch's global generator.
 
     Source:
         arXiv 1706.03762, section 3.2.2; the layout of the weights is that of `nn.MultiheadAttention`.
@@ -128,12 +128,12 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with an activation between them, applied to every token by itself.
+    """Two linear layers with an activation between them, applied per token.
 
     Args:
         width: D of input and output.
         hidden: Width between the layers.
-        dropout: Share of the hidden features that is dropped in training, by PyTorch's global generator.
+        dropout: Dropout rate of the hidden features in training, by PyTorch's global generator.
         activation: Between the layers.
     """
 
@@ -152,10 +152,10 @@ class FeedForward(nn.Module):
 
 
 def set_attention(module: nn.Module, how: str) -> None:
-    """Choose how attention and normalisation in a module are computed: `auto` or `math` (top of the file).
+    """Select the implementation of attention and normalisation in a module: `auto` or `math`.
 
-    A choice for this object and its copies: it is not saved with a policy, because it changes no number by
-    more than rounding. Use `math` where more than first derivatives are needed.
+    The choice holds for this object and its copies. It is not saved with a policy, since results agree up to
+    rounding. Use `math` for derivatives beyond the first.
     """
     if how not in ATTENTIONS:
         raise ConfigError(f"attention must be one of {', '.join(ATTENTIONS)}; got '{how}'.")
@@ -165,7 +165,7 @@ def set_attention(module: nn.Module, how: str) -> None:
 
 
 def causal_mask(size: int) -> Tensor:
-    """Return (T, T) bool: a token sees itself and what is before it."""
+    """Return (T, T) bool: a token attends to itself and earlier ones."""
     return torch.ones(size, size, dtype=torch.bool).tril()
 
 

@@ -1,14 +1,14 @@
 """Convolutions along the rows of a short chunk, each as one matrix product.
 
-Rows are kept together: (B, T, channels) instead of PyTorch's (B, channels, T). A window lays the rows that an
-output row sees side by side, and the weights become one matrix,
+Rows are contiguous: (B, T, channels) instead of PyTorch's (B, channels, T). A window concatenates the rows in
+the receptive field of an output row, and the weights become one matrix,
 
     out[t] = W [x[t - r] | ... | x[t + r]] + b,
 
-made once and not at every call: at batch 1 the stock convolutions spend most of their time on bringing their
-weights into another order. Windows never reach further than the chunk is long, so that weights that would
-meet nothing but padding are not read. Numbers and gradients are those of the stock modules, which hold the
-weights. No view names the size of the batch, so that a graph traced at one serves any.
+built once instead of per call: at batch 1 the stock convolutions spend most of their time on reordering
+weights. Windows are no longer than the chunk, so weights on padding only are not read. Values and gradients
+equal those of the stock modules, which hold the weights. No view depends on the batch size, so a graph traced
+at one batch size is valid for any.
 
 Legend: B batch, T rows, k kernel size, C and C' channels before and after.
 """
@@ -87,10 +87,10 @@ def group_norm(norm: nn.GroupNorm) -> Rows:
             centred = grouped - grouped.mean((1, 3), keepdim=True)
             unit = centred * torch.rsqrt(centred.square().mean((1, 3), keepdim=True) + eps)
             return torch.addcmul(bias, unit.view(-1, rows, channels), weight)
-        # As a picture of one line whose channels come last, for which there is a kernel that copies nothing.
+        # An image one pixel high with channels last has a kernel without copies.
         picture = x.transpose(1, 2).unsqueeze(2)
         if forward_ad.unpack_dual(x).tangent is not None:
-            picture = picture.contiguous()  # the formula of forward-mode derivatives needs channels first
+            picture = picture.contiguous()  # forward-mode derivatives need channels first
         return torch.group_norm(picture, groups, weight, bias, eps).squeeze(2).transpose(1, 2)
 
     return normalise

@@ -1,4 +1,4 @@
-"""Several networks of one shape as one: action values, and what is made of their disagreement.
+"""Ensembles of equal networks for action values, and aggregation of their outputs.
 
 Legend: E members, B batch, C condition width, A width of a flattened chunk. The weights of a layer are
 stacked, (E, in, out), and all members are evaluated by one batched product; where products are large on a
@@ -28,7 +28,7 @@ _LARGE = 32_768  # rows times width
 
 @dataclass(frozen=True)
 class EnsembleConfig(Checked):
-    """Shape of an ensemble of action values Q(s, a), and how its weights begin.
+    """Shape and initialisation of an ensemble of action values Q(s, a).
 
     Attributes:
         last_bound: Limit of the last layer's initial weights and biases; null: PyTorch's.
@@ -102,7 +102,7 @@ class Ensemble(nn.Module):
         Args:
             cond: (B, C).
             action: (B, A).
-            members: Evaluate the first so many only.
+            members: Number of leading members to evaluate.
             frozen: Detach the weights; gradients still reach the inputs.
         """
         x = torch.cat([cond, action], dim=-1)
@@ -230,6 +230,6 @@ def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimi
 
 
 def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
-    """Move the weights of `target` by the share `tau` towards those of `online`."""
+    """Update `target` towards `online` with Polyak coefficient `tau`."""
     with torch.no_grad():
         torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)

@@ -30,12 +30,12 @@ _FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class TanhGaussianConfig:
-    """Shape of the network from conditions to means and deviations."""
+    """Shape of the network from conditions to means and standard deviations."""
 
     hidden_dims: tuple[int, ...] = (256, 256, 256)
     activation: str = "tanh"
     layer_norm: bool = True  # normalise before each activation
-    zero_init: bool = False  # start at mean 0 and deviation 1 everywhere
+    zero_init: bool = False  # initialise to mean 0 and standard deviation 1
 
     def build(self, cond_dim: int, latent_dim: int) -> TanhGaussian:
         trunk = TrunkConfig(

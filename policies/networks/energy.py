@@ -1,4 +1,4 @@
-"""Energies: one number per chunk, and its gradient in the place of a network's output.
+"""Energy networks: a scalar per chunk, with its gradient as network output.
 
 Legend: f(x, t) a backbone, x chunk (B, Th, Da), E (B,) energy of every chunk, low where chunks are likely::
 
@@ -6,9 +6,10 @@ Legend: f(x, t) a backbone, x chunk (B, Th, Da), E (B,) energy of every chunk, l
     dae    E = |x - f|^2 / 2
     mean   E = mean of f
 
-The gradient is that of every chunk by itself. It is taken inside `bind` as well, after all that depends on
-condition and time alone was computed: an evaluation costs the network forwards and backwards, no more. Where
-gradients are asked for, it can be differentiated again.
+The gradient is taken per chunk, also inside `bind`, after all that depends on condition and time alone is
+computed: an evaluation is one forward and one backward pass of the network. With gradients enabled it can be
+    differentiated
+again.
 
 Source: dot and dae, arXiv 2302.11552 (section 4); mean, arXiv 2510.27545.
 """
@@ -40,8 +41,8 @@ class EnergyField(nn.Module):
     """The gradient of an energy with respect to the chunk; itself a backbone.
 
     Args:
-        net: Backbone from which the energy is read. Its attention and normalisation are set to operations
-            that can be differentiated twice.
+        net: Backbone that defines the energy. Its attention and normalisation are set to operations that can
+            be differentiated twice.
         form: `dot`, `dae` or `mean`; see the top of the file.
     """
 

@@ -1,4 +1,4 @@
-"""Networks beside the denoiser: the value function, the Gaussian and the mixture actor, on the same trunk."""
+"""Networks beside the denoiser on the shared trunk: value function, Gaussian and mixture actor."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Critic(nn.Module):
 
 @dataclass(frozen=True)
 class DensityHeadConfig(TrunkConfig):
-    """What every density over action chunks has: a deviation per action dimension, learned or fixed."""
+    """Common settings of densities over action chunks: std per action dimension, learned or fixed."""
 
     width: int = bounded(256, ge=1)
     activation: str = bounded("mish", choices=tuple(ACTIVATIONS))
     init_std: float = 0.1  # initial standard deviation, normalised action units
     min_std: float = bounded(0.01, gt=0)  # lower limit of the standard deviation
-    max_std: float = 0.2  # upper limit of it
-    learn_std: bool = True  # false keeps `init_std` for good
+    max_std: float = 0.2  # upper limit of the standard deviation
+    learn_std: bool = True  # false keeps `init_std` fixed
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -103,7 +103,7 @@ def _weights_and_biases(names: dict[str, str], official: str, ours: str) -> dict
 
 
 class Fold(NamedTuple):
-    """What a trunk computes from its weights alone.
+    """Precomputed values of a trunk that depend only on its weights.
 
     Shapes:
         weight, bias: (H', in), (H',); z = weight s + bias. H' may exceed the width: see the top of the file.
@@ -160,7 +160,7 @@ class ResidualTrunk(nn.Module):
         return self.blocks[-1]  # type: ignore[return-value]
 
     def fold(self) -> Fold:
-        """Return what depends on the weights only, remembered while no gradient is asked for."""
+        """Return the values that depend only on weights, cached while gradients are disabled."""
         inlet, outlet, last = self.inlet, self.outlet, self.last_block.linear2
         sources = (inlet.weight, inlet.bias, outlet.weight, outlet.bias, last.weight, last.bias)
         return self._cache.get(sources, self._fold)

@@ -1,4 +1,4 @@
-"""The temporal U-Net: residual blocks of convolutions that network time and condition modulate.
+"""The temporal U-Net: residual convolution blocks modulated by network time and condition.
 
 A block maps rows x (B, T, C) to (B, T, C') and is modulated by scale and bias (FiLM, arXiv 1709.07871):
 
@@ -55,15 +55,15 @@ class UnetConfig(Checked):
 
     Attributes:
         widths: Channels of the levels, finest first; published sizes are 256, 512, 1024.
-        groups: Groups of channels that are normalised together, a divisor of every width; 0: none are.
+        groups: Number of normalisation groups, a divisor of every width; 0: no normalisation.
         final_groups: Groups of the last convolution, which has the first of the widths; null: as `groups`.
-        film: What time and condition do to a block: `one_plus_scale` (h (1 + scale) + bias), `scale`
+        film: Modulation of a block by time and condition: `one_plus_scale` (h (1 + scale) + bias), `scale`
             (h scale + bias) or `bias` (h + bias).
-        film_layers: Linear layers from time and condition to scale and bias, in every block: 1 or 3.
+        film_layers: Linear layers from time and condition to scale and bias, per block: 1 or 3.
     """
 
     widths: tuple[int, ...] = bounded((64, 128, 256), ge=1)
-    kernel: int = bounded(5, ge=1)  # rows that a convolution sees, odd
+    kernel: int = bounded(5, ge=1)  # kernel size in rows, odd
     groups: int = bounded(8, ge=0)
     final_groups: int | None = bounded(None, ge=0)
     norm_eps: float = bounded(1e-5, gt=0)  # added to the variance of a group
@@ -139,7 +139,7 @@ class ConvBlock(nn.Module):
 
 
 class Film(nn.Module):
-    """Turns time and condition into scale and bias of one block.
+    """Map time and condition to scale and bias of one block.
 
     Args:
         parts: Widths of time and condition.

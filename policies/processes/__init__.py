@@ -1,4 +1,4 @@
-"""Processes: what a denoiser's output means, and how training data is corrupted."""
+"""Processes: meaning of a denoiser's output and corruption of training data."""
 
 from policies.processes.base import GaussianPath, Process
 from policies.processes.consistency import Consistency

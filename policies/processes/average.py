@@ -1,8 +1,8 @@
-"""What flows that learn whole steps have in common.
+"""Shared parts of flows that learn average velocities.
 
 Legend: t sampling time, 0 noise and 1 data; s <= t start and end of a step; x state at s. On the line
 I_s = s x0 + (1 - s) eps with velocity v = x0 - eps the flow has the velocity b(x, s) = E[v | I_s = x]. The
-network outputs the average velocity u of a step instead, with which sampling needs few of them::
+network outputs the average velocity u of a step instead, so that sampling needs few steps::
 
     X(x, s, t) = x + (t - s) u(x, s, t)      where the flow carries x: the flow map
     u(x, t, t) = b(x, t)
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AveragePath(RectifiedFlow):
-    """The straight line, whose network predicts the average velocity of a step; a process derives from it."""
+    """Straight path whose network predicts the average velocity of a step; base class of processes."""
 
     has_second_time: ClassVar[bool] = True
 
@@ -39,16 +39,16 @@ class AveragePath(RectifiedFlow):
         return self.time_scale * (t_next - t)
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return two steps: the method promises one, and mostly needs two."""
+        """Return two steps; one is possible, two are usually needed."""
         return {"name": "euler", "steps": 2}
 
 
 def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
-    """Prepare a backbone for forward-mode derivatives and return it.
+    """Configure a backbone for forward-mode derivatives and return it.
 
     Args:
-        backbone: Set to `math` for its attention and normalisation, where it has some.
-        trained: Whether a loss sends gradients through such a derivative.
+        backbone: Its attention and normalisation, if any, are set to `math`.
+        trained: Whether a loss backpropagates through the derivative.
     """
     assert isinstance(backbone, nn.Module)
     set_attention(backbone, "math")
@@ -65,6 +65,6 @@ def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
 def derivative(
     function: Callable[..., Tensor], at: tuple[Tensor, ...], along: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return a function's value and its derivative in a direction, both differentiable."""
+    """Return a function's value and directional derivative, both differentiable."""
     value, change = torch.func.jvp(function, at, along)  # type: ignore[misc]
     return value, change

@@ -1,4 +1,4 @@
-"""What a process is, and the arithmetic of every Gaussian path `x = alpha x0 + sigma eps`.
+"""Process protocol and arithmetic of Gaussian paths `x = alpha x0 + sigma eps`.
 
 Legend: x noisy chunk, x0 clean chunk, eps noise, all (B, Th, Da); t sampling time (B,), 0 noise and 1 data;
 dots are derivatives with respect to t; lambda = ln(alpha / sigma), half the log signal-to-noise ratio.
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from policies.backbones import Backbone
 
 KINDS = ("eps", "x0", "v", "velocity", "score")
-_HALVINGS = 60  # of the bisection that inverts a path: far below the spacing of float64 times
+_HALVINGS = 60  # bisection steps of the path inversion: far below the spacing of float64 times
 
 
 @runtime_checkable
 class Process(Protocol):
-    """What the backbone's output means and how it is trained; pure functions only."""
+    """Meaning and training of a backbone's output; pure functions only."""
 
     has_second_time: ClassVar[bool]
-    policy_class: ClassVar[str]  # registered name of the policies that run this process
+    policy_class: ClassVar[str]  # registered name of the policy class that runs this process
 
     @property
     def kind(self) -> Kind:
-        """What the network predicts."""
+        """Prediction kind of the network."""
         ...
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,39 +60,39 @@ class Process(Protocol):
         ...
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return what the network should output at times t (B,)."""
+        """Return the regression target at times t (B,)."""
         ...
 
     def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
-        """Translate a prediction at (x, t) from one kind to another."""
+        """Convert a prediction at (x, t) between kinds."""
         ...
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return the time that the backbone receives."""
+        """Return the time input of the backbone."""
         ...
 
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor | None:
-        """Return the second time of a step from t to t_next; None where the network has none."""
+        """Return the second time input of a step from t to t_next; None if the network takes one time."""
         ...
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return the time at which ln(alpha / sigma) has a value, clamped to the path."""
+        """Return the time at which ln(alpha / sigma) equals `log_ratio`, clamped to the path."""
         ...
 
     def grid(self, steps: int) -> list[float]:
-        """Return the steps + 1 times of the path's own discretisation, from noise to data."""
+        """Return the steps + 1 times of the process's own grid, from noise to data."""
         ...
 
     def check_steps(self, times: Sequence[float]) -> None:
-        """Refuse steps between these times where the network was not trained for them."""
+        """Refuse steps between these times if the network was not trained for them."""
         ...
 
     def start_std(self, t: float) -> float:
-        """Return the deviation of the state from which sampling starts at time t."""
+        """Return the standard deviation of the initial state at start time t."""
         ...
 
     def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return the times (K,) that training draws from, or None where they are continuous."""
+        """Return the training times (K,), or None for continuous times."""
         ...
 
     def sample_time(
@@ -102,28 +102,28 @@ class Process(Protocol):
         ...
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draw what the loss needs beside times and noise; every tensor has one row per row of `te`."""
+        """Draw the loss's extra inputs; every tensor has one row per row of `te`."""
         ...
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the loss of every element (B, Th, Da) of clean chunks, to be averaged."""
+        """Return the unreduced loss (B, Th, Da) of clean chunks."""
         ...
 
     def field_of(self, backbone: Any) -> Any:
-        """Return the field that a policy evaluates: the backbone, or a backbone around it."""
+        """Return the module evaluated by the policy: the backbone or a wrapper of it."""
         ...
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the sampler of a policy that names none: its registered `name` and its fields."""
+        """Return the default sampler: its registered `name` and field values."""
         ...
 
 
 class GaussianPath:
-    """What all Gaussian paths have in common; a process derives and gives `kind` and its path.
+    """Base of Gaussian paths; subclasses define `kind` and the path.
 
     Attributes:
-        has_second_time: Whether the network has a second time.
-        is_integrable: Whether the network knows the slope everywhere, for samplers of any path to follow.
+        has_second_time: Whether the network takes a second time.
+        is_integrable: Whether the network predicts the slope at every time, as path samplers require.
     """
 
     has_second_time: ClassVar[bool] = False
@@ -153,7 +153,7 @@ class GaussianPath:
         return self.express(x0, eps, t, dst)
 
     def express(self, x0: Tensor, eps: Tensor, t: Tensor, kind: Kind) -> Tensor:
-        """Express the pair (x0, eps) as one kind."""
+        """Convert the pair (x0, eps) to one kind."""
         if kind == "x0":
             return x0
         if kind == "eps":
@@ -171,8 +171,8 @@ class GaussianPath:
     def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
         """Solve a prediction for the pair (x0, eps).
 
-        Where the path has no signal (alpha = 0) `eps` and `score` leave x0 undetermined, and where it has no
-        noise (sigma = 0) `x0` leaves eps undetermined: the result is not finite there.
+        Where alpha = 0, `eps` and `score` leave x0 undetermined; where sigma = 0, `x0` leaves eps
+        undetermined. The result is not finite there.
         """
         alpha, sigma = (over_rows(value, x) for value in self.alpha_sigma(t))
         if kind == "x0":
@@ -206,7 +206,7 @@ class GaussianPath:
         return [k / steps for k in range(steps + 1)]
 
     def check_steps(self, times: Sequence[float]) -> None:
-        """Accept all: the network knows its path everywhere."""
+        """Accept all steps: the network covers the whole path."""
 
     def start_std(self, t: float) -> float:
         return float(self.alpha_sigma(torch.tensor(t, dtype=torch.float64))[1])
@@ -227,17 +227,17 @@ class GaussianPath:
 
 
 def over_rows(value: Tensor, x: Tensor) -> Tensor:
-    """View per-row values (B,) so that they multiply x (B, ...); the type becomes that of x."""
+    """Reshape per-row values (B,) to broadcast with x (B, ...), in the dtype of x."""
     return value.to(x.dtype).reshape(value.shape + (1,) * (x.dim() - value.dim()))
 
 
 def unknown_kind(kind: str, known: Sequence[str] = KINDS) -> ConfigError:
-    """Return the error of a prediction kind that a path does not have."""
+    """Return the error for a prediction kind that a path lacks."""
     return ConfigError(f"prediction kind must be one of {', '.join(known)}; got '{kind}'.")
 
 
 def incompatible(sampler: Any, process: Any, *, needs: str) -> ConfigError:
-    """Return the error of a sampler that cannot run a process."""
+    """Return the error for a sampler that cannot run a process."""
     instead = process.default_sampler()["name"]
     return ConfigError(
         f"sampler={name_of('sampler', sampler)} needs process={needs}; got "

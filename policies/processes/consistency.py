@@ -1,9 +1,9 @@
-"""Consistency models: a network that jumps from any noise level to the clean end.
+"""Consistency models: map any noise level to the clean chunk in one evaluation.
 
 Legend: s noise over signal, m = noise_min, M = noise_max, sd standard deviation of the data, N levels; state
 x = alpha y on the path of EDM, y = x0 + s eps; f(y, s) what the policy takes for x0.
 
-The network's output F is mixed with the state so that f is the identity at s = m, whatever F is::
+The output F of the network is mixed with the state so that f is the identity at s = m::
 
     f(y, s) = c_skip y + c_out F
     c_skip = sd^2 / ((s - m)^2 + sd^2),    c_out = (s - m) sd / sqrt(s^2 + sd^2)
@@ -13,13 +13,13 @@ Two states of one trajectory, one level apart (s' < s), must end alike::
     loss = (sqrt(|f(y, s) - sg f(y', s')|^2 + c^2) - c) / (s - s'),    c = huber sqrt(Th Da)
     s'^(1/rho) = max(s^(1/rho) - (M^(1/rho) - m^(1/rho)) / (N - 1), m^(1/rho))
 
-In consistency training y' = x0 + s' eps, of the same chunk and noise; in distillation y' is where one Heun
-step of a teacher leads from y. The loss of an element is its share of the loss of the chunk; rows of padding
-can be left out of an average but take part in |.|.
+In consistency training y' = x0 + s' eps, with the same chunk and noise. In distillation y' is one Heun step
+of the teacher from y. The elementwise loss is each element's share of the chunk's loss; padded rows can be
+excluded from the average but contribute to |.|.
 
-Deviations from the publications: s is drawn from a continuous density instead of the levels, and N does not
-grow, so that a loss depends on nothing but its arguments. The target has the weights of the moment, as in
-iCT: no average of them, and the same in distillation.
+Deviations from the publications: s is drawn from a continuous density instead of the levels. N is constant,
+so the loss depends only on its arguments. The target uses the current weights without EMA, as in iCT; also
+in distillation.
 
 Source: arXiv 2303.01469 (consistency models), 2310.14189 (iCT: loss, weights, density); Consistency Policy,
 arXiv 2405.07503.
@@ -41,7 +41,7 @@ from policies.processes.edm import NOISE_DENSITIES, Edm
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 
-SMALLEST_GAP = 1e-6  # between two levels; keeps the weight finite where both are noise_min
+SMALLEST_GAP = 1e-6  # smallest difference of two levels; keeps the weight finite where both are noise_min
 
 Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(state (B, Th, Da), times (B,)) -> (x0, eps) of a teacher, on the student's path."""
@@ -55,16 +55,16 @@ class Consistency(Edm):
     The path, network time and densities are those of `edm`.
 
     Args:
-        num_levels: N, levels from noise_max to noise_min; the two states of a loss are one level apart.
-            More follow trajectories more closely and take longer to learn.
-        huber: c per square root of the number of elements of a chunk; errors far above are weighed like l1.
+        num_levels: N, levels from noise_max to noise_min; the two states of a loss are adjacent levels.
+            More levels follow trajectories more closely and train more slowly.
+        huber: c per square root of the number of elements of a chunk; far larger errors count as l1.
 
     Source:
         arXiv 2303.01469, 2310.14189.
     """
 
     is_integrable: ClassVar[bool] = False
-    density: str = bounded("log_normal", choices=NOISE_DENSITIES)  # as of `edm`; the default is iCT's
+    density: str = bounded("log_normal", choices=NOISE_DENSITIES)  # as in `edm`; default of iCT
     density_mean: float = -1.1
     density_scale: float = bounded(2.0, gt=0)
     num_levels: int = bounded(20, ge=2)
@@ -75,7 +75,7 @@ class Consistency(Edm):
         return "consistency"
 
     def scalings(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights of x and of F in f, shaped like t; x = sd c_in y."""
+        """Return the weights of x and F in f, shaped like t; x = sd c_in y."""
         above = (1.0 - t - self.noise_min * t).clamp(min=0.0)  # t (s - m)
         norm = torch.hypot(1.0 - t, self.data_std * t)
         signal = self.data_std * t
@@ -94,28 +94,28 @@ class Consistency(Edm):
         return super().resolve(x, t, self.end_of(x, t, pred), "x0")
 
     def end_of(self, x: Tensor, t: Tensor, pred: Tensor) -> Tensor:
-        """Return f (B, Th, Da) for states x, times t (B,) and outputs F of the network."""
+        """Return f (B, Th, Da) at states x, times t (B,) and network outputs F."""
         skip, out = (over_rows(value, x) for value in self.scalings(t))
         return skip * x + out * pred
 
     def cleaner(self, t: Tensor) -> Tensor:
-        """Return the times one level cleaner than t, at most that of noise_min."""
+        """Return the times one level cleaner than t, at most the time of noise_min."""
         power = 1.0 / self.rho
         low, high = self.noise_min**power, self.noise_max**power
         noise = ((1.0 - t) / t) ** power - (high - low) / (self.num_levels - 1)
         return 1.0 / (1.0 + noise.clamp(min=low) ** self.rho)
 
     def grid(self, steps: int) -> list[float]:
-        """Return the times of noise levels that part the karras scale evenly, noise_max the first, then 1."""
+        """Return times evenly spaced on the karras scale, from noise_max, then 1."""
         from policies.processes.schedules import noise_grid
 
         noise = noise_grid("karras", steps + 1, self.noise_max, self.noise_min, self.rho)[:-1]
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return every element's share of the loss (B, Th, Da).
+        """Return the loss per element (B, Th, Da).
 
-        `te.more["near"]` is the state one level cleaner, where a teacher gave it (`taught`).
+        `te.more["near"]` is the state one level cleaner if computed by a teacher (`taught`).
         """
         t_near = self.cleaner(te.t)
         x = self.corrupt(action, te.eps, te.t)
@@ -127,7 +127,7 @@ class Consistency(Edm):
         return shared_huber(square, self.huber) / over_rows(gap, square)
 
     def taught(self, action: Tensor, te: TE, teacher: Predict) -> TE:
-        """Return the draws with the state one level cleaner on the teacher's trajectory, by a Heun step.
+        """Return the draws with the next cleaner state on the teacher's trajectory, one Heun step ahead.
 
         Source:
             arXiv 2303.01469, algorithm 2.
@@ -146,7 +146,7 @@ class Consistency(Edm):
 
 
 def shared_huber(square: Tensor, huber: float) -> Tensor:
-    """Divide sqrt(|e|^2 + c^2) - c of every chunk among its elements, in proportion to their squares.
+    """Distribute sqrt(|e|^2 + c^2) - c of each chunk over its elements, in proportion to their squares.
 
     Args:
         square: Squared errors e^2 (B, Th, Da).

@@ -32,15 +32,15 @@ BETA_START, BETA_END = 0.1, 20.0
 @register("process", "vp")
 @dataclass(frozen=True)
 class VPContinuous(Checked, GaussianPath):
-    """Denoising diffusion whose training times are drawn from an interval instead of from levels.
+    """Denoising diffusion with continuous training times.
 
     Source:
         arXiv 2011.13456 (variance-preserving SDE), 2202.00512 (v prediction).
     """
 
     schedule: str = bounded("cosine", choices=("cosine", "linear"))
-    prediction: str = bounded("v", choices=PREDICTIONS)  # what the network outputs
-    time_scale: float = bounded(100.0, gt=0)  # the network receives time_scale * u
+    prediction: str = bounded("v", choices=PREDICTIONS)  # prediction kind
+    time_scale: float = bounded(100.0, gt=0)  # factor of the network's time input u
 
     @property
     def kind(self) -> Kind:
@@ -54,7 +54,7 @@ class VPContinuous(Checked, GaussianPath):
         return log_alpha.exp(), (-torch.expm1(2.0 * log_alpha)).sqrt()
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of `alpha_sigma`; that of sigma is infinite at the clean end if linear."""
+        """Return the derivatives of `alpha_sigma`; d sigma / dt of `linear` is infinite at the end."""
         alpha, sigma = self.alpha_sigma(t)
         if self.schedule == "cosine":
             return LAST_ANGLE * sigma, -LAST_ANGLE * alpha

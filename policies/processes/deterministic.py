@@ -1,6 +1,6 @@
-"""The deterministic policy: a network from the observation to the chunk, squashed into the box of actions.
+"""Deterministic policy: a network from observation to chunk, squashed by tanh to the action box.
 
-What offline actor-critic methods train. Cloning regresses it, so it is their baseline too.
+Trained by offline actor-critic methods, and by regression in cloning as their baseline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policies.registry import register
 @register("process", "deterministic")
 @dataclass(frozen=True)
 class DeterministicProcess:
-    """One chunk per observation, tanh of a network; no noise anywhere.
+    """One chunk per observation: tanh of a network, without noise.
 
     Source: the actors of TD3+BC (arXiv 2106.06860), PRDC and A2PR.
     """
@@ -33,7 +33,7 @@ class DeterministicProcess:
 
 @register("policy_class", "deterministic")
 class DeterministicPolicy(OneStepPolicy):
-    """Acts by tanh(trunk(observation)), in normalised units within [-1, 1]."""
+    """Act by tanh(trunk(observation)), in normalised units within [-1, 1]."""
 
     process: DeterministicProcess
 

@@ -35,12 +35,12 @@ _ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
 @register("process", "diffusion")
 @dataclass(frozen=True)
 class VPDiffusion(Checked, GaussianPath):
-    """Denoising diffusion on K levels; the network sees the raw integer level as a float.
+    """Denoising diffusion on K levels; the network's time input is the integer level as a float.
 
     Args:
-        schedule: `cosine`, `linear` or `scaled_linear`. The linear ones end far from pure noise unless
+        schedule: `cosine`, `linear` or `scaled_linear`. The linear schedules end far from pure noise unless
             num_levels is near 1000 or beta_end is raised.
-        prediction: What the network outputs: `eps`, `x0` or `v`; for velocities take process=flow.
+        prediction: Prediction kind: `eps`, `x0` or `v`; for velocities use process=flow.
 
     Source:
         arXiv 2006.11239 (process), 2102.09672 (cosine schedule), 2202.00512 (v prediction).
@@ -50,7 +50,7 @@ class VPDiffusion(Checked, GaussianPath):
     schedule: str = bounded("cosine", choices=SCHEDULES)
     prediction: str = bounded("eps", choices=PREDICTIONS)
     beta_start: float = bounded(1e-4, gt=0)  # first beta of the linear schedules
-    beta_end: float = bounded(0.02, lt=1)  # last beta of them
+    beta_end: float = bounded(0.02, lt=1)  # last beta of the linear schedules
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +74,7 @@ class VPDiffusion(Checked, GaussianPath):
         return (-slope * phi.sin()).to(t.dtype), (slope * phi.cos()).to(t.dtype)
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return the level tau as a float, typed like t; fractional between levels."""
+        """Return the level tau as a float of t's dtype; fractional between levels."""
         return level_of_time(t, self.num_levels).to(t.dtype)
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class VPDiffusion(Checked, GaussianPath):
         return {"name": "ddpm"}
 
     def _angle(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return phi and d phi / dt at times t, in the device's widest float type."""
+        """Return phi and d phi / dt at times t, in the widest float dtype of the device."""
         table = _angles(self, t.device)
         position = level_of_time(t, self.num_levels) + 1.0  # 0 clean … K noise
         low = (position.ceil() - 1.0).clamp(min=0.0)
@@ -119,14 +119,14 @@ class VPDiffusion(Checked, GaussianPath):
 
 
 def _angles(process: VPDiffusion, device: torch.device) -> Tensor:
-    """Return phi (K+1,) from clean to noise, derived from the float32 products; one table per device."""
+    """Return phi (K+1,) from clean to noise, from float32 products; cached per device."""
     key = (process.num_levels, process.schedule, process.beta_start, process.beta_end, str(device))
     phi = _ANGLES.get(key)
     if phi is None:
-        with torch.inference_mode(False):  # made while sampling, it must serve training as well
+        with torch.inference_mode(False):  # created while sampling, the table is also used in training
             bar = cumulative_alphas(process.betas()).to(wide_dtype(device))
             phi = torch.atan2((1.0 - bar).sqrt(), bar.sqrt())
             phi = torch.cat([torch.zeros(1, dtype=phi.dtype), phi]).to(device)
-        if not torch.compiler.is_compiling():  # a traced tensor must not outlive its trace
+        if not torch.compiler.is_compiling():  # traced tensors must not enter the cache
             _ANGLES[key] = phi
     return phi

@@ -1,4 +1,4 @@
-"""Energy descent: a chunk is found by walking down an energy, without noise levels.
+"""Energy descent: gradient descent of a chunk on an energy, without noise levels.
 
 Legend: x chunk, v velocity, both (B, Th, Da) and without physical meaning; n = Th Da; E (B,) energy, the mean
 of the network's output over the chunk; i = 0 … N-1 step, u uniform in 0 … 1, xi standard normal. One step::
@@ -12,10 +12,10 @@ of the network's output over the chunk; i = 0 … N-1 step, u uniform in 0 … 1
 
     sigma_i = noise_min + (noise_max - noise_min) (1 + cos(pi i / N)) / 2
 
-The loss compares where a walk ends with the clean chunk: |x_N - action|^2, through the last step alone
-(`truncate`), or the mean of |x_i - action|^2, each through its own step. Walks begin at noise that knows
-nothing of the chunk, so the least error is reached where every walk ends at the conditional mean: where
-demonstrations disagree, the policy acts between them. `process=energy` keeps modes.
+The loss compares the end of the descent with the clean chunk: |x_N - action|^2, through the last step alone
+(`truncate`), or the mean of |x_i - action|^2, each through its own step. Starts are independent of the chunk,
+so the loss is minimal where every descent ends at the conditional mean: the policy averages multimodal
+demonstrations. `process=energy` keeps modes.
 
 Source: EBT-Policy, arXiv 2510.27545, and its released code.
 """
@@ -44,30 +44,30 @@ _EPS = 1.19e-7
 @register("process", "ebt")
 @dataclass(frozen=True)
 class EnergyDescent(Checked):
-    """Descent on an energy, trained by unrolling it.
+    """Gradient descent on an energy, trained by unrolling.
 
     Args:
-        step_size: Step down the network's summed output at E = 0; n times it is EBT-Policy's alpha / tau.
-        step_spread: In training, every step of every row is longer or shorter by up to this factor.
-        max_growth: Bound on exp(E). At 1 it only shortens steps. Beyond, training may learn to raise E
-            instead of its slope: with the MLP it did after a thousand steps, and did not recover.
-        batch_coupled: Normalise, and stop, by the batch as a whole, as the released code does: actions
-            then depend on what else is in the batch.
+        step_size: Step size on the network's summed output at E = 0; times n it is EBT-Policy's alpha / tau.
+        step_spread: In training, each step of each row is scaled by a random factor up to this, up or down.
+        max_growth: Bound on exp(E). At 1 it can only shorten steps. Above 1, training may increase E instead
+            of its slope: with the MLP this happened after a thousand steps, without recovery.
+        batch_coupled: Normalise and stop by the whole batch, as the released code does; actions then depend
+            on the other rows.
 
     Source:
-        arXiv 2510.27545. Deviations: rows are normalised and stop by themselves, and exp(E) is bounded.
+        arXiv 2510.27545. Deviations: rows are normalised and stop independently, and exp(E) is bounded.
     """
 
     policy_class: ClassVar[str] = "descent"
 
-    num_steps: int = bounded(6, ge=1)  # fewest steps of a walk in training
-    extra_steps: int = bounded(4, ge=0)  # most steps beyond these; every row draws its own number
+    num_steps: int = bounded(6, ge=1)  # minimum number of training steps
+    extra_steps: int = bounded(4, ge=0)  # maximum number of additional steps, drawn per row
     step_size: float = bounded(1.0, gt=0)
     step_spread: float = bounded(1.5, ge=1)
-    momentum: float = bounded(0.9, ge=0, lt=1)  # share of the velocity that a step keeps
-    noise_max: float = 0.2  # noise of the first step in training, where chunks have unit root mean square
-    noise_min: float = bounded(0.002, ge=0)  # towards which the noise falls
-    truncate: bool = True  # compare where walks end; else where each step ends
+    momentum: float = bounded(0.9, ge=0, lt=1)  # momentum coefficient of the velocity
+    noise_max: float = 0.2  # Langevin noise of the first training step; chunks have unit root mean square
+    noise_min: float = bounded(0.002, ge=0)  # final Langevin noise
+    truncate: bool = True  # loss at the last step only; else at every step
     max_growth: float = bounded(1.0, ge=1, le=math.inf)
     batch_coupled: bool = False
 
@@ -77,7 +77,7 @@ class EnergyDescent(Checked):
 
     @property
     def most_steps(self) -> int:
-        """S, the longest walk of training."""
+        """S, maximum number of training steps."""
         return self.num_steps + self.extra_steps
 
     def default_sampler(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class EnergyDescent(Checked):
         return y + v, v, value, gradient
 
     def slope(self, gradient: Tensor) -> Tensor:
-        """Return the norm (B,) of a gradient (B, Th, Da), by which a walk knows that it is over."""
+        """Return the norm (B,) of a gradient (B, Th, Da), the stopping criterion."""
         if self.batch_coupled:
             return torch.linalg.vector_norm(gradient).expand(gradient.shape[0])
         return torch.linalg.vector_norm(gradient, dim=(-2, -1))
@@ -117,7 +117,7 @@ class EnergyDescent(Checked):
     # -- training -------------------------------------------------------------------------------------
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draw the walks: `num_steps` (B,), `ratio` u (B, S) and `langevin` xi (B, S, Th, Da)."""
+        """Draw step counts `num_steps` (B,), `ratio` u (B, S) and `langevin` xi (B, S, Th, Da)."""
         batch, most = len(te.eps), self.most_steps
         device = te.eps.device if generator is None else generator.device
         kind: dict[str, Any] = {"device": device, "dtype": te.eps.dtype}
@@ -132,7 +132,7 @@ class EnergyDescent(Checked):
         return {name: draw.to(te.eps.device) for name, draw in draws.items()}
 
     def noise_std(self, i: Tensor, num_steps: Tensor) -> Tensor:
-        """Return sigma_i of walks of N = num_steps steps; shaped like both."""
+        """Return sigma_i for N = num_steps steps; shaped like the arguments."""
         share = (1 + torch.cos(math.pi * i / num_steps)) / 2
         return self.noise_min + (self.noise_max - self.noise_min) * share
 
@@ -170,5 +170,5 @@ class EnergyDescent(Checked):
 
 
 def where_on(is_on: Tensor, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the new states (B, Th, Da) of the rows (B,) that are on, and the old ones of the others."""
+    """Return new states (B, Th, Da) for rows selected by `is_on` (B,), old ones for the rest."""
     return tuple(torch.where(is_on[:, None, None], a, b) for a, b in zip(new, old, strict=True))

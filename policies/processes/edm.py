@@ -1,15 +1,14 @@
-"""Score models with the preconditioning of EDM, as BESO uses them.
+"""Score models with EDM preconditioning, as in BESO.
 
 Legend: s noise over signal (EDM's sigma), sd standard deviation of the data, t sampling time with
 s = (1 - t) / t, the time at which a flow has the same ratio.
 
 EDM adds noise to the data, y = x0 + s eps, and scales the network's input by c_in = 1 / sqrt(s^2 + sd^2).
-The state here is the scaled one, x = sd c_in y, so that it is the chunk itself at the clean end and never
-large::
+The state here is the scaled one, x = sd c_in y; it equals the chunk at the clean end and stays bounded::
 
     alpha = sd c_in,  sigma = s sd c_in,        alpha^2 + (sigma / sd)^2 = 1
     x0 = alpha x + sigma F,                     c_skip y = alpha x,  c_out = sigma
-    F = sigma / sd^2 x0 - alpha eps             what the network is trained to output
+    F = sigma / sd^2 x0 - alpha eps             regression target
 
 Source: arXiv 2206.00364, table 1 and eq. 7; BESO, arXiv 2304.02532.
 """
@@ -36,8 +35,8 @@ NOISE_DENSITIES = ("log_logistic", "log_normal", "log_uniform")
 class Edm(Checked, GaussianPath):
     """Denoising score matching with preconditioning, over a range of noise levels.
 
-    The network sees sd c_in y where EDM's sees c_in y, a constant that its first layer absorbs, and
-    time_scale ln(s) / 4 where EDM's sees ln(s) / 4: sinusoids of low frequencies resolve it better.
+    The network input is sd c_in y instead of EDM's c_in y; its first layer absorbs the constant. The time
+    input is time_scale ln(s) / 4 instead of ln(s) / 4, which low-frequency sinusoids resolve better.
 
     Args:
         density: Density of ln s in training, truncated to the range: `log_logistic` (around ln sd),
@@ -48,13 +47,13 @@ class Edm(Checked, GaussianPath):
     """
 
     data_std: float = bounded(0.5, gt=0)  # sd, standard deviation of normalised actions
-    noise_min: float = bounded(0.005, gt=0)  # smallest s that is trained
-    noise_max: float = bounded(10.0, gt=0)  # largest s that is trained, and where sampling starts
+    noise_min: float = bounded(0.005, gt=0)  # smallest trained s
+    noise_max: float = bounded(10.0, gt=0)  # largest trained s, start of sampling
     density: str = bounded("log_logistic", choices=NOISE_DENSITIES)
     density_mean: float = -1.2  # mean of `log_normal`
     density_scale: float = bounded(0.5, gt=0)  # scale of `log_logistic` or `log_normal`
-    rho: float = bounded(7.0, gt=0)  # exponent of the process's own grid of sampling steps
-    time_scale: float = bounded(100.0, gt=0)  # factor of the network time
+    rho: float = bounded(7.0, gt=0)  # exponent of the karras sampling grid
+    time_scale: float = bounded(100.0, gt=0)  # factor of the network's time input
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +75,7 @@ class Edm(Checked, GaussianPath):
         return cubic * (norm - t * norm_rate), -cubic * (norm + (1.0 - t) * norm_rate)
 
     def express(self, x0: Tensor, eps: Tensor, t: Tensor, kind: Kind) -> Tensor:
-        """Express the pair (x0, eps) as one kind; `edm` is F."""
+        """Convert the pair (x0, eps) to one kind; `edm` is F."""
         if kind != "edm":
             return super().express(x0, eps, t, kind)
         alpha, sigma = (over_rows(value, x0) for value in self.alpha_sigma(t))
@@ -98,7 +97,7 @@ class Edm(Checked, GaussianPath):
         return log_ratio.sigmoid()
 
     def grid(self, steps: int) -> list[float]:
-        """Return the times of noise levels from noise_max to noise_min (karras), then 1."""
+        """Return times of noise levels from noise_max to noise_min (karras), then 1."""
         from policies.processes.schedules import noise_grid
 
         noise = noise_grid("karras", steps, self.noise_max, self.noise_min, self.rho)
@@ -107,13 +106,13 @@ class Edm(Checked, GaussianPath):
     def sample_time(
         self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Draw n training times (n,) by inverting the truncated distribution of ln s."""
+        """Draw n training times (n,) by inverse transform of the truncated distribution of ln s."""
         source = device if generator is None else generator.device
         share = torch.rand(n, generator=generator, device=source, dtype=dtype)
         return 1.0 / (1.0 + self.noise_of_share(share)).to(device)
 
     def noise_of_share(self, share: Tensor) -> Tensor:
-        """Return the quantiles s of shares in [0, 1], any shape."""
+        """Return the quantiles s at probabilities in [0, 1], any shape."""
         low, high = math.log(self.noise_min), math.log(self.noise_max)
         if self.density == "log_uniform":
             return torch.exp(low + share * (high - low))

@@ -2,13 +2,12 @@
 
 Legend: x noisy chunk, E (B,) energy, f the backbone, t sampling time, sigma noise amplitude.
 
-A network that predicts the noise need not be the gradient of anything; one that is knows, beside where chunks
-are likely, how likely they are::
+A network that predicts noise need not be a gradient field; the gradient of an energy also yields densities::
 
     eps = grad_x E(x, t)                     score = -eps / sigma, so density(x, t) ~ exp(-E / sigma)
 
-It is trained and sampled as any diffusion; an evaluation costs the backbone forwards and backwards, a
-training step a derivative of that.
+Training and sampling are as for diffusion. An evaluation is a forward and a backward pass of the backbone; a
+training step differentiates through both.
 
 Source: arXiv 2302.11552.
 """
@@ -29,15 +28,15 @@ class ScoreEnergy(VPDiffusion):
     """Denoising diffusion by the gradient of an energy, on K levels.
 
     Args:
-        form: How the energy is read from the backbone: `dot`, <x, f>, or `dae`, |x - f|^2 / 2.
+        form: Energy as a function of the backbone output: `dot`, <x, f>, or `dae`, |x - f|^2 / 2.
 
     Source:
-        arXiv 2302.11552. The loss is that of diffusion, not contrastive.
+        arXiv 2302.11552. The loss is the diffusion loss; deviation: not contrastive.
     """
 
     policy_class: ClassVar[str] = "energy"
 
-    prediction: str = bounded("eps", choices=("eps",))  # the gradient; for others take process=diffusion
+    prediction: str = bounded("eps", choices=("eps",))  # energy gradient; others: process=diffusion
     form: str = bounded("dot", choices=("dot", "dae"))
 
     def field_of(self, backbone: Any) -> Any:

@@ -22,7 +22,7 @@ BETA_LIMIT = 0.999
 
 
 class LinearPath(GaussianPath):
-    """The straight line x = t x0 + (1 - t) eps, whose network predicts velocities."""
+    """Straight path x = t x0 + (1 - t) eps; the network predicts velocities."""
 
     @property
     def kind(self) -> Kind:
@@ -52,9 +52,8 @@ class RectifiedFlow(Checked, LinearPath):
     Args:
         time_density: Density of training times: `uniform`; `logit_normal` (sigmoid of a standard
             normal); `beta` (0.999 (1 - Beta(1.5, 1)): more weight near the noise).
-        time_scale: The network receives time_scale * t. Sinusoidal embeddings with frequencies 1 … 1e-4
-            resolve times that run over about a hundred; raw times in [0, 1] leave most of their
-            features constant.
+        time_scale: Factor of the network's time input t. Sinusoidal embeddings with frequencies 1 … 1e-4
+            resolve a range of about a hundred; for t in [0, 1] most features are constant.
 
     Source:
         arXiv 2209.03003; time densities as in arXiv 2403.03206 (logit-normal) and 2410.24164 (beta).

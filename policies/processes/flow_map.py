@@ -1,12 +1,12 @@
-"""Flow maps: steps of any length between any times, learned from how they fit together.
+"""Flow maps: steps between any two times, learned from consistency conditions.
 
 Legend: as in `policies.processes.average`. The flow map is characterised by each of
 
     X(x, s, t) = X(X(x, s, r), r, t)            semigroup:   a step is two steps
     dX/dt (x, s, t) = b(X(x, s, t), t)          Lagrangian:  its end moves with the flow
-    dX/ds + dX/dx b(x, s) = 0                   Eulerian:    where on a trajectory it starts does not matter
+    dX/ds + dX/dx b(x, s) = 0                   Eulerian:    the end is constant along a trajectory
 
-and by u(x, t, t) = b(x, t). The functions below return how far a network is from one of them; with
+and by u(x, t, t) = b(x, t). The functions below return the residuals of a network; with
 l = t - s, and D the derivative along (x, s) -> (v, 1) at a fixed end::
 
     psd        u(x, s, t) - [(1 - r) u(x, s, m) + r u(X(x, s, m), m, t)],  m = t - r l
@@ -35,11 +35,11 @@ from policies.registry import register
 
 
 class _Step(NamedTuple):
-    """A step to learn, for B rows.
+    """Steps to learn, B rows.
 
     Shapes:
-        x: (B, Th, Da), state at the start. velocity: (B, Th, Da), of the line that x was taken from.
-        start, end: (B,). share: (B,), of the second of two parts.
+        x: (B, Th, Da), start states. velocity: (B, Th, Da), velocity of the line through x.
+        start, end: (B,). share: (B,), fraction of the second of two sub-steps.
     """
 
     net: Evaluate
@@ -55,12 +55,12 @@ class _Step(NamedTuple):
         return over_rows(self.end - self.start, self.x)
 
     def average(self, x: Tensor, start: Tensor) -> Tensor:
-        """Return u from another state and time to the same end."""
+        """Return u at another state and time, to the same end time."""
         return self.net(x, start, self.end)
 
 
 def semigroup(step: _Step) -> Tensor:
-    """Return the difference between a step and its two parts (B, Th, Da)."""
+    """Return the difference between a step and its two sub-steps (B, Th, Da)."""
     net, x, share, compat = step.net, step.x, over_rows(step.share, step.x), step.paper_compat
     length = step.end - step.start
     middle = step.start + step.share * length if compat else step.end - step.share * length
@@ -72,7 +72,7 @@ def semigroup(step: _Step) -> Tensor:
 
 
 def lagrangian(step: _Step) -> Tensor:
-    """Return the velocity of the flow where a step ends, less that of its end (B, Th, Da)."""
+    """Return the flow velocity at the end of a step minus the velocity of the end (B, Th, Da)."""
     ones = torch.ones_like(step.end)
     average, rate = derivative(lambda end: step.net(step.x, step.start, end), (step.end,), (ones,))
     with torch.set_grad_enabled(step.paper_compat and torch.is_grad_enabled()):
@@ -81,7 +81,7 @@ def lagrangian(step: _Step) -> Tensor:
 
 
 def eulerian(step: _Step) -> Tensor:
-    """Return how the end of a step moves while its start follows the flow (B, Th, Da)."""
+    """Return the derivative of the step's end along the flow at its start (B, Th, Da)."""
     with torch.no_grad():
         if step.paper_compat:
             velocity = step.net(step.x + step.length * step.average(step.x, step.start), step.end)
@@ -93,7 +93,7 @@ def eulerian(step: _Step) -> Tensor:
 
 
 def mean_flow(step: _Step) -> Tensor:
-    """Return the same along the line, with a gradient through what depends on time (B, Th, Da)."""
+    """Return the Eulerian residual along the line; its time derivative carries gradients (B, Th, Da)."""
     ones = torch.ones_like(step.start)
     average, rate = derivative(lambda start: step.average(step.x, start), (step.start,), (ones,))
     with torch.no_grad():
@@ -112,17 +112,17 @@ OBJECTIVES: dict[str, Callable[[_Step], Tensor]] = {
 @register("process", "flow_map")
 @dataclass(frozen=True)
 class FlowMap(AveragePath):
-    """Flow matching, and beside it an objective that makes steps of any length agree with it.
+    """Flow matching plus a consistency objective for steps of any length.
 
     Args:
-        time_scale: The network receives time_scale * t and time_scale * (t - s). Derivatives with respect
-            to time grow with it: above about 20, all objectives but psd learn badly.
-        objective: `psd` (a step is two steps; no derivatives, for every backbone), `lsd` (Lagrangian), `esd`
-            (Eulerian) or `mf` (Eulerian along the line, as MIP's code has it; process=meanflow is the recipe
-            of the paper).
-        paper_compat: As MIP's released code: psd with its parts weighed the wrong way round and esd with the
-            velocity of the end in place of the start's, neither of them zero at the exact flow map; psd and
-            lsd with gradients through their targets.
+        time_scale: Factor of both time inputs, t and t - s. Derivatives with respect to time scale with it;
+            above about 20 all objectives but psd train badly.
+        objective: `psd` (a step equals two sub-steps; no derivatives, for every backbone), `lsd`
+            (Lagrangian), `esd` (Eulerian) or `mf` (Eulerian along the line, as in MIP's code;
+            process=meanflow is the paper's recipe).
+        paper_compat: Reproduce MIP's released code: psd with swapped weights of its parts and esd with the
+            end's velocity instead of the start's, both non-zero at the exact flow map; psd and lsd with
+            gradients through their targets.
 
     Source:
         arXiv 2505.18825 and 2512.01809. Deviations: starts and ends are uniform from the first step on,
@@ -138,14 +138,14 @@ class FlowMap(AveragePath):
         return backbone if self.objective == "psd" else allow_derivatives(backbone, trained=True)
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draw start and end of the step that a row learns, and where two parts of it meet; (B,) each."""
+        """Draw start, end and intermediate time of each row's step; (B,) each."""
         source = te.t.device if generator is None else generator.device
         draws = torch.rand(3, len(te.t), generator=generator, device=source, dtype=te.t.dtype)
         one, other, share = draws.to(te.t.device)
         return {"start": torch.minimum(one, other), "end": torch.maximum(one, other), "share": share}
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the squared errors of flow matching and of the objective, added; (B, Th, Da)."""
+        """Return the sum of flow-matching and objective squared errors (B, Th, Da)."""
         start, end, share = (te.more[name] for name in ("start", "end", "share"))
         flow = net(self.corrupt(action, te.eps, te.t), te.t) - self.target(action, te.eps, te.t)
         x, velocity = self.corrupt(action, te.eps, start), self.target(action, te.eps, start)
@@ -156,13 +156,13 @@ class FlowMap(AveragePath):
 @register("process", "meanflow")
 @dataclass(frozen=True)
 class MeanFlow(AveragePath):
-    """The Eulerian equation as a regression: u towards v + (t - s) Du, no gradient through the target.
+    """Regress u on v + (t - s) Du, the Eulerian equation, with a stop-gradient target.
 
     Args:
-        time_scale: The network receives time_scale * t and time_scale * (t - s). Derivatives with respect
-            to time grow with it: above about 20 the method learns badly.
-        flow_share: Share of the training rows with s = t, which are plain flow matching.
-        weight_power: p, rows with a mean squared error e weigh 1 / (e + c)^p; 0: all the same.
+        time_scale: Factor of both time inputs, t and t - s. Derivatives with respect to time scale with it;
+            above about 20 the method trains badly.
+        flow_share: Fraction of training rows with s = t, plain flow matching.
+        weight_power: p, weight 1 / (e + c)^p of a row with mean squared error e; 0: equal weights.
 
     Source:
         arXiv 2505.13447, algorithm 1 with equation 22 and its share of s = t; p of MP1 (arXiv 2507.10543).

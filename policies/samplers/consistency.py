@@ -1,4 +1,4 @@
-"""The sampler of consistency models: jump to the clean end, add less noise, jump again."""
+"""Sampler of consistency models: predict the clean chunk, add less noise, repeat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from policies.samplers.step_table import StepTable, build_step_table
 @register("sampler", "consistency")
 @dataclass(frozen=True, kw_only=True)
 class Renoise(PathRules):
-    """x' = alpha' (x0 + sqrt(s'^2 - noise_min^2) noise); with one step, a function of the start noise alone.
+    """x' = alpha' (x0 + sqrt(s'^2 - noise_min^2) noise); a function of the start noise alone for one step.
 
     Args:
         start_noise: Deviation of the start in units of the data; null: that of the first level. Consistency
@@ -29,7 +29,7 @@ class Renoise(PathRules):
         arXiv 2303.01469, algorithm 1; Consistency Policy, arXiv 2405.07503, for start_noise.
     """
 
-    steps: int = bounded(2, ge=1)  # evaluations of the network
+    steps: int = bounded(2, ge=1)  # network evaluations
     start_noise: float | None = bounded(None, ge=0)
 
     def table(self, process: Any) -> StepTable:
@@ -42,7 +42,7 @@ class Renoise(PathRules):
 
     def over(self, process: Any, times: Sequence[float]) -> StepTable:
         alpha, sigma = process.alpha_sigma(torch.tensor(times[1:], dtype=torch.float64))
-        left = (alpha * process.noise_min).square()  # noise that the clean end of a trajectory still has
+        left = (alpha * process.noise_min).square()  # noise left in the clean end of a trajectory
         std = (sigma.square() - left).clamp(min=0.0).sqrt()
         return build_step_table(
             process, self, times, alpha[:, None], torch.zeros_like(alpha)[:, None], std[:, None]

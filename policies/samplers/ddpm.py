@@ -36,9 +36,9 @@ class DDPM(StepRules):
 
     Args:
         variance: `fixed_small` (posterior variance) or `fixed_large` (beta).
-        levels: The levels themselves, noisiest first, for a short run that begins from a guess. Every one
-            is left by a single step of the process, also where the list then skips some (RTI-DP,
-            arXiv 2508.05396). Empty: from steps and spacing.
+        levels: Noise levels to visit, noisiest first, for short runs from a warm start. Each level is left
+            by one step of the process, even where the list skips levels (RTI-DP, arXiv 2508.05396).
+            Empty: derived from steps and spacing.
 
     Source:
         arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
@@ -46,8 +46,8 @@ class DDPM(StepRules):
 
     min_std: float = bounded(1e-3, ge=0)
     final_std: float | None = bounded(0.0, ge=0)
-    steps: int | None = bounded(None, ge=1)  # levels to visit; None: all of the process
-    spacing: str = bounded("leading", choices=SPACINGS)  # which levels: `leading`, `trailing` or `linspace`
+    steps: int | None = bounded(None, ge=1)  # number of noise levels to visit; None: all of the process
+    spacing: str = bounded("leading", choices=SPACINGS)  # level spacing: `leading`, `trailing` or `linspace`
     variance: str = bounded("fixed_small", choices=("fixed_small", "fixed_large"))
     levels: tuple[int, ...] = ()
 
@@ -78,22 +78,22 @@ class DDPM(StepRules):
 class DDIM(StepRules):
     """Implicit sampling: deterministic with eta = 0, ancestral with eta = 1.
 
-    As in diffusers, a step from level tau leads to tau - K // steps; with `linspace` spacing, and with
-    `trailing` where steps does not divide K, that is not exactly the next level visited.
+    As in diffusers, a step from level tau leads to tau - K // steps. For `linspace` spacing, and for
+    `trailing` where steps does not divide K, this differs from the next visited level.
 
     Args:
-        eta_per_dim: One eta per action dimension; replaces `eta` where given.
-        recompute_eps: Recompute eps from a clipped x0 (DPPO, `use_clipped_model_output`), or keep it.
-        final_alpha: After the last step: `one` (clean) or `first` (the cleanest level).
+        eta_per_dim: Eta per action dimension; overrides `eta`.
+        recompute_eps: Recompute eps from the clipped x0 (DPPO, `use_clipped_model_output`).
+        final_alpha: Alpha after the last step: `one` (clean) or `first` (the cleanest level).
 
     Source:
-        arXiv 2010.02502, eq. 12; DPPO (arXiv 2409.00588) for recomputation and noise floor. The mean uses the
-        deviation before the floor.
+        arXiv 2010.02502, eq. 12; DPPO (arXiv 2409.00588) for recomputation and noise floor. The mean uses
+        the standard deviation before the floor.
     """
 
-    steps: int = bounded(10, ge=1)  # levels to visit
-    spacing: str = bounded("leading", choices=SPACINGS)  # which levels: `leading`, `trailing` or `linspace`
-    eta: float = bounded(0.0, ge=0, le=1)  # share of ancestral noise, 0 to 1
+    steps: int = bounded(10, ge=1)  # number of noise levels to visit
+    spacing: str = bounded("leading", choices=SPACINGS)  # level spacing: `leading`, `trailing` or `linspace`
+    eta: float = bounded(0.0, ge=0, le=1)  # noise scale: 0 deterministic (DDIM), 1 ancestral (DDPM)
     eta_per_dim: tuple[float, ...] = bounded((), ge=0, le=1)
     recompute_eps: bool = True
     eps_clip: float | None = bounded(None, gt=0)  # bound on eps; None: no bound
@@ -117,7 +117,7 @@ class DDIM(StepRules):
 
 
 class _LevelPath(NamedTuple):
-    """Levels of a diffusion that a sampler visits: K+1 times; squared amplitudes here and next, (K, 1)."""
+    """Visited diffusion levels: K+1 times; squared amplitudes at this level and the next, (K, 1)."""
 
     times: list[float]
     bar: Tensor

@@ -1,9 +1,8 @@
-"""Acting by descent on an energy: the loop and the policy of `process=ebt`.
+"""Gradient descent on an energy: loop and policy of `process=ebt`.
 
-Legend: B batch, Th horizon, Da action width, S most steps; E (B,) energy.
+Legend: B batch, Th horizon, Da action width, S maximum number of steps; E (B,) energy.
 
-A row walks until the gradient of its energy is flat, then takes one step more and stays where it is; what the
-other rows of its batch do does not matter.
+Each row stops independently: once its gradient norm is below a threshold it takes one more step and stays.
 
 Source: EBT-Policy, arXiv 2510.27545, and its released code.
 """
@@ -32,23 +31,23 @@ from policies.registry import register
 @register("sampler", "descent")
 @dataclass(frozen=True)
 class Descent(Checked):
-    """Walk down the energy until it is flat.
+    """Gradient descent on the energy until the gradient vanishes.
 
-    Source: EBT-Policy (arXiv 2510.27545); deviation: every row stops by itself.
+    Source: EBT-Policy (arXiv 2510.27545); deviation: every row stops independently.
     """
 
-    steps: int = bounded(20, ge=1)  # S, most steps of a walk
-    min_slope: float = bounded(1e-3, ge=0)  # norm of the gradient at which a row takes its last step
+    steps: int = bounded(20, ge=1)  # S, maximum number of descent steps
+    min_slope: float = bounded(1e-3, ge=0)  # gradient norm below which a row takes its last step
 
     def table(self, process: Any) -> NoReturn:
         raise incompatible(self, process, needs="ebt")
 
 
 class Descended(NamedTuple):
-    """Where walks ended.
+    """Result of a descent.
 
     Shapes:
-        action: (B, Th, Da), normalised. energy: (B,), where the last step was taken. steps: (B,) int64.
+        action: (B, Th, Da), normalised. energy: (B,), at the last step. steps: (B,) int64.
     """
 
     action: Tensor
@@ -59,10 +58,10 @@ class Descended(NamedTuple):
 def descend(
     process: EnergyDescent, sampler: Descent, energy: BoundEnergy, x: Tensor, *, first_step: int = 0
 ) -> Descended:
-    """Walk down an energy from x (B, Th, Da), without the first `first_step` steps.
+    """Descend from x (B, Th, Da), skipping the first `first_step` steps.
 
-    On a CPU the loop ends when all rows have stopped. On an accelerator (and while tracing) looking would
-    stall the host, so it runs to its end and the rows that have stopped stay where they are.
+    On a CPU the loop ends when all rows have stopped. On an accelerator (and while tracing) this check would
+    synchronise with the host; all steps run, and stopped rows stay unchanged.
     """
     v = torch.zeros_like(x)
     walks = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
@@ -81,11 +80,11 @@ def descend(
 
 @register("policy_class", "descent")
 class DescentPolicy(Policy):
-    """A policy that walks from noise to a chunk down an energy.
+    """Policy that descends an energy from noise to a chunk.
 
     Attributes:
-        field: The gradient of the energy.
-        sampler: When a walk ends; replaced, not mutated (`with_sampler`).
+        field: Gradient of the energy.
+        sampler: Stopping rule; replaced with `with_sampler`, never mutated.
     """
 
     is_deterministic = True
@@ -110,13 +109,13 @@ class DescentPolicy(Policy):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Walk from noise (B, Th, Da), or from a start, to a normalised chunk (B, Th, Da).
+        """Descend from noise or a start, both (B, Th, Da), to a normalised chunk (B, Th, Da).
 
-        `start` = (x, t) begins at x (B, Th, Da) instead, without the share t of the steps; `grad` keeps the
-        graph through all steps.
+        `start` = (x, t) begins at x (B, Th, Da) and skips the fraction t of the steps; `grad` keeps the graph
+        through all steps.
 
         Raises:
-            CapabilityError: If hooks are given: they need states with a clean and a noisy part.
+            CapabilityError: If hooks are given; they require states with signal and noise parts.
         """
         if hooks:
             raise CapabilityError(
@@ -127,7 +126,7 @@ class DescentPolicy(Policy):
             return self.descend(cond, noise, start=start).action
 
     def descend(self, cond: Cond, noise: Tensor, *, start: Start = None) -> Descended:
-        """Descend as `decode` does; returns the final energies and the lengths of the walks too."""
+        """Descend as in `decode`; also returns final energies and step counts."""
         x, first = (noise, 0) if start is None else (start[0], self._step_at(start[1]))
         return descend(self.process, self.sampler, self.bind(cond), x, first_step=first)
 
@@ -145,13 +144,13 @@ class DescentPolicy(Policy):
         return self.field.bind_energy(cond, self.get_buffer("no_time"))
 
     def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
-        """Return the energy (B,) of chunks x (B, Th, Da); the time t has no influence."""
+        """Return the energy (B,) of chunks x (B, Th, Da); the time t is ignored."""
         return self.field.energy(x, self.get_buffer("no_time").expand(x.shape[0]), cond)
 
     # -- MatchingLoss ---------------------------------------------------------------------------------
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
-        """Draw where walks begin, and their steps; the times (n,) are zero."""
+        """Draw start states and step sizes; the times (n,) are zero."""
         t = torch.zeros(n, device=self.device, dtype=self.dtype)
         te = TE(t, self._randn((n, *self.chunk.shape), generator))
         return replace(te, more=self.process.more_draws(te, generator=generator))
@@ -167,8 +166,8 @@ class EnergyPolicy(DenoisingPolicy):
     def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
         """Return the energy (B,) of chunks x (B, Th, Da) as states at sampling times t (B,).
 
-        The density of these states is proportional to exp(-energy / sigma(t)). Energies may be compared
-        between chunks at one time and one condition. Clean chunks are ranked at the last trained level,
-        `process.levels()[0]`: at t = 1, where there is no noise, the network was never trained.
+        The density of these states is proportional to exp(-energy / sigma(t)). Energies are comparable
+        between chunks at equal time and condition. Clean chunks are ranked at the last trained level,
+        `process.levels()[0]`, since the network is not trained at t = 1 (no noise).
         """
         return self.field.energy(x, self.process.net_time(t), cond)

@@ -1,7 +1,7 @@
-"""Another library's steps: the schedulers of diffusers around our networks.
+"""Schedulers of diffusers as samplers.
 
-For interchange: a scheduler that was tuned elsewhere, or one that this package does not have. Our own
-samplers are faster and can do more: recorded chains, hooks, warm starts and export need them.
+For schedulers tuned elsewhere or missing in this package. The own samplers are faster and support recorded
+chains, hooks, warm starts and export.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteSche
 FLOW_TIMESTEPS = 1000
 _PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
 _BETAS = {"cosine": "squaredcos_cap_v2", "linear": "linear", "scaled_linear": "scaled_linear"}
-_CLIPS = ("DDIMScheduler",)  # the others know no bound on x0 that does not change their arithmetic
+_CLIPS = ("DDIMScheduler",)  # the other schedulers have no x0 bound that keeps their arithmetic
 
 
 @register("sampler", "diffusers")
@@ -45,15 +45,15 @@ class Diffusers(Checked):
     """A deterministic scheduler of diffusers, configured from the process.
 
     Args:
-        clip_x0: Bound on the predicted clean chunk, where the scheduler has one (DDIM); None: no bound.
-        scheduler: Name of its class; stochastic ones are refused: they draw their own noise.
+        clip_x0: Bound on the predicted clean chunk (DDIM only); None: no bound.
+        scheduler: Class name; stochastic schedulers are refused because they draw their own noise.
     """
 
     clip_x0: float | None = bounded(None, gt=0)
-    clip_action: float | None = bounded(1.0, gt=0)  # bound on the finished chunk; None: no bound
+    clip_action: float | None = bounded(1.0, gt=0)  # bound on the final chunk; None: no bound
     scheduler: str = bounded("DPMSolverMultistepScheduler", choices=(*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
     steps: int = bounded(10, ge=1)  # sampling steps; some schedulers evaluate the network twice per step
-    options: dict[str, Any] = field(default_factory=dict)  # further settings of the scheduler by name
+    options: dict[str, Any] = field(default_factory=dict)  # further scheduler arguments by name
     min_std: ClassVar[float] = 0.0
     final_std: ClassVar[float | None] = None
 
@@ -91,14 +91,14 @@ def _settings_of(process: VPDiffusion | RectifiedFlow) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SchedulerLoop:
-    """Runs a scheduler; holds settings only, so that it can be copied and sent."""
+    """Run a scheduler; holds settings only, so it can be copied and pickled."""
 
     sampler: Diffusers
     settings: dict[str, Any]
     is_flow: bool
 
     def scheduler(self) -> Any:
-        """Return a fresh scheduler, ready to step."""
+        """Return a fresh scheduler with timesteps set."""
         import diffusers
 
         settings = dict(self.settings)

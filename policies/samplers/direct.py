@@ -1,4 +1,4 @@
-"""The sampler of regression: the evaluations that a network was trained for, and nothing between them."""
+"""Sampler of regression policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policies.samplers.step_table import StepRules, StepTable, build_step_table
 @register("sampler", "direct")
 @dataclass(frozen=True, kw_only=True)
 class Direct(StepRules):
-    """Take what the network outputs as the next input: x' = alpha' x0, without noise.
+    """Use each network output as the next input: x' = alpha' x0, without noise.
 
     A positive `min_std` injects noise after every evaluation, which gives the chunk a density.
 

@@ -1,7 +1,7 @@
-"""Hooks of the denoising loop: change predictions and states without touching network or sampler.
+"""Hooks of the denoising loop: modify predictions and states.
 
 Legend: x noisy chunk, x0 predicted clean chunk, eps predicted noise, all (B, Th, Da), normalised units;
-x = alpha x0 + sigma eps. Hooks see the network's own (x0, eps); the sampler clips what they return.
+x = alpha x0 + sigma eps. Hooks receive the network's (x0, eps); the sampler clips their results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from policies.protocols import Cond, Step
 
 
 class Hook:
-    """Changes nothing; derive and override what should change."""
+    """Identity hook; subclasses override methods."""
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         return x0, eps
@@ -26,10 +26,10 @@ class Hook:
 
 @dataclass(frozen=True, eq=False)
 class Inpaint(Hook):
-    """Pin a part of the chunk to known values; the rest follows.
+    """Inpainting: fix a part of the chunk to known values.
 
-    The known values replace x0, so the next state holds them at its own noise level; after the last
-    step they are exact, also with a sampler that injects noise there, unless `clip_action` bounds them.
+    The known values replace x0, so the next state holds them at its noise level. After the last step they
+    are exact, also with final noise, unless `clip_action` bounds them.
 
     Source:
         Replacement of the clean estimate, as in arXiv 2201.09865 (RePaint) without resampling.
@@ -47,10 +47,10 @@ class Inpaint(Hook):
 
 @dataclass(frozen=True, eq=False)
 class Guidance(Hook):
-    """Push every clean estimate down a cost.
+    """Guide every clean estimate down a cost gradient.
 
-    The step is taken in x0, where the cost is defined, and eps follows so that the pair still explains the
-    state: x0 - g, eps + (alpha / sigma) g with g = scale * gradient.
+    The step is taken in x0, where the cost is defined; eps is adjusted to keep the state consistent:
+    x0 - g, eps + (alpha / sigma) g with g = scale * gradient.
 
     Args:
         cost_gradient: (x0 (B, Th, Da), cond) -> gradient of the cost (B, Th, Da), normalised units.

@@ -1,12 +1,12 @@
-"""Samplers of every Gaussian path, on predictions of (x0, eps).
+"""Samplers on Gaussian paths, from predictions (x0, eps).
 
 Legend: t sampling time, a prime marks the end of a step; alpha, sigma amplitudes of the path;
 s = sigma / alpha noise over signal; lambda = -ln s. In the notation of `policies.samplers.step_table`:
 
     euler      to_x0 = alpha', to_eps = sigma'                   first order on every path: on a flow
                 x + (t' - t) velocity, on a diffusion DDIM, with EDM x + (s' - s) (x - x0) / s
-    ancestral  the same with part of the noise drawn anew, u = eta s' sqrt(1 - s'^2 / s^2)
-    heun       Euler, then again from the same state with the mean of both slopes
+    ancestral  Euler with part of the noise redrawn, u = eta s' sqrt(1 - s'^2 / s^2)
+    heun       Euler, then repeated from the same state with the mean of both slopes
     midpoint   Euler to the middle, then from the same state with the slope there
     dpmpp_2m   Euler with x0 extrapolated from this and the previous evaluation
 
@@ -36,19 +36,19 @@ from policies.samplers.step_table import Memory, StepRules, StepTable, build_ste
 
 @dataclass(frozen=True, kw_only=True)
 class PathRules(StepRules, ABC):
-    """What every sampler of a path may choose.
+    """Settings of all path samplers.
 
     Args:
-        grid: Where the steps lie: `auto` (the process's own), `uniform` in sampling time, or between
+        grid: Step spacing: `auto` (the process's own), `uniform` in sampling time, or between
             `noise_max` and `noise_min` in sigma / alpha: `karras` (arXiv 2206.00364, eq. 5), `exponential`,
             `linear`.
-        noise_min: Last sigma / alpha before the clean end; null: that of the process's own grid.
+        noise_min: Last sigma / alpha before the clean end; null: that of the process's grid.
     """
 
     steps: int = bounded(10, ge=1)  # steps from noise to data
     grid: str = bounded("auto", choices=GRIDS)
-    rho: float = bounded(7.0, gt=0)  # exponent of `karras`
-    noise_max: float | None = bounded(None, gt=0)  # first sigma / alpha; null: that of the process's own grid
+    rho: float = bounded(7.0, gt=0)  # exponent of the `karras` grid
+    noise_max: float | None = bounded(None, gt=0)  # first sigma / alpha; null: that of the process's grid
     noise_min: float | None = bounded(None, gt=0)
     takes_whole_steps: ClassVar[bool] = False
 
@@ -63,7 +63,7 @@ class PathRules(StepRules, ABC):
             )
 
     def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a Gaussian path."""
+        """Build the step table for a Gaussian path."""
         has_path = isinstance(process, GaussianPath) and process.is_integrable
         if not has_path or (process.has_second_time and not self.takes_whole_steps):
             raise incompatible(self, process, needs="diffusion, flow or edm")
@@ -71,7 +71,7 @@ class PathRules(StepRules, ABC):
 
     @abstractmethod
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the steps out over given times, from noise to 1."""
+        """Build the step table for given times, from noise to 1."""
         ...
 
     def times(self, process: Process) -> list[float]:
@@ -92,7 +92,7 @@ class PathRules(StepRules, ABC):
 
 
 class _Path(NamedTuple):
-    """Amplitudes and noise over signal at the starts and at the ends of steps, (K,) float64."""
+    """Amplitudes and noise-to-signal ratio at starts and ends of steps, (K,) float64."""
 
     alpha: Tensor
     sigma: Tensor
@@ -118,13 +118,13 @@ def _noise_over_signal(process: Process, t: Tensor) -> Tensor:
 class Euler(PathRules):
     """First order: x' = alpha' x0 + sigma' eps; on a flow t_k = k / steps.
 
-    A positive `min_std` injects that noise after every step, which turns a flow into a Gaussian chain.
+    A positive `min_std` adds noise after every step, which turns a flow into a Gaussian chain.
 
     Args:
-        clip_state: Bound on the state after every step, as ReinFlow's released settings ask for; states near
-            the noise are cut off by it. None: only the finished chunk is bounded.
+        clip_state: Bound on the state after every step, as in ReinFlow's released settings; it truncates
+            states near the noise. None: only the final chunk is bounded.
         released_times: Evaluate the network at k / (steps - 1) while stepping by 1 / steps, as ReinFlow's
-            released rectified flows were sampled; to evaluate those weights, not to learn with.
+            released rectified flows were sampled; for evaluation of those weights, not for training.
 
     Source:
         arXiv 2209.03003; ReinFlow (arXiv 2505.22094).
@@ -144,7 +144,7 @@ class Euler(PathRules):
         return self._asked_late(table, process) if self.released_times else table
 
     def _asked_late(self, table: StepTable, process: Process) -> StepTable:
-        """Move the times that the network is asked at; the steps stay."""
+        """Replace the evaluation times of the network; step sizes are unchanged."""
         if not isinstance(process, LinearPath) or process.has_second_time or self.clip_x0 is not None:
             raise ConfigError(
                 "sampler.released_times is for rectified flows (process=flow) with sampler.clip_x0=null; got "
@@ -157,13 +157,13 @@ class Euler(PathRules):
 @register("sampler", "ancestral")
 @dataclass(frozen=True, kw_only=True)
 class Ancestral(PathRules):
-    """First order with part of the noise drawn anew after every step.
+    """First order with part of the noise redrawn after every step.
 
     Source:
         arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
     """
 
-    eta: float = bounded(1.0, ge=0, le=1)  # share of the noise of the reverse Markov chain, 0 (`euler`) to 1
+    eta: float = bounded(1.0, ge=0, le=1)  # share of the reverse chain's noise, 0 (`euler`) to 1
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
@@ -176,10 +176,10 @@ class Ancestral(PathRules):
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothRules(PathRules, ABC):
-    """What deterministic methods of several evaluations may choose: everything but noise.
+    """Settings of deterministic multi-evaluation methods: all but noise.
 
     Raises:
-        ConfigError: If noise is asked for, which the next evaluation would take for a slope.
+        ConfigError: If noise is requested; the next evaluation would treat it as slope.
     """
 
     def __post_init__(self) -> None:
@@ -214,7 +214,7 @@ class Heun(SmoothRules):
 class Midpoint(SmoothRules):
     """Second order by a half step: two evaluations per step, one in the last.
 
-    The middle is the geometric mean of the noise levels, and that of the times on a linear path.
+    The midpoint is the geometric mean of the noise levels, or of the times on a linear path.
 
     Source:
         DPM-Solver-2 (arXiv 2206.00927) in the form of EDM's code, `dpm_2`; the midpoint rule on a flow.
@@ -246,7 +246,7 @@ class DPMpp2M(SmoothRules):
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
-        gap = path.noise.log() - path.noise_next.log()  # the last is infinite
+        gap = path.noise.log() - path.noise_next.log()  # the last entry is infinite
         shrink = path.noise_next / path.noise
         weight = (1 - shrink) / 2 if self.solver == "midpoint" else 1 - (1 - shrink) / gap
         push = torch.zeros_like(gap)
@@ -258,7 +258,7 @@ class DPMpp2M(SmoothRules):
 
 
 class _Rows:
-    """Collects the evaluations of a method with slopes.
+    """Accumulate the evaluations of a multi-stage method.
 
     On a linear path slopes are dy/ds of y = x / (alpha + sigma) with s = sigma / (alpha + sigma); elsewhere
     of y = x / alpha with s = sigma / alpha. With w = 1 or 0 both are
@@ -280,7 +280,7 @@ class _Rows:
         return sigma / scale, scale
 
     def middle(self, t: float, t_next: float) -> float | None:
-        """Return the time in the middle of a step; None where the noise has no geometric mean: at its end."""
+        """Return the midpoint of a step; None for the last step, whose noise has no geometric mean."""
         if self.w:
             return (t + t_next) / 2
         noise = self.place(t)[0] * self.place(t_next)[0]
@@ -290,16 +290,16 @@ class _Rows:
         return float(self.process.time_of_lambda(log_ratio))
 
     def add(self, t: float, *, ends: float) -> None:
-        """Evaluate at t and go on to `ends` with that slope; remember nothing."""
+        """Evaluate at t and step to `ends` with that slope; stores nothing in memory."""
         s, scale = self.place(ends)
         self.times.append(t)
         self.to.append((scale * (1 - self.w * s), scale * s))
         self.memory.append((0.0, 0.0, 0.0))
 
     def correct(self, t: float, t_next: float, *, slope_at: float, share_of_first: float) -> None:
-        """Evaluate at `slope_at` and step anew from t to t_next with a mean of both slopes.
+        """Evaluate at `slope_at` and repeat the step from t to t_next with a mean of both slopes.
 
-        What the row before must remember is y at t plus the first slope's share of the step.
+        The previous row stores y at t plus the first slope's share of the step in memory.
         """
         s = self.place(t)[0]
         s_next, scale = self.place(t_next)
@@ -311,7 +311,7 @@ class _Rows:
         self.memory.append((scale, 0.0, 0.0))
 
     def table(self, rules: PathRules) -> StepTable:
-        """Lay the collected rows out."""
+        """Return the collected rows as a step table."""
         to_x0, to_eps = torch.tensor(self.to, dtype=torch.float64).unbind(1)
         columns = (tuple(column) for column in zip(*self.memory, strict=True))
         return build_step_table(

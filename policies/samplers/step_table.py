@@ -1,4 +1,4 @@
-"""One denoising step: its coefficients, its mean, its density.
+"""Step table: coefficients, means and densities of denoising steps.
 
 Legend: B batch, K denoising steps, k step in the order of execution, M scored transitions, Th horizon,
 Da action width, D = 1 or Da; alpha, sigma signal and noise amplitudes.
@@ -11,13 +11,13 @@ Every sampler that evaluates the network once per step is a table of coefficient
     mean = to_x0 x0 + to_eps eps
     x'   = mean + std clip(noise, noise_clip)
 
-Methods that use several evaluations per step (Heun, midpoint) or earlier ones (multistep) are rows of the
-same table, one per evaluation, with a memory m that starts at the first row's x0::
+Methods with several evaluations per step (Heun, midpoint) or past ones (multistep) are rows of the same
+table, one per evaluation, with a memory m initialised to the first row's x0::
 
     mean = to_x0 x0 + to_eps eps + to_memory m,      m <- keep_x0 x0 + keep_eps eps
 
-Tables are built in float64; the loop reads Python floats. The same function computes the mean in the
-loop and when a stored transition is scored.
+Tables are computed in float64; the loop uses Python floats. One function computes the mean for sampling
+and for scoring stored transitions.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from policies.protocols import BoundField
 
 
 class Coefficients(NamedTuple):
-    """Numbers of one step (floats), or tensors that broadcast against chunks.
+    """Coefficients of one step (floats), or tensors that broadcast against chunks.
 
-    The first seven spell the step out (module docstring). The others are the same arithmetic with as few
-    passes over the chunk as possible: `y = clip(x + ratio pred, limit)`, proportional to x0, and
+    The first seven define the step (module docstring). The rest are the same arithmetic with fewer passes
+    over the chunk: `y = clip(x + ratio pred, limit)`, proportional to x0, and
     `mean = mean_y y + mean_x x + mean_pred pred`.
     """
 
@@ -60,7 +60,7 @@ class Coefficients(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a row adds from the memory, and what it leaves there; K numbers each."""
+    """Memory coefficients of rows: contribution to the mean and update; K numbers each."""
 
     to_memory: tuple[float, ...]
     keep_x0: tuple[float, ...]
@@ -69,38 +69,38 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepTable:
-    """A sampler laid out for one process: K evaluations of the network, each a row of coefficients.
+    """A sampler's steps for one process: K network evaluations, one row of coefficients each.
 
     Shapes:
-        net_time: (K,) float32, what the backbone receives.
-        second_time: (K,) float32, its second time; None: it has one.
-        std: (K, D) float64, deviation of the injected noise.
-        schedule_std: (K, D) float64, the same before floors.
+        net_time: (K,) float32, time input of the backbone.
+        second_time: (K,) float32, second time input; None: the backbone takes one time.
+        std: (K, D) float64, standard deviation of the injected noise.
+        schedule_std: (K, D) float64, `std` before floors.
         coefficients: (12, K, D) float64, in the order of `Coefficients`.
 
     Attributes:
-        memory: Coefficients of methods with a memory; None: every row is a step of its own.
-        loop: Another program's loop (bound network, noise) -> chunk that runs instead of the rows.
+        memory: Coefficients of methods with memory; None: rows are independent steps.
+        loop: External loop (bound network, noise) -> chunk that replaces the rows.
     """
 
-    times: tuple[float, ...]  # K+1 sampling times; `times[k]` is where step k starts
+    times: tuple[float, ...]  # K+1 sampling times; step k starts at `times[k]`
     net_time: Tensor
     std: Tensor
     schedule_std: Tensor
     coefficients: Tensor
     alpha: tuple[float, ...]  # K signal amplitudes at `times`
     sigma: tuple[float, ...]  # K noise amplitudes at `times`
-    predicts_x0: bool  # whether the network output is x0 itself
-    uses_pred: bool  # whether the mean needs the prediction beside the clipped x0
+    predicts_x0: bool  # whether the network predicts x0
+    uses_pred: bool  # whether the mean uses the prediction beside the clipped x0
     clip_x0: float | None
     eps_clip: float | None
     noise_clip: float | None
     clip_action: float | None
     second_time: Tensor | None = None
-    start_std: float = 1.0  # deviation of the start state: the start noise is multiplied by it
+    start_std: float = 1.0  # standard deviation of the start state; scales the start noise
     memory: Memory | None = None
-    entries: tuple[bool, ...] = ()  # whether sampling may begin at a row; a corrector's row is none
-    recompute: bool = True  # whether eps follows a clipped x0
+    entries: tuple[bool, ...] = ()  # whether sampling may start at a row; False for a corrector's row
+    recompute: bool = True  # whether eps is recomputed from a clipped x0
     clip_state: float | None = None  # bound on the state after every step; None: no bound
     loop: Callable[[BoundField, Tensor], Tensor] | None = None
     rows: tuple[Coefficients, ...] = field(init=False, repr=False)
@@ -108,13 +108,13 @@ class StepTable:
     _copies: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read the coefficients out as Python floats."""
+        """Cache the coefficients as Python floats."""
         columns = self.coefficients[:, :, 0].T.tolist() if self.coefficients.shape[-1] == 1 else []
         object.__setattr__(self, "rows", tuple(Coefficients(*column) for column in columns))
         object.__setattr__(self, "noisy", tuple((self.std > 0).any(dim=-1).tolist()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the copies on devices: where a table is sent or cloned to may have none of these."""
+        """Drop device copies; the device may not exist where the table is unpickled."""
         return {**self.__dict__, "_copies": {}}
 
     @property
@@ -147,8 +147,8 @@ class StepTable:
         )
 
     def to_device(self, name: str, like: Tensor) -> Tensor:
-        """Return one of the table's tensors with the device and type of `like`; copied there once."""
-        if torch.compiler.is_compiling():  # what a tracer sees must not outlive it
+        """Return a tensor of the table with the device and dtype of `like`; the copy is cached."""
+        if torch.compiler.is_compiling():  # traced tensors must not enter the cache
             return getattr(self, name).to(device=like.device, dtype=like.dtype)
         key = (name, like.device, like.dtype)
         if key not in self._copies:
@@ -159,20 +159,20 @@ class StepTable:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules(Checked):
-    """What every sampler may limit; all in normalised units.
+    """Bounds common to all samplers, in normalised units.
 
     Args:
         clip_x0: Bound on the predicted clean chunk at every step; null: no bound.
         noise_clip: Bound on standard-normal draws before scaling; null: no bound.
-        final_std: Noise of the last step; null: as the schedule and the floor give it.
+        final_std: Noise of the last step; null: from the schedule and the floor.
     """
 
     key: ClassVar[str] = "sampler"
 
     clip_x0: float | None = bounded(1.0, gt=0)
-    clip_action: float | None = bounded(None, gt=0)  # bound on the finished chunk; null: no bound
+    clip_action: float | None = bounded(None, gt=0)  # bound on the final chunk; null: no bound
     noise_clip: float | None = bounded(3.0, gt=0)
-    min_std: float = bounded(0.0, ge=0)  # floor on the noise of every step
+    min_std: float = bounded(0.0, ge=0)  # floor on the noise std of every step
     final_std: float | None = bounded(None, ge=0)
 
 
@@ -190,13 +190,13 @@ def build_step_table(
     entries: Sequence[bool] = (),
     clip_state: float | None = None,
 ) -> StepTable:
-    """Work out the coefficients of steps `mean = to_x0 x0 + to_eps eps`; options as in `StepTable`.
+    """Build the table of steps `mean = to_x0 x0 + to_eps eps`; options as in `StepTable`.
 
     Shapes:
         times: K+1 sampling times. to_x0, to_eps, schedule_std (noise before floors): (K, D) float64.
 
     Raises:
-        ConfigError: If the network was not trained for these steps.
+        ConfigError: If the network was not trained at these times.
     """
     process.check_steps(times)
     t = torch.tensor(times[:-1], dtype=torch.float64)
@@ -246,22 +246,21 @@ def build_step_table(
 def resampled(
     table: StepTable, process: Process, rules: StepRules, *, steps: int, noise: float = 1.0
 ) -> StepTable:
-    """Evaluate the network several times at every level of a table; the last takes the table's own step.
+    """Evaluate the network several times per level; the last evaluation takes the table's own step.
 
-    The others stay at their level and redraw part of the noise, around the x0 predicted there::
+    The others stay at their level and redraw part of the noise around the predicted x0::
 
         x <- alpha x0 + sigma (sqrt(1 - noise^2) eps + noise draw)
 
-    With `noise` = 1 all that remains of the state is x0, whose spread is smaller than that of clean chunks;
-    small values are steps of Langevin dynamics, x + (noise sigma)^2 / 2 score + noise sigma draw, which
-    keep the distribution of the level.
+    With `noise` = 1 only x0 remains of the state, whose spread is below that of clean chunks. Small values
+    are Langevin steps, x + (noise sigma)^2 / 2 score + noise sigma draw, which keep the level's distribution.
 
     Args:
         table: Rows of one evaluation each.
-        process: What it was laid out for.
-        rules: What it was laid out with.
-        steps: Evaluations at every level, at least 1.
-        noise: Share of the noise that is redrawn, 0 to 1.
+        process: Process of the table.
+        rules: Sampler of the table.
+        steps: Evaluations per level, at least 1.
+        noise: Fraction of the noise that is redrawn, 0 to 1.
 
     Raises:
         ConfigError: If a number is out of range or the table has a memory.
@@ -303,10 +302,10 @@ def resampled(
 def transition(
     table: StepTable, k: int | Tensor, x: Tensor, pred: Tensor, *, plus: Tensor | None = None
 ) -> Tensor:
-    """Return the mean of the state after a step, plus a term the caller may hand in (scaled noise).
+    """Return the mean of the next state, plus an optional term (scaled noise).
 
     Shapes:
-        k: a step, or steps (M,) of one transition each.
+        k: one step, or (M,) one step per transition.
         x: (M, Th, Da) state, pred: (M, Th, Da) network output at (k, x).
     """
     if table.eps_clip is not None:
@@ -348,7 +347,7 @@ def recall_prediction(
 ) -> tuple[Tensor, Tensor]:
     """Clip (x0, eps) and return the mean of the next state and the new memory.
 
-    Where there is no memory yet, x0 stands for it.
+    Without a memory, x0 is used.
     """
     assert table.memory is not None
     c, m = table.at(k, x0), table.memory

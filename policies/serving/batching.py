@@ -1,6 +1,6 @@
-"""The queue of a policy server: bounded, fair to every client, and emptied in batches.
+"""Request queue of a policy server: bounded, fair across clients, emptied in batches.
 
-It has no sockets and no clock: times are arguments.
+It uses no sockets and no clock: times are arguments.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from policies.execution.history import Array
 
 @dataclass(frozen=True)
 class Request:
-    """One observation that waits for its actions."""
+    """One queued observation."""
 
-    client: bytes  # who asks
-    id: int  # what the client calls it
+    client: bytes  # client identity
+    id: int  # the client's request id
     inputs: dict[str, Array] = field(repr=False)  # one row, checked
-    key: tuple[int, ...] | None  # of its noise; None: zeros
+    key: tuple[int, ...] | None  # noise key; None: zero noise
     arrived: float  # time [s]
-    deadline: float  # time [s] after which the answer is useless
+    deadline: float  # time [s] after which the answer is dropped
 
 
 class Batcher:
-    """Collects requests until a batch is due.
+    """Collect requests until a batch is due.
 
     Args:
-        max_queue: How many may wait.
-        max_per_client: How many of one client may wait.
-        max_batch: Rows of a batch.
-        max_wait_s: How long the oldest waits for others [s].
+        max_queue: Maximum number of queued requests.
+        max_per_client: Maximum number of queued requests per client.
+        max_batch: Maximum rows of a batch.
+        max_wait_s: Maximum wait of the oldest request for others [s].
     """
 
     def __init__(self, max_queue: int, max_per_client: int, max_batch: int, max_wait_s: float) -> None:
@@ -43,7 +43,7 @@ class Batcher:
         return len(self._waiting)
 
     def refusal(self, client: bytes) -> str:
-        """Return why one more request of a client is refused; empty if it is not."""
+        """Return the reason to refuse a client's next request; empty if accepted."""
         most, own = self._limits
         if len(self._waiting) >= most:
             return f"{most} requests are waiting already. Ask again later, or raise max_queue."
@@ -56,7 +56,7 @@ class Batcher:
         self._clients[request.client] += 1
 
     def due_in(self, now: float) -> float | None:
-        """Return the time until a batch is due [s], 0 if one is; None while nothing waits."""
+        """Return the time until a batch is due [s], 0 if one is; None for an empty queue."""
         if not self._waiting:
             return None
         if len(self._waiting) >= self._max_batch:
@@ -64,7 +64,7 @@ class Batcher:
         return max(0.0, self._waiting[0].arrived + self._max_wait_s - now)
 
     def take(self, now: float) -> tuple[list[Request], list[Request]]:
-        """Take out the oldest: a batch, and those whose deadline passed while they waited."""
+        """Remove the oldest requests: a batch, and those past their deadline."""
         batch: list[Request] = []
         late: list[Request] = []
         while self._waiting and len(batch) < self._max_batch:

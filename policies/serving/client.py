@@ -1,12 +1,12 @@
-"""Asks a policy server for actions; what runs on a robot.
+"""Client of a policy server, for use on a robot.
 
     robot = RemotePolicy("tcp://127.0.0.1:5750")
     while True:
         action = robot.act({"observation": state})     # (Do,) -> (Da,), once per control step
 
-It needs NumPy, pyzmq and msgpack, and no PyTorch. History and chunk are kept here
-(`policies.execution.history`), so a server may be killed and started again at any time: requests that are
-not answered in time are sent again over a new connection, with the same noise.
+Requires NumPy, pyzmq and msgpack, not PyTorch. History and chunk are kept on the client
+(`policies.execution.history`), so the server may be restarted at any time: requests without an answer in time
+are sent again over a new connection, with the same noise.
 
 Legend: To observation history, Ta executed steps, Da action width.
 """
@@ -33,8 +33,8 @@ class Client:
     """A connection to a policy server; use as a context manager, in one thread.
 
     Args:
-        endpoint: Where the server listens.
-        timeout_s: How long one attempt waits for its answer [s]; also the deadline that is sent along.
+        endpoint: Address of the server.
+        timeout_s: Timeout of one attempt [s]; also sent as the request's deadline.
         retries: Attempts after the first one.
         secret_key: File with the client's CURVE keys; None: no encryption.
         server_key: File with the server's public key.
@@ -77,13 +77,13 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; what is on its way is dropped."""
+        """Close the connection; pending messages are dropped."""
         self._drop()
         self._context.term()
 
     @property
     def schema(self) -> Schema:
-        """Inputs and outputs of the policy, as the server first described them."""
+        """Inputs and outputs of the policy, as first received from the server."""
         if self._schema is None:
             self._greet()
         assert self._schema is not None
@@ -93,14 +93,12 @@ class Client:
         """Return the actions (Ta, Da) for observations (To, ...), physical.
 
         Args:
-            obs: By the names of the schema.
-            key: Of the noise, see `policies.execution.history.draw_noise`; None: zeros, the deterministic
-            variant.
+            obs: Arrays by the names of the schema.
+            key: Noise key, see `policies.execution.history.draw_noise`; None: zero noise (deterministic).
 
         Raises:
-            ServingError: `timeout`, or what the server refuses: see `policies.serving.messages.REASONS`.
-            `schema`, if
-                another policy is served now whose observations or actions have other shapes.
+            ServingError: `timeout`, a reason of `policies.serving.messages.REASONS`, or `schema` if the
+                server now serves a policy with other observation or action shapes.
         """
         schema = self.schema
         arrays = {name: to_wire(_typed(name, value, schema)) for name, value in obs.items()}
@@ -111,7 +109,7 @@ class Client:
         except ServingError as error:
             if error.reason != "schema":
                 raise
-            self._greet()  # the server was started again, with other weights
+            self._greet()  # the server was restarted with other weights
             answer = self.ask({**body, "schema": self._fingerprint})
         actions = from_wire("actions", answer.get("actions"))
         if actions.shape != schema.action.shape or not np.isfinite(actions).all():
@@ -123,13 +121,13 @@ class Client:
         return metrics
 
     def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message and return its answer; what is not answered in time is sent again."""
+        """Send a message and return its answer; resends after a timeout."""
         self._id += 1
         frame = pack({**body, "id": self._id})
         for _ in range(self._retries + 1):
             answer = self._attempt(frame)
             if answer is None:
-                self._drop()  # also what is still queued to be sent
+                self._drop()  # also drops queued messages
             elif answer["type"] == "error":
                 raise ServingError(str(answer.get("reason")), f"{self.endpoint}: {answer.get('message')}")
             else:
@@ -143,7 +141,7 @@ class Client:
     # -- the connection -------------------------------------------------------------------------------
 
     def _greet(self) -> None:
-        """Ask for the schema; one that fits the first one replaces it."""
+        """Request the schema; a compatible one replaces the first."""
         answer = self.ask({"type": "hello"})
         schema = Schema.from_wire(answer.get("schema"))
         if self._schema is not None and _shapes(schema) != _shapes(self._schema):
@@ -154,7 +152,7 @@ class Client:
         self._schema, self._fingerprint = schema, str(answer.get("fingerprint"))
 
     def _attempt(self, frame: bytes) -> dict[str, Any] | None:
-        """Send once and wait; None: no answer in time."""
+        """Send once and wait; None after a timeout."""
         end = time.monotonic() + self._timeout_s
         socket = self._connected()
         if not socket.poll(_left_ms(end), self._zmq.POLLOUT):
@@ -165,7 +163,7 @@ class Client:
             if answer.get("v") != VERSION:
                 raise self._other_version(answer.get("v"))
             if answer.get("id") in (self._id, None):
-                return answer  # others are late answers to earlier questions
+                return answer  # others are late answers to earlier requests
         return None
 
     def _other_version(self, found: Any) -> ServingError:
@@ -180,7 +178,7 @@ class Client:
             # Kept before it connects: `close` waits for sockets, also for one whose address is refused.
             socket = self._socket = self._context.socket(self._zmq.DEALER)
             socket.setsockopt(self._zmq.LINGER, 0)
-            socket.setsockopt(self._zmq.IMMEDIATE, 1)  # nothing is kept for a server that is not there
+            socket.setsockopt(self._zmq.IMMEDIATE, 1)  # no queueing without a connected server
             socket.setsockopt(self._zmq.RECONNECT_IVL, 50)
             if self._keys is not None and self._server_key is not None:
                 socket.curve_publickey, socket.curve_secretkey = self._keys
@@ -199,14 +197,14 @@ class Client:
 
 
 class RemotePolicy(ChunkActor):
-    """Acts step by step by a policy on a server: one observation in, one action out.
+    """Act step by step by a served policy: one observation in, one action out.
 
     Args:
-        client: The connection, or where the server listens.
-        act_steps: How many actions of a chunk are executed; None: all of them.
-        seed: Of the noise.
-        is_clipped: Whether actions are cut off at the limits of the task, where the server knows them.
-        max_jump: Largest change from one command to the next, in the units of the action; None: any.
+        client: A connection, or the address of the server.
+        act_steps: Executed actions per chunk; None: all.
+        seed: Seed of the noise.
+        is_clipped: Whether to clip actions to the task's bounds, if the server reports them.
+        max_jump: Largest change between consecutive actions, in action units; None: unlimited.
 
     Raises:
         ServingError: If the server cannot be reached.
@@ -235,12 +233,12 @@ class RemotePolicy(ChunkActor):
         )
 
     def act(self, obs: Any) -> Array:
-        """Return the action (Da,) for an observation: by name, or (Do,) alone."""
+        """Return the action (Da,) for an observation: mapping by name, or array (Do,)."""
         return super().act(obs if isinstance(obs, Mapping) else {"observation": obs})
 
 
 def _typed(name: str, value: Any, schema: Schema) -> Array:
-    """Return an input in its type; numbers only are converted, never images."""
+    """Convert an input to its dtype; numbers only, images are never converted."""
     array = np.asarray(value)
     wanted = schema.inputs[name].dtype if name in schema.inputs else array.dtype.name
     if wanted == "uint8" or array.dtype.kind not in "fiu":

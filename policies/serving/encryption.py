@@ -1,9 +1,9 @@
-"""CURVE keys of a policy server and its clients: encryption and authentication of both sides.
+"""CURVE keys of a policy server and its clients: mutual authentication and encryption.
 
-    <keys>/server.key            public key of the server; clients need it
-    <keys>/server.key_secret     stays with the server
-    <keys>/clients/<name>.key    public keys of the clients that may connect
-    <keys>/<name>.key_secret     goes to that client
+    <keys>/server.key            public key of the server, needed by clients
+    <keys>/server.key_secret     secret key of the server
+    <keys>/clients/<name>.key    public keys of accepted clients
+    <keys>/<name>.key_secret     secret key of a client
 
 This module needs pyzmq only.
 """
@@ -21,7 +21,7 @@ SERVER, CLIENTS = "server", "clients"
 
 
 def make_keys(folder: str | Path, client: str = "robot") -> Path:
-    """Write keys of a server, unless there are some, and of one more client; returns its secret key."""
+    """Create server keys if missing, and keys of one more client; returns its secret key file."""
     require("zmq")
     from zmq.auth import create_certificates
 
@@ -42,12 +42,12 @@ def make_keys(folder: str | Path, client: str = "robot") -> Path:
 
 
 def server_keys(folder: str | Path) -> tuple[bytes, bytes]:
-    """Return public and secret key of the server."""
+    """Return the server's public and secret keys."""
     return read_keys(Path(folder) / f"{SERVER}.key_secret")
 
 
 def read_keys(path: str | Path) -> tuple[bytes, bytes]:
-    """Return public and secret key of a file."""
+    """Return the public and secret keys of a file."""
     public, secret = _read(path)
     if secret is None:
         raise ConfigError(f"keys: {path} has no secret key; give the file that ends in .key_secret.")
@@ -74,7 +74,7 @@ def _read(path: str | Path) -> tuple[bytes, bytes | None]:
 
 
 def start_authenticator(context: Any, folder: str | Path) -> Any:
-    """Accept only clients whose keys are in the folder; returns the authenticator, to be stopped."""
+    """Accept only clients with keys in the folder; returns the authenticator, to be stopped by the caller."""
     require("zmq")
     from zmq.auth.thread import ThreadAuthenticator
 

@@ -1,15 +1,14 @@
-"""The messages between a policy server and its clients, and what makes one acceptable.
+"""Messages between a policy server and its clients, and their validation.
 
 A message is one msgpack map in one ZeroMQ frame; arrays are maps of `dtype`, `shape` and raw `data`. Nothing
-is unpickled, no type is named that would be looked up, and no size is used before it was compared with
-the bytes that are there.
+is unpickled, no types are resolved by name, and sizes are compared with the received bytes before use.
 
     hello    {v, type, id}                                           -> welcome {v, type, id, schema, ...}
     act      {v, type, id, schema, obs: {name: array}, key, deadline_ms} -> actions {..., actions: array}
     metrics  {v, type, id}                                           -> metrics {v, type, id, metrics}
     anything else                                                    -> error {v, type, id, reason, message}
 
-This module needs NumPy and msgpack only, so that it runs where PyTorch does not.
+Requires NumPy and msgpack only, so it runs without PyTorch.
 
 Legend: To observation history, Ta executed steps, Da action width.
 """
@@ -34,7 +33,7 @@ from policies.storage.features import Feature, short
 VERSION = 1
 PORT = 5750
 DTYPES = ("float32", "float64", "uint8")
-MAX_DIMS, MAX_ITEMS, MAX_TEXT = 8, 256, 65536  # of one array; of one list or map; characters of one text
+MAX_DIMS, MAX_ITEMS, MAX_TEXT = 8, 256, 65536  # of an array; of a list or map; characters of a text
 
 REASONS = {
     "malformed": "not a message of this protocol",
@@ -62,7 +61,7 @@ def require(name: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Schema:
-    """What a server's policy takes and gives.
+    """Inputs and outputs of a served policy.
 
     Attributes:
         inputs: By name: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3) by camera.
@@ -71,9 +70,9 @@ class Schema:
     inputs: Mapping[str, Feature]
     action: Feature  # (Ta, Da), physical
     obs_steps: int = 1  # To
-    task: str | None = None  # name of the task; None: not known
-    control_hz: float | None = None  # rate at which actions are executed; None: not known
-    action_low: Sequence[float] | None = None  # (Da,), physical; None: not known
+    task: str | None = None  # name of the task; None: unknown
+    control_hz: float | None = None  # execution rate of actions [Hz]; None: unknown
+    action_low: Sequence[float] | None = None  # (Da,), physical; None: unknown
     action_high: Sequence[float] | None = None  # (Da,)
     policy: str = field(default="", compare=False)  # fingerprint of the weights
 
@@ -82,7 +81,7 @@ class Schema:
 
     @classmethod
     def from_wire(cls, data: Any) -> Schema:
-        """Read `to_wire`."""
+        """Parse the output of `to_wire`."""
         try:
             inputs = {str(name): _feature(one) for name, one in data["inputs"].items()}
             own: dict[str, Any] = {key: data[key] for key in ("obs_steps", "task", "control_hz", "policy")}
@@ -93,7 +92,7 @@ class Schema:
 
     @property
     def fingerprint(self) -> str:
-        """Identifier of the policy that a request was made for."""
+        """Identifier of the requested policy."""
         text = json.dumps(self.to_wire(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -108,21 +107,22 @@ def _feature(data: Mapping[str, Any]) -> Feature:
 
 
 def floats_of(values: Any) -> tuple[float, ...] | None:
-    """Return numbers as a tuple; None of None."""
+    """Return numbers as a tuple; None for None."""
     return None if values is None else tuple(float(value) for value in values)
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """Return a message as bytes."""
+    """Serialise a message."""
     packed: bytes = require("msgpack").packb({"v": VERSION, **message}, use_bin_type=True)
     return packed
 
 
 def unpack(frame: bytes) -> dict[str, Any]:
-    """Read a message of any version.
+    """Parse a message of any version.
 
     Raises:
-        ServingError: `malformed`, if it is no map of text, numbers, bytes, and short lists and maps of these.
+        ServingError: `malformed`, unless it is a map of text, numbers, bytes, and short lists and maps of
+            these.
     """
     limits = {"max_str_len": MAX_TEXT, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS}
     try:
@@ -131,7 +131,7 @@ def unpack(frame: bytes) -> dict[str, Any]:
         )
     except MissingExtraError:
         raise
-    except Exception as error:  # msgpack raises half a dozen kinds
+    except Exception as error:  # msgpack raises several classes
         raise ServingError(
             "malformed", f"a message must be one msgpack map; it cannot be read: {short(error)}"
         ) from None
@@ -141,7 +141,7 @@ def unpack(frame: bytes) -> dict[str, Any]:
 
 
 def to_wire(array: Array) -> dict[str, Any]:
-    """Describe an array in msgpack types."""
+    """Serialise an array to msgpack types."""
     return {
         "dtype": array.dtype.name,
         "shape": list(array.shape),
@@ -150,7 +150,7 @@ def to_wire(array: Array) -> dict[str, Any]:
 
 
 def from_wire(name: str, data: Any) -> Array:
-    """Read an array."""
+    """Deserialise an array."""
     if not isinstance(data, dict) or set(data) != {"dtype", "shape", "data"}:
         raise ServingError("malformed", f"'{name}' must be a map of dtype, shape and data.")
     dtype, shape, raw = data["dtype"], data["shape"], data["data"]
@@ -170,12 +170,12 @@ def _is_size(value: Any) -> bool:
 
 
 def read_observation(data: Any, schema: Schema, max_abs: float) -> dict[str, Array]:
-    """Read and check the observation of one request, as the policy takes it.
+    """Parse and validate the observation of a request.
 
     Args:
-        data: What came.
-        schema: What the policy takes.
-        max_abs: Magnitude beyond which a number is an error of a sensor, not an observation.
+        data: Received value.
+        schema: Expected inputs.
+        max_abs: Magnitude above which a number counts as a sensor error.
 
     Raises:
         ServingError: `malformed`, `missing`, `dtype`, `shape`, `nan` or `range`; names the entry.
@@ -190,7 +190,7 @@ def read_observation(data: Any, schema: Schema, max_abs: float) -> dict[str, Arr
 
 
 def check_array(name: str, value: Array, feature: Feature, max_abs: float) -> Array:
-    """Return an array in the type of a feature if it fits it."""
+    """Return an array in the dtype of a feature; refuses other shapes, dtypes and ranges."""
     floating = feature.dtype != "uint8"
     if (value.dtype.kind == "f") != floating:
         raise ServingError("dtype", f"'{name}' must be {feature.dtype}; got {value.dtype}.")

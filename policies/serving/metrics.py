@@ -1,4 +1,4 @@
-"""Counters of a policy server, for its clients and for Prometheus."""
+"""Counters of a policy server, for clients and Prometheus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECENT = 4096
 
 
 def resident_mb() -> float:
-    """Return the memory of this process [MB]; 0 where it is not known."""
+    """Return the resident memory of this process [MB]; 0 if unknown."""
     if not sys.platform.startswith("linux"):
         return 0.0
     return int(os.pread(_facts_of(os.getpid()), 200, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -31,7 +31,7 @@ def resident_mb() -> float:
 
 @cache
 def _facts_of(process: int) -> int:
-    """Return the open file of a process's memory; open for good: later no descriptor may be left."""
+    """Return the open memory-statistics file of a process; kept open since descriptors may run out."""
     return os.open(f"/proc/{process}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -39,9 +39,9 @@ class Metrics:
     """Counters of a server; one thread writes, others may read.
 
     Attributes:
-        counts: Messages by kind: `messages`, `decisions`, `batches`, `gone` (answers whose client had left),
-            `slow` (answers that a client did not fetch), `reopened` (see `Server`), `crowded` (times that all
-            connections were taken).
+        counts: Messages by kind: `messages`, `decisions`, `batches`, `gone` (client disconnected before its
+            answer), `slow` (client did not fetch its answer), `reopened` (see `Server`), `crowded`
+            (times that all connections were in use).
         rejected: Refusals by reason.
     """
 
@@ -53,14 +53,14 @@ class Metrics:
         self._decided: deque[float] = deque(maxlen=RECENT)
 
     def decided(self, queued_s: list[float], decide_s: float) -> None:
-        """Note a batch: how long each of its rows waited, and how long it took."""
+        """Record a batch: queueing time of each row and computation time [s]."""
         self.counts["batches"] += 1
         self.counts["decisions"] += len(queued_s)
         self._queued.extend(queued_s)
         self._decided.append(decide_s)
 
     def summary(self) -> dict[str, Any]:
-        """Return everything as plain numbers; times in ms."""
+        """Return all metrics as plain numbers; times in ms."""
         return {
             **self.counts,
             "waiting": self.waiting,
@@ -71,7 +71,7 @@ class Metrics:
         }
 
     def prometheus(self) -> str:
-        """Return everything in the text format of Prometheus."""
+        """Return all metrics in the Prometheus text format."""
         now = self.summary()
         lines = []
         for name in self.counts:
@@ -95,11 +95,11 @@ def _percentiles(seconds: deque[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def metrics_page(metrics: Metrics, port: int | None) -> Iterator[int | None]:
-    """Serve `/metrics` over HTTP on the loopback interface meanwhile; yields the port.
+    """Serve `/metrics` over HTTP on the loopback interface; yields the port.
 
     Args:
-        metrics: What is shown.
-        port: 0: any that is free; None: no page.
+        metrics: Metrics to serve.
+        port: 0: any free port; None: no server.
     """
     if port is None:
         yield None

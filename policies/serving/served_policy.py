@@ -1,4 +1,4 @@
-"""What a policy server serves: a policy, or an exported folder.
+"""Policies and exported folders as served by a policy server.
 
 Legend: B batch, To observation history, Ta executed steps, Do and Da observation and action widths.
 """
@@ -24,12 +24,12 @@ STATE = "observation"
 
 
 class ServedPolicy:
-    """A policy, on the device it is on.
+    """A policy on its current device.
 
     Args:
         policy: The policy.
-        around: What is known of its task.
-        fingerprint: Of its weights; differs between policies.
+        around: Facts about its task.
+        fingerprint: Identifier of its weights; differs between policies.
     """
 
     def __init__(self, policy: Policy, around: Surroundings | None = None, fingerprint: str = "") -> None:
@@ -60,13 +60,13 @@ class ServedPolicy:
 
 
 class ServedFolder:
-    """An exported folder, run as the machine without PyTorch would run it.
+    """An exported folder, run as on a machine without PyTorch.
 
     Args:
-        directory: What `burnish export` wrote.
+        directory: Output of `burnish export`.
 
     Raises:
-        CheckpointError: If the folder is none.
+        CheckpointError: If it is no exported folder.
         ExportError: If it is incomplete or cannot be run.
     """
 

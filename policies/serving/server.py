@@ -1,15 +1,14 @@
-"""A policy server: one loop that reads requests, batches those that wait, decides and answers.
+"""Policy server: one loop that reads requests, batches them, computes actions and answers.
 
-It keeps nothing of a robot but its requests that wait: history and chunks are the client's, the noise of a
-decision follows from the key in its request. A server that is killed and started again continues where the
-other stopped, and an answer does not depend on the other requests of its batch (to rounding).
+The server keeps no client state but queued requests: history and chunks are the client's, and the noise
+follows from the key in the request. A restarted server continues where the old one stopped. An answer does
+not depend on the other requests of its batch (up to rounding).
 
-Everything a client can send is bounded first: bytes of a message, messages that wait, here
-and per client, answers that are not fetched, and connections. ZeroMQ would accept these as long as the system
-has descriptors, so the kernel keeps new ones waiting while there are `max_connections` (Linux only);
-existing ones are served on. ZeroMQ gathers messages of many frames before they can be
-read; `max_backlog_mb` bounds what these take: beyond it all connections are dropped, and taken up
-again.
+All client-controlled quantities are bounded: message bytes, queued messages in total and per client,
+unfetched answers, and connections. ZeroMQ accepts connections until descriptors run out, so the kernel holds
+new ones back while there are `max_connections` (Linux only); existing ones are served on. ZeroMQ buffers
+multi-frame messages before they can be read; if these exceed `max_backlog_mb`, all connections are dropped
+and accepted again.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from policies.serving.metrics import Metrics, resident_mb
 _log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_POLL_MS = 50  # how long the loop sleeps at most before it looks whether it should stop
-_DRAIN = 256  # messages that are read before the queue is looked at again
-_REOPEN_S = 60.0  # how long the old socket may take to free the port
-_BACKLOG = 16  # connections that the kernel keeps for ZeroMQ to accept
-_SPARE = 8 + _BACKLOG  # descriptors that connections leave free
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of Linux
-_DROP = (0x06, 0, 0, 0)  # the instruction "return 0": no byte of the packet passes
-_HARD = 4  # times the bytes of a valid request: a larger frame is not even read
+_POLL_MS = 50  # poll interval [ms], maximum delay of a stop
+_DRAIN = 256  # messages read before the queue is checked again
+_REOPEN_S = 60.0  # timeout for the old socket to free the port [s]
+_BACKLOG = 16  # connections pending in the kernel for ZeroMQ to accept
+_SPARE = 8 + _BACKLOG  # descriptors reserved from connections
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # Linux socket options
+_DROP = (0x06, 0, 0, 0)  # BPF instruction "return 0": drops the packet
+_HARD = 4  # larger frames, in multiples of a valid request's bytes, are not read
 
 
 class Served(Protocol):
-    """What can be served."""
+    """Object that can be served."""
 
     schema: Schema
     noise_shape: tuple[int, ...]
@@ -66,24 +65,24 @@ class Served(Protocol):
 
 @dataclass
 class ServerSettings(Checked):
-    """How a policy is served.
+    """Settings of a policy server.
 
     Attributes:
-        max_wait_ms: How long a request waits for others; 0: only while the server is busy.
-        max_backlog_mb: Growth of memory beyond which all connections are dropped once.
+        max_wait_ms: Maximum wait of a request for others; 0: only while the server is busy.
+        max_backlog_mb: Memory growth above which all connections are dropped once.
     """
 
-    host: str = "127.0.0.1"  # interface; another than this machine's own needs allow_remote=true
-    port: int = bounded(PORT, ge=0, lt=65536)  # of requests; 0: any that is free
-    allow_remote: bool = False  # listen where other machines can reach it
-    keys: str | None = path_field()  # folder with CURVE keys; null: no encryption, everybody may ask
-    max_batch: int = bounded(16, ge=1)  # requests that are decided together
+    host: str = "127.0.0.1"  # network interface; other than loopback requires allow_remote=true
+    port: int = bounded(PORT, ge=0, lt=65536)  # request port; 0: any free port
+    allow_remote: bool = False  # accept connections from other machines
+    keys: str | None = path_field()  # folder with CURVE keys; null: no encryption or authentication
+    max_batch: int = bounded(16, ge=1)  # maximum requests per batch
     max_wait_ms: float = bounded(0.0, ge=0)
-    max_queue: int = bounded(64, ge=1)  # requests that wait; more are refused
-    max_per_client: int = bounded(4, ge=1)  # of one client
-    deadline_ms: float = bounded(1000.0, gt=0)  # deadline of a request that names none
-    max_connections: int = bounded(256, ge=1)  # at a time, as far as the system has descriptors; more wait
-    max_abs: float = bounded(1e6, gt=0)  # numbers of larger magnitude are refused
+    max_queue: int = bounded(64, ge=1)  # maximum queued requests; further ones are refused
+    max_per_client: int = bounded(4, ge=1)  # maximum queued requests per client
+    deadline_ms: float = bounded(1000.0, gt=0)  # default deadline of a request [ms]
+    max_connections: int = bounded(256, ge=1)  # simultaneous, limited by descriptors; others wait
+    max_abs: float = bounded(1e6, gt=0)  # larger magnitudes in observations are refused
     max_backlog_mb: float = bounded(256.0, gt=0)
 
     def __post_init__(self) -> None:
@@ -96,19 +95,19 @@ class ServerSettings(Checked):
 
 
 class Server:
-    """Serves a policy until `stop` is called; use as a context manager.
+    """Serve a policy until `stop` is called; use as a context manager.
 
     Args:
         served: The policy.
-        settings: Limits and place.
+        settings: Limits and address.
         clock: Returns the time [s].
 
     Attributes:
-        endpoint: Where it listens, `tcp://host:port`.
-        metrics: What was counted.
+        endpoint: Address, `tcp://host:port`.
+        metrics: Counters.
 
     Raises:
-        ConfigError: If it cannot listen there.
+        ConfigError: If the address cannot be bound.
         MissingExtraError: If the extra `serve` is not installed.
     """
 
@@ -159,10 +158,10 @@ class Server:
         """Serve until `stop` is called."""
         while not (self._stopping and not len(self._queue)):
             self.step()
-        self.step()  # refuse what came meanwhile
+        self.step()  # refuses messages received meanwhile
 
     def step(self, timeout_ms: int = _POLL_MS) -> None:
-        """Read what is there, and decide once if a batch is due."""
+        """Read pending messages, and compute one batch if due."""
         due = self._queue.due_in(self._clock())
         wait = timeout_ms if due is None else min(timeout_ms, math.ceil(due * 1e3))
         stopping = self._stopping
@@ -202,7 +201,7 @@ class Server:
         return unpack(frames[0])
 
     def _take(self, client: bytes, message: dict[str, Any], number: int | None, stopping: bool) -> None:
-        """Answer a message, or queue it."""
+        """Answer or queue a message."""
         if message.get("v") != VERSION:
             found = str(message.get("v"))[:20]
             raise ServingError("version", f"this server uses version {VERSION}; got {found}.")
@@ -229,7 +228,7 @@ class Server:
         }
 
     def _enqueue(self, client: bytes, number: int, message: dict[str, Any], stopping: bool) -> None:
-        """Check a request and queue it."""
+        """Validate and queue a request."""
         if stopping:
             raise ServingError("stopping", "the server is shutting down. Ask again when it is back.")
         if full := self._queue.refusal(client):
@@ -272,18 +271,18 @@ class Server:
             self._answer(request.client, answer)
 
     def _actions(self, batch: Sequence[Request]) -> list[Array | None]:
-        """Return the actions (Ta, Da) of every request; None where the policy failed at that row alone."""
+        """Return the actions (Ta, Da) of every request; None where the policy failed on that row alone."""
         inputs = {name: np.stack([one.inputs[name] for one in batch]) for name in self._served.schema.inputs}
         noise = np.stack([self._noise(request) for request in batch])
         try:
             actions = np.asarray(self._served.decide(inputs, noise), dtype=np.float32)
-        except Exception:  # a policy that fails must not take the robots of others with it
+        except Exception:  # one failing row must not affect other clients
             _log.exception("the policy failed on a batch of %d", len(batch))
             return [None] if len(batch) == 1 else [self._actions([request])[0] for request in batch]
         return [row if np.isfinite(row).all() else None for row in actions]
 
     def _warm_up(self) -> None:
-        """Decide once, so that the policy allocates its memory before that is watched."""
+        """Compute once, so that the policy's memory is allocated before monitoring."""
         inputs = {k: np.zeros(f.shape, f.dtype) for k, f in self._served.schema.inputs.items()}
         for size in {1, self._settings.max_batch}:
             self._actions([Request(b"", 0, inputs, None, 0.0, math.inf)] * size)
@@ -299,7 +298,7 @@ class Server:
         self._answer(client, {"type": "error", "id": number, "reason": reason, "message": message})
 
     def _answer(self, client: bytes, message: dict[str, Any]) -> None:
-        """Send without ever waiting: who has left or does not read loses the answer."""
+        """Send without blocking; disconnected or slow clients lose the answer."""
         try:
             self._socket.send_multipart([client, pack(message)], self._zmq.NOBLOCK)
         except self._zmq.Again:
@@ -338,13 +337,13 @@ class Server:
                 router.setsockopt(zmq.USE_FD, self._door.handle())
                 self.endpoint = self._door.endpoint
             router.bind(self.endpoint)
-        except OSError as error:  # of which ZMQError is one
+        except OSError as error:  # includes ZMQError
             router.close(linger=0)
             raise _cannot_listen(self.endpoint, error) from None
         return router
 
     def _guard_connections(self) -> None:
-        """Let others in only while there is room for them; those who are connected stay."""
+        """Accept new connections only below the limit; existing ones stay."""
         if self._door is None:
             return
         if self._door.is_open and _lowest_free() >= self._most_in_use:
@@ -355,7 +354,7 @@ class Server:
             self._door.open()
 
     def _guard_memory(self) -> None:
-        """Drop all connections once they hold too much memory; clients connect again by themselves."""
+        """Drop all connections above the memory limit; clients reconnect automatically."""
         grown = resident_mb() - self._memory
         if grown < self._settings.max_backlog_mb:
             return
@@ -365,7 +364,7 @@ class Server:
         if self._door is not None:
             self._door.close()
         deadline = time.monotonic() + _REOPEN_S
-        while True:  # the port is free when the context has closed the socket
+        while True:  # the port is free once the context has closed the socket
             try:
                 self._socket = self._bind()
                 break
@@ -393,7 +392,7 @@ def _milliseconds(value: Any, default: float) -> float:
 
 
 def _key(value: Any) -> tuple[int, ...] | None:
-    """Read the key of noise; None asks for zeros."""
+    """Parse a noise key; None requests zero noise."""
     if value is None:
         return None
     if not isinstance(value, list) or not 1 <= len(value) <= 8:
@@ -404,10 +403,10 @@ def _key(value: Any) -> tuple[int, ...] | None:
 
 
 class _Door:
-    """A listening socket at which new connections can be left waiting.
+    """Listening socket that can hold back new connections.
 
-    A filter of the kernel drops what arrives at the listening socket itself, with which a connection begins;
-    those who knock try again by themselves. Connections that there are have sockets of their own.
+    A kernel filter drops packets at the listening socket, where connections begin; clients retry
+    automatically. Established connections have their own sockets.
 
     Args:
         listener: The socket.
@@ -420,10 +419,10 @@ class _Door:
 
     @classmethod
     def at(cls, endpoint: str) -> _Door | None:
-        """Listen at an endpoint of ZeroMQ; None where the system has no such filter, or it is no address.
+        """Listen at a ZeroMQ endpoint; None without filter support, or if it is no address.
 
         Raises:
-            OSError: If that cannot be done.
+            OSError: If listening fails.
         """
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         if not sys.platform.startswith("linux"):
@@ -432,7 +431,7 @@ class _Door:
             found = socket.getaddrinfo(
                 host.strip("[]"), None if port == "*" else int(port), type=socket.SOCK_STREAM
             )
-        except socket.gaierror:  # a name of ZeroMQ's own, such as that of a network card
+        except socket.gaierror:  # a ZeroMQ name, such as that of a network interface
             return None
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
@@ -447,23 +446,23 @@ class _Door:
         return cls(listener)
 
     def handle(self) -> int:
-        """Return a descriptor of the socket, which whoever takes it closes."""
+        """Return a descriptor of the socket, to be closed by the caller."""
         return os.dup(self._listener.fileno())
 
     def shut(self) -> None:
-        """Leave new connections waiting."""
+        """Hold back new connections."""
         drop = ctypes.create_string_buffer(struct.pack("HBBI", *_DROP))
         program = struct.pack("HP", 1, ctypes.addressof(drop))
         self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
         self.is_open = False
 
     def open(self) -> None:
-        """Let new connections in again."""
+        """Accept new connections again."""
         self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
         self.is_open = True
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._listener.close()
 
 
@@ -472,7 +471,7 @@ def _cannot_listen(endpoint: str, error: OSError) -> ConfigError:
 
 
 def _lowest_free() -> int:
-    """Return the descriptor given out next: at least as many are in use; a large number if all are."""
+    """Return the next free descriptor, a lower bound on those in use; a large number if none is free."""
     try:
         handle = os.open(os.devnull, os.O_RDONLY)
     except OSError:
@@ -482,7 +481,7 @@ def _lowest_free() -> int:
 
 
 def _in_use() -> int:
-    """Return how many descriptors this process has; slower than `_lowest_free`."""
+    """Return the number of open descriptors; slower than `_lowest_free`."""
     try:
         return len(os.listdir("/dev/fd")) - 1
     except OSError:
@@ -490,13 +489,13 @@ def _in_use() -> int:
 
 
 def _descriptors() -> int:
-    """Return how many descriptors this process may have."""
+    """Return the descriptor limit of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def _give_back_memory() -> None:
-    """Return what was freed to the system, where the C library can."""
+    """Return freed memory to the system, if the C library supports it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

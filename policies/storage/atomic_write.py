@@ -1,7 +1,7 @@
-"""Files and folders that are written aside: flushed to the disk, and put in their place in one step.
+"""Atomic writes: files and folders are written beside the target, flushed, then renamed into place.
 
-A disk that takes no more is one error, a `WriteError` that names the place. Libraries that write files (HDF5,
-torch) do not all survive a failing write; they are given a `Draft`.
+A full disk raises one error, a `WriteError` that names the path. Libraries that write files (HDF5, torch) may
+crash on a failing write; they write to a `Draft`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from typing import Any
 
 from policies.errors import WriteError
 
-_HERE, _RENAME_EXCHANGE = -100, 2  # of the system call renameat2: relative to here; swap the two names
+_HERE, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2: current directory; exchange names
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """What the system says of a disk that takes no more."""
-_SETTLED_S = 60.0  # how old a draft must be before it can have been left by a killed program
+_SETTLED_S = 60.0  # minimum age of a draft [s] before it counts as left by a killed program
 
 
 @contextlib.contextmanager
 def told_if_full(place: Path) -> Iterator[None]:
-    """Turn what is raised because a disk takes no more into one error.
+    """Raise a `WriteError` for errors caused by a full disk.
 
     Args:
-        place: What is written; the error names it.
+        place: Path that is written, for the message.
 
     Raises:
-        WriteError: If the disk takes no more.
+        WriteError: If the disk is full.
     """
     try:
         yield
@@ -50,20 +50,20 @@ def told_if_full(place: Path) -> Iterator[None]:
             f"{place} cannot be written: {error.strerror}. What was there is unchanged. Free space on its "
             f"disk, or choose a place on another one."
         )
-        told.strerror = error.strerror  # for whoever writes more than this place
+        told.strerror = error.strerror  # for callers that write several paths
         raise told from error
 
 
 class Draft(io.RawIOBase):
-    """A new file whose writing never fails: what a full disk does not take is lost, and `failure` says so.
+    """New file whose writes never raise: on a full disk data is dropped and `failure` is set.
 
-    A library that is told that it cannot write, and again as it closes the file, may end the process.
+    A library that receives write errors, and again on close, may abort the process.
 
     Args:
-        path: The file; what is there is emptied.
+        path: File to write; existing content is truncated.
 
     Attributes:
-        failure: Why it could not be written; None: it could.
+        failure: Error of the first failed write; None: no failure.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,11 +87,11 @@ class Draft(io.RawIOBase):
         return self._file.readinto(buffer)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place."""
+        """Set the position."""
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        """Return the place."""
+        """Return the position."""
         return self._file.tell()
 
     def truncate(self, size: int | None = None) -> int:
@@ -103,19 +103,19 @@ class Draft(io.RawIOBase):
             return self.tell() if size is None else size
 
     def readable(self) -> bool:
-        """Tell that it can be read."""
+        """Return True."""
         return True
 
     def writable(self) -> bool:
-        """Tell that it can be written."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Tell that it has places."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """Return the number of the open file."""
+        """Return the file descriptor."""
         return self._file.fileno()
 
     def close(self) -> None:
@@ -126,10 +126,10 @@ class Draft(io.RawIOBase):
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[Draft]:
-    """Write a file through a library, flush it to the disk, and put it in its place when all is well.
+    """Write a file through a library, flush it to disk, and rename it into place on success.
 
     Raises:
-        WriteError: If the disk takes no more, whatever the library makes of that.
+        WriteError: If the disk is full, whatever the library raises.
     """
     aside = _place_beside(path)
     try:
@@ -149,10 +149,10 @@ def written(path: Path) -> Iterator[Draft]:
 
 @contextlib.contextmanager
 def draft_folder(target: Path) -> Iterator[Path]:
-    """Make a folder beside a target, to be filled; what of it is still there at the end is removed.
+    """Create a temporary folder beside a target; its remaining content is removed on exit.
 
     Raises:
-        WriteError: If the disk takes no more.
+        WriteError: If the disk is full.
     """
     draft = _place_beside(target)
     with told_if_full(target):
@@ -167,14 +167,14 @@ def draft_folder(target: Path) -> Iterator[Path]:
 
 
 def move_into(draft: Path, target: Path) -> None:
-    """Move the files of a folder into another, which is made if it is missing."""
+    """Move the files of a folder into another, created if missing."""
     target.mkdir(parents=True, exist_ok=True)
     for path in draft.iterdir():
         path.replace(target / path.name)
 
 
 def _place_beside(target: Path) -> Path:
-    """Return a new name beside a target, and remove what killed programs left under such names."""
+    """Return a new name beside a target; removes drafts of killed programs."""
     target.parent.mkdir(parents=True, exist_ok=True)
     begin = f".{target.name}.draft-"
     for left in target.parent.glob(f"{glob.escape(begin)}*"):
@@ -187,7 +187,7 @@ def _place_beside(target: Path) -> Path:
 def _remove_unheld(left: Path) -> None:
     handle = os.open(left, os.O_RDONLY)
     try:
-        with _held(handle):  # whoever writes it holds it
+        with _held(handle):  # locked by its writer
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
@@ -198,21 +198,21 @@ def _remove_unheld(left: Path) -> None:
 
 @contextlib.contextmanager
 def _held(handle: int) -> Iterator[None]:
-    """Hold an open file or folder meanwhile; the end of a program, however it comes, lets go of it.
+    """Lock an open file or folder; released on exit of the block or the process.
 
     Raises:
-        OSError: If another program holds it.
+        OSError: If another program holds the lock.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):  # a file system without locks
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):  # file system without locks
             raise
     yield
 
 
 def sync_tree(root: Path) -> None:
-    """Flush every file and folder below (and with) `root` to the disk."""
+    """Flush `root` and every file and folder below it to disk."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
             sync(Path(folder) / name)
@@ -220,7 +220,7 @@ def sync_tree(root: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -229,10 +229,10 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file aside, flush it and rename it; a pipe or device is written to directly.
+    """Write a file atomically; pipes and devices are written directly.
 
     Raises:
-        WriteError: If the disk takes no more.
+        WriteError: If the disk is full.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -250,11 +250,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_folder(aside: Path, target: Path) -> None:
-    """Put the folder `aside` in the place of `target`; what stood there is removed, or left at `aside`.
+    """Replace the folder `target` by `aside`; the old content is removed, or left at `aside`.
 
-    On Linux the two are exchanged in a single step of the kernel. Where that is impossible there is a moment
-    between two renames, and a program that is killed then leaves the earlier folder beside, whole, under a
-    name that begins with `aside_name`.
+    On Linux the kernel exchanges both atomically. Elsewhere there is a gap between two renames; a program
+    killed in it leaves the old folder intact beside the target, under a name that begins with `aside_name`.
     """
     if not target.exists():
         os.rename(aside, target)
@@ -272,12 +271,12 @@ def replace_folder(aside: Path, target: Path) -> None:
 
 
 def aside_name(target: Path) -> str:
-    """Return how the name begins under which `target` stands aside while it is replaced."""
+    """Return the name prefix of a target's old folder during replacement."""
     return f".{target.name}.old."
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two paths in one atomic step; False where that is not supported."""
+    """Swap two paths atomically; False if unsupported."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if rename is None:
         return False

@@ -1,4 +1,4 @@
-"""Checksums of the files of a folder, in a file that `sha256sum --check` reads too."""
+"""Checksums of a folder's files, in the format of `sha256sum --check`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write the SHA-256 of files into the folder."""
+    """Write the SHA-256 of files to the folder."""
     every = (path for path in folder.rglob("*") if path.is_file())
     files = sorted(every if names is None else (folder / name for name in names))
     lines = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
@@ -21,11 +21,11 @@ def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def is_intact(folder: Path, file: Path) -> bool:
-    """Whether a file has the checksum that was written for it; true where none was.
+    """Whether a file matches its recorded checksum; True without a record.
 
     Raises:
         OSError: If the checksums cannot be read.
-        ValueError: If they are no regular file in the folder, or too large; names the file.
+        ValueError: If the checksum file is too large or no regular file in the folder; names it.
     """
     sums = folder / CHECKSUMS
     if not os.path.lexists(sums):

@@ -1,7 +1,7 @@
-"""The description of a policy in config.json: made from a policy, checked, and made into one again.
+"""Serialisation of a policy to config.json, validation, and reconstruction.
 
-It is untrusted input: names are looked up in the registry, types and sizes are checked before anything
-is built, and nothing in it is executed.
+config.json is untrusted input: names are resolved in the registry, types and sizes are checked before
+anything is built, and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
 
 
 def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return everything needed to rebuild a policy around its weights; JSON types only."""
+    """Return the description that rebuilds a policy around its weights; JSON types only."""
     if isinstance(policy, WrappedPolicy):
         inner = describe(policy.base, provenance)
         inner["wrappers"] = [*inner["wrappers"], registry.to_json("wrapper", policy.wrapper)]
@@ -59,7 +59,7 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
         "goal_dropout": config.goal_dropout,
         "guidance": config.guidance,
         **(_describe_composition(policy) if isinstance(policy, ComposedPolicy) else {}),
-        "wrappers": [],  # the innermost first
+        "wrappers": [],  # innermost first
         "provenance": dict(provenance or {}),
     }
 
@@ -70,7 +70,7 @@ def _describe_composition(policy: ComposedPolicy) -> dict[str, Any]:
 
 
 def check_description(data: Any, nested: int = 0) -> None:
-    """Refuse what cannot describe a policy: unknown keys, values of other types, sizes beyond all reason."""
+    """Refuse invalid descriptions: unknown keys, wrong types, excessive sizes."""
     if not isinstance(data, dict):
         raise ConfigError(f"a policy must be described by an object; got {type(data).__name__}.")
     if unknown := sorted(set(data) - _KEYS):
@@ -108,14 +108,14 @@ def check_description(data: Any, nested: int = 0) -> None:
 
 
 def steps_of(data: Mapping[str, Any]) -> int:
-    """Return how many steps the samplers of a description take together, members included."""
+    """Return the total number of sampler steps of a description, members included."""
     steps = data["parts"]["sampler"].get("steps")
     own = steps if type(steps) is int else 0
     return own + sum(steps_of(member) for member in data.get("members", ()))
 
 
 def _check_values(value: Any) -> None:
-    """Refuse texts, lists and whole numbers beyond all reason."""
+    """Refuse excessive texts, lists and integers."""
     if type(value) is int and abs(value) > _MAX_SIZE:
         raise ConfigError(f"whole numbers must be at most {_MAX_SIZE}; got {value}.")
     if isinstance(value, str | list | dict) and len(value) > _MAX_TEXT:
@@ -126,7 +126,7 @@ def _check_values(value: Any) -> None:
 
 
 def rebuild(data: Mapping[str, Any]) -> Policy:
-    """Build the policy that `describe` described, around fresh weights."""
+    """Build the policy from the output of `describe`, with fresh weights."""
     policy = _rebuild_inner(data)
     for wrapper in data.get("wrappers", ()):
         policy = registry.from_json("wrapper", wrapper).wrap(policy)
@@ -138,7 +138,7 @@ def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
         sampler = registry.from_json("sampler", data["parts"]["sampler"])
         members = [rebuild(member) for member in data["members"]]
         return ComposedPolicy(members, Composition(**data["composition"]), sampler=sampler)
-    described = {"encoder": {"name": "state"}} | data["parts"]  # there was one encoder at first
+    described = {"encoder": {"name": "state"}} | data["parts"]  # early descriptions predate other encoders
     parts = {group: registry.from_json(group, described[group]) for group in PART_GROUPS}
     names = ("obs_steps", "horizon", "act_steps", "action_start")
     modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]

@@ -1,4 +1,4 @@
-"""Named entries of observations and actions, with their shapes."""
+"""Named observation and action entries with their shapes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Feature:
-    """Shape and type of one row of an input or output, without the batch."""
+    """Shape and dtype of one row of an input or output, without the batch."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one row; floating-point numbers may come in double precision."""
+        """Bytes of one row; floats are counted in double precision."""
         return math.prod(self.shape) * (1 if self.dtype == "uint8" else 8)
 
 
 def short(value: Any) -> str:
-    """Return an untrusted value, shortened for a message."""
+    """Return an untrusted value, shortened for messages."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

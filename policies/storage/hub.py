@@ -1,11 +1,11 @@
-"""Policies on the Hugging Face hub. Nothing goes there or comes from there unless these functions are called.
+"""Policies on the Hugging Face hub. Uploads and downloads happen only in these functions.
 
-    save_pretrained(policy, "directory")            a policy directory, as everywhere here
-    push_to_hub("directory", "org/name")            its files and a card, nothing else
-    from_pretrained("org/name", revision="v1")      fetched once, then loaded like any directory
+    save_pretrained(policy, "directory")            a policy directory
+    push_to_hub("directory", "org/name")            uploads its files and a card
+    from_pretrained("org/name", revision="v1")      downloads once, then loads the directory
 
-A policy on the hub is written `hub://org/name` or `hub://org/name@revision` wherever a policy is asked for; a
-name without `hub://` is a path and never leads to the network.
+A hub policy is addressed as `hub://org/name` or `hub://org/name@revision` wherever a policy is expected; a
+name without `hub://` is a local path.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ save_pretrained = save_policy
 
 
 def is_on_hub(name: object) -> bool:
-    """Whether a name is one of the hub, `hub://…`."""
+    """Whether a name is a hub address, `hub://…`."""
     return str(name).startswith(PREFIX)
 
 
 def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -> Path:
-    """Bring `hub://org/name[@revision]` to the cache of the hub and return the directory.
+    """Download `hub://org/name[@revision]` to the hub's cache and return the directory.
 
-    Only the four files of a policy directory are fetched; none of them is executed.
+    Only the four files of a policy directory are downloaded; none is executed.
 
     Args:
-        name: Which policy.
-        endpoint: Address of the hub; None: the usual one.
-        token: To read what is private; None: that of `hf auth login`, if there is one.
+        name: Hub address.
+        endpoint: URL of the hub; None: the default.
+        token: Read token for private repositories; None: that of `hf auth login`, if any.
 
     Raises:
-        ConfigError: If the name is none.
-        CheckpointError: If there is no such policy, or no connection.
+        ConfigError: If the name is no hub address.
+        CheckpointError: If the policy does not exist or the hub is unreachable.
     """
     from huggingface_hub import snapshot_download
 
@@ -65,7 +65,7 @@ def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -
             endpoint=endpoint,
             token=token,
         )
-    except Exception as error:  # which ones depends on what the hub's client talks through
+    except Exception as error:  # error classes depend on the hub client's HTTP library
         raise CheckpointError(
             f"{name} cannot be fetched from the hub: {_first_line(error)} Check the name, your "
             f"token (hf auth login) and the connection."
@@ -76,7 +76,7 @@ def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -
 def from_pretrained(
     name: str, *, revision: str | None = None, endpoint: str | None = None, token: str | None = None
 ) -> Policy:
-    """Load a policy of the hub, `org/name`; see `fetch` and `policies.storage.policy_folder.load_policy`."""
+    """Load a hub policy, `org/name`; see `fetch` and `policies.storage.policy_folder.load_policy`."""
     full = name if is_on_hub(name) else f"{PREFIX}{name}"
     if revision is not None:
         full = f"{full}@{revision}"
@@ -94,21 +94,21 @@ def push_to_hub(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Put a policy directory on the hub and return its address; the repository is made if it is not there.
+    """Upload a policy directory to the hub and return its URL; creates the repository if missing.
 
     Args:
-        directory: A policy directory; it is loaded first, so that nothing damaged is uploaded.
+        directory: A policy directory; loaded first, so that no damaged one is uploaded.
         name: `org/name`.
-        private: Whether a repository that is made is private.
-        evaluations: Files that `burnish eval` wrote of this policy; their results go into the card.
-        licence: Identifier of the licence of the weights, e.g. `mit`.
-        message: Of the commit.
-        endpoint: Address of the hub; None: the usual one.
-        token: To write with; None: that of `hf auth login`.
+        private: Visibility of a newly created repository.
+        evaluations: Output files of `burnish eval` for this policy; their results go into the card.
+        licence: Licence identifier of the weights, e.g. `mit`.
+        message: Commit message.
+        endpoint: URL of the hub; None: the default.
+        token: Write token; None: that of `hf auth login`.
 
     Raises:
-        ConfigError: If the name is none.
-        CheckpointError: If the directory is no policy, an evaluation is none, or the hub refuses.
+        ConfigError: If the name is invalid.
+        CheckpointError: If the directory or an evaluation is invalid, or the hub refuses.
     """
     from huggingface_hub import HfApi
 
@@ -146,7 +146,7 @@ def _split(name: str) -> tuple[str, str | None]:
 def _draft(
     directory: Path, repo: str, evaluations: Sequence[Mapping[str, Any]], licence: str | None
 ) -> Iterator[Path]:
-    """Collect what is uploaded: the files of the directory, with a card that names the repository."""
+    """Collect the files to upload: the directory's, with a card that names the repository."""
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder)
         for name in (CONFIG, WEIGHTS, CHECKSUMS):
@@ -160,14 +160,14 @@ def _draft(
 
 
 def _count(directory: Path) -> int:
-    """Return how many numbers the weights are; statistics of the normaliser are not counted."""
+    """Return the number of weights, without normaliser statistics."""
     with safe_open(directory / WEIGHTS, framework="pt") as file:
         names = [name for name in file.keys() if "normalizer." not in name]  # noqa: SIM118
         return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
 def _evaluation(path: str | Path) -> dict[str, Any]:
-    """Read the part of an evaluation that the card shows."""
+    """Read the part of an evaluation for the card."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         found = {"summary": data["summary"], "protocol_hash": data["protocol_hash"]}

@@ -1,6 +1,6 @@
 """The model card of a policy directory, rendered from facts.
 
-Its first lines are what the Hugging Face hub indexes (YAML, written as JSON values, which are YAML too).
+The front matter is what the Hugging Face hub indexes (YAML, written as JSON values, a subset of YAML).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def render_card(
 
     Args:
         description: Contents of config.json.
-        num_parameters: Of the networks.
-        evaluations: What `burnish eval` wrote of this policy, newest last.
-        repository: Name on the hub; None: the directory is loaded by its path.
-        licence: Identifier of the licence of the weights; None: left out.
+        num_parameters: Number of network weights.
+        evaluations: Outputs of `burnish eval` for this policy, newest last.
+        repository: Name on the hub; None: the card shows loading by path.
+        licence: Licence identifier of the weights; None: omitted.
     """
     facts = description["provenance"]
     name = _plain(facts.get("name", "policy"))
@@ -48,7 +48,7 @@ def render_card(
 
 
 def task_of(facts: Mapping[str, Any]) -> str | None:
-    """Return the name of the task that a policy was made for, where its provenance holds it."""
+    """Return the task of a policy from its provenance, if recorded."""
     env = facts.get("env")
     name = env.get("name") if isinstance(env, Mapping) else facts.get("task")
     return None if name is None else _plain(name)
@@ -70,7 +70,7 @@ def _front_matter(
 
 
 def _indexed(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an evaluation as the hub's index of results takes it."""
+    """Return an evaluation in the format of the hub's results index."""
     summary = evaluation["summary"]
     env = _plain(summary["env"])
     metrics = [
@@ -159,7 +159,7 @@ def _process(description: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a text of one line without what Markdown or YAML would act on."""
+    """Return a one-line text without Markdown or YAML markup."""
     return re.sub(r"[^\w .,:;@/+()=-]", " ", str(value))[:200].strip()
 
 

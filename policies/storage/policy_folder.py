@@ -1,18 +1,17 @@
-"""Policy directories: what is shipped, loaded and shared.
+"""Policy directories: saving and loading.
 
     config.json         the parts by registered name, horizons, sizes, provenance; no code, no paths
     model.safetensors   weights and normaliser statistics
-    SHA256SUMS          checksums of the two, compared on loading
-    README.md           a model card rendered from the facts above; loading ignores it
+    SHA256SUMS          checksums of both, verified on loading
+    README.md           a model card rendered from the facts above; ignored on loading
 
-A directory is written aside and then put in its place (`policies.storage.atomic_write`), so a reader never
-sees half of it. Where one that exists cannot be exchanged in one step, a kill may leave it beside, under a
-name given in the error of the next attempt to load.
+A directory is written atomically (`policies.storage.atomic_write`); readers see the old or the new version.
+Where an existing one cannot be exchanged in one step, a kill may leave it beside the target; the error of the
+next load names the path.
 
-A directory is untrusted input. Loading looks names up in the registry and executes nothing from it;
-types and sizes are checked before anything is built, memory is bounded by the size of the file of weights
-(`policies.storage.size_limits`), files must be regular ones of the directory, and whatever else lies there
-is not opened.
+A directory is untrusted input. Loading resolves names in the registry and executes nothing from it. Types and
+sizes are checked before anything is built, memory is bounded by the size of the weights file
+(`policies.storage.size_limits`), files must be regular ones of the directory, and other files are not opened.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from policies.storage.strict_json import own_file, read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
-_SPARE_BYTES, _BYTES_PER_BYTE = 512 * 2**20, 32  # what may be allocated beside, and for, a byte of weights
+_SPARE_BYTES, _BYTES_PER_BYTE = 512 * 2**20, 32  # allocation allowance: constant, and per byte of weights
 _SPARE_OPERATIONS, _OPERATIONS_PER_TENSOR = 5_000, 100
-_OPERATIONS_PER_STEP, _MOST_STEPS = 200, 1000  # to lay out what a sampler does, of as many steps
+_OPERATIONS_PER_STEP, _MOST_STEPS = 200, 1000  # table operations per sampler step; most steps
 
 
 def save_policy(
@@ -52,19 +51,19 @@ def save_policy(
     """Write a policy directory atomically and return its path.
 
     Args:
-        policy: The policy, with the sampler it should be run with.
-        directory: Where to; an existing policy directory is replaced.
-        provenance: Facts for the model card (task, algorithm, dataset, versions, results); JSON types. None:
-            those of the directory that the policy was loaded from, if it was.
+        policy: The policy with its sampler.
+        directory: Target; an existing policy directory is replaced.
+        provenance: Facts for the model card (task, algorithm, dataset, versions, results); JSON types.
+            None: those of the directory from which the policy was loaded, if any.
 
     Raises:
-        CheckpointError: If `directory` exists and is not a policy directory, or if the policy could not be
-            loaded again: a weight or a setting is not finite, or more precise than a file keeps.
-        WriteError: If the disk takes no more; what was there is unchanged.
+        CheckpointError: If `directory` exists and is no policy directory, or the policy could not be loaded
+            again: a weight or setting is not finite or exceeds the stored precision.
+        WriteError: If the disk is full; existing content is unchanged.
     """
     target = Path(directory)
     if target.is_symlink():
-        target = target.resolve()  # what the link leads to is replaced, not the link
+        target = target.resolve()  # replaces the target of a link, not the link
     if target.exists() and not _may_be_replaced(target):
         raise CheckpointError(f"{target} exists and is not a policy directory; choose another place.")
     facts = policy.provenance if provenance is None else provenance
@@ -85,7 +84,7 @@ def _may_be_replaced(target: Path) -> bool:
 
 
 def _as_json(description: dict[str, Any]) -> str:
-    """Return a description as text."""
+    """Serialise a description."""
     try:
         return json.dumps(description, indent=2, sort_keys=True, allow_nan=False)
     except (ValueError, TypeError) as error:
@@ -95,7 +94,7 @@ def _as_json(description: dict[str, Any]) -> str:
 
 
 def _weights_of(policy: Policy) -> dict[str, Tensor]:
-    """Return the weights on the CPU, as a file keeps them."""
+    """Return the weights on the CPU as stored."""
     state = {k: v.detach().cpu().contiguous().clone() for k, v in policy.state_dict().items()}
     for name, value in state.items():
         if value.dtype == torch.float64:
@@ -131,24 +130,24 @@ def _own_file(path: Path) -> Path:
     """Return the file of a policy directory; see `own_file`."""
     try:
         return own_file(path)
-    except (OSError, ValueError, RuntimeError) as error:  # links that lead in circles
+    except (OSError, ValueError, RuntimeError) as error:  # circular links
         raise CheckpointError(str(error)) from None
 
 
 def where_it_was_left(directory: str | Path) -> str:
-    """Return a hint at a policy directory whose replacement was killed; empty where there is none."""
+    """Return a hint at the remains of a killed replacement; empty if there are none."""
     target = Path(directory)
     left = sorted(target.parent.glob(glob.escape(aside_name(target)) + "*"))
     return f" A program was killed while replacing it; rename {left[-1]} to it." if left else ""
 
 
 def load_policy(directory: str | Path) -> Policy:
-    """Load a policy directory; needs no dataset and no simulator, and runs no code from it.
+    """Load a policy directory without dataset or simulator; runs no code from it.
 
     Raises:
-        CheckpointError: If a file is missing, damaged, or not what its checksum says, weights and
-            configuration disagree, or a weight is not finite.
-        MissingExtraError: If a part needs a package that is not installed.
+        CheckpointError: If a file is missing, damaged or fails its checksum, weights and configuration
+            disagree, or a weight is not finite.
+        MissingExtraError: If a part needs a missing package.
     """
     home = Path(directory)
     data = read_config(home)
@@ -161,7 +160,7 @@ def load_policy(directory: str | Path) -> Policy:
             policy = rebuild(data)
     except MissingExtraError:
         raise
-    except Exception as error:  # parts that are given nonsense may raise anything
+    except Exception as error:  # parts may raise anything on invalid values
         reason = f"missing key {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{home / CONFIG} does not describe a policy: {reason}") from error
     _check_names(policy, shapes, home / WEIGHTS)
@@ -172,7 +171,7 @@ def load_policy(directory: str | Path) -> Policy:
 
 
 def _read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return the shapes of the weights, and the size of their file; no weight is read."""
+    """Return weight shapes and file size without reading weights."""
     real = _own_file(path)
     if not real.is_file():
         raise CheckpointError(f"{path} is missing.")
@@ -185,7 +184,7 @@ def _read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
 
 
 def _check_names(policy: Policy, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Refuse weights of another policy: every name and shape must agree."""
+    """Refuse weights whose names or shapes differ from the policy's."""
     own = policy.state_dict()
     missing, unknown = sorted(set(own) - set(shapes)), sorted(set(shapes) - set(own))
     if missing or unknown:
@@ -210,7 +209,7 @@ def _load_weights(policy: Policy, path: Path) -> None:
 
 
 def _check_checksums(home: Path) -> None:
-    """Compare with the checksums of the directory, or else of the checkpoint around it."""
+    """Verify the checksums of the directory, or of the checkpoint that contains it."""
     real = home.resolve()
     has_own = os.path.lexists(real / CHECKSUMS)
     folder, inside = (real, Path()) if has_own else (real.parent, Path(real.name))
@@ -227,7 +226,7 @@ def _check_checksums(home: Path) -> None:
 
 
 def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
-    """Return the fault of a tensor that is loaded into one of `dtype`; empty if it has none."""
+    """Return the fault of a tensor to be loaded as `dtype`; empty if there is none."""
     if value.is_floating_point() != dtype.is_floating_point or value.is_complex():
         return f"must have a type like {dtype}; got {value.dtype}"
     value = value.to(dtype)

@@ -1,8 +1,8 @@
-"""An upper bound on what building a policy from an untrusted description may allocate.
+"""Upper bound on allocations while a policy is built from an untrusted description.
 
-A description declares sizes; its weights must have them too. So a valid one allocates little more than the
-file of weights holds. The size of what an operation makes is worked out from its arguments, and the operation
-is refused before it is done if that exceeds the rest of the budget.
+A description declares sizes that its weights must match, so a valid one allocates little more than the
+weights file holds. The size of each operation's result is computed from its arguments. An operation that
+exceeds the remaining budget is refused before execution.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SIZED = ("new_", "repeat", "resize", "empty_strided")
 
 
 class Budget(TorchDispatchMode):
-    """Bounds what is allocated while it is entered.
+    """Bound allocations inside the context.
 
     Args:
-        nbytes: Bytes of all new tensors together.
-        operations: How many operations may make a new tensor.
+        nbytes: Total bytes of new tensors.
+        operations: Number of operations that create a tensor.
 
     Raises:
-        ConfigError: By the operation that exceeds either; nothing was allocated for it.
+        ConfigError: At the operation that exceeds a bound, before it allocates.
     """
 
     def __init__(self, nbytes: int, operations: int) -> None:
@@ -39,7 +39,7 @@ class Budget(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do an operation if there is room for what it makes."""
+        """Execute an operation if its result fits the budget."""
         if all(value.alias_info is None for value in func._schema.returns):  # neither a view nor in place
             self._pay(8 * _entries(func.__name__, args))
         return func(*args, **(kwargs or {}))
@@ -55,7 +55,7 @@ class Budget(TorchDispatchMode):
 
 
 def _entries(name: str, args: tuple[Any, ...]) -> int:
-    """Return about how many entries the result of an operation has, at least where it can be large."""
+    """Return the approximate number of entries of an operation's result, at least for large ones."""
     tensors = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
     sizes = [one for one in args if isinstance(one, (list, tuple)) and all(type(n) is int for n in one)]
     if not tensors:

@@ -1,4 +1,4 @@
-"""Read small untrusted files: bounded text, and JSON that is unambiguous and of the declared types."""
+"""Read small untrusted files: bounded text, and unambiguous JSON of declared types."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MAX_INTEGER = 2**63
 
 
 def own_file(path: Path) -> Path:
-    """Return the file of a folder if it is a regular one, and lies in it; it may be missing.
+    """Return a path if it is missing or a regular file inside its folder.
 
-    The cache of the hub is a special case: its files are links to a folder of contents beside the directory.
+    Exception: files of the hub's cache are links to a content folder beside the directory.
 
     Raises:
-        ValueError: If it is not; names the file.
+        ValueError: Otherwise; names the file.
     """
     real, home = path.resolve(), path.parent.resolve()
     blobs = home.parent.parent / "blobs"
@@ -37,11 +37,11 @@ def own_file(path: Path) -> Path:
 
 
 def read_small(path: Path, most: int = MAX_BYTES) -> str:
-    """Read a text file of at most so many bytes.
+    """Read a text file of at most `most` bytes.
 
     Raises:
         OSError: If it is missing or cannot be read.
-        ValueError: If it is no regular file, larger than that, or not UTF-8; names the file.
+        ValueError: If it is no regular file, too large, or not UTF-8; names the file.
     """
     try:
         return _small_content(path, most).decode("utf-8")
@@ -61,7 +61,7 @@ def _small_content(path: Path, most: int) -> bytes:
 
 
 def peek(path: Path) -> str:
-    """Return how a text file begins, to tell what it is; empty if there is none."""
+    """Return the beginning of a text file, for format detection; empty if missing."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -69,27 +69,27 @@ def peek(path: Path) -> str:
 
 
 def read_json(path: Path, most: int = MAX_BYTES, *, finite: bool = True) -> dict[str, Any]:
-    """Read a JSON object from a file of at most so many bytes.
+    """Read a JSON object from a file of at most `most` bytes.
 
     Args:
         path: The file.
-        most: Bytes.
-        finite: False: NaN and infinite numbers are read.
+        most: Maximum size in bytes.
+        finite: Refuse NaN and infinite numbers.
 
     Raises:
         OSError: If it is missing or cannot be read.
-        ValueError: If it is too large or nested too deep, is no JSON object, names a key twice, or holds NaN,
+        ValueError: If it is too large or nested too deep, is no JSON object, repeats a key, or holds NaN,
             inf or a number beyond 64 bits; names the file.
     """
     return parse_json(_small_content(path, most), path, finite=finite)
 
 
 def parse_json(text: str | bytes, source: object, *, finite: bool = True) -> dict[str, Any]:
-    """Read a JSON object from a text, in UTF-8 if it is bytes; see `read_json`.
+    """Parse a JSON object from text, or UTF-8 bytes; see `read_json`.
 
     Args:
         text: The text.
-        source: What errors call it.
+        source: Name of the source in errors.
         finite: See `read_json`.
     """
     try:
@@ -137,7 +137,7 @@ def _integer(text: str) -> int:
 
 
 def depth_of(data: Any) -> int:
-    """Return how many containers lie in each other, without recursion."""
+    """Return the nesting depth of containers, computed without recursion."""
     level, depth = [data], 0
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
@@ -146,9 +146,9 @@ def depth_of(data: Any) -> int:
 
 
 def check_types(kind: type, values: Mapping[str, Any], where: str) -> None:
-    """Refuse values of another type than a dataclass declares; keys that it lacks are left to others.
+    """Refuse values whose types differ from a dataclass's fields; missing keys are not checked.
 
-    Lists stand for tuples, whole numbers for floating-point ones, and nothing else for anything else.
+    Lists are accepted for tuples and integers for floats; there are no other conversions.
     """
     hints = typing.get_type_hints(kind)
     for field in fields(kind):
@@ -159,7 +159,7 @@ def check_types(kind: type, values: Mapping[str, Any], where: str) -> None:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON fits a type."""
+    """Whether a JSON value has the hinted type."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in options)

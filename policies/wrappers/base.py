@@ -1,7 +1,7 @@
-"""Policies around a policy: the inner one decides, a small part before or after it changes the decision.
+"""Wrapped policies: a small part before or after the inner policy modifies its decisions.
 
-A wrapper is a registered part (group `wrapper`), so a wrapped policy is saved, loaded, evaluated, composed
-and exported as any other; the directory of one is that of the inner policy with the wrapper named on top.
+A wrapper is a registered part (group `wrapper`), so a wrapped policy can be saved, loaded, evaluated,
+composed and exported like any other; its directory is that of the inner policy plus the wrapper's name.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from policies.protocols import Cond, Hooks, Start
 
 
 class WrapperConfig(Protocol):
-    """A registered description of a wrapper."""
+    """Registered configuration of a wrapper."""
 
     def wrap(self, base: Policy) -> WrappedPolicy:
-        """Return the wrapped policy, with fresh weights of what the wrapper adds."""
+        """Return the wrapped policy, with fresh weights of the wrapper."""
         ...
 
 
@@ -29,11 +29,11 @@ def _of_base(name: str) -> Any:
 
 
 class WrappedPolicy(Policy):
-    """What all wrappers share: everything but `decode` is the inner policy's.
+    """Base of wrapped policies: all but `decode` is delegated to the inner policy.
 
     Args:
         base: The inner policy.
-        wrapper: The description that this was made from.
+        wrapper: Configuration of the wrapper.
     """
 
     def __init__(self, base: Policy, wrapper: Any) -> None:
@@ -75,7 +75,7 @@ class WrappedPolicy(Policy):
         return view
 
     def refuse_hooks(self, start: Start, hooks: Hooks) -> None:
-        """Refuse what changes the loop of a policy that has none of its own."""
+        """Refuse starts and hooks for policies without a loop."""
         if start is not None or hooks:
             raise CapabilityError(
                 f"{type(self).__name__} takes no hooks and no start state. Give them to the inner policy."

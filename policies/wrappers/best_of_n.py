@@ -1,4 +1,4 @@
-"""Selection: decide by the best of several plans, whatever a plan is judged by.
+"""Best of N: sample several plans and execute the one selected by a scorer.
 
 Legend: B batch, N candidates, K denoising steps, To observation history, Th horizon, Ta executed steps, Da
 action width; s_n score of a candidate, more is better.
@@ -6,7 +6,7 @@ action width; s_n score of a candidate, more is better.
     best      n = argmax s_n
     softmax   n with probability softmax(s / temperature)_n
 
-All that is drawn comes from the noise, so a choice is deterministic given its noise.
+All randomness comes from the noise, so the selection is deterministic given the noise.
 
 Source: best-of-N sampling as IDQL (arXiv 2304.10573) and ITPS (arXiv 2411.16627, post-hoc ranking) use it.
 """
@@ -32,14 +32,14 @@ Scorer = Callable[[Tensor, Observation], Tensor]
 
 @dataclass(frozen=True)
 class Selection(Checked):
-    """How many plans there are to choose from, and how one is chosen."""
+    """Number of candidates, and selection rule."""
 
-    candidates: int = bounded(16, ge=1)  # N, plans sampled for every observation
-    temperature: float | None = bounded(None, gt=0)  # draw by softmax(score / temperature); null: the best
+    candidates: int = bounded(16, ge=1)  # N, sampled plans per observation
+    temperature: float | None = bounded(None, gt=0)  # sample softmax(score / temperature); null: the best
 
     @property
     def rows(self) -> int:
-        """Rows of noise of one decision: one per candidate, and one to draw by."""
+        """Noise rows per decision: one per candidate, and one for the selection."""
         return self.candidates + (self.temperature is not None)
 
     def choose(self, scores: Tensor, draw: Tensor | None = None) -> Tensor:
@@ -56,11 +56,11 @@ class Selection(Checked):
 
 
 class LowEnergy(nn.Module):
-    """Scores plans by their energy, the lower the better.
+    """Score plans by negative energy.
 
     Args:
-        policy: An energy policy; it may be another one than samples the plans.
-        t: Sampling time whose energy is compared, the last one that was trained.
+        policy: An energy policy; may differ from the policy that samples the plans.
+        t: Sampling time of the energy, the last trained one.
     """
 
     def __init__(self, policy: Any, t: float) -> None:
@@ -76,12 +76,12 @@ class LowEnergy(nn.Module):
 
 
 class BestOfN(nn.Module):
-    """A policy that samples N plans for every observation and executes one of them.
+    """Policy that samples N plans per observation and executes one of them.
 
     Args:
         policy: Samples the plans.
-        scorer: Judges them.
-        selection: How many, and how one is chosen.
+        scorer: Scores the plans.
+        selection: Number of candidates, and selection rule.
     """
 
     def __init__(self, policy: Policy, scorer: Scorer, selection: Selection) -> None:
@@ -113,7 +113,7 @@ class BestOfN(nn.Module):
             obs: Physical observations.
             noise: (B, N or more, *noise of one plan).
             start: (x (B, Th, Da) or (B N, Th, Da), t): see `NoiseDecoder.decode`.
-            hooks: Changes to the loop; they see B N rows, the candidates of an observation side by side.
+            hooks: Hooks of the loop over B N rows, the candidates of an observation contiguous.
         """
         count = self.selection.candidates
         cond = self.policy.encode(obs).repeat(count)

@@ -1,4 +1,4 @@
-"""A policy steered through its noise: a small network chooses the noise that a frozen policy starts from.
+"""Noise steering: a small network selects the start noise of a frozen policy.
 
 Legend: B batch, Th predicted horizon, Da action width, R rows of a latent, b the bound, M (Th, R) the
 adapter, mu and sigma the actor over encoded conditions, eps standard normals (B, R, Da)::
@@ -45,19 +45,19 @@ DENSITIES = ("tanh", "gaussian")
 @register("wrapper", "steering")
 @dataclass(frozen=True)
 class Steering(Checked):
-    """The actor, and what its output means to the policy that it steers."""
+    """The actor, and the mapping of its output to noise."""
 
     key: ClassVar[str] = "steering"
 
-    bound: float = bounded(1.5, gt=0)  # b, of the noise that the policy is given, in its deviations
-    adapter: str = bounded("full", choices=ADAPTERS)  # how the noise of a chunk follows from a latent
+    bound: float = bounded(1.5, gt=0)  # b, bound on the noise in standard deviations
+    adapter: str = bounded("full", choices=ADAPTERS)  # mapping from a latent to a chunk's noise
     rank: int = bounded(2, ge=1)  # R of low_rank, at most the predicted horizon
-    density: str = bounded("tanh", choices=DENSITIES)  # gaussian has no bound
-    stochastic: bool = True  # act by a draw of the actor; false: by its mean
-    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # of the actor
-    activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # of the actor
+    density: str = bounded("tanh", choices=DENSITIES)  # gaussian is unbounded
+    stochastic: bool = True  # sample the actor's distribution; false: use its mean
+    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # hidden widths of the actor
+    activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # activation of the actor
     layer_norm: bool = True  # normalise before each activation
-    zero_init: bool = False  # start at mean 0 and deviation 1 everywhere
+    zero_init: bool = False  # initialise to mean 0 and deviation 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,7 @@ class Steering(Checked):
 
 
 def require_steerable(policy: Policy) -> None:
-    """Refuse a policy whose chunk does not follow from its start noise."""
+    """Refuse a policy whose chunk is no function of its start noise."""
     process, sampler = type(policy.config.process).__name__, type(getattr(policy, "sampler", None)).__name__
     if not policy.noise_sensitive:
         raise CapabilityError(
@@ -89,9 +89,9 @@ def require_steerable(policy: Policy) -> None:
 
 
 def interpolation(horizon: int, rows: int) -> Tensor:
-    """Return the matrix (Th, R) that interpolates R equally distant rows, its rows of length 1.
+    """Return the matrix (Th, R) that interpolates R equally spaced rows, with rows of unit length.
 
-    One row is repeated; as many as there are stay as they are.
+    One row is repeated; for R = Th it is the identity.
     """
     if rows == 1:
         return torch.ones(horizon, 1)
@@ -101,7 +101,7 @@ def interpolation(horizon: int, rows: int) -> Tensor:
 
 
 def condition_of(policy: Policy, vec: Tensor) -> Cond:
-    """Return the condition whose vector (B, C) is known, for policies that see numbers only."""
+    """Return the condition with vector (B, C), for policies without image observations."""
     if isinstance(policy, WrappedPolicy):
         return condition_of(policy.base, vec)
     if isinstance(policy, ComposedPolicy):
@@ -112,7 +112,7 @@ def condition_of(policy: Policy, vec: Tensor) -> Cond:
 
 
 class SteeredPolicy(WrappedPolicy):
-    """A frozen policy and the actor that chooses its noise.
+    """A frozen policy with an actor for its noise.
 
     Attributes:
         actor: Conditions (B, C) to means and logarithms of deviations, (B, R Da) each.
@@ -178,7 +178,7 @@ class SteeredPolicy(WrappedPolicy):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the chunk (B, Th, Da) of the inner policy for the noise that the actor chooses."""
+        """Return the chunk (B, Th, Da) of the inner policy for the actor's noise."""
         if start is not None:
             raise CapabilityError(
                 "a steered policy starts from the noise that its actor chooses, and takes no start state. "

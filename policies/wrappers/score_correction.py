@@ -43,17 +43,17 @@ _TIME_SCALE = 10.0  # the network receives 10 log sigma
 @register("wrapper", "correction")
 @dataclass(frozen=True)
 class Correction(Checked):
-    """How actions are corrected, and the networks that predict where to."""
+    """Settings of the correction and its networks."""
 
     key: ClassVar[str] = "correction"
 
     sigmas: tuple[float, ...] = bounded((0.1,), gt=0)  # noise of the steps; the last one is repeated
     steps: int = bounded(10, ge=1)  # K
-    eta: float = bounded(0.2, ge=0)  # share of a denoising step; 0: the action is left as it is
+    eta: float = bounded(0.2, ge=0)  # step size, as a fraction of a denoising step; 0: no correction
     eta_state: float = bounded(0.0, ge=0)  # weight of the auxiliary action
     kappa: float = bounded(1.0, ge=0)  # step of the state along its score
-    radius: float | None = bounded(0.3, gt=0)  # largest change, RMS over entries, normalised; null: none
-    gate_quantile: float = bounded(0.99, ge=0, lt=1)  # share of the data that would be left alone; 0: none
+    radius: float | None = bounded(0.3, gt=0)  # maximum RMS change over entries, normalised; null: unlimited
+    gate_quantile: float = bounded(0.99, ge=0, lt=1)  # fraction of the data left uncorrected; 0: none
     hidden_dims: tuple[int, ...] = (256, 256, 256)  # of the score network; mish
     dynamics_dims: tuple[int, ...] = (256, 256)  # of the inverse dynamics; relu
 
@@ -91,7 +91,7 @@ def corrected_path(
 
 
 def within(action: Tensor, origin: Tensor, radius: float | None) -> Tensor:
-    """Return actions (B, A) pulled back to a root mean square distance of `radius` from `origin` (B, A)."""
+    """Project actions (B, A) to an RMS distance of at most `radius` from `origin` (B, A)."""
     if radius is None:
         return action
     change = action - origin
@@ -100,12 +100,12 @@ def within(action: Tensor, origin: Tensor, radius: float | None) -> Tensor:
 
 
 class CorrectedPolicy(WrappedPolicy):
-    """A policy whose executed chunk is moved towards the data.
+    """Policy whose executed chunk is moved towards the data.
 
     Attributes:
         score: Predicts the noise of [s, a]; the score is - noise / sigma.
         inverse: Inverse dynamics.
-        gate: See the top of the file; infinite until it was learned: nothing is changed.
+        gate: See the module docstring; infinite before training: no correction.
     """
 
     mean: Tensor
@@ -169,7 +169,7 @@ class CorrectedPolicy(WrappedPolicy):
         return (cond - self.mean) / self.std
 
     def noise_in(self, state: Tensor, action: Tensor, sigma: float | Tensor) -> Tensor:
-        """Return the noise (B, C + A) that the network finds in standardised conditions and actions."""
+        """Return the predicted noise (B, C + A) of standardised conditions and actions."""
         x = torch.cat([state, action], dim=1)[:, None]
         level = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).log() * _TIME_SCALE
         return self.score(x, level.expand(x.shape[0]), Cond(x[:, 0, :0]))[:, 0]
@@ -180,25 +180,25 @@ class CorrectedPolicy(WrappedPolicy):
         return score[:, : -self._actions], score[:, -self._actions :]
 
     def dynamics(self, state: Tensor, successor: Tensor) -> Tensor:
-        """Return the chunk (B, A) that leads from one standardised condition to another."""
+        """Return the chunk (B, A) that transitions between two standardised conditions."""
         return torch.tanh(self.inverse(torch.cat([state, successor], dim=1)))
 
 
 @register("wrapper", "perturbation")
 @dataclass(frozen=True)
 class Perturbation(Checked):
-    """Noise on the actions of a policy that has none: how much error can be taken?"""
+    """Noise on the actions of a deterministic policy, to measure robustness."""
 
     key: ClassVar[str] = "perturbation"
 
-    std: float = bounded(0.3, ge=0)  # deviation of the noise, normalised units
+    std: float = bounded(0.3, ge=0)  # standard deviation of the noise, normalised units
 
     def wrap(self, base: Policy) -> PerturbedPolicy:
         return PerturbedPolicy(base, self)
 
 
 class PerturbedPolicy(WrappedPolicy):
-    """A deterministic policy whose noise is added to its actions, before anything corrects them.
+    """A deterministic policy with noise added to its actions, before any correction.
 
     Raises:
         ConfigError: If the inner policy has noise of its own.

@@ -1,4 +1,4 @@
-"""Inference-time policy steering (ITPS): a policy follows a sketch, without being trained for it.
+"""Inference-time policy steering (ITPS): a policy follows a sketch without training for it.
 
 Legend: B batch, N candidates, Th horizon, Da action width; x noisy plan, x0 predicted clean plan, eps
 predicted noise, g guide, all (B, Th, Da), normalised; alpha, sigma amplitudes; i row of a plan.
@@ -38,8 +38,8 @@ from policies.wrappers.steering import Steering
 AnyPolicy = TypeVar("AnyPolicy")
 
 RANKING_SCALE = 20.0
-SMALLEST_DISTANCE = 1e-12  # below it a row lies on the guide and is not pushed
-SMALLEST_ALPHA = 1e-9  # stands for a signal of zero in sigma / alpha
+SMALLEST_DISTANCE = 1e-12  # below it a row counts as on the guide and has zero gradient
+SMALLEST_ALPHA = 1e-9  # replaces a zero signal amplitude in sigma / alpha
 
 
 # -- distance from the guide ------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def ranking_scores(distance: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NearSketch:
-    """Scores plans by how near they are to a sketch, in the normalised units of a policy."""
+    """Score plans by proximity to a sketch, in the normalised units of a policy."""
 
     policy: Policy
     sketch: Sketch
@@ -81,10 +81,10 @@ class NearSketch:
 
 @dataclass(frozen=True, eq=False)
 class GuideHook(Hook):
-    """Pushes predictions towards a guide, at every noise level but the last.
+    """Move predictions towards a guide, at every noise level but the last.
 
     Args:
-        gradient: `x`: taken at the noisy plan. `x0`: taken at the clean one, which then moves towards the
+        gradient: `x`: evaluated at the noisy plan. `x0`: evaluated at the clean one, which moves towards the
             guide by at most its distance.
 
     Source:
@@ -94,11 +94,11 @@ class GuideHook(Hook):
     guide: Tensor  # (B, Th, Da), normalised
     scale: float  # weight of the gradient in eps
     gradient: str = "x0"
-    limit: float | None = 1.0  # largest magnitude of a clean plan that was moved; None: any
-    resample_steps: int = 1  # evaluations at every level
+    limit: float | None = 1.0  # bound on the magnitude of moved clean plans; None: unbounded
+    resample_steps: int = 1  # evaluations per level
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Move eps along the gradient, and x0 so that the pair still explains the state."""
+        """Move eps along the gradient, and x0 consistently with the state."""
         if step.num_steps - step.k <= self.resample_steps:
             return x0, eps
         reach = self.scale * step.sigma / max(step.alpha, SMALLEST_ALPHA)
@@ -112,7 +112,7 @@ class GuideHook(Hook):
         return x0 if self.limit is None else x0.clamp(-self.limit, self.limit)
 
     def _pulled(self, x0: Tensor, length: float) -> Tensor:
-        """Return clean plans whose rows went this far towards the guide, or all the way."""
+        """Return clean plans with rows moved by this length towards the guide, at most onto it."""
         offset = x0 - self.guide
         share = (length / offset.norm(dim=-1, keepdim=True).clamp(min=SMALLEST_DISTANCE)).clamp(max=1.0)
         return x0 - share * offset
@@ -120,7 +120,7 @@ class GuideHook(Hook):
 
 @dataclass(frozen=True)
 class Resampling:
-    """A sampler around a sampler: several evaluations at every level (`step_table.resampled`)."""
+    """Wrapped sampler with several evaluations per level (`step_table.resampled`)."""
 
     sampler: Any
     steps: int
@@ -145,12 +145,12 @@ class Resampling:
 
 
 class SteeredPolicy(BestOfN):
-    """A denoising policy that follows a sketch.
+    """Denoising policy that follows a sketch.
 
     Args:
-        policy: Left as it is.
-        sketch: Where to go.
-        steering: How to follow it.
+        policy: The policy; unchanged.
+        sketch: Target path.
+        steering: Steering settings.
 
     Raises:
         CapabilityError: If the policy does not denoise.
@@ -174,7 +174,7 @@ class SteeredPolicy(BestOfN):
 
     @property
     def calls(self) -> int:
-        """Evaluations of the network for each plan, one after the other."""
+        """Sequential network evaluations per plan."""
         policy: Any = self.policy
         steps: int = policy.table.num_steps
         return steps - self._first
@@ -207,15 +207,15 @@ class SteeredPolicy(BestOfN):
 
 
 def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
-    """Return the policy, following the sketch of a configuration; as it is where there is none."""
+    """Return the policy with the configured sketch guidance; unchanged if none is configured."""
     return SteeredPolicy(policy, _sketch_of(steering), steering) if steering.is_on else policy
 
 
 def describe_steering(steering: Steering) -> dict[str, Any] | None:
-    """Return the switches with the sketch itself in place of its file; None where steering is off.
+    """Return the settings with the sketch's content instead of its file; None if steering is off.
 
     Raises:
-        ConfigError: If there is no sketch.
+        ConfigError: If the sketch is missing.
     """
     return {**asdict(steering), "sketch": asdict(_sketch_of(steering))} if steering.is_on else None
 

@@ -1,12 +1,12 @@
-"""Sketches: a drawn path as a guide in the space of a policy's actions.
+"""Sketches: paths as guides in a policy's action space.
 
 Legend: B batch, To observation history, Th horizon, D and Da widths, n points of a polyline, k row of a plan,
 0 the one that is executed first; s length along the polyline.
 
 An action sketch is a whole plan, resampled to the horizon by truncation, point floor(k (n - 1) / (Th - 1)).
-A position sketch is a way through the world, of a policy whose actions are velocities or changes of position;
-a waypoint sketch is the same for a policy whose actions are places. Their guides lead from where the
-observation is to the nearest place on the way, s(0), and on along it::
+A position sketch is a path in the world for policies whose actions are velocities or displacements; a
+waypoint sketch is the same for policies whose actions are positions. Their guides lead from the observed
+position to the nearest point of the path, s(0), and along it::
 
     p_k = way(s(0) + (k + 1) pace) + (p_-1 - way(s(0))) max(1 - (k + 1) / Th, 0)
     guide_k = (p_k - p_(k-1)) / reach        position sketch
@@ -38,7 +38,7 @@ Points = tuple[tuple[float, ...], ...]
 
 
 class Sketch(Protocol):
-    """A guide for the plan of an observation."""
+    """Guide for the plan of an observation."""
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
         """Return the guide (B, Th, Da) for observations of B rows, physical; Th and Da are the chunk's."""
@@ -47,7 +47,7 @@ class Sketch(Protocol):
 
 @dataclass(frozen=True)
 class ActionSketch:
-    """A plan drawn in the space of actions, the same for every observation.
+    """A plan in action space, the same for every observation.
 
     Raises:
         ConfigError: If it is no polyline.
@@ -74,9 +74,9 @@ class PositionSketch:
     """
 
     positions: Points  # the polyline (n, Da)
-    pace: float  # length of the way that one action covers
-    reach: float  # change of position by an action of 1
-    observed: tuple[int, ...] = (0, 1)  # entries of the observation that hold the position
+    pace: float  # path length per action
+    reach: float  # displacement of an action of 1
+    observed: tuple[int, ...] = (0, 1)  # position entries of the observation
 
     def __post_init__(self) -> None:
         _check_points("positions", self.positions, at_least=2)
@@ -90,7 +90,7 @@ class PositionSketch:
         return self.targets(obs, chunk).diff(dim=1) / self.reach
 
     def targets(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
-        """Return where the actions lead (B, Th + 1, D), after where the first begins."""
+        """Return the target positions of the actions (B, Th + 1, D), starting from the initial one."""
         _check_width("positions", len(self.observed), chunk.action_dim)
         here = obs["state"][:, -1, list(self.observed)]
         step = torch.arange(chunk.horizon + 1, device=here.device) - chunk.action_start
@@ -100,7 +100,7 @@ class PositionSketch:
         return self.place(along) + offset[:, None, :] * fade[:, None]
 
     def nearest(self, position: Tensor) -> Tensor:
-        """Return the length along the way (...) of the point that is nearest to positions (..., D)."""
+        """Return the arc length (...) of the path point nearest to positions (..., D)."""
         start, side, length, before = self._segments(position)
         share = (((position[..., None, :] - start) * side).sum(-1) / length.square()).clamp(0, 1)
         distance = (position[..., None, :] - start - share[..., None] * side).norm(dim=-1)
@@ -108,14 +108,14 @@ class PositionSketch:
         return (before + share * length).gather(-1, index)[..., 0]
 
     def place(self, along: Tensor) -> Tensor:
-        """Return the points (..., D) at lengths (...) along the way; before and behind it, its ends."""
+        """Return the points (..., D) at arc lengths (...), clamped to the path."""
         start, side, length, before = self._segments(along)
         index = (torch.searchsorted(before, along.contiguous(), right=True) - 1).clamp(min=0)
         share = ((along - before[index]) / length[index]).clamp(0, 1)
         return start[index] + share[..., None] * side[index]
 
     def distance(self, position: Tensor) -> Tensor:
-        """Return how far positions (..., D) are from the way (...)."""
+        """Return the distance (...) of positions (..., D) from the path."""
         return (position - self.place(self.nearest(position))).norm(dim=-1)
 
     def _segments(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -127,7 +127,7 @@ class PositionSketch:
 
     @cached_property
     def _corners(self) -> list[tuple[float, ...]]:
-        """The points without immediate repetitions."""
+        """The points without consecutive duplicates."""
         return [self.positions[0], *(b for a, b in pairwise(self.positions) if a != b)]
 
 
@@ -140,8 +140,8 @@ class WaypointSketch:
     """
 
     waypoints: Points  # the polyline (n, Da)
-    pace: float  # length of the way that one action covers
-    observed: tuple[int, ...] = (0, 1)  # entries of the observation that hold the position
+    pace: float  # path length per action
+    observed: tuple[int, ...] = (0, 1)  # position entries of the observation
 
     def __post_init__(self) -> None:
         _check_points("waypoints", self.waypoints, at_least=2)

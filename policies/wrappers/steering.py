@@ -1,4 +1,4 @@
-"""How a policy follows a sketch: the keys of `steer`."""
+"""Configuration of sketch guidance: the keys of `steer`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from policies.paths import path_field
 
 
 class Strategy(NamedTuple):
-    """What a strategy does beside sampling."""
+    """Components of a steering strategy besides sampling."""
 
-    candidates: int = 1  # plans, of which the nearest to the guide is taken
+    candidates: int = 1  # number of plans; the nearest to the guide is executed
     starts_at_guide: bool = False
-    scale: float = 0.0  # of guidance
-    resample_steps: int = 1  # evaluations at every level
-    begins_with_guide: bool = False  # overwrites the first rows of the finished plan
+    scale: float = 0.0  # guidance scale
+    resample_steps: int = 1  # evaluations per level
+    begins_with_guide: bool = False  # overwrite the first rows of the final plan with the guide
 
 
 STRATEGIES = {
@@ -31,30 +31,30 @@ STRATEGIES = {
 
 @dataclass
 class Steering(Checked):
-    """How a policy follows a sketch; off unless `strategy` is given.
+    """Sketch guidance; off unless `strategy` is given.
 
     Attributes:
-        candidates: Plans, of which the nearest to the sketch is taken; null: the strategy's.
-        gradient: Where guidance takes the gradient: at the noisy (x) or at the clean plan (x0).
-        limit: Largest magnitude to which guidance moves clean plans, normalised; null: any.
-        resample_steps: Evaluations at every noise level; null: the strategy's.
-        resample_noise: Share of the noise that is redrawn between evaluations of one level, 0 to 1.
-        start: biased_initialization: sampling time that it begins at, 0 (noise) to 1.
-        guide_rows: output_perturbation: rows of the guide; null: half of those executed.
+        candidates: Number of plans; the nearest to the sketch is executed; null: the strategy's.
+        gradient: Evaluation point of the guidance gradient: the noisy (x) or the clean plan (x0).
+        limit: Bound on the magnitude of guided clean plans, normalised; null: unbounded.
+        resample_steps: Evaluations per noise level; null: the strategy's.
+        resample_noise: Fraction of the noise redrawn between evaluations of a level, 0 to 1.
+        start: biased_initialization: initial sampling time, 0 (noise) to 1.
+        guide_rows: output_perturbation: rows of the guide; null: half of the executed ones.
     """
 
     key: ClassVar[str] = "steer"
 
-    strategy: str | None = bounded(None, choices=tuple(STRATEGIES))  # null: off; else see docs/steering.md
+    strategy: str | None = bounded(None, choices=tuple(STRATEGIES))  # null: off; see docs/steering.md
     sketch: str | None = path_field()  # JSON or NPZ: actions, positions or waypoints; see docs/steering.md
     candidates: int | None = bounded(None, ge=1)
-    scale: float | None = bounded(None, ge=0)  # weight of the gradient in the noise; null: the strategy's
+    scale: float | None = bounded(None, ge=0)  # guidance scale on the noise; null: the strategy's
     gradient: str = bounded("x0", choices=("x", "x0"))
     limit: float | None = bounded(1.0, gt=0)
     resample_steps: int | None = bounded(None, ge=1, was="visits")
     resample_noise: float = bounded(1.0, ge=0, le=1, was="fresh")
     start: float = bounded(0.49, ge=0, le=1)
-    noise_share: float = bounded(0.5, ge=0)  # biased_initialization: weight of the noise beside the guide
+    noise_share: float = bounded(0.5, ge=0)  # biased_initialization: weight of the noise added to the guide
     guide_rows: int | None = bounded(None, ge=1)
 
     @property
@@ -63,7 +63,7 @@ class Steering(Checked):
 
     @property
     def recipe(self) -> Strategy:
-        """What is done: the strategy's own switches, and those that were set in their place."""
+        """The strategy's settings with configured overrides."""
         own = STRATEGIES[self.strategy or "random"]
         given = {name: getattr(self, name) for name in ("candidates", "scale", "resample_steps")}
         return own._replace(**{name: value for name, value in given.items() if value is not None})

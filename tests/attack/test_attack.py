@@ -69,8 +69,9 @@ def test_thousands_of_hostile_files_end_in_one_error(tmp_path: Path) -> None:
 SERVER = """
 import sys
 import numpy as np
-from policies.server import Server, ServerSettings
-from policies.wire import Feature, Schema
+from policies.serving.server import Server, ServerSettings
+from policies.serving.messages import Schema
+from policies.storage.features import Feature
 
 class Still:
     schema = Schema({"observation": Feature((2, 3))}, Feature((1, 2)), 2)

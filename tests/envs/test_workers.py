@@ -266,12 +266,12 @@ def test_local_workers_do_the_same_here_on_one_thread() -> None:
 def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
     script = (
         "import threading\n"
-        "from envs import nursery\n"
+        "from envs.engine import fork_server\n"
         "from envs.engine.workers import ProcessWorkers\n"
         "from test_workers import Probe\n"
         "def run():\n"
         "    workers = ProcessWorkers(Probe, [(1,), (2,)])\n"
-        "    print(*workers.pids, nursery._current._process.pid, flush=True)\n"
+        "    print(*workers.pids, fork_server._current._process.pid, flush=True)\n"
         "    workers.call('work_for_ever', [(), ()])\n"
     ) + ("run()" if in_main_thread else "t = threading.Thread(target=run); t.start(); t.join()")
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), str(Path(__file__).parent)])

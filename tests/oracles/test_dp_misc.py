@@ -16,7 +16,7 @@ import torch
 from official_networks import read
 from torch import Tensor, nn
 
-from algos.cloning.batches import Source
+from algos.cloning.batches import WindowSampler
 from algos.optim import Ema, PowerDecay
 from envs.datasets import EpisodeDataset
 from policies.networks.embeddings import sinusoid
@@ -87,7 +87,7 @@ def test_windows_are_the_same_in_the_same_order(golden_path: Path) -> None:
         chunk = ChunkSpec(1, length, 1, obs_steps=before + 1, action_start=before)
         expected, real = filled(rows, length)
         for pad_end in (True, False) if after == 0 else (True,):
-            source = Source(data, chunk, pad_end=pad_end)
+            source = WindowSampler(data, chunk, pad_end=pad_end)
             batch = source.gather(torch.arange(source.num))
             overhang = batch.mask.flip(1).int().argmax(dim=1)  # rows behind the end of the episode
             kept = overhang <= after

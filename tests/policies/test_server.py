@@ -650,8 +650,9 @@ FEW = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 import numpy as np
-from policies.server import Server, ServerSettings
-from policies.serving.messages import Feature, Schema
+from policies.serving.server import Server, ServerSettings
+from policies.serving.messages import Schema
+from policies.storage.features import Feature
 
 class Still:
     schema = Schema({"observation": Feature((2, 3))}, Feature((1, 2)), "still", 10.0)

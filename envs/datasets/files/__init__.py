@@ -1,1 +1,1 @@
-"""Files that several formats are stored in: HDF5, npz, Parquet, videos."""
+"""Shared file types of the formats: HDF5, npz, Parquet, videos."""

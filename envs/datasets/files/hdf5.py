@@ -1,7 +1,7 @@
-"""Reading and writing HDF5 files so that every way of being unreadable ends in one clear error.
+"""Read and write HDF5 files with one error class for unreadable files.
 
-A file may say that its numbers are in other files: by links, external storage or virtual datasets. Whoever
-made it would choose which files of this machine are read, so that such files are refused as they are opened.
+A file can refer to other files by links, external storage or virtual datasets, and thereby select files of
+this machine to read. Such files are refused on opening.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from policies.storage.atomic_write import written
 
 _UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, MemoryError)
 """What h5py and numpy raise over damaged files and over objects of a kind that was not expected."""
-_LARGE = 2**26  # bytes of an array from which on it is asked whether it fits
-_SMALL = 2**12  # bytes of an array up to which it does not matter whether they are stored
+_LARGE = 2**26  # arrays of at least this many bytes are checked against free memory
+_SMALL = 2**12  # arrays up to this many bytes are not checked for storage
 
 
 @contextmanager
 def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
-    """Open a file for reading; what goes wrong while reading becomes a `DatasetError` naming the file.
+    """Open a file for reading; read errors become a `DatasetError` that names the file.
 
     Raises:
         DatasetError: If the file is missing, is not HDF5, is truncated or damaged, refers to other files, or
-            holds something else than the code inside expects.
+            has unexpected content.
     """
     path = Path(path)
     if not path.is_file():
@@ -54,14 +54,14 @@ def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
 
 @lru_cache(maxsize=256)
 def _check_content(path: Path, stamp: tuple[int, ...]) -> None:
-    """Refuse a file that refers to others, holds a group in two places, or declares what it does not store.
+    """Refuse files that refer to others, hold a group twice, or declare data they do not store.
 
     Args:
         path: The file.
-        stamp: What changes when the file does, so that one that is opened again is not looked through again.
+        stamp: Version of the file; the result is cached per version.
 
     Raises:
-        DatasetError: Naming the key.
+        DatasetError: Names the key.
     """
     with h5py.File(path, "r") as file:
         links: list[tuple[str, int, int]] = []  # name, kind, and where in the file it leads
@@ -87,7 +87,7 @@ def _check_content(path: Path, stamp: tuple[int, ...]) -> None:
 
 
 def _unstored_bytes(item: Any, path: Path, name: str) -> int:
-    """Return how many bytes a dataset has by its shape, beyond those that are in the file.
+    """Return the bytes of a dataset by its shape beyond those stored in the file.
 
     Raises:
         DatasetError: If they are in other files.
@@ -121,7 +121,7 @@ def _text(name: bytes | str) -> str:
 
 @contextmanager
 def peek_hdf5(path: str | Path) -> Iterator[h5py.File | None]:
-    """Open a file to see what it holds; None where it is no HDF5 at all, so that others may look at it.
+    """Open a file for inspection; None if it is no HDF5 file.
 
     Raises:
         DatasetError: If it is HDF5, but truncated or damaged.
@@ -138,9 +138,9 @@ def read_value(item: Any, source: str, key: str, storage: ArrayStorage = MEMORY)
 
     Args:
         item: The dataset.
-        source: Names the file, and where in it, in error messages.
-        key: Names the dataset there.
-        storage: Where the array goes; numbers only on a disk.
+        source: File and position, for messages.
+        key: Name of the dataset there.
+        storage: Storage of the array; on disk for numbers only.
 
     Raises:
         DatasetError: If there is a group in its place, there is no room for it, or reading fails.
@@ -190,10 +190,10 @@ def _native(dtype: np.dtype) -> np.dtype:
 
 @contextmanager
 def write_hdf5(path: str | Path) -> Iterator[h5py.File]:
-    """Write a file under another name and move it into place when everything is on the disk.
+    """Write a file atomically: flushed under another name, then renamed.
 
     Raises:
-        WriteError: If the disk takes no more.
+        WriteError: If the disk is full.
     """
     with written(Path(path)) as content, h5py.File(content, "w") as file:
         yield file

@@ -1,8 +1,8 @@
-"""D4RL HDF5 files, read with h5py alone.
+"""D4RL HDF5 files, read with h5py.
 
-`read` gives correct episodes: time-outs are truncations and keep their transition where the file
-stores the true successor, a terminal on a time-out step stays a terminal, and the unfinished end of the
-file is a truncated episode. `d4rl_compat=True` gives exactly the transitions of
+`read` returns correct episodes: time-outs are truncations and keep their transition if the file stores the
+true successor, a terminal on a time-out step stays a terminal, and the unfinished end of the file is a
+truncated episode. `d4rl_compat=True` returns exactly the transitions of
 `d4rl.qlearning_dataset`, and `qlearning_dataset` and `sequence_dataset` reproduce the two official
 conversions bit for bit, with these properties:
 
@@ -33,10 +33,10 @@ from policies.errors import ConfigError, DatasetError
 _log = logging.getLogger(__name__)
 
 _REQUIRED = ("observations", "actions", "rewards", "terminals")
-_SCALARS = ("rewards", "terminals", "timeouts")  # one number per step
-GOAL = "infos/goal"  # where mazes record goals
-OWN_ATTRIBUTE = "burnish"  # of files written here: names and facts that D4RL does not have
-_JUMP = 1e-5  # of the largest magnitude of a number: how far rounding may move a successor from the next row
+_SCALARS = ("rewards", "terminals", "timeouts")  # one value per step
+GOAL = "infos/goal"  # goal key of mazes
+OWN_ATTRIBUTE = "burnish"  # attribute of own files: names and facts outside the D4RL layout
+_JUMP = 1e-5  # relative tolerance for rounding between a successor and the next row
 
 Arrays = dict[str, Any]
 """Slash-separated key -> array, or scalar for scalar datasets."""
@@ -47,7 +47,7 @@ class FrameKeyError(DatasetError, IndexError):
 
 
 def matches(path: str | Path) -> bool:
-    """Tell whether a file has the D4RL layout."""
+    """Whether a file has the D4RL layout."""
     with peek_hdf5(path) as file:
         return file is not None and "observations" in file and "actions" in file and "data" not in file
 
@@ -57,8 +57,8 @@ def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> A
 
     Args:
         path: HDF5 file.
-        infos: Also what lies under `infos/`, often the larger part of a file.
-        others: Also arrays that no dataset is made of, such as the weights of policies under `metadata/`.
+        infos: Also read keys under `infos/`, often the larger part of a file.
+        others: Also read arrays that no dataset uses, such as policy weights under `metadata/`.
 
     Raises:
         DatasetError: If the file is unreadable, does not fit into memory, lacks a required key, keys disagree
@@ -70,7 +70,7 @@ def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> A
 def _load(
     path: str | Path, *, infos: bool, others: bool, cache: str | Path | None
 ) -> tuple[Arrays, ArrayStorage]:
-    """Return what `load_d4rl` does, and where there was room for it."""
+    """Return the arrays of `load_d4rl` and their storage."""
     checked = (*_REQUIRED, "timeouts", "next_observations")
     arrays: Arrays = {}
     with read_hdf5(path) as file:
@@ -103,7 +103,7 @@ def _load(
 
 
 def _bytes_of(item: h5py.Dataset) -> int:
-    """Return what an array takes as it is stored, and as float32 where it is stored otherwise."""
+    """Return the bytes of an array as stored, plus those of a float32 copy if converted."""
     converted = item.dtype.kind == "f" and item.dtype.itemsize != 4 and not item.name.startswith("/infos/")
     return int(item.nbytes + (4 * item.size if converted and item.size else 0))
 
@@ -114,7 +114,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _check_rows(path: str | Path, key: str, value: Any, num: int) -> None:
-    """Refuse what is not numbers with one row per step, and a file without steps."""
+    """Refuse non-numeric arrays, arrays without one row per step, and files without steps."""
     if _shape(value)[:1] != (num,) or value.dtype.kind not in "biuf":
         got = f"shape {_shape(value)}, type {getattr(value, 'dtype', type(value).__name__)}"
         raise DatasetError(f"{path}: key '{key}' must have {num} rows of numbers, one per step; got {got}.")
@@ -196,12 +196,12 @@ def read(
 
     Args:
         path: HDF5 file.
-        max_episode_steps: Time limit in steps; files without `timeouts` need it, and those where some are
-            missing. Not used with `d4rl_compat` where there are `timeouts`.
+        max_episode_steps: Time limit in steps; required for files without `timeouts` or with missing ones.
+            Unused with `d4rl_compat` if there are `timeouts`.
         d4rl_compat: Reproduce the official transitions instead of correct ones (see the module).
-        infos: Also keep what lies under `infos/` and has one row per frame or per episode; the goals of
-            mazes, `infos/goal`, become the extra key `goal`.
-        cache: Folder for what does not fit into memory; None: that of temporary files.
+        infos: Also keep keys under `infos/` with one row per frame or episode; the goals of mazes,
+            `infos/goal`, become the extra key `goal`.
+        cache: Folder for arrays that do not fit in memory; None: that of temporary files.
 
     Raises:
         ConfigError: If the time limit is below 1.
@@ -250,7 +250,7 @@ def read(
 
 
 def _is_goal(values: Any) -> bool:
-    """Tell whether what mazes record under `infos/goal` is a vector per frame."""
+    """Whether `infos/goal` is a vector per frame."""
     if values is None or values.ndim != 2:
         return False
     return all(bool(np.isfinite(values[part]).all()) for part in pieces(values))
@@ -259,7 +259,7 @@ def _is_goal(values: Any) -> bool:
 def _warn_of_missing_timeouts(
     path: str | Path, ends: np.ndarray, terminated: np.ndarray, arrays: Arrays, limit: int | None
 ) -> None:
-    """Say what is taken for the ends of episodes, and how many that gives."""
+    """Warn about assumed episode ends and their number."""
     signs = ["successors that are not the next row"] if "next_observations" in arrays else []
     signs += [] if limit is None else [f"reader.max_episode_steps={limit}"]
     if signs:
@@ -279,7 +279,7 @@ def _warn_of_missing_timeouts(
 
 
 def _warn_of_jumps(path: str | Path, arrays: Arrays, jumps: np.ndarray) -> None:
-    """Tell of seams that no flag tells of, and of successors that are mostly not the next row."""
+    """Warn about unflagged discontinuities, and successors that mostly differ from the next row."""
     flagged = arrays["terminals"].astype(bool) | arrays.get("timeouts", np.zeros(len(jumps))).astype(bool)
     count = int((jumps & ~flagged).sum())
     if 2 * count > len(jumps):
@@ -299,12 +299,12 @@ def _warn_of_jumps(path: str | Path, arrays: Arrays, jumps: np.ndarray) -> None:
 
 
 def _jumps(arrays: Arrays) -> np.ndarray:
-    """Mark rows whose successor is known not to be the next row, rounding apart, (N,) bool."""
+    """Return rows whose successor differs from the next row beyond rounding, (N,) bool."""
     seen = arrays["observations"]
     jumps = np.zeros(len(seen), dtype=bool)
     if "next_observations" not in arrays:
         return jumps
-    with np.errstate(over="ignore", invalid="ignore"):  # what float32 cannot hold is refused with its row
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow is refused later, with its row
         largest = np.max([np.abs(seen[part].astype(np.float32)).max(axis=0) for part in pieces(seen)], axis=0)
         for part in pieces(seen[1:]):
             following, successor = seen[1:][part], arrays["next_observations"][part]
@@ -314,7 +314,7 @@ def _jumps(arrays: Arrays) -> np.ndarray:
 
 
 def _episode_ends(arrays: Arrays, jumps: np.ndarray, limit: int | None) -> np.ndarray:
-    """Mark last rows: terminal, time-out, a successor that is not the next row, the limit, end of file."""
+    """Return last rows: terminal, time-out, successor unlike the next row, limit, end of file."""
     ends = arrays["terminals"].astype(bool) | jumps
     if "timeouts" in arrays:
         ends = ends | arrays["timeouts"].astype(bool)
@@ -325,10 +325,10 @@ def _episode_ends(arrays: Arrays, jumps: np.ndarray, limit: int | None) -> np.nd
 
 
 def _limit_steps(ends: np.ndarray, limit: int, *, after_end: int, after_limit: int) -> np.ndarray:
-    """Mark the rows at which a step counter reaches limit - 1.
+    """Return the rows at which a step counter reaches limit - 1.
 
-    The counter starts at 0 and continues with `after_end` behind rows in `ends`, with `after_limit` behind
-    rows it marks itself.
+    The counter starts at 0 and continues with `after_end` after rows in `ends`, with `after_limit` after rows
+    that reach the limit.
     """
     marks = np.zeros(len(ends), dtype=bool)
     stops = np.append(np.flatnonzero(ends), len(ends))
@@ -346,7 +346,7 @@ def _limit_steps(ends: np.ndarray, limit: int, *, after_end: int, after_limit: i
 def _official_ends(
     arrays: Mapping[str, Any], limit: int | None, *, after_terminal: int, after_limit: int
 ) -> np.ndarray:
-    """Mark what the official loops take for the last step of an episode at its time limit."""
+    """Return the rows that the official loops treat as last steps at the time limit."""
     if "timeouts" in arrays:
         return arrays["timeouts"].astype(bool)
     if limit is None:
@@ -390,7 +390,7 @@ def _official_episodes(
 
 
 def _split_infos(arrays: Arrays, num_frames: int, num_episodes: int) -> tuple[Arrays, Arrays]:
-    """Sort what lies under `infos/` into per-frame and per-episode values."""
+    """Split keys under `infos/` into per-frame and per-episode values."""
     numeric = {
         key: value
         for key, value in arrays.items()
@@ -402,7 +402,7 @@ def _split_infos(arrays: Arrays, num_frames: int, num_episodes: int) -> tuple[Ar
 
 
 def _own_names(path: str | Path) -> dict[str, Any]:
-    """Return what the attribute of a file written here says; empty for files by others."""
+    """Return the own attribute of a file; empty for other writers."""
     with read_hdf5(path) as file:
         text = file.attrs.get(OWN_ATTRIBUTE, "{}")
         try:
@@ -417,7 +417,7 @@ def _own_names(path: str | Path) -> dict[str, Any]:
 
 
 def _own_extras(arrays: Arrays, own: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
-    """Return per-frame and per-episode values under the names they had when they were written."""
+    """Return per-frame and per-episode values under their original names."""
     frames, episodes = (
         {key: arrays[place] for key, place in own.get(kind, {}).items() if place in arrays}
         for kind in ("extras", "episode_extras")

@@ -2,10 +2,9 @@
 
     states (N, Do)   actions (N, Da)   traj_lengths (E,)   rewards (N,)   terminals (N,)
 
-States and actions are stored scaled to [-1, 1] by the limits in `normalization.npz`. Datasets here hold
-physical units, so that the scaling is undone when a file is read; the limits go to `meta` ("limits").
-`scaled=True` leaves the numbers as they are. No successors are stored: the last frame of an episode is a
-transition only if it is a terminal.
+States and actions are stored scaled to [-1, 1] by the limits in `normalization.npz`. Reading inverts the
+scaling to physical units; the limits are stored in `meta` ("limits"). `scaled=True` keeps the scaled values.
+Successors are not stored: the last frame of an episode is a transition only if it is a terminal.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NORMALIZATION = "normalization.npz"
 
 
 def matches(path: str | Path) -> bool:
-    """Tell whether a file is an archive with DPPO's keys."""
+    """Whether a file is an archive with DPPO's keys."""
     keys = peek_npz(path)
     return keys is not None and set(_REQUIRED) <= set(keys)
 
@@ -53,9 +52,9 @@ def read(
 
     Args:
         path: npz file.
-        normalization: The limits that it was scaled by; None: normalization.npz in the same folder.
-        scaled: Leave states and actions scaled.
-        cache: Folder for what does not fit into memory; None: that of temporary files.
+        normalization: File with the scaling limits; None: normalization.npz in the same folder.
+        scaled: Keep states and actions scaled.
+        cache: Folder for arrays that do not fit in memory; None: that of temporary files.
 
     Raises:
         DatasetError: If the file or its limits do not hold a usable dataset; names file and key.
@@ -86,7 +85,7 @@ def read(
 
 
 def _episode_start(path: str | Path, arrays: Arrays) -> np.ndarray:
-    """Take the lengths of the episodes out of the arrays; returns first frames and, last, N."""
+    """Remove the episode lengths from the arrays; returns first frames and, last, N."""
     lengths = arrays.pop("traj_lengths")
     if lengths.ndim != 1 or not (lengths == lengths.astype(np.int64)).all() or not (lengths > 0).all():
         raise DatasetError(
@@ -103,7 +102,7 @@ def _episode_start(path: str | Path, arrays: Arrays) -> np.ndarray:
 
 
 def read_limits(path: str | Path) -> Arrays:
-    """Read the limits that a file was scaled by, each (D,) float64.
+    """Read the scaling limits of a file, each (D,) float64.
 
     Raises:
         DatasetError: If the file is missing, damaged, lacks a key, or a minimum lies above its maximum.

@@ -3,13 +3,12 @@
     meta/info.json   meta/tasks.parquet   data/chunk-<c>/file-<f>.parquet   videos/<key>/…
 
 The flat state is `observation.state`, followed by `observation.environment_state` where there is one; the
-action is `action`. Rewards (`next.reward`) are 0 where none are stored. Recorders set `next.done` on the last
-frame whatever the reason, also when the time was up: an episode counts as terminated only if its last frame
-has `next.success` as well, any other as truncated, unless `done_is_terminal` says that the flag is meant.
-Successors are not stored: the last frame of an episode is a transition only if it terminated. Images in the
-Parquet files (features of type `image`, PNG or JPEG) stay compressed until somebody looks at them, and frames
-of videos are decoded then (extra `video`); a camera is called what its feature is without
-`observation.images.`.
+action is `action`. Missing rewards (`next.reward`) are 0. Recorders set `next.done` on the last frame also at
+time limits: an episode counts as terminated only if its last frame also has `next.success`, else as
+truncated; `done_is_terminal` makes `next.done` a termination. Successors are not stored: the last frame of an
+episode is a transition only if it terminated. Images in the Parquet files (features of type `image`, PNG or
+JPEG) stay compressed until accessed, and video frames are decoded on access (extra `video`). Camera names are
+feature names without `observation.images.`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 def matches(path: str | Path) -> bool:
-    """Tell whether a folder is a LeRobot dataset, of whichever version."""
+    """Whether a folder is a LeRobot dataset, of any version."""
     return "codebase_version" in peek(Path(path) / INFO)
 
 
@@ -71,9 +70,9 @@ def read(
 
     Args:
         path: The dataset's folder.
-        obs_keys: Features that make up the flat state, in order; None: see the module.
-        done_is_terminal: Whether `next.done` on the last frame always means that the task ended there.
-        cache: Folder for what does not fit into memory; None: that of temporary files.
+        obs_keys: Features of the flat state, in order; None: see the module.
+        done_is_terminal: Whether `next.done` on the last frame always means termination.
+        cache: Folder for arrays that do not fit in memory; None: that of temporary files.
 
     Raises:
         DatasetError: If it does not hold a usable dataset; names file and key.
@@ -120,7 +119,7 @@ def read(
 def _bytes_of(
     files: Sequence[Path], info: Mapping[str, Any], keys: Sequence[str], cameras: Sequence[str]
 ) -> int:
-    """Return what reading takes: numbers as stored, in order, and side by side; compressed images."""
+    """Return the bytes required: numbers as stored, sorted, and concatenated; compressed images."""
     numbers = 8 * 3 * sum(width_of(info, key) for key in keys) * int(info["total_frames"])
     return numbers + (2 * sum(file.stat().st_size for file in files) if cameras else 0)
 
@@ -137,7 +136,7 @@ def _side_by_side(parts: Sequence[np.ndarray], storage: ArrayStorage) -> np.ndar
 
 
 def _terminal(path: str | Path, flags: Arrays, last: np.ndarray, done_is_terminal: bool) -> np.ndarray:
-    """Tell in which frames (N,) the task ended, if they are the `last` ones (N,); see the module."""
+    """Return terminated frames (N,), a subset of the `last` ones (N,); see the module."""
     done = flags.get(DONE, np.zeros(len(last), dtype=bool))
     if done_is_terminal:
         return done
@@ -174,7 +173,7 @@ def _state_keys(
 def _unread(
     features: Mapping[str, Any], read_keys: Sequence[str], lacking: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the observations that are left out, and why."""
+    """Return the unread observations with reasons."""
     reasons = {"image": "pictures", "string": "texts"}
     return {
         key: lacking.get(key) or reasons.get(str(feature["dtype"]), "choose it by obs_keys")
@@ -191,14 +190,14 @@ def _images(path: str | Path, info: Mapping[str, Any], key: str, files: Sequence
 def _image_shape(feature: Mapping[str, Any]) -> ImageShape:
     shape = tuple(int(size) for size in feature["shape"])
     if len(shape) == 3 and shape[0] == 3 != shape[2]:
-        shape = (*shape[1:], shape[0])  # described with colours first
+        shape = (*shape[1:], shape[0])  # described channels-first
     return shape[0], shape[1], shape[2]
 
 
 def _filmed(
     path: str | Path, info: Mapping[str, Any], rows: Arrays, table: EpisodeTable
 ) -> tuple[dict[str, Images], dict[str, str]]:
-    """Return the images of videos by feature, and why those of other videos are not read."""
+    """Return the images of videos by feature, and the reasons for unread videos."""
     features = {key: one for key, one in info["features"].items() if one["dtype"] == "video"}
     found: dict[str, Images] = {}
     lacking: dict[str, str] = {}

@@ -1,13 +1,12 @@
 """Minari datasets: folders with HDF5 (or Arrow) files and metadata; neither Minari nor jax is needed.
 
-The flat state is what the environment's observation is made of, in the order of its space. Of an
-observation with `desired_goal` (mazes, the kitchen, Fetch) it is the part `observation`; `desired_goal`
-becomes the extra key `goal` of every frame, and `achieved_goal` an extra key of that name. Images
-(T+1, H, W, 3) beside numbers become those of a camera, as bytes or as the JPEG files that Minari makes of
-those from 32 pixels on; other images and texts are not read, and named in a warning. Terminations and
-truncations are what the file says; an episode that ends with neither was cut, which is a truncation. An
-episode that sets `infos/success` in any row is a success; of T+1 rows the first is the reset's, and row t+1
-says what step t led to.
+The flat state concatenates the environment's observation in the order of its space. For observations with
+`desired_goal` (mazes, the kitchen, Fetch) it is the part `observation`; `desired_goal` becomes the extra key
+`goal` of every frame, and `achieved_goal` an extra key of that name. Images (T+1, H, W, 3) beside numbers
+become camera images, as bytes or as the JPEG files that Minari uses from 32 pixels on; other images and texts
+are skipped with a warning. Terminations and truncations are read from the file; an episode with neither was
+cut and counts as truncated. An episode with `infos/success` in any row is a success. Of T+1 rows the first
+belongs to the reset, and row t+1 is the result of step t.
 
 Legend: T actions of an episode, and T+1 observations.
 """
@@ -61,13 +60,13 @@ OWN_ATTRIBUTE = "episode_extras/"
 
 @dataclass(frozen=True)
 class Layout:
-    """Which parts of the observation go where; names are paths such as `desired_goal/kettle`.
+    """Assignment of observation parts; names are paths such as `desired_goal/kettle`.
 
     Attributes:
         state: Parts of the flat state, in order.
         extras: Parts of every extra key.
         images: Part of every camera.
-        unread: Reason for every part that is left out.
+        unread: Reason for every skipped part.
     """
 
     state: tuple[str, ...]
@@ -77,7 +76,7 @@ class Layout:
 
 
 def matches(path: str | Path) -> bool:
-    """Tell whether a path is a Minari dataset: its folder, its `data` folder, or its main file."""
+    """Whether a path is a Minari dataset: its folder, its `data` folder, or its main file."""
     return find_data(path) is not None
 
 
@@ -92,10 +91,10 @@ def read(
 
     Args:
         path: The dataset's folder.
-        obs_keys: Parts of the observation that make up the flat state, in order, e.g. `observation`,
-            `desired_goal`; None: see the module.
-        infos: Also keep the numbers under `infos` that every step of every episode has, as `infos/<key>`.
-        cache: Folder for what does not fit into memory; None: that of temporary files.
+        obs_keys: Parts of the flat state, in order, e.g. `observation`, `desired_goal`; None: see the
+            module.
+        infos: Also keep numbers under `infos` present in every step of every episode, as `infos/<key>`.
+        cache: Folder for arrays that do not fit in memory; None: that of temporary files.
 
     Raises:
         DatasetError: If it does not hold a usable dataset; names file, episode and key.
@@ -122,7 +121,7 @@ def read(
 
 
 def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layout:
-    """Decide by the first episode, and by the space where it is recorded, what goes where."""
+    """Return the layout from the first episode, and from the recorded space if any."""
     parts = _leaves(raw.tree.get("observations"), "")
     if not parts:
         raise DatasetError(f"{raw.name}: expected the key 'observations'; found {sorted(raw.tree)}.")
@@ -161,7 +160,7 @@ def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
 
 
 def _parts(space: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the parts of a space that have none themselves, by path and in its order."""
+    """Yield the leaf parts of a space, by path and in its order."""
     if not isinstance(space, Mapping):
         return
     inner = space.get("subspaces")
@@ -175,7 +174,7 @@ def _parts(space: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _kinds(space: Any, prefix: str) -> dict[str, str]:
-    """Return the parts of a space by path, in its order, with the reason why one is not read, if any."""
+    """Return the parts of a space by path, in order, with the reason if unread."""
     return {path: _kind(part) for path, part in _parts(space, prefix)}
 
 
@@ -186,7 +185,7 @@ def _kind(part: Mapping[str, Any]) -> str:
 
 
 def image_shapes_of(space: Any, prefix: str) -> dict[str, ImageShape]:
-    """Return the shapes (H, W, 3) of the parts of a space that are images, by path."""
+    """Return the shapes (H, W, 3) of image parts of a space, by path."""
     found: dict[str, ImageShape] = {}
     for path, part in _parts(space, prefix):
         shape = tuple(part.get("shape") or ())
@@ -196,7 +195,7 @@ def image_shapes_of(space: Any, prefix: str) -> dict[str, ImageShape]:
 
 
 def _reason(values: Any) -> str:
-    """Say why an array cannot be part of the state; empty if it can."""
+    """Return why an array cannot be part of the state; empty if it can."""
     if isinstance(values, RawImages):
         return "pictures"
     kind = getattr(values, "dtype", np.dtype(object))
@@ -236,7 +235,7 @@ def _episode(raw: RawEpisode, layout: Layout, infos: bool, own: Sequence[str]) -
 
 
 def _seen(raw: RawEpisode, name: str) -> RawImages:
-    """Return what a camera saw before each action, and after the last."""
+    """Return the camera images before each action and after the last."""
     values, num = _leaves(raw.tree.get("observations"), "").get(name), len(raw.tree["actions"])
     if not isinstance(values, RawImages) or values.shape[0] != num + 1:
         raise DatasetError(
@@ -268,7 +267,7 @@ def _rows(raw: RawEpisode, key: str, num: int) -> np.ndarray:
 
 
 def _end(raw: RawEpisode, key: str, num: int) -> bool:
-    """Tell whether the last step has a flag, which no other step may have."""
+    """Whether the last step has a flag; no other step may have it."""
     flags = check_flags(raw.name, key, _rows(raw, key, num))
     if flags[:-1].any():
         raise DatasetError(
@@ -290,7 +289,7 @@ def _numbers(raw: RawEpisode) -> dict[str, np.ndarray]:
 
 
 def _success(raw: RawEpisode) -> bool | None:
-    """Tell whether an episode succeeded, in whichever row; None if it does not say."""
+    """Whether an episode succeeded in any row; None if not recorded."""
     values = _numbers(raw).get(SUCCESS)
     return None if values is None else bool((values > 0).any())
 
@@ -310,14 +309,14 @@ def _infos(raw: RawEpisode, own: Sequence[str]) -> dict[str, np.ndarray]:
 
 @dataclass
 class _EpisodeCollector:
-    """What is known of episodes besides their frames, noted as they pass by.
+    """Per-episode values, collected while episodes are read.
 
     Attributes:
-        own: What a file written here says of itself.
-        storage: Where images go that are not read from their file.
-        images: The images of every camera, episode by episode.
-        attributes: Those of every episode.
-        tells_success: Whether every episode says if it succeeded.
+        own: Metadata of own files.
+        storage: Storage of images that are not read from their file.
+        images: Images of every camera, by episode.
+        attributes: Attributes of every episode.
+        tells_success: Whether every episode has a success value.
     """
 
     own: Mapping[str, Any]
@@ -327,7 +326,7 @@ class _EpisodeCollector:
     tells_success: bool = True
 
     def convert(self, raw: RawEpisode, layout: Layout, infos: bool) -> Episode:
-        """Convert an episode and note what it says."""
+        """Convert an episode and collect its values."""
         episode = _episode(raw, layout, infos, self.own.get("extras", ()))
         self.tells_success = self.tells_success and _success(raw) is not None
         self.attributes.append(raw.attributes)
@@ -336,7 +335,7 @@ class _EpisodeCollector:
         return episode
 
     def finish(self, data: EpisodeDataset, file: Path) -> EpisodeDataset:
-        """Put everything together; what the file does not say about its episodes is left open."""
+        """Return the assembled dataset; unrecorded episode values are omitted."""
         own = self.own.get("extras", ())
         extras = {k.removeprefix("infos/") if k in own else k: value for k, value in data.extras.items()}
         successors = data.next_observations if self.own.get("successors_recorded", True) else None
@@ -367,10 +366,10 @@ class _EpisodeCollector:
 def _store(
     camera: str, seen: Sequence[RawImages], file: Path, start: np.ndarray, storage: ArrayStorage
 ) -> Store:
-    """Return where the images of a camera are, a frame for each action.
+    """Return the storage of a camera's images, one frame per action.
 
     Raises:
-        DatasetError: If the episodes' are not alike.
+        DatasetError: If the episodes' images differ in kind.
     """
     kinds = {(one.shape[1:], one.encoded, one.key is None) for one in seen}
     if len(kinds) > 1:

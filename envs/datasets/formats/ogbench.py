@@ -1,16 +1,16 @@
-"""OGBench npz files, read with numpy alone.
+"""OGBench npz files, read with numpy.
 
     observations (N, Do)   actions (N, Da)   terminals (N,)   qpos  qvel  button_states
 
-`terminals` marks the last row of every recording. That row is a state only: its action was never executed
-and it has no successor. By default it becomes the successor of the row before, as in OGBench's regular
-datasets; `compact=True` keeps it as a frame of its own with `valids` 0, as in OGBench's compact ones.
-`regular_dataset` and `compact_dataset` are the two official conversions, bit for bit.
+`terminals` marks the last row of every recording, a state without action and successor. By default it becomes
+the successor of the previous row, as in OGBench's regular datasets; `compact=True` keeps it as a frame with
+`valids` 0, as in OGBench's compact ones. `regular_dataset` and `compact_dataset` are the two official
+conversions, bit for bit.
 
-A recording is cut, never finished: all episodes are truncated. Published files have no rewards; naming a
-single task adds those of this task and `masks`, which is 0 where the task is solved and values must not look
-further, although the recording goes on. A file with `rewards` and `masks` of its own keeps them. One with
-`next_observations`, as a regular dataset that was saved has them, holds no rows that are states only.
+All episodes are truncated recordings. Published files have no rewards; naming a single task adds its rewards
+and `masks`, which is 0 where the task is solved and values do not bootstrap, although the recording
+continues. A file's own `rewards` and `masks` are kept. Files with `next_observations` (saved regular
+datasets) hold no state-only rows.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _OWN = (*_JUDGED, "next_observations")  # not in published files
 
 
 def matches(path: str | Path) -> bool:
-    """Tell whether a file is an archive with OGBench's keys."""
+    """Whether a file is an archive with OGBench's keys."""
     keys = peek_npz(path)
     return keys is not None and set(_REQUIRED) <= set(keys)
 
 
 def load_ogbench(path: str | Path) -> Arrays:
-    """Read a file's arrays as they are stored.
+    """Read a file's arrays as stored.
 
     Raises:
         DatasetError: If the file is unreadable, lacks a key, keys disagree in length, or the end of a
@@ -52,7 +52,7 @@ def load_ogbench(path: str | Path) -> Arrays:
 
 
 def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, ArrayStorage]:
-    """Return what `load_ogbench` does, and where there was room for it."""
+    """Return the arrays of `load_ogbench` and their storage."""
     arrays, storage = read_npz_into(path, _REQUIRED, (*_INFOS, *_OWN), cache=cache)
     check_rows(path, arrays, "observations")
     ends = arrays["terminals"] = check_flags(path, "terminals", arrays["terminals"])
@@ -73,7 +73,7 @@ def regular_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
 
     Args:
         arrays: From `load_ogbench`.
-        storage: Where the result goes.
+        storage: Storage of the result.
 
     Returns:
         (M, ·) float32 arrays; `terminals` is 1 where the next row is the last of its recording.
@@ -94,7 +94,7 @@ def compact_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
 
     Args:
         arrays: From `load_ogbench`.
-        storage: Where the result goes.
+        storage: Storage of the result.
 
     Returns:
         (N, ·) float32 arrays; `terminals` is 1 on the last two rows of every recording.
@@ -120,11 +120,11 @@ def read(
 
     Args:
         path: npz file.
-        task: Name of a single task, e.g. `cube-single-play-singletask-task2-v0`: rewards and `masks` of that
-            task take the place of those of the file; needs the extra `ogbench`. None: rewards and masks of
-            the file, and rewards of 0 where it has none.
+        task: Name of a single task, e.g. `cube-single-play-singletask-task2-v0`, whose rewards and `masks`
+            replace those of the file; needs the extra `ogbench`. None: the file's rewards and masks, or
+            rewards of 0.
         compact: Keep the last row of every recording as a frame (see the module).
-        cache: Folder for what does not fit into memory; None: that of temporary files.
+        cache: Folder for arrays that do not fit in memory; None: that of temporary files.
 
     Raises:
         DatasetError: If the file does not hold a usable dataset; names file and key.
@@ -182,14 +182,14 @@ def _saved_dataset(arrays: Arrays, storage: ArrayStorage) -> Arrays:
 
 
 def _own_rewards(path: str | Path, arrays: Arrays, kept: np.ndarray) -> Arrays:
-    """Return rewards and masks of the file, where it has them, for the rows that are kept (N,)."""
+    """Return the file's rewards and masks, if any, for the kept rows (N,)."""
     if "masks" in arrays:
         arrays["masks"] = check_flags(path, "masks", arrays["masks"]).astype(np.float32)
     return {key: column(arrays[key])[kept] for key in _JUDGED if key in arrays}
 
 
 def _check_lengths(path: str | Path, ends: np.ndarray, compact: bool, saved: bool) -> None:
-    """Refuse recordings without a step: one state and nothing done in it; and to keep such states of none."""
+    """Refuse recordings with a single state, and `compact` for files without state-only rows."""
     if compact and saved:
         raise DatasetError(
             f"{path}: reader.compact=true keeps rows that are states only, and a file with the key "

@@ -1,15 +1,14 @@
-"""robomimic HDF5 files: what `burnish collect` writes, and what others recorded.
+"""robomimic HDF5 files, from `burnish collect` or other writers.
 
     data/                    attributes: total, env_args (JSON), obs_layout (JSON), meta (JSON)
       demo_<i>/              attributes: num_samples, terminated, truncated, success, seed, …
         actions rewards dones states   obs/<key>  next_obs/<key>   extras/<key>   obs/<camera>_image
     mask/<train|valid|…>     names of demonstrations
 
-Observations are stored per key; `obs_layout` lists keys and widths in the order in which they make up the
-flat state. Images (T, H, W, 3) uint8 are compressed frame by frame, and stay in the file until somebody looks
-at them; a camera is called what its key is without `_image`. Reading what was written gives the same dataset.
-A file by another writer says only `dones`: an episode whose last step is done counts as terminated, any other
-as truncated.
+Observations are stored per key; `obs_layout` lists keys and widths of the flat state in order. Images (T, H,
+W, 3) uint8 are compressed per frame and read on access; camera names are keys without `_image`. Writing and
+reading is lossless. Files of other writers only have `dones`: an episode whose last step is done counts as
+terminated, any other as truncated.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MODEL = "model_file"  # attribute of demonstrations of robosuite
 
 
 def matches(path: str | Path) -> bool:
-    """Tell whether a file has the robomimic layout."""
+    """Whether a file has the robomimic layout."""
     with peek_hdf5(path) as file:
         return file is not None and _has_demos(file)
 
@@ -57,9 +56,9 @@ def read(
     Args:
         path: HDF5 file.
         mask: Read only the demonstrations listed under mask/<mask>.
-        obs_keys: Keys that make up the flat state, in order; None: the recorded layout, else the usual
+        obs_keys: Keys of the flat state, in order; None: the recorded layout, else the usual
             proprioception and `object`, else every vector-valued key in alphabetical order.
-        cache: Folder for what does not fit into memory; None: that of temporary files.
+        cache: Folder for arrays that do not fit in memory; None: that of temporary files.
 
     Raises:
         DatasetError: If the file does not hold a usable dataset; names file and key.
@@ -84,7 +83,7 @@ def read(
 
 
 def read_models(path: str | Path, *, mask: str | None = None) -> list[str | None]:
-    """Return the MuJoCo model (MJCF) that each demonstration was recorded in, in the order of `read`.
+    """Return the MuJoCo model (MJCF) of each demonstration, in the order of `read`.
 
     Args:
         path: HDF5 file.
@@ -114,7 +113,7 @@ def _model(text: Any, source: str) -> str | None:
 
 
 def _bytes_of(data: h5py.Group, names: list[str], layout: list[tuple[str, int]]) -> int:
-    """Return what reading takes: arrays as they are stored, and as float32 where they are not."""
+    """Return the bytes required: arrays as stored, plus those of converted float32 copies."""
     wanted = {"actions", "states", *(f"{group}/{key}" for group in ("obs", "next_obs") for key, _ in layout)}
     sizes = [0]
 
@@ -123,7 +122,7 @@ def _bytes_of(data: h5py.Group, names: list[str], layout: list[tuple[str, int]])
             sizes.append(item.nbytes + 4 * (item.size or 0))
 
     for name in names:
-        if isinstance(data[name], h5py.Group):  # others are refused when they are read
+        if isinstance(data[name], h5py.Group):  # others are refused on reading
             data[name].visititems(see)
     return sum(sizes)
 
@@ -182,7 +181,7 @@ def _recorded_keys(data: h5py.Group, path: str | Path) -> list[str]:
 def _layout(
     data: h5py.Group, first: str, path: str | Path, obs_keys: Sequence[str] | None
 ) -> list[tuple[str, int]]:
-    """Decide which observation keys make up the flat state, in which order."""
+    """Return the observation keys of the flat state, in order."""
     obs = _group(_group(data, first, f"{path}"), "obs", f"{path}: {first}")
     tables = {key: item for key, item in obs.items() if isinstance(item, h5py.Dataset) and item.ndim == 2}
     widths = {key: item.shape[1] for key, item in tables.items()}
@@ -199,7 +198,7 @@ def _layout(
 
 
 def _images(data: h5py.Group, names: list[str], path: Path) -> tuple[dict[str, Images], dict[str, str]]:
-    """Return the images by camera, unread, and why keys that look like images are none.
+    """Return the lazy images by camera, and reasons for skipped image-like keys.
 
     Raises:
         DatasetError: If a demonstration has other images than the first, or another number of them.
@@ -277,7 +276,7 @@ def _read_all(demo: h5py.Group, name: str, source: str) -> dict[str, np.ndarray]
 
 
 def _read_ends(demo: h5py.Group, num: int, source: str) -> dict[str, bool]:
-    """Tell how a demonstration ended: its attributes, else whether its last step is done."""
+    """Return how a demonstration ended: from its attributes, else from the last `dones`."""
     done = False
     if "dones" in demo:
         dones = read_numbers(demo["dones"], source, "dones")
@@ -289,7 +288,7 @@ def _read_ends(demo: h5py.Group, num: int, source: str) -> dict[str, bool]:
 
 
 def _flag(demo: h5py.Group, name: str, default: bool, source: str) -> bool:
-    """Return an attribute that must be 0 or 1 where it is there."""
+    """Return an optional attribute that must be 0 or 1."""
     value = demo.attrs.get(name, default)
     if np.shape(value) != () or isinstance(value, str | bytes) or value not in (0, 1):
         raise DatasetError(f"{source}: attribute '{name}' must be true or false; got {value!r}.")
@@ -305,11 +304,11 @@ def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: st
 
 
 class _Demos:
-    """Demonstrations put together one by one; optional keys survive if every demonstration has them.
+    """Demonstrations collected one by one; optional keys are kept if every demonstration has them.
 
     Args:
-        source: Names the file in error messages.
-        frames: Collects their frames.
+        source: Name of the file in messages.
+        frames: Collector of frames.
     """
 
     def __init__(self, source: str, frames: Frames) -> None:

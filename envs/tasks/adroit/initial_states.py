@@ -1,9 +1,9 @@
-"""Where recorded demonstrations of the Adroit door began.
+"""Initial states of recorded demonstrations of the Adroit door.
 
-A file in D4RL's layout tells, per episode, where the door stood (`infos/door_body_pos`) and the positions and
-velocities that the simulator was set to (`infos/init_qpos`, `infos/init_qvel`), but the arm had moved before
-the first row was recorded. Its pose is therefore taken from the first observation, which holds every joint
-but the arm's slide; that one follows from where the palm was seen.
+A file in D4RL's layout holds, per episode, the door position (`infos/door_body_pos`) and the initial
+simulator positions and velocities (`infos/init_qpos`, `infos/init_qvel`), but the arm had moved before the
+first recorded row. The arm's pose is therefore taken from the first observation, which holds every joint but
+the arm's slide; the slide follows from the observed palm position.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from policies.errors import DatasetError
 Array = np.ndarray
 
 _OBS_DIM, _NUM_POSITIONS = 39, 30
-_JOINTS = slice(0, 27)  # of an observation: all joints of arm and hand but the slide
+_JOINTS = slice(0, 27)  # indices in an observation: all joints of arm and hand but the slide
 _LATCH, _HINGE, _PALM = 27, 28, slice(29, 32)
 _SHAPES = {"init_qpos": _NUM_POSITIONS, "init_qvel": _NUM_POSITIONS, "door_body_pos": 3}
 
 
 @dataclass(frozen=True)
 class DoorState:
-    """One recorded start.
+    """Initial state of one demonstration.
 
     Shapes:
-        qpos, qvel: (30,) positions and velocities, the arm's slide still unknown.
-        door: (3,) where the door stands [m].
-        palm: (3,) where the palm was seen [m].
+        qpos, qvel: (30,) positions and velocities, except the arm's slide.
+        door: (3,) door position [m].
+        palm: (3,) observed palm position [m].
     """
 
     qpos: Array
@@ -40,7 +40,7 @@ class DoorState:
     palm: Array
 
     def apply(self, env: Any) -> Array:
-        """Put gymnasium-robotics' environment there; returns the observation (39,)."""
+        """Apply the state to gymnasium-robotics' environment; returns the observation (39,)."""
         state = {"qpos": self.qpos.copy(), "qvel": self.qvel, "door_body_pos": self.door}
         env.set_env_state(state)
         seen = env.data.site_xpos[env.grasp_site_id]
@@ -51,10 +51,10 @@ class DoorState:
 
 
 def read_initial_states(path: str) -> tuple[DoorState, ...]:
-    """Read the starts of a file's episodes, in order.
+    """Read the initial states of a file's episodes, in order.
 
     Raises:
-        DatasetError: If the file is not D4RL's, is of another task, or does not tell where episodes began.
+        DatasetError: If the file is not D4RL's, is of another task, or lacks initial states.
     """
     arrays = load_d4rl(path)
     if arrays["observations"].shape[1:] != (_OBS_DIM,):
@@ -73,7 +73,7 @@ def read_initial_states(path: str) -> tuple[DoorState, ...]:
 
 
 def _rows(path: str, arrays: dict[str, Any], key: str, shape: tuple[int, int]) -> Array:
-    """Return `infos/<key>` with one row per episode, or refuse."""
+    """Return `infos/<key>` with one row per episode."""
     value = arrays.get(f"infos/{key}")
     if value is None or np.shape(value) != shape:
         got = "nothing" if value is None else f"shape {np.shape(value)}"

@@ -1,9 +1,9 @@
 """Adroit: a Shadow hand opens a door, hammers a nail, turns a pen or moves a ball (24 to 30 joints).
 
-Physics, observations, rewards and success are those of gymnasium-robotics' `AdroitHand*-v1`: its own
-environment works on one `MjData` per row, one compiled model and its sensitivities shared by all, so every
-number equals the original bit for bit. What a reset draws lies in the model (where the door, the nail, the
-ball or its target is, how the pen should lie); each row keeps its own and hands it over before it moves.
+Physics, observations, rewards and success are those of gymnasium-robotics' `AdroitHand*-v1`: its environment
+runs on one `MjData` per row, with one compiled model and its sensitivities shared, so every number equals the
+original bit for bit. Resets modify the model (positions of door, nail, ball or its target, orientation of the
+pen); each row stores its values and writes them to the model before stepping.
 
 Legend: N environments, M of them addressed.
 """
@@ -53,13 +53,13 @@ def _angles(joints: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a task keeps what a reset draws.
+    """Locations of a task's reset values.
 
     Attributes:
-        module: Of gymnasium-robotics, below `adroit_hand`.
+        module: Module of gymnasium-robotics, below `adroit_hand`.
         made: Its class.
-        placed: Fields of the model, each with the environment's attribute that holds the row of the object.
-        measured: Attributes of the environment that a reset measures.
+        placed: Model fields, each with the environment's attribute that holds the object's row index.
+        measured: Attributes computed by a reset.
     """
 
     module: str
@@ -69,13 +69,13 @@ class Scene:
 
 
 class AdroitStepper(MujocoStepper):
-    """Steps N copies of one of the tasks.
+    """Step N copies of one task.
 
     Args:
         scene: The task.
         reward: "dense" or "sparse".
         num_envs: N.
-        starts: Where episodes begin, by seed modulo their number; none: as drawn from the seed.
+        starts: Initial states, selected by seed modulo their number; empty: drawn from the seed.
 
     Raises:
         MissingExtraError: If gymnasium-robotics is not installed.
@@ -85,14 +85,14 @@ class AdroitStepper(MujocoStepper):
         self._env = load_adroit(scene, reward)
         super().__init__(self._env.model, num_envs)
         self._starts = starts
-        # Views into the model, and what each row wants there.
+        # Views into the model, and each row's values for them.
         self._placed = [(name, getattr(self._env, at)) for name, at in scene.placed]
         self._views = [getattr(self.model, name)[at] for name, at in self._placed]
         self._places = [np.tile(view, (num_envs, 1)) for view in self._views]
         self._measured = {name: np.ones(num_envs) for name in scene.measured}
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode as gymnasium-robotics does for this seed, or where a demonstration did; (Do,)."""
+        """Start an episode as gymnasium-robotics for this seed, or from a demonstration's state; (Do,)."""
         env = self._bind(row)
         obs, _ = env.reset(seed=seed)
         if self._starts:
@@ -121,7 +121,7 @@ class AdroitStepper(MujocoStepper):
             getattr(model, name)[at] = appearance[str(i)]
 
     def get_state(self) -> dict[str, Any]:
-        """Return everything the next steps depend on, what the resets drew included."""
+        """Return the state that determines all following steps, reset values included."""
         return {
             **super().get_state(),
             "places": [places.copy() for places in self._places],
@@ -134,7 +134,7 @@ class AdroitStepper(MujocoStepper):
         self._measured = {name: np.array(values, np.float64) for name, values in state["measured"].items()}
 
     def _bind(self, row: int) -> Any:
-        """Let the shared environment work on the simulator of a row."""
+        """Bind the shared environment to the simulator of a row."""
         self._env.data = self.datas[row]
         for view, places in zip(self._views, self._places, strict=True):
             view[:] = places[row]
@@ -152,11 +152,11 @@ def load_adroit(scene: Scene, reward: str) -> Any:
     """
     from policies.extras import require
 
-    with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about the rewards
+    with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about the rewards
         module = require(f"{_MODULE}.{scene.module}", extra="adroit")
     env = getattr(module, scene.made)(reward_type=reward)
     view, model = env.mujoco_renderer.default_cam_config, env.model
-    # MuJoCo's free camera, from where gymnasium-robotics looks, but at the hand and not below the table.
+    # MuJoCo's free camera, at gymnasium-robotics' position, aimed at the hand instead of below the table.
     model.stat.center, model.stat.extent = (0.0, 0.0, 0.2), view["distance"] / 1.5
     model.vis.global_.azimuth = view["azimuth"]
     return env
@@ -164,10 +164,10 @@ def load_adroit(scene: Scene, reward: str) -> Any:
 
 @dataclass(frozen=True)
 class _Adroit(HasCameras):
-    """What the four configurations share."""
+    """Common options of the four tasks."""
 
-    max_episode_steps: int = bounded(200, ge=1)  # control steps, then truncated
-    terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
+    max_episode_steps: int = bounded(200, ge=1)  # time limit in control steps
+    terminate_on_success: bool = False  # whether success terminates the episode
     reward: str = bounded("dense", choices=REWARDS)  # sparse: 10 while solved, -0.1 otherwise
 
     name = ""
@@ -175,7 +175,7 @@ class _Adroit(HasCameras):
     success_rule = ""
     arm: ClassVar[tuple[str, ...]] = ()
     objects: ClassVar[tuple[str, ...]] = ()
-    hidden = 0  # leading joints that are not observed
+    hidden = 0  # number of leading unobserved joints
 
     @property
     def spec(self) -> EnvSpec:
@@ -212,7 +212,7 @@ _TURNS = tuple(f"arm rotation {axis}" for axis in "xyz")
 class AdroitDoor(_Adroit):
     """Undo the latch and open a door (`AdroitHandDoor-v1`)."""
 
-    starts: str | None = path_field()  # D4RL file whose demonstrations' starts are used, by seed; null: drawn
+    starts: str | None = path_field()  # D4RL file with initial states, taken by seed; null: drawn
 
     name = "adroit-door"
     scene = Scene("adroit_door", "AdroitHandDoorEnv", (("body_pos", "door_body_id"),))
@@ -229,7 +229,7 @@ class AdroitDoor(_Adroit):
 
         Raises:
             MissingExtraError: If gymnasium-robotics is not installed.
-            DatasetError: If the file of the starts lacks them.
+            DatasetError: If the file lacks initial states.
         """
         starts = read_initial_states(self.starts) if self.starts is not None else ()
         stepper = AdroitStepper(self.scene, self.reward, num_envs, starts)
@@ -255,7 +255,7 @@ class AdroitHammer(_Adroit):
 @register("env", "adroit-pen")
 @dataclass(frozen=True)
 class AdroitPen(_Adroit):
-    """Turn a pen in the hand to a wanted orientation (`AdroitHandPen-v1`)."""
+    """Rotate a pen in the hand to a target orientation (`AdroitHandPen-v1`)."""
 
     name = "adroit-pen"
     scene = Scene(
@@ -274,7 +274,7 @@ class AdroitPen(_Adroit):
 @register("env", "adroit-relocate")
 @dataclass(frozen=True)
 class AdroitRelocate(_Adroit):
-    """Take a ball to a place in the air (`AdroitHandRelocate-v1`)."""
+    """Move a ball to a target position in the air (`AdroitHandRelocate-v1`)."""
 
     name = "adroit-relocate"
     scene = Scene(

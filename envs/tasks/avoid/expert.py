@@ -1,8 +1,8 @@
-"""A multi-modal expert of `avoid`: draws a path through the pillars and follows it with noise.
+"""Multi-modal expert of `avoid`: draws a path through the pillars and tracks it with noise.
 
-Every episode draws a mode (uniformly), where in each gap to pass, a pace, and two Ornstein-Uhlenbeck
-processes: one varies the pace, the other pushes the disc sideways off its path. The push shrinks near the
-rows, and the follower steers back to its path, so nearly every demonstration succeeds.
+Each episode draws a mode (uniformly), an aim in each gap, a pace, and two Ornstein-Uhlenbeck processes: one
+varies the pace, the other pushes the disc sideways off its path. The push shrinks near the rows, and the
+controller corrects towards the path, so nearly every demonstration succeeds.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 WOBBLE_M = 0.01  # standard deviation of the sideways wobble far from the rows, at noise = 1
-AIM_M = 0.004  # standard deviation of the aim inside a gap [m], at noise = 1, cut at two of them
+AIM_M = 0.004  # standard deviation of the aim inside a gap [m], at noise = 1, truncated at two of them
 PACE_SPREAD = 0.15  # relative spread of the pace, between episodes and within one, at noise = 1
 WOBBLE_STEPS = 8.0  # correlation time of wobble and pace [control steps]
 STEADY_M = 0.0078  # largest wobble near a row [m]
-NEAR_M = 0.05  # what is near: distance to a row [m]
-RESPONSE_S = 0.05  # how far ahead the follower feels the disc move [s]
-LOOK_M = 0.03  # how far ahead on its path the follower aims
+NEAR_M = 0.05  # distance to a row that counts as near [m]
+RESPONSE_S = 0.05  # prediction horizon of the disc's motion [s]
+LOOK_M = 0.03  # look-ahead distance on the path [m]
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class AvoidExpert(Checked):
 
     key: ClassVar = "env.expert"
 
-    noise: float = bounded(1.0, ge=0)  # scale of aim error, wobble and pace variation; 0: a machine-like path
-    pace: float = bounded(0.75, gt=0, le=1)  # mean speed as a share of the largest step
-    num_modes: int | None = bounded(None, ge=1)  # use only the first paths of `AvoidScene.modes`
-    modes: tuple[int, ...] = bounded((), ge=0)  # ids of the paths to use; (): see num_modes
+    noise: float = bounded(1.0, ge=0)  # scale of aim error, wobble and pace variation; 0: deterministic
+    pace: float = bounded(0.75, gt=0, le=1)  # mean speed as a fraction of the largest step
+    num_modes: int | None = bounded(None, ge=1)  # use only the first modes of `AvoidScene.modes`
+    modes: tuple[int, ...] = bounded((), ge=0)  # ids of the modes to use; (): see num_modes
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("modes", self.num_modes is None or not self.modes, "left out beside num_modes")
 
     def ways(self, num_direct: int) -> tuple[int, ...]:
-        """Return the ids of the ways to choose from.
+        """Return the ids of the admissible modes.
 
         Raises:
-            ConfigError: If an id or the number is beyond the `num_direct` direct ways.
+            ConfigError: If an id or the number exceeds the `num_direct` direct modes.
         """
         count = num_direct if self.num_modes is None else self.num_modes
         chosen = self.modes or tuple(range(count))
@@ -74,11 +74,11 @@ def plan(
         start: (2,) position [m].
 
     Args:
-        scene: Where everything stands.
+        scene: Scene geometry.
         way: Gap index of every row.
-        start: Where the disc is.
+        start: Initial disc position.
         noise: Scale of the aim error inside each gap.
-        rng: Draws the aims.
+        rng: Generator of the aims.
     """
     ys, xs = [start[1]], [start[0]]
     for row_y, centers, gap in zip(scene.row_y, scene.gap_x, way, strict=True):
@@ -91,13 +91,13 @@ def plan(
 
 
 class PathFollower:
-    """One demonstration in progress: gives the next action for an observation.
+    """Path-tracking controller of one demonstration.
 
     Args:
-        scene: Where everything stands.
+        scene: Scene geometry.
         path: Path to follow, x(y) in metres.
-        options: How to demonstrate.
-        rng: Draws pace and wobble.
+        options: Options of the expert.
+        rng: Generator of pace and wobble.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PathFollower:
         return np.clip(pace * way / np.hypot(*way), -1.0, 1.0)
 
     def _wobble(self, y: float) -> float:
-        """Sideways push [m] at height y: free far from the rows, small near them."""
+        """Sideways push [m] at height y: unrestricted far from the rows, small near them."""
         push = self._noise * WOBBLE_M * self._drift[1]
         distance = np.min(np.abs(self._rows - y))
         limit = STEADY_M + max(0.0, distance - NEAR_M)
@@ -138,7 +138,7 @@ class PathFollower:
 
 
 class DiscStepper(Protocol):
-    """A simulator whose row 0 the follower may move; observations are (x, y, x speed, y speed)."""
+    """A simulator whose row 0 the expert steps; observations are (x, y, x speed, y speed)."""
 
     scene: AvoidScene
 
@@ -152,15 +152,15 @@ class DiscStepper(Protocol):
 
 
 def demonstrate_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
-    """Do one episode in row 0 of a stepper.
+    """Record one episode in row 0 of a stepper.
 
-    Recorded beside the usual: the physics state before each action (`states`: time, positions,
-    velocities) and the way taken (`mode`, the same on every frame, -1 if the disc did not get through).
+    Also recorded: the physics state before each action (`states`: time, positions, velocities) and the mode
+    (`mode`, constant over the episode, -1 if the disc did not pass all rows).
 
     Args:
         stepper: Simulator of the task.
-        seed: Seed of the episode; decides way, pace and wobble as well.
-        options: How to demonstrate.
+        seed: Seed of the episode; determines mode, pace and wobble as well.
+        options: Options of the expert.
         max_steps: Time limit in control steps.
     """
     from envs.rollouts.recording import Recording

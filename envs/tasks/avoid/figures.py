@@ -1,4 +1,4 @@
-"""Pictures of what a policy does, drawn so that they can be read at a glance."""
+"""Figures of `avoid` episodes."""
 
 from __future__ import annotations
 
@@ -45,15 +45,14 @@ def draw_avoid(
 ) -> None:
     """Draw episodes of `avoid` from above: pillars, start, finish line, one line per episode.
 
-    Successes are green; failures are orange and end in a crossed disc where they touched something or
-    stopped.
+    Successes are green; failures are orange and end in a crossed disc at the contact or final position.
 
     Shapes:
         trajectories: one (L+1, 2 or more) array per episode, x and y [m] first, e.g. its observations.
 
     Args:
-        ax: Where to draw.
-        trajectories: Where the disc was.
+        ax: Target axes.
+        trajectories: Disc trajectories.
         outcomes: Whether each episode succeeded.
         title: Bold first line above the count of successes.
     """
@@ -79,7 +78,7 @@ def _mark_end(ax: Axes, scene: AvoidScene, x: float, y: float) -> None:
 
 
 def _draw_scene(ax: Axes, scene: AvoidScene) -> None:
-    """Draw what does not move."""
+    """Draw the static scene."""
     from matplotlib.patches import Circle, Rectangle
 
     wide, low, high = scene.half_width, scene.back_y, scene.finish_y + 0.05

@@ -18,9 +18,9 @@ START_SPREAD_M = (0.02, 0.01)  # half-width of the uniform start box around the 
 
 @dataclass(frozen=True)
 class AvoidScene:
-    """Where everything stands, read from the MuJoCo model (metres)."""
+    """Scene geometry, read from the MuJoCo model (metres)."""
 
-    row_y: tuple[float, ...]  # one per row, in the order they are met
+    row_y: tuple[float, ...]  # one per row, from start to finish
     pillar_x: tuple[tuple[float, ...], ...]  # pillar centres of every row, left to right
     bumps: tuple[tuple[float, float], ...]  # centres of the half pillars that close rows beside the walls
     pillar_radius: float
@@ -41,10 +41,10 @@ class AvoidScene:
 
     @cached_property
     def modes(self) -> tuple[tuple[int, ...], ...]:
-        """Every way through, as the gap taken in each row; a mode's id is its place here.
+        """All paths through the rows, as the gap of each row; a mode's id is its index.
 
-        The first `num_direct` are the direct ways: from a gap only to the nearest gaps of the next row.
-        Detours, which squeeze sideways between two rows, come after them.
+        The first `num_direct` are direct: from each gap only to the nearest gaps of the next row. Detours,
+        which move sideways between two rows, follow.
         """
         return tuple(sorted(product(*(range(len(row)) for row in self.gap_x)), key=self._detour))
 
@@ -53,7 +53,7 @@ class AvoidScene:
         return sum(not self._detour(way)[0] for way in self.modes)
 
     def mode_name(self, mode: int) -> str:
-        """Name a mode by its gaps counted from the left, e.g. `1-0-1`; `none` for an unfinished way."""
+        """Return the name of a mode, its gaps from the left, e.g. `1-0-1`; `none` for an unfinished path."""
         return "none" if mode < 0 else "-".join(str(gap) for gap in self.modes[mode])
 
     def _detour(self, way: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
@@ -64,7 +64,7 @@ class AvoidScene:
 
 @cache
 def load_model() -> mujoco.MjModel:
-    """Compile the task's MuJoCo model once per process; every environment shares it and nobody changes it."""
+    """Compile the task's MuJoCo model once per process; it is shared and never modified."""
     import mujoco
 
     return mujoco.MjModel.from_xml_path(str(asset_path("avoid.xml")))

@@ -1,14 +1,14 @@
 """`avoid`: drive a disc through staggered rows of pillars to a finish line, without touching anything.
 
-A planar end effector on two slide joints with velocity servos; an action is the velocity it shall have.
-There are many equally good ways through, one gap per row, so demonstrations are multi-modal and a policy
-that averages them hits a pillar. Position and velocity are the whole state: one observation is enough.
+A planar end effector on two slide joints with velocity servos; the action is the target velocity. There are
+many equally good paths, one gap per row, so demonstrations are multi-modal and a policy that averages them
+hits a pillar. Position and velocity are the full state: one observation suffices.
 
 Rules: any contact (pillar or wall) ends the episode as a failure, at the physics step where it happens;
 crossing the finish line ends it as a success with reward 1 (every other step is worth 0); both are
 `terminated`. After `max_episode_steps` the episode is `truncated`.
 
-Metric `mode`: the way taken, an index into `AvoidScene.modes`; -1 while rows are left to cross.
+Metric `mode`: the chosen path, an index into `AvoidScene.modes`; -1 while rows are left to cross.
 
 Legend: N environments, M of them addressed, R rows of pillars, G gaps of the widest row. Positions are
 (x, y) in metres; y grows from start to finish.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Array = np.ndarray
 
 CONTROL_HZ = 20.0
-MAX_SPEED = 0.4  # speed that an action of 1 asks for, per axis [m/s]
+MAX_SPEED = 0.4  # speed of an action of 1, per axis [m/s]
 
 
 def start_position(seed: int) -> Array:
@@ -113,7 +113,7 @@ class AvoidStepper(MujocoStepper):
         self.datas, self._qpos, self._qvel, self._ctrl = [], [], [], []
 
     def _drive(self, row: int, speed: Array) -> bool:
-        """Advance one simulator; returns whether the disc touched something, and stops there."""
+        """Advance one simulator until a contact; returns whether the disc touched something."""
         model, data, mj_step = self.model, self.datas[row], self._mj_step
         self._ctrl[row][:] = speed
         for _ in self._substeps:
@@ -123,7 +123,7 @@ class AvoidStepper(MujocoStepper):
         return False
 
     def _note_gaps(self, rows: Array, before: Array, after: Array) -> None:
-        """Record the gap of every row that moves from `before` to `after` (M, 2) crossed forwards."""
+        """Record the gap of every row crossed forwards between `before` and `after` (M, 2)."""
         y0, y1 = before[:, 1:], after[:, 1:]
         crossed = (y0 < self._row_y) & (self._row_y <= y1)  # (M, R)
         if not crossed.any():
@@ -137,11 +137,11 @@ class AvoidStepper(MujocoStepper):
 @register("env", "avoid")
 @dataclass(frozen=True)
 class Avoid(HasCameras):
-    """Drive a disc through rows of pillars to the finish line; many ways lead through."""
+    """Drive a disc through rows of pillars to the finish line; many paths lead through."""
 
-    max_episode_steps: int = bounded(100, ge=1)  # control steps of 50 ms, then truncated
-    image_shadows: bool = False  # true: with shadows, which takes several times longer without a GPU
-    expert: AvoidExpert = bounded(AvoidExpert(), was="demonstrator")  # what `demonstrate` does
+    max_episode_steps: int = bounded(100, ge=1)  # time limit in control steps of 50 ms
+    image_shadows: bool = False  # render shadows, several times slower without a GPU
+    expert: AvoidExpert = bounded(AvoidExpert(), was="demonstrator")  # options of the expert
 
     camera = "tilted"
 
@@ -166,11 +166,11 @@ class Avoid(HasCameras):
         return self.vector_of(AvoidStepper(num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record one demonstration; way, wobble and start all follow from the seed."""
+        """Record one demonstration; mode, wobble and start follow from the seed."""
         return demonstrate_avoid(AvoidStepper(1), seed, self.expert, max_steps=self.max_episode_steps)
 
     def mode_names(self) -> tuple[str, ...]:
-        """Name every value of the metric `mode`; the direct ways come first."""
+        """Return the names of all values of the metric `mode`; direct modes come first."""
         scene = load_scene()
         return tuple(scene.mode_name(mode) for mode in range(len(scene.modes)))
 

@@ -1,11 +1,10 @@
-"""Trained actors as experts of locomotion: who walks, and how unsteadily.
+"""Trained actors as experts of locomotion, with action noise.
 
-`expert` and `medium` are policy directories in `assets/actors`, learned from the reward alone by
+`expert` and `medium` are policy directories in `assets/actors`, trained from reward alone by
 `python -m benchmarks.studies.actors`: the best checkpoint of a run, and the one whose return is nearest to a
-third of that. `random` draws uniform actions. `medium-expert` lets the two take turns: episodes of even
-seeds are the medium's, those of odd seeds the expert's, so that consecutive seeds give half of each. `mixed`
-lets every episode draw one of the three and an unsteadiness of its own, which covers states and returns as
-the replay buffer of a learner does.
+third of that. `random` draws uniform actions. `medium-expert` alternates: even seeds use the medium actor,
+odd seeds the expert, so consecutive seeds give half of each. `mixed` draws one of the three and a noise scale
+per episode, which covers states and returns like a learner's replay buffer.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SINGLE = ("expert", "medium", "random")
 TURNS = ("medium", "expert")
 """Who walks the episodes of even and of odd seeds, for `medium-expert`."""
 EXPERTS = (*SINGLE, "medium-expert", "mixed")
-MIXED_NOISE = 0.3  # largest unsteadiness that `mixed` draws, beside the one that is asked for
+MIXED_NOISE = 0.3  # largest additional noise scale of `mixed`
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 
@@ -45,13 +44,13 @@ class LocomotionExpert(Checked):
 
     key: ClassVar = "env.expert"
 
-    tier: str = bounded("expert", choices=EXPERTS, was="expert")  # actor that acts; see the module
-    noise: float = bounded(0.0, ge=0)  # std of Gaussian noise on every action entry [share of full scale]
+    tier: str = bounded("expert", choices=EXPERTS, was="expert")  # actor; see the module
+    noise: float = bounded(0.0, ge=0)  # std of Gaussian noise on every action entry [fraction of full scale]
 
 
 @cache
 def actor(task: str, tier: str) -> Policy:
-    """Load an actor that comes with the package.
+    """Load an actor shipped with the package.
 
     Args:
         task: Name of the environment.
@@ -66,15 +65,15 @@ def actor(task: str, tier: str) -> Policy:
 def demonstrate_locomotion(
     stepper: RobotStepper, seed: int, options: LocomotionExpert, *, spec: EnvSpec
 ) -> Episode:
-    """Walk one episode in row 0 of a stepper.
+    """Record one episode in row 0 of a stepper.
 
-    Recorded are the actions that were executed, noise included, and the physics state before each
-    (`states`: time, positions, velocities).
+    Recorded are the executed actions, noise included, and the physics state before each (`states`: time,
+    positions, velocities).
 
     Args:
         stepper: Simulator of the task.
-        seed: Seed of the episode; decides the draws of the expert as well.
-        options: How to demonstrate.
+        seed: Seed of the episode; determines the expert's draws as well.
+        options: Options of the expert.
         spec: The task; its `max_episode_steps` ends the episode.
     """
     rng = np.random.default_rng((seed, _NOISE_STREAM))
@@ -90,7 +89,7 @@ def demonstrate_locomotion(
 def _walker(
     task: str, seed: int, options: LocomotionExpert, rng: np.random.Generator, high: np.ndarray
 ) -> tuple[Act, float]:
-    """Return who walks, and how unsteadily."""
+    """Return the actor and its noise scale."""
     tier, noise = options.tier, options.noise
     if tier == "medium-expert":
         tier = TURNS[seed % len(TURNS)]
@@ -104,7 +103,7 @@ def _walker(
 
 
 def _chosen(policy: Policy, obs: np.ndarray) -> np.ndarray:
-    """Return the action (Da,) of a policy of single actions."""
-    noise = torch.zeros(1, *policy.noise_shape)  # it acts by its mean; nothing is drawn
+    """Return the action (Da,) of a policy with single actions."""
+    noise = torch.zeros(1, *policy.noise_shape)  # zero noise: the policy's mean action
     action: np.ndarray = policy.act(torch.from_numpy(obs[None, None]).float(), noise=noise)[0, 0].numpy()
     return action

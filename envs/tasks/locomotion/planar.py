@@ -1,7 +1,6 @@
 """Planar locomotion: gymnasium's Hopper, Walker2d, HalfCheetah and Swimmer, bit for bit.
 
-Their elder versions differ little: in v4 the step on which a robot falls still earns the reward for being
-upright, and Walker2d's feet have other friction.
+In v4 the step of a fall still earns the healthy reward, and Walker2d's feet have other friction.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ VERSIONS = ("v4", "v5")
 
 
 class GymnasiumRobot(HasCameras):
-    """What all configurations of gymnasium's robots do alike."""
+    """Common base of gymnasium's robots."""
 
     camera = "track"
     fields: tuple[str, ...] = ()
@@ -48,7 +47,7 @@ class GymnasiumRobot(HasCameras):
         return states.qpos[:, 0]
 
     def has_fallen(self, states: States) -> Array:
-        """Return (M,) false: nothing ends an episode but the limit."""
+        """Return (M,) False: only the time limit ends an episode."""
         return np.zeros(len(states.qpos), bool)
 
 
@@ -59,7 +58,7 @@ def control_cost(weight: float, actions: Array) -> Array:
 
 
 def health(version: str, reward: float, has_fallen: Array) -> Array:
-    """Return what being upright earns, (M,); v4 pays it also on the step of a fall."""
+    """Return the healthy reward, (M,); v4 also pays it on the step of a fall."""
     return np.full(len(has_fallen), reward) if version == "v4" else ~has_fallen * reward
 
 
@@ -73,14 +72,14 @@ def describe(
     full_scale: float = 1.0,
     scored: bool = True,
 ) -> EnvSpec:
-    """Describe a robot.
+    """Return the specification of a robot.
 
     Args:
-        name: Its name.
-        obs_names: With units.
-        motors: What is driven, in the order of actions.
+        name: Name of the task.
+        obs_names: Observation names with units.
+        motors: Actuated joints, in action order.
         hz: Control rate.
-        limit: Control steps of an episode.
+        limit: Time limit in control steps.
         full_scale: Largest action.
         scored: Whether D4RL has reference returns.
     """
@@ -102,7 +101,7 @@ def describe(
 
 
 def angles_and_rates(positions: tuple[str, ...], velocities: tuple[str, ...]) -> tuple[str, ...]:
-    """Name angles and rates; entries that carry a unit already stay as they are."""
+    """Append units to names of angles and rates; names with a unit are unchanged."""
     angles = (name if "[" in name else f"{name} angle [rad]" for name in positions)
     rates = (name if "[" in name else f"{name} rate [rad/s]" for name in velocities)
     return (*angles, *rates)
@@ -119,15 +118,15 @@ def _planar(name: str, joints: tuple[str, ...], *, hz: float, limit: int) -> Env
 
 
 class Demonstrated(GymnasiumRobot):
-    """What the robots with trained actors do alike."""
+    """Common base of robots with trained actors."""
 
     def demonstrate(self: Any, seed: int) -> Episode:
-        """Let the chosen actor walk the episode of this seed."""
+        """Record the configured actor on the episode of this seed."""
         return demonstrate_locomotion(RobotStepper(self, 1), seed, self.expert, spec=self.spec)
 
 
 class _Upright(Demonstrated):
-    """What the two robots that may fall do alike."""
+    """Common base of the two robots that may fall."""
 
     def observe(self, states: States) -> Array:
         """Return positions without x, and velocities clipped to ±10, (M, Do)."""
@@ -146,13 +145,13 @@ class _Upright(Demonstrated):
 class Hopper(_Upright):
     """One leg hops forward without falling (`Hopper-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
-    version: str = bounded("v5", choices=VERSIONS)  # v4 pays healthy_reward also on the step of a fall
+    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
+    version: str = bounded("v5", choices=VERSIONS)  # v4 also pays healthy_reward on the step of a fall
     forward_reward_weight: float = 1.0  # per m/s
     healthy_reward: float = 1.0  # per step while upright
     ctrl_cost_weight: float = 1e-3  # times squared torques
     reset_noise_scale: float = 5e-3  # uniform half-width, rad, m, rad/s, m/s
-    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # what `demonstrate` does
+    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # options of the expert
 
     gymnasium_name = "Hopper"
     xml_file = "hopper.xml"
@@ -176,13 +175,13 @@ class Hopper(_Upright):
 class Walker2d(_Upright):
     """Two legs walk forward without falling (`Walker2d-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
     version: str = bounded("v5", choices=VERSIONS)  # v4: less friction at one foot, and reward on a fall
     forward_reward_weight: float = 1.0  # per m/s
     healthy_reward: float = 1.0  # per step while upright
     ctrl_cost_weight: float = 1e-3  # times squared torques
     reset_noise_scale: float = 5e-3  # uniform half-width, rad, m, rad/s, m/s
-    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # what `demonstrate` does
+    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # options of the expert
 
     gymnasium_name = "Walker2d"
     frame_skip = 4
@@ -208,11 +207,11 @@ class Walker2d(_Upright):
 class HalfCheetah(Demonstrated):
     """Two legs run forward; nothing ends an episode but the limit (`HalfCheetah-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
     forward_reward_weight: float = 1.0  # per m/s
     ctrl_cost_weight: float = 0.1  # times squared torques
     reset_noise_scale: float = 0.1  # half-width of positions, std of velocities
-    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # what `demonstrate` does
+    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # options of the expert
 
     gymnasium_name = "HalfCheetah"
     xml_file = "half_cheetah.xml"
@@ -241,7 +240,7 @@ class HalfCheetah(Demonstrated):
 class Swimmer(GymnasiumRobot):
     """Three links swim forward in a viscous plane (`Swimmer-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
     forward_reward_weight: float = 1.0  # per m/s
     ctrl_cost_weight: float = 1e-4  # times squared torques
     reset_noise_scale: float = 0.1  # uniform half-width, rad, m, rad/s, m/s
@@ -257,7 +256,7 @@ class Swimmer(GymnasiumRobot):
         return describe("swimmer", names, joints, hz=25.0, limit=self.max_episode_steps, scored=False)
 
     def observe(self, states: States) -> Array:
-        """Return positions without the place, and velocities, (M, 8)."""
+        """Return positions without x and y, and velocities, (M, 8)."""
         return np.concatenate([states.qpos[:, 2:], states.qvel], axis=1)
 
     def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:

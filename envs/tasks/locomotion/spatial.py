@@ -56,7 +56,7 @@ _ANT_BODIES = ("torso", *(f"{leg} {part}" for leg in _ANT_LEGS for part in ("leg
 class Ant(GymnasiumRobot):
     """Four legs walk forward without falling (`Ant-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
     version: str = bounded("v5", choices=VERSIONS)  # v4: 27 observations, no contact cost | v5: 105
     forward_reward_weight: float = 1.0  # per m/s
     healthy_reward: float = 1.0  # per step while upright
@@ -70,7 +70,7 @@ class Ant(GymnasiumRobot):
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Fields of `MjData` that are looked at."""
+        """Fields of `MjData` used."""
         return ("xpos",) if self.version == "v4" else ("xpos", "cfrc_ext")
 
     @property
@@ -94,7 +94,7 @@ class Ant(GymnasiumRobot):
         return np.concatenate(own, axis=1)
 
     def x(self, states: States, model: mujoco.MjModel) -> Array:
-        """Return where the torso is, (M,) [m]."""
+        """Return the torso position, (M,) [m]."""
         return states.more["xpos"][:, _TORSO, 0]
 
     def has_fallen(self, states: States) -> Array:
@@ -144,7 +144,7 @@ _VELOCITY = (*(f"turning {axis} [rad/s]" for axis in "xyz"), *(f"moving {axis} [
 class Humanoid(GymnasiumRobot):
     """A human figure walks forward without falling (`Humanoid-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
     version: str = bounded("v5", choices=VERSIONS)  # v4: 376 observations, no contact cost | v5: 348
     forward_reward_weight: float = 1.25  # per m/s
     healthy_reward: float = 5.0  # per step while upright
@@ -182,7 +182,7 @@ class Humanoid(GymnasiumRobot):
         return np.concatenate([states.qpos[:, 2:], states.qvel, *bodies, *forces], axis=1)
 
     def x(self, states: States, model: mujoco.MjModel) -> Array:
-        """Return where the centre of mass is, (M,) [m]; one by one, as the order of a sum decides bits."""
+        """Return the centre of mass, (M,) [m]; computed per robot, as the summation order affects bits."""
         mass = model.body_mass
         sums = [np.einsum("b,bj->j", mass, places)[0] for places in states.more["xipos"]]
         x: Array = np.array(sums) / mass.sum()

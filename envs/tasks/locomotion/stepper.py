@@ -27,7 +27,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class States:
-    """What a robot's numbers are made of.
+    """Simulator state of M robots.
 
     Shapes:
         qpos: (M, nq). qvel: (M, nv). more: other fields of `MjData` by name, (M, ...).
@@ -39,7 +39,7 @@ class States:
 
 
 class Robot(Protocol):
-    """What distinguishes the robots; the configurations in `envs.tasks.locomotion.planar` implement it.
+    """Interface of a robot; the configurations in `envs.tasks.locomotion.planar` implement it.
 
     Shapes:
         actions: (M, Da). x_velocity: (M,) [m/s]. fell: (M,) bool.
@@ -53,11 +53,11 @@ class Robot(Protocol):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Fields of `MjData` that the robot looks at, beside positions and velocities."""
+        """Fields of `MjData` used besides positions and velocities."""
         ...
 
     def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
-        """Draw what a reset adds to the initial qpos (nq,) and qvel (nv,)."""
+        """Draw the reset noise of qpos (nq,) and qvel (nv,)."""
         ...
 
     def observe(self, states: States) -> Array:
@@ -65,7 +65,7 @@ class Robot(Protocol):
         ...
 
     def x(self, states: States, model: mujoco.MjModel) -> Array:
-        """Return the place (M,) [m] whose change is the speed."""
+        """Return the position (M,) [m] whose difference is the speed."""
         ...
 
     def has_fallen(self, states: States) -> Array:
@@ -91,10 +91,10 @@ class RobotStepper(MujocoStepper):
         super().__init__(load_model(robot.xml_file), num_envs)
         self.robot = robot
         self._mj_step: Callable[..., None] = mujoco.mj_step
-        # Contact forces are not part of a step unless a sensor asks for them.
+        # Contact forces are computed only on request of a sensor.
         self._forces = mujoco.mj_rnePostConstraint if "cfrc_ext" in robot.fields else None
         self._dt = self.model.opt.timestep * robot.frame_skip
-        # Views into the simulators' memory, made once: each attribute access would build a new one.
+        # Cached views into the simulators' memory; each attribute access would create a new one.
         self._names = ("qpos", "qvel", *robot.fields)
         self._views = [[getattr(data, name) for name in self._names] for data in self.datas]
         self._ctrl = [data.ctrl for data in self.datas]
@@ -123,9 +123,9 @@ class RobotStepper(MujocoStepper):
         return self.step_through(rows, actions[:, None]).at(0)
 
     def step_through(self, rows: Array, actions: Array) -> StepResult:
-        """Advance rows (M,) by whole chunks (M, Ta, Da), one robot after the other, also when it falls.
+        """Advance rows (M,) by whole chunks (M, Ta, Da), one robot after the other, past falls.
 
-        A robot's memory stays in the cache, and everything but the physics happens once per chunk.
+        This keeps a robot's memory in the cache; all but the physics is computed once per chunk.
         """
         m, steps = actions.shape[:2]
         seen = [np.empty((m, steps, *view.shape)) for view in self._views[0]]
@@ -143,7 +143,7 @@ class RobotStepper(MujocoStepper):
         return self._judge(rows, seen, actions)
 
     def _judge(self, rows: Array, seen: list[Array], actions: Array) -> StepResult:
-        """Return what states (M, Ta, ...) and actions (M, Ta, Da) are worth."""
+        """Return the step results of states (M, Ta, ...) and actions (M, Ta, Da)."""
         shape = actions.shape[:2]
         states = self._states([part.reshape(-1, *part.shape[2:]) for part in seen])
         x = np.concatenate([self._x[rows, None], self.robot.x(states, self.model).reshape(shape)], axis=1)
@@ -171,7 +171,7 @@ class RobotStepper(MujocoStepper):
 
 
 def load_model(xml_file: str) -> mujoco.MjModel:
-    """Compile one of the robots that gymnasium ships."""
+    """Compile a robot model shipped with gymnasium."""
     from importlib.resources import as_file, files
 
     import mujoco

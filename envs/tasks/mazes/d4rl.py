@@ -1,13 +1,13 @@
-"""Mazes: a point or an ant goes to a goal that differs from episode to episode (gymnasium-robotics).
+"""Mazes: a point or an ant moves to a goal drawn per episode (gymnasium-robotics).
 
 Physics, starts, goals and rewards are those of `PointMaze_*-v3` and `AntMaze_*-v4`, step by step and bit for
 bit; one compiled model is shared by one `MjData` per environment. The observation is flat: positions,
-velocities, and the goal (x, y) at its end, so that whatever learns from a state can be told where to go. For
-the ant these are the 29 entries of D4RL and OGBench, and the goal. With `goal=separate` the goal is handed
-out beside the observation, for policies that are conditioned on goals.
+velocities, and the goal (x, y) at its end, so that state-based methods are goal-conditioned. For the ant
+these are the 29 entries of D4RL and OGBench, and the goal. With `goal=separate` the goal is provided beside
+the observation, for goal-conditioned policies.
 
-A point is driven by forces at 100 Hz, as in gymnasium-robotics. With `control=waypoint` an action is a place
-to go to, which a PD controller turns into forces; with `hold`, it is kept for several steps of the simulator.
+A point is driven by forces at 100 Hz, as in gymnasium-robotics. With `control=waypoint` an action is a target
+position for a PD controller; with `hold`, it is kept for several simulator steps.
 
 Legend: N environments, M of them addressed.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray
 
-RADIUS_M = 0.45  # of the goal
+RADIUS_M = 0.45  # success radius of the goal
 SPEED_LIMIT = 5.0  # of a point, per axis [m/s]
 REWARDS = ("sparse", "dense")
 CONTROLS = ("force", "waypoint")
@@ -75,7 +75,7 @@ class MazeStepper(MazeRows):
         for row, action in zip(rows.tolist(), actions, strict=True):
             self.task.drive(self.model, self.datas[row], action)
         obs = np.stack([self._observe(row) for row in rows.tolist()])
-        # Over an axis, as gymnasium-robotics does: a dot product may round once less, on some processors.
+        # Norm over an axis, as in gymnasium-robotics: a dot product may round differently on some processors.
         distance = np.linalg.norm(obs[:, :2] - self._goal[rows], axis=-1)
         success = distance <= RADIUS_M
         reward = np.exp(-distance) if self.task.reward == "dense" else success.astype(np.float64)
@@ -90,14 +90,14 @@ class MazeStepper(MazeRows):
 
 @dataclass(frozen=True)
 class _Maze(MazeTask):
-    """What all mazes share; the subclasses below give agent and maze."""
+    """Common options; subclasses define agent and maze."""
 
-    max_episode_steps: int = bounded(300, ge=1)  # control steps, then truncated
-    continuing: bool = False  # true: reaching the goal does not end an episode, as D4RL's maze2d
+    max_episode_steps: int = bounded(300, ge=1)  # time limit in control steps
+    continuing: bool = False  # whether episodes continue after reaching the goal, as in D4RL's maze2d
     reward: str = bounded("sparse", choices=REWARDS)  # sparse: 1 within 0.45 m | dense: exp(-distance)
-    goal: str = bounded("appended", choices=GOALS)  # appended: ends the state | separate: goal of the policy
-    start_cell: tuple[int, ...] = ()  # row and column that episodes start in, from the upper left; (): any
-    goal_cell: tuple[int, ...] = ()  # row and column of the goal; (): any
+    goal: str = bounded("appended", choices=GOALS)  # appended: in the state | separate: beside it
+    start_cell: tuple[int, ...] = ()  # row and column of the start, from the upper left; (): drawn
+    goal_cell: tuple[int, ...] = ()  # row and column of the goal; (): drawn
 
     maze = ""
 
@@ -111,7 +111,7 @@ class _Maze(MazeTask):
 
     @property
     def ends(self) -> tuple[Cell | None, Cell | None]:
-        """The cells of start and goal, where they are given."""
+        """The cells of start and goal, None if drawn."""
         start, goal = (tuple(cell) or None for cell in (self.start_cell, self.goal_cell))
         return start, goal  # type: ignore[return-value]
 
@@ -135,9 +135,9 @@ class _Maze(MazeTask):
 class _PointMaze(_Maze):
     """A ball on two slide joints, driven by forces."""
 
-    control: str = bounded("force", choices=CONTROLS)  # waypoint: a place [m] for a PD controller
-    hold: int = bounded(1, ge=1)  # steps of the simulator (10 ms) for which an action is kept
-    expert: MazeExpert = bounded(MazeExpert(), was="demonstrator")  # what `demonstrate` does
+    control: str = bounded("force", choices=CONTROLS)  # waypoint: target position [m] of a PD controller
+    hold: int = bounded(1, ge=1)  # simulator steps (10 ms) per action
+    expert: MazeExpert = bounded(MazeExpert(), was="demonstrator")  # options of the expert
 
     packages = ("gymnasium-robotics",)
 
@@ -152,12 +152,12 @@ class _PointMaze(_Maze):
 
         from policies.extras import require
 
-        with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about other tasks
+        with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about other tasks
             require("gymnasium_robotics", extra="mazes")
         return str(files("gymnasium_robotics") / "envs" / "assets" / "point" / "point.xml")
 
     def drive(self, model: Any, data: Any, action: Array) -> None:
-        """Advance one simulator by `hold` steps; as in gymnasium-robotics, each begins with limited speed."""
+        """Advance one simulator by `hold` steps, each after limiting the speed, as gymnasium-robotics."""
         import mujoco
 
         qpos, qvel, ctrl = data.qpos, data.qvel, data.ctrl  # views, made once
@@ -178,9 +178,9 @@ class _PointMaze(_Maze):
         return self.describe(_POINT_NAMES, names, limit, hz=100.0 / self.hold, radius_m=RADIUS_M)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record one demonstration; way, wobble, start and goal all follow from the seed.
+        """Record one demonstration; path, wobble, start and goal follow from the seed.
 
-        Where the goal is no part of the state, every step has it as the extra key `goal`.
+        If the goal is not part of the state, every step stores it as extra key `goal`.
         """
         return demonstrate_maze(
             self.stepper(1),

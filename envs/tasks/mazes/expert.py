@@ -1,8 +1,8 @@
-"""An expert of the point mazes: plans a path through the cells, then follows it with a PD controller.
+"""Expert of the point mazes: plans a path through the cells and tracks it with a PD controller.
 
-A breadth-first search gives every cell its distance from the goal; the path is drawn among all that are at
-most `detour` cells longer than the shortest and visit no cell twice. The point follows a target: the place on
-the path that lies a little ahead of it. Noise bends the path inside the cells and makes the target wobble.
+A breadth-first search gives every cell its distance to the goal. The path is drawn among those without
+repeated cells that are at most `detour` cells longer than the shortest. The point tracks a target slightly
+ahead on the path. Noise bends the path inside the cells and perturbs the target.
 
 Source:
     D4RL's maze2d data, arXiv 2004.07219, come from a planner and a PD controller as well.
@@ -43,18 +43,18 @@ class MazeExpert(Checked):
 
     key: ClassVar = "env.expert"
 
-    noise: float = bounded(1.0, ge=0)  # scale of bends, wobble and pace variation; 0: centres of cells
+    noise: float = bounded(1.0, ge=0)  # scale of bends, wobble and pace variation; 0: cell centres
     pace: float = bounded(3.0, gt=0, le=4)  # speed along the path [m/s]
-    detour: int = bounded(0, ge=0)  # cells by which a path may be longer than the shortest; drawn among all
+    detour: int = bounded(0, ge=0)  # maximum excess length of a path over the shortest [cells]
 
 
 def pd_force(position: Array, velocity: Array, target: Array) -> Array:
-    """Return the force (..., 2), in [-1, 1], that leads to a target, all (..., 2)."""
+    """Return the force (..., 2), in [-1, 1], towards a target, all (..., 2)."""
     return np.clip(KP * (target - position) - KD * velocity, -1.0, 1.0)
 
 
 def distances(maze: Layout, goal: Cell) -> dict[Cell, int]:
-    """Return how many cells every cell is away from the goal: a breadth-first search."""
+    """Return the distance of every cell to the goal [cells], by breadth-first search."""
     found, waiting = {goal: 0}, deque([goal])
     while waiting:
         cell = waiting.popleft()
@@ -66,7 +66,7 @@ def distances(maze: Layout, goal: Cell) -> dict[Cell, int]:
 
 
 def simple_paths(maze: Layout, start: Cell, goal: Cell, *, detour: int = 0) -> list[tuple[Cell, ...]]:
-    """Return all paths between two cells that visit no cell twice, shortest first.
+    """Return all paths between two cells without repeated cells, shortest first.
 
     Args:
         maze: The maze.
@@ -83,14 +83,14 @@ def simple_paths(maze: Layout, start: Cell, goal: Cell, *, detour: int = 0) -> l
         if path[-1] == goal:
             found.append(path)
             continue
-        # A cell whose shortest rest would be too long leads nowhere.
+        # Prune cells whose shortest remaining path is too long.
         steps = (cell for cell in maze.neighbours(path[-1]) if cell not in path)
         open_paths += [(*path, cell) for cell in steps if len(path) + left[cell] <= longest]
     return sorted(found, key=lambda path: (len(path), path))
 
 
 class Polyline:
-    """A polyline that is followed from wherever the point is.
+    """Tracking state on a polyline.
 
     Args:
         corners: (n, 2) places [m], at least two.
@@ -101,23 +101,23 @@ class Polyline:
         self._from, self._side = corners[:-1], np.diff(corners, axis=0)
         self._length = np.maximum(np.linalg.norm(self._side, axis=1), 1e-9)
         self._end = np.cumsum(self._length)
-        self._along = 0.0  # how far the point has come
-        self._back, self._forth = 0.5 * cell_m, 1.0 * cell_m  # how far from there it may be next
+        self._along = 0.0  # progress along the path
+        self._back, self._forth = 0.5 * cell_m, 1.0 * cell_m  # search range of the next progress
 
     def ahead(self, position: Array, look: float) -> Array:
-        """Return the place (2,) that lies `look` metres ahead of the place next to a position (2,)."""
+        """Return the point (2,) `look` metres ahead of the one nearest to a position (2,)."""
         share = ((position - self._from) * self._side).sum(axis=1) / self._length**2
         share = share.clip(0.0, 1.0)
         distance = np.linalg.norm(self._from + share[:, None] * self._side - position, axis=1)
         along = self._end - (1.0 - share) * self._length
-        # Only what lies near what was reached counts, lest the path be left for a later piece next door.
+        # The search is local, so that progress cannot jump to a later part of the path next to it.
         reachable = (along >= self._along - self._back) & (along <= self._along + self._forth)
         nearest = np.where(reachable, distance, np.inf).argmin()
         self._along = max(self._along, float(along[nearest]))
         return self.place(self._along + look)
 
     def place(self, along: float) -> Array:
-        """Return the place (2,) at a length along the path; behind its end, its end."""
+        """Return the point (2,) at an arc length; past the end, the end."""
         i = min(int(np.searchsorted(self._end, along)), len(self._end) - 1)
         share = np.clip(1.0 - (self._end[i] - along) / self._length[i], 0.0, 1.0)
         place: Array = self._from[i] + share * self._side[i]
@@ -125,14 +125,14 @@ class Polyline:
 
 
 class PathFollower:
-    """One demonstration in progress: gives the place to go to for a position.
+    """Target generator of one demonstration.
 
     Args:
         maze: The maze.
         start, goal: (2,) [m].
-        options: How to demonstrate.
-        lag_s: How far behind the target the point is [s].
-        rng: Draws path, bends, pace and wobble.
+        options: Options of the expert.
+        lag_s: Lag of the point behind the target [s].
+        rng: Generator of path, bends, pace and wobble.
         step_s: Time between two decisions [s].
     """
 
@@ -159,29 +159,29 @@ class PathFollower:
         self._wobble = np.zeros(2)
 
     def target(self, position: Array) -> Array:
-        """Return where to go (2,) from a position (2,) [m]."""
+        """Return the target (2,) for a position (2,) [m]."""
         fresh = math.sqrt(1 - self._keep**2) * self._rng.standard_normal(2)
         self._wobble = self._keep * self._wobble + fresh
         return self._path.ahead(position, self._look) + WOBBLE * self._noise * self._wobble
 
 
 def look_ahead(pace: float, lag_s: float, step_s: float) -> float:
-    """Return how far ahead [m] the target must be for a pace [m/s], when it moves every `step_s` [s].
+    """Return the look-ahead distance [m] for a pace [m/s], if the target moves every `step_s` [s].
 
-    At a constant speed the point is `lag_s` behind (a spring's force equals a damper's after damping over
-    stiffness seconds); a target that rests for a control step is half a step behind on average.
+    At constant speed the point lags by `lag_s` (damping over stiffness, where spring and damper forces
+    balance); a target held for a control step adds half a step on average.
     """
     return pace * (lag_s + step_s / 2)
 
 
 @dataclass(frozen=True)
 class PointControl:
-    """How a point is led to a place: by what action, between -limit and limit, and how far behind it stays.
+    """Controller that moves a point to a target.
 
     Args:
-        action: Returns the action (2,) for an observation (Do,) and a place (2,) [m].
+        action: Maps an observation (Do,) and a target (2,) [m] to an action (2,).
         limit: (2,) largest action.
-        lag_s: Distance over speed at a constant speed [s].
+        lag_s: Lag distance over speed at constant speed [s].
     """
 
     action: Callable[[Array, Array], Array]
@@ -194,15 +194,15 @@ FORCES = PointControl(lambda obs, place: pd_force(obs[:2], obs[2:4], place), np.
 
 
 def places(maze: Layout) -> PointControl:
-    """Return how points are led that a PD controller brings to the place of an action."""
+    """Return the controller of points whose actions are target positions of a PD controller."""
     return PointControl(lambda _, place: place, maze.half_size)
 
 
 def moves(full_m: float, step_s: float, lag_s: float) -> PointControl:
-    """Return how points are led that an action moves.
+    """Return the controller of points whose actions are displacements.
 
     Args:
-        full_m: How far an action of 1 moves [m].
+        full_m: Displacement of an action of 1 [m].
         step_s: Length of a control step [s].
         lag_s: See `PointControl`.
     """
@@ -211,7 +211,7 @@ def moves(full_m: float, step_s: float, lag_s: float) -> PointControl:
 
 
 class MazeSimulator(Protocol):
-    """A simulator whose row 0 the expert may move."""
+    """A simulator whose row 0 the expert steps."""
 
     def reset(self, row: int, seed: int) -> Array: ...
 
@@ -233,19 +233,19 @@ def demonstrate_maze(
     max_steps: int,
     keep_goal: bool = False,
 ) -> Episode:
-    """Do one episode in row 0 of a stepper of a point.
+    """Record one episode in row 0 of a point's stepper.
 
-    Recorded beside the usual: the physics state before each action (`states`: time, positions, velocities).
+    Also recorded: the physics state before each action (`states`: time, positions, velocities).
 
     Args:
         stepper: Simulator of the task.
         maze: Its maze.
-        seed: Seed of the episode; decides path and wobble as well.
-        options: How to demonstrate.
-        control: What an action does.
+        seed: Seed of the episode; determines path and wobble as well.
+        options: Options of the expert.
+        control: Controller of the point.
         step_s: Length of a control step [s].
         max_steps: Time limit in control steps.
-        keep_goal: Whether to record the goal (2,) of every step as well, as `goal`.
+        keep_goal: Whether to record the goal (2,) of every step, as `goal`.
     """
     from envs.rollouts.recording import Recording
 

@@ -1,4 +1,4 @@
-"""Mazes from above: drawn, and photographed."""
+"""Top-down figures and renderings of mazes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH_IN = 4.2  # of a panel
-_MARGIN = 1.05  # what a photograph shows, over the maze's size
-_FREE_CAMERA_EXTENTS = 1.5  # MuJoCo's free camera is that many extents of the model away
+WIDTH_IN = 4.2  # panel width [inches]
+_MARGIN = 1.05  # visible extent of a rendering over the maze's size
+_FREE_CAMERA_EXTENTS = 1.5  # distance of MuJoCo's free camera in model extents
 
 
 def maze_figure(
@@ -89,7 +89,7 @@ def draw_maze(
 
 
 def _draw_walls(ax: Axes, maze: Layout) -> None:
-    """Draw what does not move."""
+    """Draw the static walls."""
     from matplotlib.patches import Rectangle
 
     for cell in maze.walls:
@@ -104,8 +104,8 @@ def _draw_walls(ax: Axes, maze: Layout) -> None:
 
 
 def see_from_above(model: Any, maze: Layout) -> None:
-    """Point the free camera of a model for drawing down at the whole maze, in pictures not upright."""
+    """Aim the free camera of a rendering model down at the whole maze, for images wider than high."""
     model.stat.center = [*maze.middle, 0.0]
     model.vis.global_.azimuth, model.vis.global_.elevation = 90.0, -89.0
-    seen = _FREE_CAMERA_EXTENTS * np.tan(np.deg2rad(model.vis.global_.fovy) / 2)  # half of a picture's height
+    seen = _FREE_CAMERA_EXTENTS * np.tan(np.deg2rad(model.vis.global_.fovy) / 2)  # half the image height
     model.stat.extent = _MARGIN * float(maze.half_size.max()) / seen

@@ -1,4 +1,4 @@
-"""Mazes as grids: walls, where starts and goals are drawn, which cells are neighbours, and the MuJoCo model.
+"""Maze grids: walls, sampling of starts and goals, cell neighbours, and the MuJoCo model.
 
 The grids are those of D4RL's and gymnasium-robotics' mazes. A cell is (row, column), counted from the upper
 left corner; positions are (x, y) in metres, the origin lies in the middle of the maze, and y grows upwards.
@@ -20,7 +20,7 @@ Array = np.ndarray
 Cell = tuple[int, int]
 
 NOISE = 0.25  # half-width of the uniform noise on starts and goals, in cells
-NEAREST = 0.5  # a start is further than this from its goal, in cells
+NEAREST = 0.5  # minimum distance between start and goal, in cells
 _SIDES = ((-1, 0), (0, -1), (1, 0), (0, 1))
 _GRIDS = {
     "umaze": """
@@ -95,7 +95,7 @@ class Layout:
         return [(i, j) for i in range(len(self.rows)) for j in range(len(self.rows[0]))]
 
     def is_wall(self, cell: Cell) -> bool:
-        """Tell whether a cell is a wall."""
+        """Whether a cell is a wall."""
         return self.rows[cell[0]][cell[1]] == "#"
 
     def center(self, cell: Cell) -> Array:
@@ -104,7 +104,7 @@ class Layout:
         return np.array([(cell[1] + 0.5) * self.cell_m - half_x, half_y - (cell[0] + 0.5) * self.cell_m])
 
     def is_free(self, positions: Array) -> Array:
-        """Tell which positions (n, 2) [m] lie in free cells, (n,) bool."""
+        """Return which positions (n, 2) [m] lie in free cells, (n,) bool."""
         offset = np.abs(positions[:, None] - self.centers)  # (n, C, 2)
         free: Array = (offset <= self.cell_m / 2).all(axis=2).any(axis=1)
         return free
@@ -114,13 +114,13 @@ class Layout:
         return self.cells[int(np.square(self.centers - position).sum(axis=1).argmin())]
 
     def neighbours(self, cell: Cell) -> list[Cell]:
-        """Return the free cells that share a side with a cell."""
+        """Return the free cells adjacent to a cell."""
         beside = [(cell[0] + down, cell[1] + right) for down, right in _SIDES]
         return [other for other in beside if not self.is_wall(other)]
 
     def way(self, positions: Array) -> tuple[Cell, ...]:
-        """Return the cells that a path (n, 2) [m] leads through, without the loops that it made."""
-        between = np.linspace(0.0, 1.0, 8, endpoint=False)[:, None, None]  # a corner is not missed
+        """Return the cells along a path (n, 2) [m], without loops."""
+        between = np.linspace(0.0, 1.0, 8, endpoint=False)[:, None, None]  # so that no cell is missed
         fine = positions[:-1] + between * np.diff(positions, axis=0)  # (8, n - 1, 2)
         cells: list[Cell] = []
         for place in [*fine.transpose(1, 0, 2).reshape(-1, 2), positions[-1]]:
@@ -137,9 +137,9 @@ class Layout:
         """Draw start and goal (2,) each [m], with the draws of gymnasium-robotics.
 
         Args:
-            rng: Draws them.
-            start_cell: Where the start lies; None: any cell but the goal's.
-            goal_cell: Where the goal lies; None: any.
+            rng: Generator of the draws.
+            start_cell: Cell of the start; None: any but the goal's.
+            goal_cell: Cell of the goal; None: any.
         """
         goal = self._with_noise(self.center(goal_cell) if goal_cell else self._any_center(rng), rng)
         start = self.center(start_cell) if start_cell else goal
@@ -185,7 +185,7 @@ def model_xml(agent: str, maze: Layout) -> str:
 
 @cache
 def load_model(agent_file: str, maze: Layout) -> mujoco.MjModel:
-    """Compile an agent in a maze once per process; every environment shares it and nobody changes it."""
+    """Compile an agent in a maze once per process; the model is shared and never modified."""
     import mujoco
 
     with open(agent_file, encoding="utf-8") as file:

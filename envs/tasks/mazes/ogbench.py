@@ -1,11 +1,11 @@
-"""OGBench's mazes: a point, an ant or a humanoid goes to a goal in mazes of four sizes.
+"""OGBench's mazes: a point, an ant or a humanoid moves to a goal in mazes of four sizes.
 
-Each is `<agent>maze-<maze>-v0` in OGBench's names, with its five tasks: where an episode begins and where it
-shall lead. `goal=fixed` is OGBench's single task `<agent>maze-<maze>-singletask-task<k>-v0`, whose goal is a
-part of the task and not of the observation; datasets of these mazes fit it. With `appended` and `separate`
-the goal differs from episode to episode and is told, as its place (OGBench's `use_oracle_rep`).
+Each is `<agent>maze-<maze>-v0` in OGBench's names, with its five tasks: pairs of start and goal. `goal=fixed`
+is OGBench's single task `<agent>maze-<maze>-singletask-task<k>-v0`, whose goal is fixed and not observed;
+datasets of these mazes fit it. With `appended` and `separate` the goal varies per episode and is observed, as
+a position (OGBench's `use_oracle_rep`).
 
-The names begin with `og-`, for other mazes have the plain ones (`envs.tasks.mazes.d4rl`):
+The names begin with `og-`; unprefixed names belong to other mazes (`envs.tasks.mazes.d4rl`):
 gymnasium-robotics' agents have other bodies, rates and starts.
 """
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from envs.datasets.episode import Episode
 
 GOALS = ("fixed", "appended", "separate")
-_MOVE_M = 0.2  # by which an action of 1 moves a point
+_MOVE_M = 0.2  # displacement of a point by an action of 1
 _POINT_HZ = 10.0
-_LAG_S = 0.3  # of a demonstrated point behind what it follows
+_LAG_S = 0.3  # lag of a demonstrated point behind its target
 _LEG = ("hip x", "hip z", "hip y", "knee", "ankle y", "ankle x")
 _ARM = ("shoulder 1", "shoulder 2", "elbow")
 _HUMANOID_JOINTS = (
@@ -70,15 +70,15 @@ def _torque_name(motor: str) -> str:
 
 @dataclass(frozen=True)
 class _OgbenchMaze(MazeTask):
-    """What all of them share; the subclasses below give agent and maze."""
+    """Common options; subclasses define agent and maze."""
 
     task: int = bounded(1, ge=0, le=NUM_TASKS)  # start and goal, in OGBench's numbering; 0: drawn
     goal: str = bounded("fixed", choices=GOALS)  # fixed: by the task | appended, separate: observed
-    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
 
     agent = ""
     maze = ""
-    radius_m = 0.5  # of the goal
+    radius_m = 0.5  # success radius of the goal
     packages = ("ogbench",)
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class _OgbenchMaze(MazeTask):
 
 @dataclass(frozen=True)
 class _Point(_OgbenchMaze):
-    """A ball of 0.7 m radius that an action moves by up to 20 cm per axis."""
+    """A ball of 0.7 m radius; an action moves it by up to 20 cm per axis."""
 
     agent = "point"
     radius_m = 1.0
@@ -117,14 +117,14 @@ class _Point(_OgbenchMaze):
 
 @dataclass(frozen=True)
 class _GuidedPoint(_Point):
-    """A point that has an expert."""
+    """A point with an expert."""
 
-    expert: MazeExpert = bounded(MazeExpert(pace=1.6), was="demonstrator")  # what `demonstrate` does
+    expert: MazeExpert = bounded(MazeExpert(pace=1.6), was="demonstrator")  # options of the expert
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record one demonstration; way, wobble, start and goal all follow from the seed.
+        """Record one demonstration; path, wobble, start and goal follow from the seed.
 
-        Where the goal is told beside the state, every step has it as the extra key `goal`.
+        If the goal is provided beside the state, every step stores it as extra key `goal`.
         """
         return demonstrate_maze(
             self.stepper(1),
@@ -174,7 +174,7 @@ OgAntmazeTeleport = variant("env", "og-antmaze-teleport", _Ant, "OGBench's `antm
 class _Humanoid(_OgbenchMaze):
     """DeepMind's humanoid, driven by the torques of 21 joints."""
 
-    max_episode_steps: int = bounded(2000, ge=1)  # control steps, then truncated
+    max_episode_steps: int = bounded(2000, ge=1)  # time limit in control steps
 
     agent = "humanoid"
 

@@ -1,4 +1,4 @@
-"""What the mazes of all packages share: agents in rows of one model, goals, descriptions and pictures.
+"""Shared base of all mazes: agents as rows of one model, goals, specifications and rendering.
 
 Legend: N environments, M of them addressed.
 """
@@ -29,8 +29,8 @@ Array = np.ndarray
 _log = logging.getLogger(__name__)
 
 GOAL_NAMES = ("goal x [m]", "goal y [m]")
-_LOOKED_AT = 10_000  # positions of a dataset, about
-_IN_WALLS = 0.05  # share of them that is no mistake of rounding
+_LOOKED_AT = 10_000  # approximate number of sampled dataset positions
+_IN_WALLS = 0.05  # fraction above which positions in walls are no rounding errors
 _LEGS = ("front left", "front right", "back left", "back right")
 _JOINTS = tuple(f"{leg} {joint}" for leg in _LEGS for joint in ("hip", "ankle"))
 ANT_NAMES = (
@@ -54,15 +54,15 @@ def ant_torques(full_nm: int) -> tuple[str, ...]:
 
 
 class MazeRows(MujocoStepper, ABC):
-    """Steps N agents, each in its own simulator state of one shared model; exact.
+    """Step N agents, each in its own simulator state of one shared model; exact.
 
     Args:
-        model: The compiled maze with its agent and something called `target`.
+        model: The compiled maze with its agent and an element named `target`.
         maze: Its layout.
         num_envs: N.
     """
 
-    mark: Literal["site", "geom"] = "site"  # what of the model is called `target` and marks the goal
+    mark: Literal["site", "geom"] = "site"  # model element named `target` that marks the goal
 
     def __init__(self, model: Any, maze: Layout, num_envs: int) -> None:
         super().__init__(model, num_envs)
@@ -82,18 +82,18 @@ class MazeRows(MujocoStepper, ABC):
         return {"goal": self._goal[row].copy()}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
-        """Mark the goal in a model for drawing, and let its free camera see the whole maze from above."""
+        """Mark the goal in a rendering model, and aim its free camera down at the whole maze."""
         from envs.tasks.mazes.figures import see_from_above
 
         getattr(model, self.mark)("target").pos[:2] = appearance["goal"]
         see_from_above(model, self.maze)
 
     def goals(self) -> Array:
-        """Return where the running episodes shall lead, (N, 2) [m]."""
+        """Return the goals of the running episodes, (N, 2) [m]."""
         return self._goal
 
     def start_and_goal(self, row: int) -> tuple[Array, Array]:
-        """Return where an episode began and where it shall lead, (2,) each [m]."""
+        """Return start and goal of an episode, (2,) each [m]."""
         return self._start[row].copy(), self._goal[row].copy()
 
     def get_state(self) -> dict[str, Any]:
@@ -105,11 +105,11 @@ class MazeRows(MujocoStepper, ABC):
 
 
 class MazeTask(HasCameras, ABC):
-    """What configurations of mazes share; the fields named here are declared by those."""
+    """Common base of maze configurations; they declare the fields named here."""
 
     name = ""
     max_episode_steps: int
-    goal: str  # whether, and how, the goal is told
+    goal: str  # whether and how the goal is observed
     packages: ClassVar[tuple[str, ...]] = ()  # see `EnvSpec.packages`
 
     @property
@@ -140,15 +140,15 @@ class MazeTask(HasCameras, ABC):
         radius_m: float,
         scores: tuple[float, float] | None = None,
     ) -> EnvSpec:
-        """Return the description of the task.
+        """Return the specification of the task.
 
         Args:
-            obs: Names of what is observed of the agent.
+            obs: Names of the agent's observations.
             actions: Names of the actions.
-            limit: (Da,) their largest values.
+            limit: (Da,) largest actions.
             hz: Control steps per second.
-            radius_m: Distance from the goal that is a success [m].
-            scores: D4RL's (random, expert) returns, where they are those of the task.
+            radius_m: Success distance to the goal [m].
+            scores: D4RL's (random, expert) returns, if they apply to the task.
         """
         obs = (*obs, *GOAL_NAMES) if self.goal == "appended" else obs
         return EnvSpec(
@@ -170,7 +170,7 @@ class MazeTask(HasCameras, ABC):
         )
 
     def check_recording(self, dataset: EpisodeDataset) -> None:
-        """Warn of data whose positions lie in walls: they are of another maze, or count from elsewhere.
+        """Warn about data with positions in walls: they belong to another maze or coordinate frame.
 
         Args:
             dataset: Recorded states, which begin with x and y [m].
@@ -195,7 +195,7 @@ class MazeTask(HasCameras, ABC):
         return maze_figure(self.layout, panels, has_goals=self.goal == "appended")
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode from above (F, height, width, 3); options as in `replay_frames`."""
+        """Render an episode from above (F, height, width, 3); options as in `replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         stepper = self.stepper(1)

@@ -1,7 +1,7 @@
 """Meta-World's scripted policies as experts, one for each of its tasks.
 
-They look only at the present observation, so noise on the executed actions is corrected for, and widens the
-states a clone sees.
+They depend only on the current observation, so they correct for noise on the executed actions, which widens
+the state distribution for cloning.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class ScriptedExpert(Checked):
     key: ClassVar = "env.expert"
 
     noise: float = bounded(0.0, ge=0)  # std of Gaussian noise on every executed action entry, box is [-1, 1]
-    hold: int = bounded(10, ge=0)  # control steps that are recorded after the first success
+    hold: int = bounded(10, ge=0)  # control steps recorded after the first success
 
 
 class Steppable(Protocol):
-    """A simulator whose row 0 the expert uses."""
+    """A simulator whose row 0 the expert steps."""
 
     def reset(self, row: int, seed: int) -> Array: ...
 
@@ -50,18 +50,18 @@ def demonstrate(
     max_steps: int,
     terminate_on_success: bool = False,
 ) -> Episode:
-    """Do one episode, up to the first success where that terminates it, or a few steps more.
+    """Record one episode, until a terminating success or a few steps past the first success.
 
-    Recorded are the actions that were executed, noise included, and the physics state before each
-    (`states`: time, positions, velocities).
+    Recorded are the executed actions, noise included, and the physics state before each (`states`: time,
+    positions, velocities).
 
     Args:
         stepper: Simulator of the task.
         task: Name without its version.
-        seed: Seed of the episode; decides the noise as well.
-        options: How to demonstrate.
+        seed: Seed of the episode; determines the noise as well.
+        options: Options of the expert.
         max_steps: Time limit in control steps.
-        terminate_on_success: Whether solving the task terminates the episode.
+        terminate_on_success: Whether success terminates the episode.
     """
     from metaworld.policies import ENV_POLICY_MAP
 

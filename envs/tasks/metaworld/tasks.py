@@ -1,11 +1,11 @@
-"""Meta-World: a Sawyer arm does one of fifty household tasks, chosen by an option (Meta-World v3).
+"""Meta-World: a Sawyer arm performs one of fifty tasks, selected by an option (Meta-World v3).
 
-Physics, observation, reward and success are Meta-World's own: its environment works on one `MjData` per row,
-and everything else that it keeps (Python attributes, positions that a reset writes into the model) belongs to
-the row and is handed over before it moves. Goals are in the observation, as in its multi-task benchmarks.
+Physics, observation, reward and success are Meta-World's own: its environment runs on one `MjData` per row.
+The rest of its state (Python attributes, positions that a reset writes into the model) is stored per row and
+restored before stepping. Goals are observed, as in its multi-task benchmarks.
 
-Difference from Meta-World: where things are follows from the seed of the episode alone; its benchmarks draw
-fifty places beforehand and take one of them. Nothing of the episode before is left when one begins.
+Difference from Meta-World: object positions follow from the episode's seed alone; its benchmarks draw fifty
+in advance and select one. No state of the previous episode remains.
 
 Legend: N environments, M of them addressed.
 """
@@ -46,8 +46,8 @@ TASKS = (
     *("reach", "reach-wall", "shelf-place", "soccer", "stick-pull", "stick-push", "sweep", "sweep-into"),
     *("window-close", "window-open"),
 )
-_IN_MODEL = ("body_pos", "body_quat", "geom_pos", "site_pos")  # what resets write into the model
-_VIEWS = ("xpos", "xipos", "geom_xpos", "site_xpos", "qpos", "qvel", "mocap_pos")  # of a simulator's data
+_IN_MODEL = ("body_pos", "body_quat", "geom_pos", "site_pos")  # fields of the model written by resets
+_VIEWS = ("xpos", "xipos", "geom_xpos", "site_xpos", "qpos", "qvel", "mocap_pos")  # views of `MjData`
 _NUMBERS = (bool, int, float, np.generic)
 _NO_LIMIT = 2**31 - 1
 
@@ -69,7 +69,7 @@ _ACTION_NAMES = (*(f"hand {axis} change [1 cm]" for axis in "xyz"), "gripper clo
 
 
 class MetaworldStepper(MujocoStepper):
-    """Steps N copies of one task.
+    """Step N copies of one task.
 
     Args:
         task: One of `TASKS`.
@@ -87,7 +87,7 @@ class MetaworldStepper(MujocoStepper):
     def reset(self, row: int, seed: int) -> Array:
         env = self._begin(row)
         env.seed(seed)
-        env.reset_model()  # draws until things have room
+        env.reset_model()  # redraws until objects do not overlap
         place = env._last_rand_vec
         env = self._begin(row)
         env._last_rand_vec, env._freeze_rand_vec = place, True
@@ -108,7 +108,7 @@ class MetaworldStepper(MujocoStepper):
         return StepResult(np.stack(obs), reward, no, no, success)
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return where the things are that resets put elsewhere, goals among them."""
+        """Return the positions of objects moved by resets, goals included."""
         return {name: self._variables[row][name].copy() for name in _IN_MODEL}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
@@ -146,11 +146,11 @@ class MetaworldStepper(MujocoStepper):
 
 
 def read_variables(env: Any) -> dict[str, Any]:
-    """Return what Meta-World's environment keeps besides its physics: numbers, and arrays.
+    """Return the non-physics state of Meta-World's environment: numbers and arrays.
 
-    Some of its arrays are windows into the simulator, by oversight or not: where the object was in the
-    beginning moves along with it in some tasks, and rewards follow. Of these the place is kept, as a mapping
-    `window` -> [field of the data, first entry, entries], which survives being saved.
+    Some arrays are views into the simulator: in some tasks the initial object position thereby moves with the
+    object, and rewards depend on it. Views are stored as a mapping `window` -> [field of the data, first
+    entry, entries], which can be saved.
     """
     kept: dict[str, Any] = {name: getattr(env.model, name).copy() for name in _IN_MODEL}
     for name, value in vars(env).items():
@@ -162,7 +162,7 @@ def read_variables(env: Any) -> dict[str, Any]:
 
 
 def _window(value: Array, data: Any) -> dict[str, list[Any]] | None:
-    """Return where in the simulator's memory an array lies; None where it has memory of its own."""
+    """Return the location of an array in the simulator's memory; None if it has its own memory."""
     for name in _VIEWS:
         owner = getattr(data, name)
         if np.may_share_memory(value, owner):
@@ -178,7 +178,7 @@ def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
     """Build Meta-World's environment of a task once per process.
 
     Returns:
-        The environment, and what it remembers while nothing has happened.
+        The environment, and its initial non-physics state.
 
     Raises:
         MissingExtraError: If Meta-World is not installed.
@@ -200,10 +200,10 @@ def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
 class Metaworld(HasCameras):
     """One of fifty tasks of a Sawyer arm, `env.task=reach` for instance (Meta-World v3, goal observed)."""
 
-    task: str = "reach"  # name of the task without its version, e.g. pick-place or drawer-open
-    max_episode_steps: int = bounded(500, ge=1)  # control steps, then truncated
-    terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
-    expert: ScriptedExpert = bounded(ScriptedExpert(), was="demonstrator")  # what `demonstrate` does
+    task: str = "reach"  # task name without its version, e.g. pick-place or drawer-open
+    max_episode_steps: int = bounded(500, ge=1)  # time limit in control steps
+    terminate_on_success: bool = False  # whether success terminates the episode
+    expert: ScriptedExpert = bounded(ScriptedExpert(), was="demonstrator")  # options of the expert
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,7 +234,7 @@ class Metaworld(HasCameras):
         return self.vector_of(MetaworldStepper(self.task, num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Let Meta-World's scripted policy do the episode of this seed."""
+        """Record Meta-World's scripted policy on the episode of this seed."""
         stepper = MetaworldStepper(self.task, 1)
         return demonstrate(
             stepper,
@@ -246,8 +246,8 @@ class Metaworld(HasCameras):
         )
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
+        """Render an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         frames = replay_frames(self.make_vector(1), seed, actions, camera="corner2", **options)
-        return frames[:, ::-1, ::-1].copy()  # the camera hangs upside down
+        return frames[:, ::-1, ::-1].copy()  # the camera is mounted upside down

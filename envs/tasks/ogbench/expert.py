@@ -1,11 +1,11 @@
 """OGBench's oracles as experts: approach, grasp, lift, carry, lower; press; pull and push.
 
-In the mode `task` its Markov oracles do what a plan names, one subtask after the other. They look only at the
-present state, so a disturbed movement is corrected rather than continued; noise on the executed actions
-therefore widens the states a clone sees, at little cost in success.
+In mode `task` its Markov oracles execute the subtasks of a plan one after the other. They depend only on the
+current state and correct perturbations. Noise on the executed actions therefore widens the state distribution
+for cloning, at little cost in success.
 
-The modes `play` and `noisy` follow OGBench's recipes for its datasets: long episodes of one drawn subtask
-after the other, whatever the task; see `envs.tasks.ogbench.play`.
+Modes `play` and `noisy` follow OGBench's dataset recipes: long episodes of randomly drawn subtasks,
+independent of the task; see `envs.tasks.ogbench.play`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from policies.bounds import Checked, bounded
 MODES = ("task", "play", "noisy")
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 _CLEAR = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}  # height of a free gripper [m]
-_DONE = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # how close the oracles bring things [m]
+_DONE = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # tolerance of finished subtasks [m]
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class OracleExpert(Checked):
 
     key: ClassVar = "env.expert"
 
-    mode: str = bounded("task", choices=MODES)  # play, noisy: OGBench's recipes for its datasets
+    mode: str = bounded("task", choices=MODES)  # play, noisy: OGBench's dataset recipes
     noise: float = bounded(0.0, ge=0)  # std of Gaussian noise on every executed action entry, box is [-1, 1]
-    min_norm: float = bounded(0.4, ge=0)  # distances below act on the oracle like this one [m]; sets its pace
-    length: int = bounded(1001, ge=1)  # control steps of an episode of play
+    min_norm: float = bounded(0.4, ge=0)  # lower bound on the oracle's distances [m]; sets its pace
+    length: int = bounded(1001, ge=1)  # control steps of an episode in modes play and noisy
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,17 +47,17 @@ class OracleExpert(Checked):
 
 
 def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_steps: int) -> Episode:
-    """Do one episode.
+    """Record one episode.
 
-    Recorded are the actions that were executed, noise included, the physics state before each (`states`:
-    time, positions, velocities), and the states of the buttons where there are any (`button_states`).
+    Recorded are the executed actions, noise included, the physics state before each (`states`: time,
+    positions, velocities), and the button states if any (`button_states`).
 
     Args:
         world: OGBench's name.
         task: 1 to 5.
-        seed: Seed of the episode; decides the noise as well.
-        options: How to demonstrate.
-        max_steps: Time limit in control steps, of the mode `task`.
+        seed: Seed of the episode; determines the noise as well.
+        options: Options of the expert.
+        max_steps: Time limit in control steps, in mode `task`.
     """
     if options.mode != "task":
         from envs.tasks.ogbench.play import play
@@ -77,14 +77,14 @@ def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_
 
 
 class _Worker:
-    """One subtask in the hands of its oracle."""
+    """Execution of one subtask by its oracle."""
 
     def __init__(self, subtask: Subtask, min_norm: float, *, always_closed: bool) -> None:
         name = f"{subtask.kind.capitalize()}MarkovOracle"
         module = importlib.import_module(f"ogbench.manipspace.oracles.markov.{subtask.kind}_markov")
         closed = {"gripper_always_closed": always_closed} if subtask.kind == "button" else {}
         self._oracle = getattr(module, name)(env=None, min_norm=min_norm, **closed)
-        # The oracle's own reset draws where to withdraw to from global state.
+        # The oracle's own reset draws the retreat position from global state.
         self._oracle._final_pos, self._oracle._final_yaw = np.array([0.425, 0.0, 0.3]), 0.0
         self._oracle._done, self._oracle._step = False, 0
         self._subtask = subtask
@@ -95,7 +95,7 @@ class _Worker:
         return action
 
     def is_done(self, env: Any) -> bool:
-        """Tell whether the subtask is done and the gripper free above it, or the oracle has given up."""
+        """Whether the subtask is done and the gripper free above it, or the oracle has finished."""
         if self._oracle.done:
             return True
         info, task = env.compute_ob_info(), self._subtask
@@ -109,7 +109,7 @@ class _Worker:
         return bool(there and info["proprio/effector_pos"][2] > _CLEAR[task.kind])
 
     def _aim(self, env: Any) -> dict[str, Any]:
-        """Name the target as OGBench does while it collects data."""
+        """Return the target in OGBench's data-collection format."""
         task, data = self._subtask, env._data
         if task.kind == "cube":
             values = {"block": task.index, "block_pos": task.wanted, "block_yaw": np.zeros(1)}
@@ -125,7 +125,7 @@ class _Worker:
 
 
 def _subtask(env: Any) -> Subtask:
-    """Return the next subtask; where nothing is left, hold the first thing where it is wanted."""
+    """Return the next subtask; if none is left, hold the first object at its target."""
     planned = next_subtask(env)
     if planned is not None:
         return planned

@@ -1,9 +1,9 @@
-"""What to do next in OGBench's worlds so that everything comes to lie as wanted, one subtask at a time.
+"""Planner of the next subtask in OGBench's worlds.
 
-OGBench's oracles move one cube, press one button, or move the drawer or the window. The tasks want several of
-these, some of which are in the way of others: a cube lies on another or where one is wanted, a drawer is
-locked, a press turns the neighbours too. The planners look at the present state and name the next subtask;
-after it they are asked again, so that whatever went wrong is planned for.
+OGBench's oracles move one cube, press one button, or move the drawer or the window. Tasks require several of
+these, with dependencies: a cube lies on another or on a target, a drawer is locked, a press toggles
+neighbouring buttons. The planners map the current state to the next subtask and are called again after it,
+which corrects failures.
 
 Legend: n cubes or buttons.
 """
@@ -22,22 +22,22 @@ from envs.tasks.ogbench.stepper import OgbenchStepper
 
 Array = np.ndarray
 
-_PLACED = 0.035  # a cube counts as placed within this [m]; OGBench asks for 0.04
+_PLACED = 0.035  # success tolerance of a cube [m]; OGBench: 0.04
 _CUBE = 0.04  # edge of a cube [m]
-_ROOM = 0.06  # between centres of cubes, for the gripper's fingers [m]
-_MOVED = 0.035  # a drawer or window counts as moved within this [m]; OGBench asks for 0.04
-_SPARE = tuple(product((0.35, 0.425, 0.5), (-0.2, -0.1, 0.0, 0.1, 0.2)))  # where a cube may wait (x, y) [m]
-_BEYOND = -0.3  # cubes wanted further left than this y belong into the drawer [m]
+_ROOM = 0.06  # minimum distance of cube centres, for the gripper's fingers [m]
+_MOVED = 0.035  # success tolerance of drawer and window [m]; OGBench: 0.04
+_SPARE = tuple(product((0.35, 0.425, 0.5), (-0.2, -0.1, 0.0, 0.1, 0.2)))  # spare cube positions (x, y) [m]
+_BEYOND = -0.3  # cube targets with smaller y are inside the drawer [m]
 
 
 @dataclass(frozen=True)
 class Subtask:
-    """One thing to do.
+    """One subtask.
 
     Attributes:
-        kind: "cube", "button", "drawer" or "window": whose oracle does it.
-        index: Which cube or button.
-        wanted: Position of the cube (3,), state of the button, or position of drawer or window [m].
+        kind: Oracle: "cube", "button", "drawer" or "window".
+        index: Index of the cube or button.
+        wanted: Target position of the cube (3,), state of the button, or position of drawer or window [m].
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Subtask:
 
 
 def next_subtask(env: Any) -> Subtask | None:
-    """Name the next subtask in OGBench's environment; None where nothing is left to do."""
+    """Return the next subtask of OGBench's environment; None if all are done."""
     if hasattr(env, "_target_drawer_pos"):
         return _next_in_scene(env)
     if hasattr(env, "_cur_button_states"):
@@ -59,13 +59,13 @@ def next_subtask(env: Any) -> Subtask | None:
 
 
 def gripper_of(env: Any) -> Array:
-    """Return where the gripper is, (3,)."""
+    """Return the gripper position (3,)."""
     place: Array = env._data.site_xpos[env._pinch_site_id]
     return place
 
 
 def cubes_of(env: Any) -> tuple[Array, Array]:
-    """Return where the cubes are and where they are wanted, (n, 3) each."""
+    """Return cube positions and targets, (n, 3) each."""
     joints = (env._data.joint(f"object_joint_{i}") for i in range(env._num_cubes))
     return np.stack([joint.qpos[:3] for joint in joints]), env._data.mocap_pos[env._cube_target_mocap_ids]
 
@@ -74,10 +74,10 @@ def cubes_of(env: Any) -> tuple[Array, Array]:
 
 
 def next_move(places: Array, targets: Array) -> tuple[int, Array] | None:
-    """Choose the next cube and where it goes; None where all are placed.
+    """Return the next cube and its destination; None if all are placed.
 
-    A cube can be taken if none lies on it, and be put down where there is room and, above the table, where
-    what it shall lie on is placed. Where no cube can go to its target, one of them waits beside.
+    A cube is movable if no cube lies on it. It can be placed if its target is vacant and, above the table,
+    its support is placed. If no cube can reach its target, one is moved aside.
 
     Shapes:
         places, targets: (n, 3) [m].
@@ -101,7 +101,7 @@ def _covered(i: int, places: Array) -> bool:
 
 
 def _vacant(i: int, places: Array, targets: Array) -> bool:
-    """Tell whether cube i can be put where it is wanted."""
+    """Whether cube i can be placed at its target."""
     others = np.delete(places, i, axis=0)
     beside = np.linalg.norm(others[:, :2] - targets[i, :2], axis=1)
     if ((beside < _ROOM) & (others[:, 2] > targets[i, 2] - _CUBE / 2)).any():
@@ -114,17 +114,17 @@ def _vacant(i: int, places: Array, targets: Array) -> bool:
 
 
 def fewest_presses(wrong: Array, columns: int) -> list[int]:
-    """Solve the puzzle: which buttons to press so that exactly the wrong ones change.
+    """Return the shortest set of button presses that toggles exactly the wrong buttons.
 
-    A press turns a button and its neighbours in rows and columns, so presses add up modulo 2. All solutions
-    follow from one of them and those presses that change nothing; the shortest is returned.
+    A press toggles a button and its neighbours in rows and columns, so presses add modulo 2. All solutions
+    are one solution plus the null space of presses.
 
     Args:
-        wrong: (n,) bool, which states differ from the wanted ones.
+        wrong: (n,) bool, buttons in the wrong state.
         columns: Buttons per row.
 
     Raises:
-        ValueError: If no presses lead there.
+        ValueError: If there is no solution.
     """
     n = len(wrong)
     rows = np.concatenate([_turned(n, columns), wrong[:, None]], axis=1).astype(np.uint8)
@@ -154,7 +154,7 @@ def fewest_presses(wrong: Array, columns: int) -> list[int]:
 
 
 def _turned(n: int, columns: int) -> Array:
-    """Return (n, n) bool: button i turns when button j is pressed."""
+    """Return (n, n) bool: pressing button j toggles button i."""
     row, column = np.divmod(np.arange(n), columns)
     distance = np.abs(row[:, None] - row) + np.abs(column[:, None] - column)
     return distance <= 1
@@ -172,7 +172,7 @@ def _press(env: Any, button: int) -> Subtask:
 
 
 def _next_in_scene(env: Any) -> Subtask | None:
-    """Cube first, through the open drawer where it belongs inside; then drawer, window and buttons."""
+    """Plan the cube first, through the open drawer if its target is inside; then drawer, window, buttons."""
     data = env._data
     places, targets = cubes_of(env)
     drawer, window = (float(data.joint(name).qpos[0]) for name in ("drawer_slide", "window_slide"))
@@ -195,7 +195,7 @@ def _next_in_scene(env: Any) -> Subtask | None:
 
 
 def _slide(env: Any, kind: str, at: float, wanted: float) -> Subtask | None:
-    """Move the drawer or the window, unlocking it first; None where it is there."""
+    """Return the subtask that moves drawer or window, or unlocks it first; None if at its target."""
     if abs(at - wanted) <= _MOVED:
         return None
     lock = ("drawer", "window").index(kind)
@@ -203,7 +203,7 @@ def _slide(env: Any, kind: str, at: float, wanted: float) -> Subtask | None:
 
 
 def recorded(stepper: OgbenchStepper, record: Recording, action: Array) -> None:
-    """Execute an action, which lies in the box; physics and buttons before it are kept."""
+    """Execute an action inside the box; records physics and buttons before it."""
     buttons = stepper.button_states(0)
     extras = {} if buttons is None else {"button_states": buttons}
     record.step(action, states=stepper.physics_state(0), **extras)

@@ -1,12 +1,11 @@
-"""OGBench's recipes for its datasets: one drawn subtask after the other, in episodes of fixed length.
+"""OGBench's dataset recipes: randomly drawn subtasks in episodes of fixed length.
 
-- `play`: plans through key poses, with noise that is correlated in time.
-- `noisy`: the Markov oracle, with noise of a strength that is drawn per episode and one action in ten drawn.
+- `play`: plans through key poses, with temporally correlated noise.
+- `noisy`: the Markov oracle, with a noise scale drawn per episode and one random action in ten.
 
-Which cube, where to and whether on top of another is drawn after every finished subtask. An episode of
-`scene` whose cube leaves what a camera sees of the table and the drawer counts as a failure, so that it is
-not kept. Rewards are those of a task, judged on the state before an action, although nobody pursues it; they
-never end an episode.
+Cube, target and stacking are drawn after every finished subtask. An episode of `scene` whose cube leaves the
+camera's view of table and drawer counts as a failure and is not kept. Rewards are those of a task, evaluated
+on the state before an action, although no subtask pursues it; they never end an episode.
 
 Source:
     OGBench (arXiv 2410.20092), datasets of its manipulation worlds; noise and probabilities of their
@@ -28,7 +27,7 @@ from envs.tasks.ogbench.stepper import OgbenchStepper
 
 Array = np.ndarray
 
-_STREAM = 2  # keeps these draws apart from those of the task and of the expert's noise
+_STREAM = 2  # separates these draws from those of task and expert noise
 _KINDS = {"cube": ("cube",), "scene": ("cube", "button", "drawer", "window"), "puzzle": ("button",)}
 _P_STACK = {"cube-single": (0.0, 0.0), "cube-double": (0.0, 0.25), "cube-triple": (0.05, 0.35)}
 _P_STACK_ELSEWHERE = (0.5, 0.5)
@@ -42,7 +41,7 @@ _TABLE_Y, _DRAWER_Z = (
 
 
 def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episode:
-    """Play one episode; it follows from the seed.
+    """Record one episode, determined by the seed.
 
     Args:
         world: OGBench's name.
@@ -55,7 +54,7 @@ def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episo
     record, rng = Recording(stepper, seed), np.random.default_rng((seed, _STREAM))
     p_stack = rng.uniform(*_P_STACK.get(world, _P_STACK_ELSEWHERE))
     noise = rng.uniform(0, _MAX_NOISE) * _NOISE_SHAPE
-    with seeded_globally((seed, _STREAM)):  # the oracles draw from numpy's global generator
+    with seeded_globally((seed, _STREAM)):  # the oracles use NumPy's global generator
         env = stepper.bind(0)
         oracles = _oracles(env, world, noisy)
         obs, info = record.observations[0], env.compute_ob_info()
@@ -79,14 +78,14 @@ def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episo
 
 
 def stays_visible(qpos: Array) -> bool:
-    """Tell whether the cube of `scene` stays on the visible part of the table or in the drawer, (T, nq)."""
+    """Whether the cube of `scene` stays on the visible part of the table or in the drawer, (T, nq)."""
     y, z = qpos[:, _CUBE_Y], qpos[:, _CUBE_Z]
     in_drawer = (z >= _DRAWER_Z[0]) & (z <= _DRAWER_Z[1])
     return not bool(((y >= _TABLE_Y[1]) | ((y <= _TABLE_Y[0]) & ~in_drawer)).any())
 
 
 class _Judge:
-    """Rewards of a task for states of somebody else's simulator."""
+    """Rewards of a task for states of another simulator."""
 
     def __init__(self, world: str, task: int, seed: int) -> None:
         self._stepper = OgbenchStepper(world, task, 1)
@@ -114,7 +113,7 @@ def _oracles(env: Any, world: str, noisy: bool) -> dict[str, Any]:
 
 
 def _disturbed(action: Array, noise: Array, rng: np.random.Generator) -> Array:
-    """Add noise (5,), or replace the action by a drawn one."""
+    """Add noise (5,), or replace the action by a random one."""
     if rng.uniform() < _P_RANDOM:
         return rng.uniform(-1, 1, len(action))
     return action + noise * rng.standard_normal(len(action))

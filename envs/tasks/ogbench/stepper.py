@@ -1,17 +1,17 @@
 """OGBench's manipulation worlds, many in one process: a UR5e arm with cubes, buttons, a drawer and a window.
 
-Simulator, controller, observation and reward are OGBench's own; this module steps them without what nobody
-looks at between steps (colours of cubes, repeated bookkeeping) and shares one compiled model and one
-controller among all environments of a process. Every number equals OGBench stepped one by one.
+Simulator, controller, observation and reward are OGBench's own. This module skips work without effect on them
+between steps (cube colours, repeated bookkeeping) and shares one compiled model and one controller among all
+environments of a process. Every number equals OGBench stepped one by one.
 
-Rewards and the end of an episode are judged on the state *before* an action, as in OGBench: minus the number
-of parts that are not as wanted; the step after all of them are has reward 0, is a success and terminates.
+Reward and termination are evaluated on the state *before* an action, as in OGBench: minus the number of
+unsolved parts; the step after all are solved has reward 0, is a success and terminates.
 
-A reset depends on its seed alone. OGBench lets the goal scene settle under actions drawn from fresh entropy;
-here they are drawn from the seed.
+A reset depends on its seed alone. OGBench settles the goal scene under actions drawn from fresh entropy; here
+they are drawn from the seed.
 
-What a world remembers besides the physics (states of buttons, what is wanted) and what it keeps in the model
-(locks of drawer and window, marks of their targets) belongs to a row, and is handed over before it moves.
+Non-physics state (button states, targets) and state in the model (locks of drawer and window, target markers)
+is stored per row and restored before stepping.
 
 Legend: N environments, M of them addressed.
 """
@@ -36,7 +36,7 @@ NUM_TASKS = 5
 
 
 class OgbenchStepper(MujocoStepper):
-    """Steps N copies of one of OGBench's single tasks, or of a world in which data are collected.
+    """Step N copies of one of OGBench's single tasks, or of a data-collection world.
 
     Args:
         world: OGBench's name, e.g. `cube-double`.
@@ -51,9 +51,9 @@ class OgbenchStepper(MujocoStepper):
         self._env, self._fresh = load_world(world, play=task == 0)
         super().__init__(self._env.model, num_envs)
         self._task = task
-        self._solved = np.zeros(num_envs, bool)  # everything is as wanted now
+        self._solved = np.zeros(num_envs, bool)  # whether all parts are solved
         self._variables = [deepcopy(self._fresh) for _ in range(num_envs)]
-        self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # each reset seeds its own
+        self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # reseeded by each reset
         self._pinch = self._env._pinch_site_id
 
     def reset(self, row: int, seed: int) -> Array:
@@ -78,11 +78,11 @@ class OgbenchStepper(MujocoStepper):
         return StepResult(np.stack(obs), reward, ended, np.zeros(len(rows), bool), ended)
 
     def draw_target(self, row: int, p_stack: float) -> tuple[Array, dict[str, Any]]:
-        """Draw what is wanted next, in a world without a task; returns observation and named state.
+        """Draw the next target, in a world without a task; returns observation and named state.
 
         Args:
             row: The environment.
-            p_stack: Probability that a cube is wanted on top of another.
+            p_stack: Probability of a target on top of another cube.
         """
         env = self.bind(row)
         obs, info = env.set_new_target(p_stack=p_stack)
@@ -90,23 +90,23 @@ class OgbenchStepper(MujocoStepper):
         return obs, info
 
     def button_states(self, row: int) -> Array | None:
-        """Return the states of the buttons of one row; None where the world has none."""
+        """Return the button states of one row; None without buttons."""
         states = self._variables[row].get("_cur_button_states")
         return None if states is None else np.array(states)
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return what besides positions decides how a row looks: states of buttons, and targets."""
+        """Return what determines the image of a row besides positions: button states and targets."""
         return {name: value.copy() for name, value in self._variables[row].items()}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
-        """Colour a model for drawing as in OGBench's visual worlds: see-through arm, no targets."""
+        """Colour a rendering model as in OGBench's visual worlds: transparent arm, no targets."""
         self._env.paint(model, appearance)
 
     def get_state(self) -> dict[str, Any]:
-        """Return everything the next steps depend on.
+        """Return the state that determines all following steps.
 
-        Besides the integration state and what the rows remember that is the gripper pose, which the
-        controller reads from the kinematics of the last physics step.
+        Besides integration and non-physics state this is the gripper pose, which the controller reads from
+        the kinematics of the last physics step.
         """
         return {
             **super().get_state(),
@@ -139,14 +139,14 @@ class OgbenchStepper(MujocoStepper):
 def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
     """Build OGBench's environment once per process; compiling its model takes over a second.
 
-    The tasks of a world differ in what a reset does and what is wanted, nothing else.
+    The tasks of a world differ only in resets and targets.
 
     Args:
         world: OGBench's name.
-        play: In the mode in which data are collected.
+        play: Whether to use the data-collection mode.
 
     Returns:
-        The environment, and what it remembers while nothing has happened.
+        The environment, and its initial non-physics state.
 
     Raises:
         MissingExtraError: If OGBench is not installed.
@@ -154,9 +154,9 @@ def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
     from policies.extras import require
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing the viewer complains about a missing display
+        warnings.simplefilter("ignore")  # the viewer warns about a missing display on import
         require("ogbench", extra="ogbench")
-        require("dm_control", extra="ogbench")  # OGBench imports it only when a world is built
+        require("dm_control", extra="ogbench")  # OGBench imports it only when it builds a world
         import gymnasium
 
         from envs.tasks.ogbench.world import derived

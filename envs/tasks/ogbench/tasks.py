@@ -1,8 +1,8 @@
 """OGBench's manipulation tasks: a UR5e arm with a gripper moves cubes, presses buttons, opens and closes.
 
 Each is a world of `envs.tasks.ogbench.stepper` with five tasks, `<world>-play-singletask-task<k>-v0` in
-OGBench's names: where things are in the beginning and where they are wanted. The target is part of the task,
-not of the observation, which describes the arm and everything that moves.
+OGBench's names: initial and target positions. The target is part of the task and not observed; the
+observation describes the arm and all movable objects.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def _button_names(button: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _World(HasCameras):
-    """What the configurations share."""
+    """Common options."""
 
-    task: int = bounded(1, ge=1, le=NUM_TASKS)  # what is where, and what is wanted, in OGBench's numbering
-    max_episode_steps: int = bounded(500, ge=1)  # control steps, then truncated
-    expert: OracleExpert = bounded(OracleExpert(), was="demonstrator")  # what `demonstrate` does
+    task: int = bounded(1, ge=1, le=NUM_TASKS)  # initial state and target, in OGBench's numbering
+    max_episode_steps: int = bounded(500, ge=1)  # time limit in control steps
+    expert: OracleExpert = bounded(OracleExpert(), was="demonstrator")  # options of the expert
 
     camera = "front"
     name = ""
     num_cubes = 0
     num_buttons = 0
-    has_slides = False  # a drawer and a window
+    has_slides = False  # whether there are a drawer and a window
     success_rule = ""
 
     @property
@@ -109,7 +109,7 @@ class _World(HasCameras):
         return self.vector_of(OgbenchStepper(self.name, self.task, num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Let the oracles do the episode of this seed."""
+        """Record the oracles on the episode of this seed."""
         limit = self.max_episode_steps
         return demonstrate(self.name, self.task, seed, self.expert, max_steps=limit)
 

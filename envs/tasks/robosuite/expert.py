@@ -1,9 +1,9 @@
-"""Experts of `lift`, `can` and `square`: small programs over what the arm sees.
+"""Scripted experts of `lift`, `can` and `square`.
 
-A program is a generator: it looks at the present poses, yields one action, and looks again. Everything is a
-servo on the present state, so a disturbed movement is corrected; whoever drops a thing fetches it again, and
-a nut that jams on its peg is raised, aligned anew and lowered again. Every episode draws where to grasp and
-where to put things, and noise on the executed actions widens the states a clone sees.
+An expert program is a generator: it reads the current poses and yields one action per step. All movements are
+closed-loop, so perturbations are corrected: a dropped object is grasped again, and a nut that jams on its peg
+is raised, realigned and lowered again. Each episode draws grasp and placement offsets, and noise on the
+executed actions widens the state distribution for cloning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Moves = Iterator[Array]
 """Actions (7,) of a program."""
 
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
-_LINGER = 5  # control steps for which a task stays solved before the recording ends
+_LINGER = 5  # control steps recorded after the success
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ArmExpert(Checked):
 
 
 class ArmStepper(Protocol):
-    """A simulator of robosuite's tasks that shows its state."""
+    """A simulator of robosuite's tasks that exposes its state."""
 
     @property
     def datas(self) -> list[Any]: ...
@@ -62,19 +62,19 @@ def demonstrate(
     max_steps: int,
     terminate_on_success: bool = False,
 ) -> Episode:
-    """Do one episode in row 0 of a stepper.
+    """Record one episode in row 0 of a stepper.
 
-    It ends a few steps after the task was solved, or with the first of them where success terminates.
-    Recorded are the actions that were executed, noise included, and the physics state before each
-    (`states`: time, positions, velocities).
+    The episode ends a few steps after success, or with the success if it terminates. Recorded are the
+    executed actions, noise included, and the physics state before each (`states`: time, positions,
+    velocities).
 
     Args:
         stepper: Simulator of the task.
-        seed: Seed of the episode; decides the noise as well.
-        options: How to demonstrate.
+        seed: Seed of the episode; determines the noise as well.
+        options: Options of the expert.
         program: "lift", "can" or "square".
         max_steps: Time limit in control steps.
-        terminate_on_success: Whether solving the task terminates the episode.
+        terminate_on_success: Whether success terminates the episode.
     """
     rng = np.random.default_rng((seed, _NOISE_STREAM))
     record = Recording(stepper, seed, terminate_on_success=terminate_on_success)
@@ -95,7 +95,7 @@ def demonstrate(
 def go(
     sight: ArmObservation, target: Callable[[], Target], *, grip: float, within: float, limit: int = 80
 ) -> Moves:
-    """Move towards a target, which may move itself, until nearer than `within` [m] and almost still."""
+    """Move towards a possibly moving target, until nearer than `within` [m] and almost at rest."""
     for _ in range(limit):
         goal, before = target(), sight.hand
         distance, turn = sight.distance(goal)
@@ -110,22 +110,22 @@ def above(height: float) -> Array:
 
 
 def wait(sight: ArmObservation, steps: int, *, grip: float) -> Moves:
-    """Stay where the hand is."""
+    """Keep the gripper in place."""
     target = Target(sight.hand, sight.heading)
     for _ in range(steps):
         yield sight.toward(target, grip)
 
 
 def fetch(sight: ArmObservation, point: Callable[[], Array], yaw: float, *, up: float) -> Moves:
-    """Grasp something from above and raise it by `up` [m].
+    """Grasp an object from above and raise it by `up` [m].
 
     Args:
-        sight: What the arm sees.
-        point: Where to grasp, (3,).
-        yaw: Direction of the hand [rad].
-        up: How far to raise it.
+        sight: Observation of the arm.
+        point: Returns the grasp position (3,).
+        yaw: Heading of the gripper [rad].
+        up: Lift height [m].
     """
-    if sight.hand[2] < point()[2] + 0.08:  # never sweep over the table
+    if sight.hand[2] < point()[2] + 0.08:  # avoid sweeping over the table
         high = np.array([*sight.hand[:2], point()[2] + 0.1])
         yield from go(sight, lambda: Target(high, sight.heading), grip=OPEN, within=0.02)
     yield from go(sight, lambda: Target(point() + above(0.1), yaw), grip=OPEN, within=0.02)
@@ -139,7 +139,7 @@ def fetch(sight: ArmObservation, point: Callable[[], Array], yaw: float, *, up: 
 
 
 def lift(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves:
-    """Grasp the cube by two of its sides and raise it, as often as it takes."""
+    """Grasp the cube by two of its sides and raise it, with retries."""
     while True:
         offset = spread * np.array([*rng.uniform(-0.01, 0.01, 2), rng.uniform(-0.005, 0.01)])
         yaw = sight.nearest_heading(heading(sight.frame_of_object), turn=math.pi / 2)
@@ -149,7 +149,7 @@ def lift(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Move
 
 
 def can(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves:
-    """Carry the can over its bin, lower it, and let go."""
+    """Carry the can over its bin, lower it, and release it."""
     while True:
         offset = spread * np.array([*rng.uniform(-0.01, 0.01, 2), rng.uniform(0.0, 0.02)])
         place = sight.bin + spread * np.array([*rng.uniform(-0.03, 0.03, 2), 0.0])
@@ -167,7 +167,7 @@ def can(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves
 
 
 def square(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves:
-    """Take the nut by its handle and put it over the peg; fetch it again where that fails."""
+    """Grasp the nut by its handle and place it over the peg; retry on failure."""
     while True:
         along = spread * rng.uniform(-0.008, 0.008)
         across = heading(sight.frame_of_object) + math.pi / 2  # the fingers close across the handle
@@ -183,7 +183,7 @@ def square(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Mo
 
 
 def _align(sight: ArmObservation, aim: Array) -> Moves:
-    """Bring the held nut over the peg, its sides parallel to the peg's."""
+    """Move the held nut over the peg, with its sides parallel to the peg's."""
     if sight.object[2] < aim[2] + 0.02:
         high = sight.hand + above(aim[2] + 0.04 - sight.object[2])
         yield from go(sight, lambda: Target(high, sight.heading), grip=CLOSED, within=0.01, limit=30)
@@ -191,7 +191,7 @@ def _align(sight: ArmObservation, aim: Array) -> Moves:
 
 
 def _lower(sight: ArmObservation, aim: Array) -> Moves:
-    """Lower the held nut while keeping it centred; give up where it does not sink any more."""
+    """Lower the held nut while keeping it centred; stop when it no longer sinks."""
     lowest, still = sight.object[2], 0
     while sight.is_held() and not sight.is_on_peg() and still < 10:
         yield sight.toward(sight.carrying(np.array([*aim[:2], sight.object[2] - 0.03])), CLOSED)

@@ -1,7 +1,7 @@
-"""What an arm of robosuite's sees, and how its hand is steered: the senses and servos of the experts.
+"""Observations and servo control of robosuite's arms, for scripted experts.
 
-A hand points down; its heading is the direction of its x axis in the plane [rad], along which its fingers
-close.
+The gripper points down; its heading is the direction of its x axis in the plane [rad], along which the
+fingers close.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ GAIN = 25.0  # command per metre of distance
 TURN_GAIN = 1.5  # command per radian
 PEG_TOP_M = 0.1  # of the peg above its body's origin
 SEATED_M = 0.045  # height of a nut's centre above the table when it is around the peg
-HELD_M = 0.035  # how far from the hand a thing is that the hand holds
+HELD_M = 0.035  # maximum distance of a held object from the gripper
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the hand should be: position (3,) [m] and heading [rad]."""
+    """Target pose of the gripper: position (3,) [m] and heading [rad]."""
 
     position: Array
     heading: float
@@ -44,17 +44,17 @@ def wrap(angle: float) -> float:
 
 
 def pointing_down(angle: float) -> Array:
-    """Return the frame (3, 3) of a hand that points down with a heading."""
+    """Return the frame (3, 3) of a downward gripper with a heading."""
     c, s = math.cos(angle), math.sin(angle)
     return np.array([[c, s, 0.0], [s, -c, 0.0], [0.0, 0.0, -1.0]])
 
 
 class ArmObservation:
-    """The present poses of one arm and of the thing it handles.
+    """Current poses of one arm and its object.
 
     Args:
-        env: robosuite's environment, which knows the names.
-        data: The simulator, present state.
+        env: robosuite's environment, for names.
+        data: The simulator, current state.
         pace: Largest translation command.
     """
 
@@ -70,27 +70,27 @@ class ArmObservation:
 
     @property
     def heading(self) -> float:
-        """Heading of the hand [rad]."""
+        """Heading of the gripper [rad]."""
         return heading(self._frame)
 
     @property
     def object(self) -> Array:
-        """(3,) centre of the thing."""
+        """(3,) centre of the object."""
         return np.array(self._data.xpos[self._body])
 
     @property
     def frame_of_object(self) -> Array:
-        """(3, 3) its orientation."""
+        """(3, 3) orientation of the object."""
         return np.array(self._data.xmat[self._body]).reshape(3, 3)
 
     @property
     def handle(self) -> Array:
-        """(3,) where a nut is grasped."""
+        """(3,) grasp position of a nut."""
         return np.array(self._data.site_xpos[self._env.object_site_ids[self._env.nut_id]])
 
     @property
     def bin(self) -> Array:
-        """(3,) middle of the floor of the thing's bin."""
+        """(3,) centre of the bin's floor."""
         return np.array(self._env.target_bin_placements[self._env.object_id])
 
     @property
@@ -104,36 +104,36 @@ class ArmObservation:
         return bool(self.object[2] < self._env.table_offset[2] + SEATED_M)
 
     def is_held(self) -> bool:
-        """Whether the thing (a nut's handle) is between the fingers, above where it lay."""
+        """Whether the object (a nut's handle) is between the fingers, above its initial height."""
         held = self.handle if hasattr(self._env, "nut_id") else self.object
         return bool(np.linalg.norm(held - self.hand) < HELD_M)
 
     def natural_heading(self, point: Array) -> float:
-        """Return the heading that the hand has above a point (3,) if only the arm's first joint turns."""
+        """Return the gripper heading above a point (3,) reached by turning only the arm's first joint."""
         base = self._env.robots[0].base_pos
         turned = (math.atan2(y - base[1], x - base[0]) for x, y, _ in (point, self.hand))
         return self.heading + next(turned) - next(turned)
 
     def nearest_heading(self, angle: float, *, turn: float) -> float:
-        """Return the heading nearest to the hand's among angle + k turn."""
+        """Return the heading nearest to the gripper's among angle + k turn."""
         return angle + round((self.heading - angle) / turn) * turn
 
     def carrying(self, place: Array) -> Target:
-        """Return where the hand must be for the held nut to be at a place (3,), parallel to the axes.
+        """Return the gripper target that puts the held nut at a position (3,), parallel to the axes.
 
-        Never with the handle on the far side, where the arm is too short.
+        The handle is never on the far side, which is out of reach.
         """
         nut = heading(self.frame_of_object)
         turns = (wrap(side - nut) for side in (math.pi / 2, math.pi, -math.pi / 2))
         return Target(self.hand + place - self.object, self.heading + min(turns, key=abs))
 
     def distance(self, target: Target) -> tuple[float, float]:
-        """Return how far the hand is from a target, [m] and [rad] in the plane."""
+        """Return the distance of the gripper to a target, [m] and [rad] in the plane."""
         apart = float(np.linalg.norm(target.position - self.hand))
         return apart, abs(wrap(target.heading - self.heading))
 
     def toward(self, target: Target, grip: float) -> Array:
-        """Return the action (7,) that moves the hand towards a target."""
+        """Return the action (7,) that moves the gripper towards a target."""
         move = np.clip(GAIN * (target.position - self.hand), -self._pace, self._pace)
         error = Rotation.from_matrix(pointing_down(target.heading) @ self._frame.T).as_rotvec()
         return np.concatenate([move, np.clip(TURN_GAIN * error, -1, 1), [grip]])
@@ -144,5 +144,5 @@ class ArmObservation:
 
     @property
     def _frame(self) -> Array:
-        """(3, 3) orientation of the hand."""
+        """(3, 3) orientation of the gripper."""
         return np.array(self._data.site_xmat[self._site]).reshape(3, 3)

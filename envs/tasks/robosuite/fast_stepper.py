@@ -1,12 +1,12 @@
-"""robosuite's tasks without robosuite between the physics steps.
+"""robosuite's tasks with a fast control loop.
 
-The compiled model, the reset and the rules are robosuite's; what runs 25 times per control step is MuJoCo and
-one compiled function, `envs/tasks/robosuite/osc_controller.py:drive`. robosuite computes the state of every
-physics step three times (twice for its controllers); here that is done once, by stepping in two halves with
-the control law in between. The physics is the same to rounding of the torques.
+Model, reset and rules are robosuite's; the 25 physics steps per control step use MuJoCo and one compiled
+function, `envs/tasks/robosuite/osc_controller.py:drive`. robosuite computes the state of every physics step
+three times (twice for its controllers); here it is computed once, by splitting the step around the control
+law. The physics is equal up to rounding of the torques.
 
-One scene per process is compiled and shared, so an environment more costs a few hundred kilobytes. A reset
-lets robosuite start the episode and copies the state.
+One scene per process is compiled and shared, so each further environment costs a few hundred kilobytes. A
+reset starts the episode in robosuite and copies the state.
 
 Legend: N environments, M of them addressed, A arms.
 """
@@ -62,8 +62,8 @@ class ArmController:
     """
 
     def __init__(self, arm: Arm, data: Any) -> None:
-        self.rest = np.zeros(7)  # posture at the beginning of the episode
-        self.grip = np.zeros(2)  # wanted finger opening, -1 to 1 of the range
+        self.rest = np.zeros(7)  # initial posture of the episode
+        self.grip = np.zeros(2)  # target finger opening, -1 to 1 of the range
         self._fingers, self._ctrl = arm.fingers, data.ctrl
         self._middle, self._half = arm.finger_range.mean(axis=1), np.diff(arm.finger_range)[:, 0] / 2
         self._hand = data.site_xpos[arm.site], data.site_xmat[arm.site].reshape(3, 3)
@@ -77,7 +77,7 @@ class ArmController:
         )
 
     def begin(self) -> None:
-        """Take the present posture as the one to keep, and the fingers as half open."""
+        """Store the current posture as the rest posture and half-open fingers as target."""
         self.rest[:], self.grip[:] = self.joints, 0.0
 
     def command(self, action: Array) -> None:
@@ -94,7 +94,7 @@ class ArmController:
 
 @dataclass(frozen=True)
 class Scene:
-    """A compiled task of robosuite's: its own environment, for resets, and where its arms are."""
+    """A compiled robosuite task: its environment, for resets, and the indices of its arms."""
 
     env: Any
     model: Any
@@ -114,7 +114,7 @@ def load_scene(task: str, num_arms: int) -> Scene:
     env = make_robosuite(task, num_arms)
     begin(env, 0)
     model = env.sim.model._model
-    model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_SENSOR  # forces at the wrist, which nobody reads
+    model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_SENSOR  # wrist forces, which are unused
     arms = tuple(_arm(env, model, robot) for robot in env.robots)
     return Scene(env, model, arms, int(env.control_timestep / env.model_timestep))
 
@@ -200,15 +200,15 @@ class FastStepper(MujocoStepper):
         return StepResult(np.stack(obs), success.astype(np.float64), no, no, success)
 
     def names(self, row: int) -> Any:
-        """Return robosuite's environment, which knows the names of things; its own state means nothing."""
+        """Return robosuite's environment, for names; its own state is meaningless."""
         return self.scene.env
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return nothing: positions decide how a row looks."""
+        """Return nothing: positions determine the image of a row."""
         return {}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
-        """Hide what a model for drawing has for collisions only, as robosuite does."""
+        """Hide the collision geoms of a rendering model, as robosuite does."""
         hide_collisions(model)
 
     def get_state(self) -> dict[str, Array]:
@@ -237,7 +237,7 @@ class FastStepper(MujocoStepper):
                 controller.rest[:], controller.grip[:] = state["rest"][row][arm], state["grip"][row][arm]
 
     def close(self) -> None:
-        """Drop the simulators; the compiled scene stays for the next ones."""
+        """Drop the simulators; the compiled scene is kept."""
         self.datas, self._controllers = [], []
 
     def _advance(self, data: Any, controllers: Sequence[ArmController], action: Array) -> None:
@@ -256,9 +256,9 @@ class FastStepper(MujocoStepper):
             second_half(model, data)
 
     def _first_inertia(self, controllers: Sequence[ArmController]) -> Array:
-        """Return what robosuite's controllers take for `qM` (nM,) in the first physics step of an episode.
+        """Return the `qM` (nM,) that robosuite's controllers use in the first physics step of an episode.
 
-        They look at the arms before the reset opens the fingers.
+        It describes the arms before the reset opens the fingers.
         """
         import mujoco
 

@@ -1,4 +1,4 @@
-"""What is read out of a simulated robosuite scene: observations and success, from MuJoCo's memory.
+"""Observations and success of robosuite scenes, read from MuJoCo's memory.
 
 Every entry has the name of robosuite's observation and describes the poses of the last kinematics pass.
 robosuite rounds relative poses to single precision; here they are not. Quaternions are x, y, z, w.
@@ -22,19 +22,19 @@ _PEG_M = (0.03, 0.05)  # largest offset from the peg's axis, and height above th
 
 
 def reader(env: Any, keys: Sequence[str]) -> Read:
-    """Return a function that concatenates named entries; a minus sign in front of a name negates it."""
+    """Return a function that concatenates named entries; a leading minus sign negates one."""
     entries = _entries(env)
     parts = [(entries[key.removeprefix("-")], -1.0 if key.startswith("-") else 1.0) for key in keys]
     return lambda data: np.concatenate([sign * read(data) for read, sign in parts])
 
 
 def judge(env: Any) -> Callable[[Any], bool]:
-    """Return robosuite's rule of success of this environment as a function of an `MjData`."""
+    """Return the environment's success rule as a function of an `MjData`."""
     return _RULES[type(env).__name__](env)
 
 
 def relative_pose(data: Any, hand: tuple[int, int], body: int) -> tuple[Array, Array]:
-    """Return position (3,) and quaternion (4,) of a body in the frame of a hand (site, body)."""
+    """Return position (3,) and quaternion (4,) of a body in the frame of a gripper (site, body)."""
     import mujoco
 
     site, wrist = hand
@@ -63,7 +63,7 @@ def _upper_quaternion(body: int) -> Read:
 
 
 def _entries(env: Any) -> dict[str, Read]:
-    """Return every entry that the tasks' observations are made of."""
+    """Return all entries of the tasks' observations."""
     entries: dict[str, Read] = {}
     for robot in env.robots:
         entries |= _of_hand(env, robot)
@@ -71,7 +71,7 @@ def _entries(env: Any) -> dict[str, Read]:
 
 
 def _hand(env: Any, robot: Any) -> tuple[int, int]:
-    """Return the hand of a robot: site of its position, body of its orientation."""
+    """Return the gripper of a robot: site of its position, body of its orientation."""
     return robot.eef_site_id["right"], env.sim.model.body_name2id(robot.robot_model.eef_name["right"])
 
 
@@ -86,7 +86,7 @@ def _of_hand(env: Any, robot: Any) -> dict[str, Read]:
 
 
 def _offset(site: int, position: Read) -> Read:
-    """From the hand to a point, in the axes of the world."""
+    """Offset from the gripper to a point, in world axes."""
     return lambda data: position(data) - data.site_xpos[site]
 
 
@@ -153,7 +153,7 @@ def _geom_quaternion(geom: int) -> Read:
 
 
 def _touching(model: Any, these: Sequence[str], those: Sequence[str]) -> Callable[[Any], bool]:
-    """Whether any of some geoms touches any of others, in the contacts of the last position stage."""
+    """Whether any geom of one set touches any of another, in the contacts of the last position stage."""
     first, second = (np.array([model.geom_name2id(name) for name in names]) for names in (these, those))
 
     def touch(data: Any) -> bool:

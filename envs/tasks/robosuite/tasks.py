@@ -73,12 +73,12 @@ def entry_names(key: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Robosuite(HasCameras):
-    """What the four configurations share."""
+    """Common options of the four tasks."""
 
-    max_episode_steps: int = bounded(300, ge=1)  # control steps, then truncated
-    terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
-    object_layout: str = bounded("v15", choices=LAYOUTS)  # order of `object`: as in low_dim_v15.hdf5 or v141
-    engine: str = bounded("fast", choices=ENGINES)  # fast: our controller on its model
+    max_episode_steps: int = bounded(300, ge=1)  # time limit in control steps
+    terminate_on_success: bool = False  # whether success terminates the episode
+    object_layout: str = bounded("v15", choices=LAYOUTS)  # order of `object`, as in low_dim_v15.hdf5 or v141
+    engine: str = bounded("fast", choices=ENGINES)  # fast: own controller on robosuite's model
 
     name = ""
     task = ""
@@ -89,7 +89,7 @@ class _Robosuite(HasCameras):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of robosuite's observations that make up ours, in order."""
+        """Names of the concatenated robosuite observations, in order."""
         arms = (f"robot{arm}_{key}" for arm in range(self.num_arms) for key in _ARM)
         return (*arms, *(self.object_v15 if self.object_layout == "v15" else self.object_v141))
 
@@ -128,7 +128,7 @@ class _Robosuite(HasCameras):
         return engine(self.task, self.num_arms, self.keys, num_envs)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
+        """Render an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         vector = self.make_vector(1)
@@ -139,12 +139,12 @@ class _Robosuite(HasCameras):
 
 @dataclass(frozen=True)
 class _Demonstrated(_Robosuite):
-    """What the configurations with an expert share."""
+    """Common options of the tasks with an expert."""
 
-    expert: ArmExpert = bounded(ArmExpert(), was="demonstrator")  # what `demonstrate` does
+    expert: ArmExpert = bounded(ArmExpert(), was="demonstrator")  # options of the expert
 
     def demonstrate(self, seed: int) -> Episode:
-        """Let the expert do the episode of this seed."""
+        """Record the expert on the episode of this seed."""
         stepper = self._stepper(1)
         return demonstrate(
             stepper,
@@ -185,7 +185,7 @@ class Can(_Demonstrated):
 class Square(_Demonstrated):
     """Put a square nut on its peg (robosuite `NutAssemblySquare`)."""
 
-    max_episode_steps: int = bounded(400, ge=1)  # control steps, then truncated
+    max_episode_steps: int = bounded(400, ge=1)  # time limit in control steps
 
     name = "square"
     task = "NutAssemblySquare"
@@ -220,7 +220,7 @@ _TRANSPORT_OFFSETS = (
 class Transport(_Robosuite):
     """Two arms hand a payload from bin to bin and remove trash (robosuite `TwoArmTransport`)."""
 
-    max_episode_steps: int = bounded(800, ge=1)  # control steps, then truncated
+    max_episode_steps: int = bounded(800, ge=1)  # time limit in control steps
 
     name = "transport"
     task = "TwoArmTransport"

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from algos.cloning.batches import WindowSampler
-from algos.gpc_settings import EstimateSettings, SearchSettings
+from algos.training.gpc_settings import EstimateSettings, SearchSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.comparison import Comparison, compare
 from envs.evaluation.evaluate import Evaluation

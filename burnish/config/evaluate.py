@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from algos.gpc_settings import EstimateSettings, SearchSettings
+from algos.training.gpc_settings import EstimateSettings, SearchSettings
 from envs.evaluation.settings import EvaluationSettings
 from policies.bounds import bounded
 from policies.errors import ConfigError

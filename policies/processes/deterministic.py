@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from policies.one_step import OneStepPolicy, trunk_of
 from policies.policy import PolicyConfig, reduce_elements
+from policies.processes.one_step import OneStepPolicy, trunk_of
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
 

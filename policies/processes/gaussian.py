@@ -13,8 +13,8 @@ from torch import Tensor
 
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.networks.heads import GaussianHead, GaussianHeadConfig
-from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import PolicyConfig, reduce_elements
+from policies.processes.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.protocols import TE, Chain, Cond, Reduction
 from policies.registry import register
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from policies.bounds import Checked, bounded
 from policies.networks.distributions import gaussian_log_prob
 from policies.networks.heads import Mixture, MixtureHead, MixtureHeadConfig
-from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import PolicyConfig, reduce_elements
+from policies.processes.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.networks.distributions import MAX_LOG_STD, TanhGaussian
-from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import PolicyConfig, reduce_elements
+from policies.processes.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
 

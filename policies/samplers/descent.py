@@ -20,10 +20,10 @@ from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.energy import BoundEnergy, EnergyField
-from policies.one_step import require_own_sampler
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.processes.base import incompatible
 from policies.processes.ebt import EnergyDescent, where_on
+from policies.processes.one_step import require_own_sampler
 from policies.protocols import TE, Cond, Hooks, Reduction, Start
 from policies.registry import register
 

@@ -18,8 +18,8 @@ from algos.gpc import (
     error_products,
     estimate_weights,
     search_weights,
-    simplex,
 )
+from algos.training.gpc_settings import simplex
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.evaluate import Evaluation
 from envs.rollouts.episodes import EpisodeRow

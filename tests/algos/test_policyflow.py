@@ -217,10 +217,10 @@ def test_what_has_no_velocity_along_its_path_is_refused(init: Any) -> None:
         ({"log_prob_reduction": "per_dim"}, "per_step"),
         ({"brownian_coef": -0.1}, "brownian_coef 0"),
         ({"denoising_steps": 0}, "denoising_steps 1"),
-        ({"num_draws": 0}, "num_draws must be at least 1"),
+        ({"num_draws": 0}, "num_draws 1"),
         ({"log_prob_reduction": "per_dim"}, "mean, per_step, joint"),
-        ({"brownian_coef": -0.1}, "brownian_coef must be .*; got -0.1"),
-        ({"denoising_steps": 0}, "denoising_steps must be at least 1"),
+        ({"brownian_coef": -0.1}, "brownian_coef -0.1"),
+        ({"denoising_steps": 0}, "denoising_steps 1"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:

@@ -378,7 +378,7 @@ def test_the_demo_explains_itself_and_refuses_arguments(
     assert ended.value.code == code and list(tmp_path.iterdir()) == []
     shown = capsys.readouterr()
     assert "usage: burnish-demo" in shown.out + shown.err
-    assert code or ("whole path" in shown.out and "runs/<date>" in shown.out)
+    assert code or ("make demo" in shown.out and "runs/<date>" in shown.out)
 
 
 def test_threads_default_to_one_unless_the_person_chose(monkeypatch: pytest.MonkeyPatch) -> None:

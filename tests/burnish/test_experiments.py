@@ -15,7 +15,7 @@ from pairwise import representatives
 
 import configs
 from burnish.config.overrides import experiments
-from burnish.config.schema import GROUPS, compose_config
+from burnish.config.schema import GROUPS, compose_config, node_of
 from burnish.config.train import TrainConfig
 from burnish.runs import launch
 from burnish.runs.context import RunContext
@@ -85,7 +85,7 @@ def _skip_unless_registered(name: str) -> None:
 @pytest.mark.parametrize("name", experiments())
 def test_an_experiment_holds_differences_only(name: str) -> None:
     parts = CHOSEN_BY_DEFAULT | _choices(name)
-    tree = OmegaConf.structured(TrainConfig)
+    tree = node_of(TrainConfig)
     for group in GROUPS:
         if parts.get(group) in registry.parts(group):
             node = OmegaConf.to_container(OmegaConf.structured(registry.lookup(group, parts[group])))

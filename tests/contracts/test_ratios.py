@@ -215,7 +215,7 @@ def test_the_ratio_of_fresh_data_is_one(
 
 
 def trainable(ratio: Any) -> Any:
-    module = getattr(ratio, "trained", None)
+    module = getattr(ratio, "trainable", None)
     return (ratio.policy if module is None else module).parameters()
 
 

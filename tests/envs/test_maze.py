@@ -222,11 +222,11 @@ def test_the_way_of_a_path_has_no_loops_and_misses_no_corner() -> None:
     maze = layout("large")
     a, corner, b, c = (maze.center(cell) for cell in ((1, 3), (1, 4), (2, 4), (3, 4)))
     cut = np.add([a, b, c], [[0.4, 0.1], [0.1, 0.4], [0.0, 0.0]])  # no point lies in the corner's cell
-    assert maze.path(cut) == ((1, 3), (1, 4), (2, 4), (3, 4))
-    assert maze.path(np.stack([a, corner, b, c, b, corner])) == ((1, 3), (1, 4))
+    assert maze.way(cut) == ((1, 3), (1, 4), (2, 4), (3, 4))
+    assert maze.way(np.stack([a, corner, b, c, b, corner])) == ((1, 3), (1, 4))
     for seed in range(5):
         episode = env("pointmaze-large").demonstrate(seed)  # type: ignore[attr-defined]
-        cells = maze.path(episode.observations[:, :2])
+        cells = maze.way(episode.observations[:, :2])
         assert all(later in maze.neighbours(cell) for cell, later in pairwise(cells))
 
 
@@ -286,7 +286,7 @@ def test_a_longer_way_is_taken_where_it_is_allowed() -> None:
         ({"reward": "none"}, "env.reward must be one of sparse, dense; got 'none'"),
         ({"control": "speed"}, "env.control must be one of force, waypoint; got 'speed'"),
         ({"hold": 0}, "env.hold must be at least 1; got 0"),
-        ({"goal_cell": (2, 1)}, r"env.goal_cell must be row and column of a free cell.*got \[2, 1\]"),
+        ({"goal_cell": (2, 1)}, "env.goal_cell [2, 1]"),
         ({"max_episode_steps": 0}, "max_episode_steps must be at least 1; got 0"),
     ],
 )

@@ -73,7 +73,7 @@ class Case:
         self.estimate_advantages()
         self.index = torch.arange(len(self.obs) * self.ratio.inner_steps)
 
-    def appraise(self) -> None:
+    def estimate_advantages(self) -> None:
         """Estimate advantages and targets with the present critic."""
         value, target, advantage = appraised(self.arrays, self.critic)
         advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)

@@ -43,7 +43,7 @@ class Case:
         value = critic.build(arrays["obs"][0].numel())
         install(value, critic.official_keys(), weights)
         self.learner = PpoUpdate(
-            self.config, ratio=self.ratio, actor=list(self.ratio.trained.parameters()), critic=value
+            self.config, ratio=self.ratio, actor=list(self.ratio.trainable.parameters()), critic=value
         )
         record = {"chain": arrays["chain"], "log_prob": arrays["old_logprob"]}
         cond = Cond(arrays["obs"].flatten(1))
@@ -112,7 +112,7 @@ def test_gradients_of_velocity_noise_and_critic(golden_path: Path) -> None:
         return
     gradients, _ = case.learner.actor_gradient(case.experience, case.index, draws=case.draws)
     expected = actor_gradients(arrays)
-    names = [name for name, _ in case.ratio.trained.named_parameters()]
+    names = [name for name, _ in case.ratio.trainable.named_parameters()]
     assert set(expected) <= set(names)
     for name, gradient in zip(names, gradients, strict=True):
         assert_near(gradient, expected.get(name, torch.zeros_like(gradient)), name, GRADIENT)

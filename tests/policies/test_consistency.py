@@ -234,7 +234,7 @@ def test_other_samplers_and_other_processes_are_refused() -> None:
     [
         (lambda: Consistency(num_levels=1), "process.num_levels 2 1"),
         (lambda: Consistency(huber=0.0), "process.huber 0.0"),
-        (lambda: Consistency(noise_min=0.0), "0 noise_min noise_max"),
+        (lambda: Consistency(noise_min=0.0), "process.noise_min 0.0"),
         (lambda: Renoise(steps=0), "sampler.steps 1"),
         (lambda: Renoise(start_noise=-1.0), "sampler.start_noise"),
         (lambda: Consistency(num_levels=1), "process.num_levels must be at least 2; got 1"),

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from messages import mentions
 from plain_transformer import PlainTransformer
 from small_transformers import COND, CONFIGS, assert_same, build, gradients, inputs
 
@@ -96,22 +95,15 @@ def test_without_causality_every_action_sees_everything() -> None:
 def test_a_time_for_every_action_and_tokens_are_refused() -> None:
     net = build("dp")
     x, time, cond = inputs(net, 2)
-    with pytest.raises(CapabilityError, match=mentions("(M,) (2, 5)")):
+    with pytest.raises(CapabilityError, match=r"one time per chunk, \(M,\); got \(2, 5\)"):
         net(x, time[:, None].expand(-1, 5), cond)
-    with pytest.raises(CapabilityError, match=mentions("dp_transformer")):
+    with pytest.raises(CapabilityError, match="dp_transformer makes its tokens from the condition vector"):
         net.config.build((5, 3), COND, token_dim=3)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"width": 6, "heads": 4}, "backbone.heads backbone.width=6 4"),
-        ({"width": 7, "heads": 7}, "backbone.width 4 7"),
-        ({"width": 2, "heads": 2}, "backbone.width 4 2"),
-        ({"depth": 0}, "backbone.depth 1 0"),
-        ({"memory_depth": -1}, "backbone.memory_depth 0 -1"),
-        ({"obs_tokens": 0}, "backbone.obs_tokens 1 0"),
-        ({"dropout": 1.5}, "backbone.dropout 0 1 1.5"),
         ({"width": 6, "heads": 4}, "backbone.heads must be a divisor of backbone.width=6 .*; got 4"),
         ({"width": 7, "heads": 7}, "backbone.width must be even; got 7"),
         ({"width": 2, "heads": 2}, "backbone.width must be at least 4; got 2"),
@@ -122,14 +114,14 @@ def test_a_time_for_every_action_and_tokens_are_refused() -> None:
     ],
 )
 def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         DpTransformerConfig(**fields)
 
 
 def test_a_condition_that_cannot_be_cut_or_stays_unseen_is_refused() -> None:
-    with pytest.raises(ConfigError, match=mentions("backbone.obs_tokens=1 2 7")):
+    with pytest.raises(ConfigError, match="equal parts; got 2 for a width of 7"):
         DpTransformerConfig(obs_tokens=2).build((4, 3), 7)
-    with pytest.raises(ConfigError, match=mentions("backbone.obs_tokens=3 2")):
+    with pytest.raises(ConfigError, match=r"at least backbone\.obs_tokens=3; got 2"):
         DpTransformerConfig(obs_tokens=3).build((2, 3), 6)
     net = DpTransformerConfig(width=4, depth=1, obs_tokens=3, causal=False).build((2, 3), 6)
     assert net(torch.zeros(1, 2, 3), torch.zeros(1), Cond(torch.zeros(1, 6))).shape == (1, 2, 3)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from messages import mentions
 from small_cloning import finish
 from small_policies import observations, small_policy
 from torch import Tensor
@@ -239,14 +238,11 @@ def test_a_graph_holds_the_gradient_and_serves_any_batch(make: Callable[[], Poli
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ScoreEnergy(form="sq"), "process.form sq dot dae"),
-        (lambda: ScoreEnergy(prediction="x0"), "process=energy"),
-        (lambda: ScoreEnergy(num_levels=1), "num_levels 2"),
         (lambda: ScoreEnergy(form="sq"), "form must be one of dot, dae; got 'sq'"),
-        (lambda: ScoreEnergy(prediction="x0"), "prediction must be one of eps; got 'x0'"),
+        (lambda: ScoreEnergy(prediction="x0"), "prediction must be .*eps; got 'x0'"),
         (lambda: ScoreEnergy(num_levels=1), "num_levels must be at least 2"),
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         make()

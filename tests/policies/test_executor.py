@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from messages import mentions
 from small_policies import ACTION_DIM, observations, small_policy
 from torch import Tensor
 
@@ -236,7 +235,7 @@ def test_where_all_rows_are_executed_the_next_plan_is_asked_for_the_latency_befo
     Executor(policy, Execution())
     Executor(policy_of("flow", act_steps=2), Execution(latency=2))
     assert not caplog.records
-    with pytest.raises(ConfigError, match=mentions("act_steps=5 latency=2")):
+    with pytest.raises(ConfigError, match="must last for act_steps=5 steps and latency=2 more"):
         Executor(policy, Execution(latency=2, act_steps=TH))
 
 
@@ -311,7 +310,7 @@ def test_a_plan_that_is_not_finite_is_held_through_and_forgotten(mode: str) -> N
 
 
 def test_a_first_plan_that_is_not_finite_commands_nothing() -> None:
-    with pytest.raises(ValueError, match=mentions("finite")):
+    with pytest.raises(ValueError, match="the first action of an episode must be finite"):
         Executor(policy_of("flow"), Execution()).act(observations(1) * torch.nan)
 
 
@@ -342,9 +341,9 @@ def test_another_number_of_executed_steps_takes_other_rows_of_the_same_plan() ->
     assert with_act_steps(policy, None) is policy and policy.chunk.act_steps == 3
     assert torch.equal(few.act(observations(B), noise=noise), policy.act(observations(B), noise=noise)[:, :1])
     assert few.chunk.act_steps == few.config.act_steps == 1 and policy.config.act_steps == 3
-    with pytest.raises(ConfigError, match=mentions("policy.horizon=5 0 6")):
+    with pytest.raises(ConfigError, match=r"must fit into policy\.horizon=5; got 0 \+ 6"):
         with_act_steps(policy, 6)
-    with pytest.raises(CapabilityError, match=mentions("act_steps=2")):
+    with pytest.raises(CapabilityError, match="act_steps=2 needs a policy that predicts a horizon; object"):
         with_act_steps(object(), 2)
 
 
@@ -355,7 +354,7 @@ def test_policies_around_a_policy_execute_other_rows_too() -> None:
     assert few.chunk.act_steps == 1 and few.act(observations(B)).shape[1] == 1
     assert steered.chunk.act_steps == 3
     assert with_act_steps(corrected, 3) is corrected
-    with pytest.raises(CapabilityError, match=mentions("3 act_steps=1")):
+    with pytest.raises(CapabilityError, match="trained for 3 executed steps; got act_steps=1"):
         with_act_steps(corrected, 1)
     composed = compose([base, base], [0.5, 0.5])
     few = with_act_steps(composed, 1)
@@ -369,16 +368,6 @@ def test_policies_around_a_policy_execute_other_rows_too() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: WarmStart(steps=2, levels=(1, 0)), ConfigError, "[1, 0] 2"),
-        (lambda: WarmStart(start=0.5), ConfigError, "warm_start.steps 0.5 steps=None"),
-        (lambda: WarmStart(start=1.0, steps=2), ConfigError, "1 1.0 steps=2"),
-        (lambda: WarmStart(steps=0), ConfigError, "1 0 steps"),
-        (lambda: WarmStart(gripper_guess=0.0), ConfigError, "gripper_guess 0"),
-        (lambda: Execution(latency=-1), ConfigError, "0 -1 steps"),
-        (lambda: Execution(act_steps=0), ConfigError, "act_steps 1 0"),
-        (lambda: Execution(ensemble=-1.0), ConfigError, "ensemble 0"),
-        (lambda: Execution(max_jump=0.0), ConfigError, "max_jump"),
-        (lambda: Execution(inpaint=True, compensate=False), ConfigError, "compensate=true"),
         (lambda: WarmStart(steps=2, levels=(1, 0)), ConfigError, r"short run; got \[1, 0\] and 2"),
         (lambda: WarmStart(start=0.5), ConfigError, r"start=0\.5 needs warm_start\.steps; got null"),
         (lambda: WarmStart(start=1.0, steps=2), ConfigError, r"start must be in \[0, 1\); got 1\.0"),
@@ -392,47 +381,47 @@ def test_policies_around_a_policy_execute_other_rows_too() -> None:
         (
             lambda: Execution(inpaint=True, warm_start=WarmStart(steps=1)),
             ConfigError,
-            "warm_start",
+            "inpaint and warm_start both",
         ),
         (
             lambda: Executor(policy_of("flow"), Execution(latency=4)),
             ConfigError,
-            "5 act_steps=2 latency=4",
+            "a plan of 5 rows must last for act_steps=2 steps and latency=4 more",
         ),
         (
             lambda: Executor(small_policy(GaussianProcess(), horizon=TH), Execution(inpaint=True)),
             CapabilityError,
-            "GaussianPolicy",
+            "inpaint needs a policy that denoises its plan; GaussianPolicy does not",
         ),
-        (lambda: Replanner(policy_of("ddim"), WarmStart()), ConfigError, "warm_start"),
-        (lambda: Replanner(policy_of("ddim"), WarmStart(steps=7)), ConfigError, "warm_start.steps 6 7"),
+        (lambda: Replanner(policy_of("ddim"), WarmStart()), ConfigError, "needs a short run"),
+        (lambda: Replanner(policy_of("ddim"), WarmStart(steps=7)), ConfigError, "at most 6, .* got 7"),
         (
             lambda: Replanner(policy_of("ddim", act_steps=5), WarmStart(steps=2)),
             ConfigError,
-            "horizon=5",
+            "needs planned actions that were not executed; of horizon=5 rows",
         ),
         (
             lambda: Replanner(policy_of("ddim"), WarmStart(steps=2, gripper=(2,))),
             ConfigError,
-            "warm_start.gripper 0 1 [2]",
+            r"must name action dimensions, 0 to 1; got \[2\]",
         ),
         (
             lambda: Replanner(policy_of("flow"), WarmStart(levels=(1, 0))),
             ConfigError,
-            "levels= (1, 0) sampler=ddpm process=diffusion",
+            r"no such short run, .*levels=\(1, 0\).*: sampler=ddpm needs process=diffusion",
         ),
         (
             lambda: Replanner(policy_of("ddim"), WarmStart(levels=(6, 0))),
             ConfigError,
-            "levels= (6, 0) 0 5",
+            r"no such short run, .*levels=\(6, 0\).*: .* lie in 0\.\.5",
         ),
         (
             lambda: Replanner(small_policy(GaussianProcess(), horizon=TH), WarmStart(steps=2)),
             CapabilityError,
-            "GaussianPolicy",
+            "needs a policy that denoises its plan; GaussianPolicy does not",
         ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_warm_started_is_refused(make, error, message: str) -> None:
-    with pytest.raises(error, match=mentions(message)):
+    with pytest.raises(error, match=message):
         make()

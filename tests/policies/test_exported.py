@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import mentions
 from small_policies import OBS_DIM, small_policy
 
 from policies.errors import CheckpointError, ExportError
@@ -82,7 +81,7 @@ LIES: dict[str, tuple[Callable[[Any, Any], None], Any, str]] = {
     "a task that is a list": (at("task"), [], "task must be a text"),
     "an origin that is a list": (at("provenance"), [], "provenance must be an object"),
     "a wider observation": (at("inputs", "observation", "shape"), ["B", 1, OBS_DIM + 1], "cannot be run"),
-    "another input": (at("inputs", "goal"), {"shape": ["B", 0], "dtype": "float32"}, "inputs.goal.shape 0"),
+    "another input": (at("inputs", "goal"), {"shape": ["B", 0], "dtype": "float32"}, "must be whole"),
 }
 
 
@@ -99,7 +98,7 @@ def lied(honest: Path, folder: Path, put: Callable[[Any, Any], None], value: Any
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_signature_that_cannot_be_read_is_refused_by_file(opened: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / SIGNATURE).write_text(TEXTS[text][0])
-    with pytest.raises(ExportError, match=mentions(TEXTS[text][1])) as refused:
+    with pytest.raises(ExportError, match=TEXTS[text][1]) as refused:
         opened(tmp_path)
     assert str(tmp_path / SIGNATURE) in str(refused.value)
 
@@ -110,7 +109,7 @@ def test_a_signature_that_lies_is_refused_by_what_is_wrong(
     opened: Any, lie: str, honest: Path, tmp_path: Path
 ) -> None:
     put, value, message = LIES[lie]
-    with pytest.raises(ExportError, match=mentions(message)):
+    with pytest.raises(ExportError, match=message):
         opened(lied(honest, tmp_path / "lied", put, value))
 
 
@@ -134,7 +133,7 @@ def test_files_that_lie_are_refused_with_the_folder(
 ) -> None:
     folder = shutil.copytree(stepwise, tmp_path / "lied")
     (folder / name).write_text(text)
-    with pytest.raises(ExportError, match=re.escape(str(folder))):
+    with pytest.raises(ExportError, match=f"{re.escape(str(folder))} cannot be run"):
         ExportedPolicy(folder)
 
 
@@ -143,7 +142,7 @@ def test_an_honest_signature_says_what_the_policy_is(honest: Path, tmp_path: Pat
     assert (signature.obs_dim, signature.goal_dim, signature.noise_shape) == (OBS_DIM, 0, (3, 2))
     assert signature.chunk == small_policy(RectifiedFlow(), Euler(steps=2)).chunk
     assert ExportedPolicy(honest).description == signature
-    with pytest.raises(CheckpointError, match=mentions("signature.json")):
+    with pytest.raises(CheckpointError, match=r"is no exported policy: it holds no signature\.json"):
         read_signature(tmp_path)
 
 

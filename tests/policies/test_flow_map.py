@@ -9,7 +9,6 @@ import pytest
 import torch
 from arcs import score, trained
 from gaussian_flow import MEAN, STD, average_velocity, spread
-from messages import mentions
 from small_policies import ACTION_DIM, OBS_DIM, observations, small_policy
 from torch import Tensor, nn
 
@@ -252,7 +251,9 @@ class NormalisingConfig(MlpConfig):
 @pytest.mark.parametrize("objective", DERIVED)
 def test_a_normalisation_whose_gradients_would_be_wrong_is_refused(objective: str) -> None:
     config = PolicyConfig(process=FlowMap(objective=objective), backbone=NormalisingConfig(width=8))
-    with pytest.raises(CapabilityError, match=mentions("policies.networks.attention.LayerNorm")):
+    with pytest.raises(
+        CapabilityError, match=r"Normalising has it in norm.*policies.networks.attention.LayerNorm"
+    ):
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
     for process in (FlowMap(), MeanFlow()):  # no gradient goes through a derivative
         config = PolicyConfig(process=process, backbone=NormalisingConfig(width=8))
@@ -261,20 +262,13 @@ def test_a_normalisation_whose_gradients_would_be_wrong_is_refused(objective: st
 
 @pytest.mark.parametrize("sampler", ["heun", "midpoint", "dpmpp_2m", "ancestral", "ddim"])
 def test_samplers_of_local_predictions_are_refused(sampler: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(f"sampler={sampler} process=meanflow")):
+    with pytest.raises(ConfigError, match=f"sampler={sampler} .*process=meanflow"):
         small_policy(MeanFlow(), registry.lookup("sampler", sampler)())
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FlowMap(objective="ctm"), "process.objective ctm psd lsd esd mf"),
-        (lambda: FlowMap(time_scale=0.0), "time_scale"),
-        (lambda: FlowMap(time_density="cosine"), "time_density"),
-        (lambda: MeanFlow(flow_share=1.0), "flow_share 0 1 1.0"),
-        (lambda: MeanFlow(flow_share=0.0), "flow_share 0 1"),
-        (lambda: MeanFlow(weight_power=-1.0), "weight_power 0"),
-        (lambda: MeanFlow(weight_offset=0.0), "weight_offset 0"),
         (lambda: FlowMap(objective="ctm"), "objective must be one of psd, lsd, esd, mf; got 'ctm'"),
         (lambda: FlowMap(time_scale=0.0), "time_scale must be above 0"),
         (lambda: FlowMap(time_density="cosine"), "time_density must be one of"),
@@ -285,7 +279,7 @@ def test_samplers_of_local_predictions_are_refused(sampler: str) -> None:
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         make()
 
 

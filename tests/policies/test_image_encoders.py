@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from messages import mentions
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 from torch import Tensor, nn
 
@@ -260,7 +259,7 @@ def test_a_directory_that_names_no_encoder_has_the_state_encoder(tmp_path: Path)
 def test_a_directory_with_impossible_images_is_refused(images: Any, tmp_path: Path) -> None:
     path = save_policy(build(replace(VIT, cameras=("front",))), tmp_path / "policy") / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"images": images}))
-    with pytest.raises(CheckpointError, match=mentions("policy")):
+    with pytest.raises(CheckpointError, match="does not describe a policy"):
         load_policy(tmp_path / "policy")
 
 
@@ -329,7 +328,7 @@ def test_patches_are_tokens_of_every_camera() -> None:
     assert other is not None
     moved = (other != cond.tokens).any(dim=2)
     assert not moved[:, :16].any() and moved[:, 16:].all()
-    with pytest.raises(CapabilityError, match=mentions("backbone=mlp")):
+    with pytest.raises(CapabilityError, match="backbone=mlp cannot attend to tokens"):
         build_policy(
             PolicyConfig(encoder=replace(VIT, tokens=True)),
             obs_dim=OBS_DIM, action_dim=ACTION_DIM, images=IMAGES,
@@ -370,48 +369,40 @@ def test_attention_of_an_encoder_can_be_computed_plainly() -> None:
 def test_an_observation_that_does_not_fit_is_refused_by_name(encoder: Any) -> None:
     policy = build(encoder, obs_steps=2)
     obs = observe(policy, 2)
-    with pytest.raises(ConfigError, match=mentions("front ('B', 2, 40, 44, 3)")):
+    with pytest.raises(ConfigError, match=r"needs the observation 'front' \('B', 2, 40, 44, 3\); got keys"):
         policy.act({name: value for name, value in obs.items() if name != "front"})
     for wrong in (obs["front"][:, :1], obs["front"][:, :, 1:], obs["front"].permute(0, 1, 4, 2, 3)):
-        with pytest.raises(ConfigError, match=mentions("front shape")):
+        with pytest.raises(ConfigError, match=r"observation 'front' must have shape"):
             policy.act(obs | {"front": wrong})
     for dtype in (torch.int64, torch.bool):
-        with pytest.raises(ConfigError, match=mentions(f"front uint8 {dtype}")):
+        with pytest.raises(ConfigError, match=rf"'front' must be uint8, or floating point.*got {dtype}"):
             policy.act(obs | {"front": obs["front"].to(dtype)})
 
 
 @pytest.mark.parametrize(
     ("encoder", "images", "message"),
     [
-        (RESNET, {}, "encoder=state"),
-        (VIT, None, "encoder=state"),
-        (replace(VIT, cameras=("top",)), IMAGES, "encoder.cameras top"),
-        (replace(VIT, cameras=("front",) * 2), IMAGES, "encoder.cameras"),
-        (VIT, {"goal": (40, 40, 3)}, "camera goal"),
-        (VIT, {"depth": (40, 40, 1)}, "depth shape 3 (40, 40, 1)"),
-        (VIT, {"tiny": (15, 40, 3)}, "encoder=vit 16 15 40"),
-        (VIT, {"a": (40, 40, 3), "b": (48, 40, 3)}, "encoder=vit encoder.cameras"),
-        (RESNET, {"tiny": (36, 36, 3)}, "encoder=resnet tiny 36 32"),
+        (RESNET, {}, "needs images; got none"),
+        (VIT, None, "needs images; got none"),
+        (replace(VIT, cameras=("top",)), IMAGES, r"cameras that there are \(front, wrist\); got top"),
+        (replace(VIT, cameras=("front",) * 2), IMAGES, "must be distinct"),
+        (VIT, {"goal": (40, 40, 3)}, "cannot be called 'goal'"),
+        (VIT, {"depth": (40, 40, 1)}, r"'depth' must have shape \(H, W, 3\); got \(40, 40, 1\)"),
+        (VIT, {"tiny": (15, 40, 3)}, "at least 16 x 16 pixels; got 15 x 40"),
+        (VIT, {"a": (40, 40, 3), "b": (48, 40, 3)}, "images of one size"),
+        (RESNET, {"tiny": (36, 36, 3)}, "has 36 x 36, of which .* leaves 32 x 32"),
     ],
 )  # fmt: skip
 def test_images_that_an_encoder_cannot_see_are_refused_when_it_is_built(
     encoder: Any, images: Any, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         build(encoder, images=images)
 
 
 @pytest.mark.parametrize(
     ("part", "values", "message"),
     [
-        (ResNetEncoderConfig, {"crop": 0.0}, "encoder.crop 0 1"),
-        (ResNetEncoderConfig, {"crop": 1.1}, "encoder.crop"),
-        (ResNetEncoderConfig, {"width": 24}, "encoder.width 16 24"),
-        (ResNetEncoderConfig, {"width": 0}, "encoder.width 16"),
-        (ResNetEncoderConfig, {"keypoints": 0}, "encoder.keypoints 1"),
-        (VitEncoderConfig, {"shift": -1}, "encoder.shift 0"),
-        (VitEncoderConfig, {"heads": 3}, "encoder.heads encoder.width=128 3"),
-        (VitEncoderConfig, {"depth": 0}, "encoder.depth 1"),
         (ResNetEncoderConfig, {"crop": 0.0}, r"encoder\.crop must be in \(0, 1\]"),
         (ResNetEncoderConfig, {"crop": 1.1}, r"encoder\.crop must be in"),
         (ResNetEncoderConfig, {"width": 24}, r"encoder\.width must be a multiple of 16; got 24"),
@@ -423,7 +414,7 @@ def test_images_that_an_encoder_cannot_see_are_refused_when_it_is_built(
     ],
 )
 def test_values_out_of_range_are_refused_with_their_key(part: type, values: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         part(**values)
 
 

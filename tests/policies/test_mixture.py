@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from messages import mentions
-from pairwise import repeated
 from small_cloning import finish
 from small_policies import ACTION_DIM, OBS_DIM, observations, small_policy
 from torch import Tensor, nn
@@ -175,7 +173,7 @@ def test_a_view_samples_otherwise_with_the_same_weights() -> None:
 # -- learning -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", repeated([0, 1, 2]))
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_cloning_keeps_both_modes_of_the_demonstrations(seed: int) -> None:
     config = BcConfig(steps=400, batch_size=64, lr=3e-3, validation_fraction=0.1, ema_decay=0.99)
     algorithm = config.build(two_mode_setup(seed, process=MixtureProcess()))
@@ -209,18 +207,13 @@ def test_a_start_or_hooks_are_refused() -> None:
     policy = small_policy(MixtureProcess())
     cond, noise = Cond(torch.zeros(2, OBS_DIM)), policy.sample_noise(2)
     for options in ({"hooks": [object()]}, {"start": (noise, 0.5)}):
-        with pytest.raises(CapabilityError, match=mentions("process=mixture")):
+        with pytest.raises(CapabilityError, match="process=mixture acts in one step"):
             policy.decode(cond, noise, **options)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"process": MixtureProcess(num_modes=0)}, "num_modes 1 0"),
-        ({"process": MixtureProcess(min_std=0.3)}, "0 min_std init_std max_std"),
-        ({"backbone": object()}, "process=mixture backbone=mlp"),
-        ({"backbone": MlpConfig(cond_dims=(8, 4))}, "process=mixture cond_dims= [8, 4]"),
-        ({"process": GaussianProcess(), "sampler": ModeMean()}, "process=gaussian sampler=mean"),
         ({"process": MixtureProcess(num_modes=0)}, "num_modes must be at least 1; got 0"),
         ({"process": MixtureProcess(min_std=0.3)}, "init_std must be between min_std=0.3 and max_std=0.2"),
         ({"backbone": object()}, r"process=mixture needs a fully connected backbone \(backbone=mlp\)"),
@@ -229,7 +222,7 @@ def test_a_start_or_hooks_are_refused() -> None:
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(parts: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         config = PolicyConfig(**({"process": MixtureProcess()} | parts))
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
 

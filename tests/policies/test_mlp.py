@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from messages import mentions
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -289,16 +288,6 @@ def test_backbone_satisfies_the_protocol(one_block: MlpBackbone) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"width": 0}, "width 1 0"),
-        ({"num_blocks": 0}, "num_blocks 1 0"),
-        ({"activation": "swish"}, "swish relu mish tanh silu"),
-        ({"times": "waves"}, "backbone.times waves learned octaves"),
-        ({"time_dim": 7}, "time_dim 4 7"),
-        ({"time_dim": 2}, "time_dim 4 2"),
-        ({"cond_dims": (4, 0)}, "cond_dims 1"),
-        ({"residual": False}, "residual=false hidden_dims"),
-        ({"hidden_dims": (8,)}, "hidden_dims"),
-        ({"residual": False, "hidden_dims": (8, -1)}, "hidden_dims 1"),
         ({"width": 0}, "width must be at least 1; got 0"),
         ({"num_blocks": 0}, "num_blocks must be at least 1; got 0"),
         ({"activation": "swish"}, "activation must be one of relu, mish, tanh, silu; got 'swish'"),
@@ -312,7 +301,7 @@ def test_backbone_satisfies_the_protocol(one_block: MlpBackbone) -> None:
     ],
 )
 def test_impossible_configurations_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         MlpConfig(**fields)
 
 
@@ -403,12 +392,12 @@ def test_bind_and_shared_rows_carry_the_second_time(two_times: MlpBackbone) -> N
 
 def test_a_second_time_that_is_missing_or_not_expected_is_refused(two_times: MlpBackbone) -> None:
     x, time, cond = inputs(3)
-    with pytest.raises(CapabilityError, match=mentions("time")):
+    with pytest.raises(CapabilityError, match="built with a second time and called without"):
         two_times(x, time, cond)
-    with pytest.raises(CapabilityError, match=mentions("time")):
+    with pytest.raises(CapabilityError, match="built without a second time and called with"):
         CONFIGS["one-block"].build(CHUNK, COND)(x, time, cond, second_time=time)
 
 
 def test_tokens_are_refused() -> None:
-    with pytest.raises(CapabilityError, match=mentions("backbone=mlp")):
+    with pytest.raises(CapabilityError, match="cannot attend to tokens"):
         CONFIGS["one-block"].build(CHUNK, COND, token_dim=3)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from messages import mentions
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
@@ -144,23 +143,13 @@ def test_a_multistep_method_begins_with_a_first_order_step_wherever_it_starts() 
 
 def test_steps_with_a_memory_cannot_be_recorded() -> None:
     table = DPMpp2M(**FREE).table(RectifiedFlow())
-    with pytest.raises(CapabilityError, match=mentions("memory recorded")):
+    with pytest.raises(CapabilityError, match=r"memory .* cannot be recorded"):
         denoise(exact(RectifiedFlow(), table), table, torch.zeros(1, 1, 1), record_from=0)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Heun(steps=0), "sampler.steps 1 0"),
-        (lambda: Heun(grid="cosine"), "auto uniform karras"),
-        (lambda: Heun(grid="karras", rho=0.0), "sampler.rho 0"),
-        (lambda: Heun(grid="karras", noise_min=2.0, noise_max=1.0), "0 noise_min noise_max"),
-        (lambda: Heun(noise_max=80.0), "sampler.grid=auto sampler"),
-        (lambda: Ancestral(eta=1.5), "0 1 1.5"),
-        (lambda: Heun(min_std=0.1), "sampler=heun deterministic min_std=0.1"),
-        (lambda: DPMpp2M(solver="rk4"), "sampler.solver rk4"),
-        (lambda: Euler(grid="karras").table(RectifiedFlow()), "sampler.noise_max"),
-        (lambda: Heun(steps=30).table(VPDiffusion(20)), "1 process.num_levels=20 30"),
         (lambda: Heun(steps=0), "steps must be at least 1; got 0"),
         (lambda: Heun(grid="cosine"), "grid must be one of auto, uniform, karras"),
         (lambda: Heun(grid="karras", rho=0.0), "rho must be above 0; got 0"),
@@ -174,5 +163,5 @@ def test_steps_with_a_memory_cannot_be_recorded() -> None:
     ],
 )  # fmt: skip
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         make()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from messages import mentions
 from small_cloning import finish
 from small_policies import observations, small_policy
 from torch import Tensor
@@ -112,7 +111,7 @@ def test_noise_matters_where_it_is_the_first_input_or_injected() -> None:
     exploring = policy.with_sampler(Direct(min_std=0.1))
     assert exploring.noise_sensitive and not policy.noise_sensitive
     cond = policy.encode({"state": observations(3)})
-    with pytest.raises(CapabilityError, match=mentions("deterministic density")):
+    with pytest.raises(CapabilityError, match="deterministic, so its chain has no density"):
         policy.sample_chain(cond)
     assert exploring.sample_chain(cond).log_prob.shape == (3, 2, TH, DA)
 
@@ -146,19 +145,15 @@ def test_hooks_reach_every_evaluation(process: Any) -> None:
 
 def test_other_samplers_and_other_processes_are_refused() -> None:
     for process, sampler in ((Mip(), Euler()), (Regression(), DDIM())):
-        with pytest.raises(ConfigError, match=mentions("process= sampler=")):
+        with pytest.raises(ConfigError, match=r"process=(mip|regression)\. Use sampler="):
             small_policy(process, sampler)
-    with pytest.raises(ConfigError, match=mentions("sampler=direct process=regression")):
+    with pytest.raises(ConfigError, match="sampler=direct needs process=regression or mip"):
         small_policy(VPDiffusion(), Direct())
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Regression(error="l3"), "process.error l2 l1 smooth_l1 l3"),
-        (lambda: Mip("third"), "process.variant third mip origin tsd"),
-        (lambda: Mip(refine_time=1.0), "process.refine_time 0 1 1.0"),
-        (lambda: Mip(time_scale=0.0), "process.time_scale"),
         (lambda: Regression(error="l3"), "process.error must be one of l2, l1, smooth_l1; got 'l3'"),
         (lambda: Mip("third"), "process.variant must be one of mip, origin, tsd; got 'third'"),
         (lambda: Mip(refine_time=1.0), r"process.refine_time must be in \(0, 1\); got 1.0"),
@@ -166,5 +161,5 @@ def test_other_samplers_and_other_processes_are_refused() -> None:
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         make()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from arcs import score, trained
 from gaussian_flow import average_velocity
-from messages import mentions
 from small_policies import observations, small_policy
 from torch import Tensor
 
@@ -144,32 +143,26 @@ def test_many_steps_land_on_both_modes_and_few_on_more_than_a_flow_s() -> None:
 @pytest.mark.parametrize("grid", ["auto", "uniform"])
 @pytest.mark.parametrize("steps", [3, 10, 32])
 def test_steps_that_were_not_learned_are_refused(grid: str, steps: int) -> None:
-    with pytest.raises(ConfigError, match=mentions("1 2 4 8 16 sampler.steps")):
+    with pytest.raises(ConfigError, match=r"1, 2, 4, 8, 16 of them.*sampler.steps"):
         Euler(steps=steps, grid=grid).table(Shortcut())
 
 
 @pytest.mark.parametrize("grid", ["karras", "exponential", "linear"])
 def test_uneven_grids_are_refused(grid: str) -> None:
-    with pytest.raises(ConfigError, match=mentions("sampler.grid=auto")):
+    with pytest.raises(ConfigError, match=r"even steps.*sampler.grid=auto"):
         Euler(steps=4, grid=grid, noise_max=10.0, noise_min=0.1).table(Shortcut())
 
 
 def test_steps_of_any_learned_length_may_follow_each_other() -> None:
     Shortcut(max_steps=8).check_steps([0.0, 0.5, 0.5, 0.75, 0.875, 1.0])
     for times in ([0.25, 0.75, 1.0], [0.0, 1 / 16], [0.1, 0.225], [0.0, 0.3, 1.0]):
-        with pytest.raises(ConfigError, match=mentions("process=shortcut sampler.grid=auto")):
+        with pytest.raises(ConfigError, match="got a step from"):
             Shortcut(max_steps=8).check_steps(times)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Shortcut(max_steps=20), "max_steps 2 20"),
-        (lambda: Shortcut(max_steps=1), "max_steps"),
-        (lambda: Shortcut(max_steps=0), "max_steps"),
-        (lambda: Shortcut(consistency_share=0.0), "consistency_share 0 1 0.0"),
-        (lambda: Shortcut(consistency_share=1.0), "consistency_share 0 1"),
-        (lambda: Shortcut(time_scale=-1.0), "time_scale"),
         (lambda: Shortcut(max_steps=20), "max_steps must be a power of two; got 20"),
         (lambda: Shortcut(max_steps=1), "max_steps must be at least 2"),
         (lambda: Shortcut(max_steps=0), "max_steps must be at least 2"),
@@ -179,5 +172,5 @@ def test_steps_of_any_learned_length_may_follow_each_other() -> None:
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         make()

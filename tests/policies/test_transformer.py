@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from messages import mentions
 from small_transformers import COND, CONFIGS, assert_same, build, gradients, inputs
 from torch import Tensor
 
@@ -152,24 +151,15 @@ def test_tokens_are_a_set_of_any_size_that_matters() -> None:
 def test_tokens_that_are_missing_or_not_expected_are_refused() -> None:
     net = build("dit-tokens")
     x, time, cond = inputs(net, 3)
-    with pytest.raises(CapabilityError, match=mentions("tokens attend")):
+    with pytest.raises(CapabilityError, match="built with tokens to attend to and called without any"):
         net(x, time, Cond(cond.vec))
-    with pytest.raises(CapabilityError, match=mentions("tokens attend")):
+    with pytest.raises(CapabilityError, match="built without tokens to attend to and called with any"):
         build("dit").bind(cond, torch.zeros(1))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"width": 0}, "backbone.width 1 0"),
-        ({"depth": 0}, "backbone.depth 1 0"),
-        ({"ffn_ratio": 0}, "backbone.ffn_ratio 1 0"),
-        ({"width": 12, "heads": 5}, "backbone.width=12 5 1 2 3 4 6 12"),
-        ({"heads": 0}, "backbone.heads backbone.width=128 0"),
-        ({"time_dim": 7}, "backbone.time_dim 4 7"),
-        ({"time_dim": 2}, "backbone.time_dim 4 2"),
-        ({"dropout": 1.0}, "backbone.dropout 0 1 1.0"),
-        ({"dropout": -0.1}, "backbone.dropout 0 1 -0.1"),
         ({"width": 0}, "backbone.width must be at least 1; got 0"),
         ({"depth": 0}, "backbone.depth must be at least 1; got 0"),
         ({"ffn_ratio": 0}, "backbone.ffn_ratio must be at least 1; got 0"),
@@ -182,5 +172,5 @@ def test_tokens_that_are_missing_or_not_expected_are_refused() -> None:
     ],
 )
 def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         TransformerConfig(**fields)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from messages import mentions
 from omegaconf import OmegaConf
 from small_policies import ACTION_DIM, OBS_DIM, statistics
 from torch import Tensor, nn
@@ -186,7 +185,7 @@ def test_any_horizon_equals_the_chunk_padded_by_its_last_row(horizon: int) -> No
 
 def test_a_chunk_of_another_length_is_refused(small: Unet1dBackbone) -> None:
     x, time, cond = inputs(2, (4, 3))
-    with pytest.raises(ConfigError, match=mentions("6 4 rows")):
+    with pytest.raises(ConfigError, match="built for chunks of 6 rows; got 4"):
         small(x, time, cond)
 
 
@@ -325,9 +324,9 @@ def test_a_second_time_has_an_embedding_of_its_own_that_is_added() -> None:
 
 def test_a_second_time_that_is_missing_or_not_expected_is_refused(small: Unet1dBackbone) -> None:
     x, time, cond = inputs(3)
-    with pytest.raises(CapabilityError, match=mentions("time")):
+    with pytest.raises(CapabilityError, match="built with a second time and called without"):
         built(CONFIGS["one-level"], second_time=True)(x, time, cond)
-    with pytest.raises(CapabilityError, match=mentions("time")):
+    with pytest.raises(CapabilityError, match="built without a second time and called with"):
         small(x, time, cond, second_time=time)
 
 
@@ -470,13 +469,13 @@ def test_official_keys_of_diffusion_policy_name_every_parameter_once() -> None:
 @pytest.mark.parametrize(
     ("name", "program", "message"),
     [
-        ("scale-deep-relu", "diffusion_policy", "backbone.film_layers=3 1"),
-        ("bias-residual-encoder", "diffusion_policy", "backbone.cond_dims empty"),
-        ("one-level", "robomimic", "diffusion_policy robomimic dppo"),
+        ("scale-deep-relu", "diffusion_policy", "no U-Net with backbone.film_layers=3; use 1"),
+        ("bias-residual-encoder", "diffusion_policy", "no U-Net with backbone.cond_dims; leave them empty"),
+        ("one-level", "robomimic", "program must be one of diffusion_policy, dppo; got 'robomimic'"),
     ],
 )
 def test_networks_that_a_program_never_had_have_no_keys(name: str, program: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError, match=message):
         CONFIGS[name].official_keys(program)
 
 
@@ -493,21 +492,6 @@ def test_backbone_satisfies_the_protocol(small: Unet1dBackbone) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"widths": ()}, "backbone.widths 1 ()"),
-        ({"widths": (8, 0)}, "backbone.widths 1 (8, 0)"),
-        ({"kernel": 4}, "backbone.kernel 1 4"),
-        ({"groups": 3}, "backbone.groups (64, 128, 256) 0 3"),
-        ({"groups": -1}, "backbone.groups -1"),
-        ({"final_groups": 7}, "backbone.final_groups (64, 128, 256) 7"),
-        ({"norm_eps": 0.0}, "backbone.norm_eps 0.0"),
-        ({"time_dim": 7}, "backbone.time_dim 4 7"),
-        ({"time_expansion": 0}, "backbone.time_expansion 1 0"),
-        ({"film": "shift"}, "backbone.film one_plus_scale scale bias shift"),
-        ({"film_layers": 2}, "backbone.film_layers 1 3 2"),
-        ({"cond_dims": (4,)}, "backbone.cond_dims (4,)"),
-        ({"cond_dims": (4, 5, 4, 3)}, "backbone.cond_dims (4, 5, 4, 3)"),
-        ({"cond_dims": (4, 0)}, "backbone.cond_dims (4, 0)"),
-        ({"activation": "swish"}, "backbone.activation relu mish tanh silu swish"),
         ({"widths": ()}, "widths must be one or more widths; got []"),
         ({"widths": (8, 0)}, "widths must be at least 1"),
         ({"kernel": 4}, "kernel must be odd; got 4"),
@@ -526,12 +510,13 @@ def test_backbone_satisfies_the_protocol(small: Unet1dBackbone) -> None:
     ],
 )
 def test_impossible_configurations_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
+    with pytest.raises(ConfigError) as refused:
         Unet1dConfig(**fields)
+    assert message in str(refused.value) and str(refused.value).startswith("backbone.")
 
 
 def test_tokens_are_refused() -> None:
-    with pytest.raises(CapabilityError, match=mentions("backbone=unet1d")):
+    with pytest.raises(CapabilityError, match="backbone=unet1d cannot attend to tokens"):
         CONFIGS["one-level"].build(CHUNK, COND, token_dim=3)
 
 

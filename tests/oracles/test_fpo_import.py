@@ -117,5 +117,5 @@ def test_statistics_are_given_or_left_out_on_purpose(golden_path: Path, tmp_path
 
 
 def test_an_odd_number_of_time_features_is_refused() -> None:
-    with pytest.raises(ConfigError, match=mentions("source.time_features 4 7")):
+    with pytest.raises(ConfigError, match=mentions("source.time_features 7")):
         FpoSource(time_features=7)

@@ -314,11 +314,6 @@ def test_a_saved_sampler_is_the_same_sampler(sampler, process) -> None:
 @pytest.mark.parametrize(
     ("sampler", "process", "message"),
     [
-        (
-            DDPM(),
-            RectifiedFlow(),
-            r"sampler=ddpm needs process=diffusion; got process=flow\. Use sampler=euler",
-        ),
         (DDIM(), RectifiedFlow(), "sampler=ddim process=diffusion"),
         (
             Euler(),
@@ -349,14 +344,10 @@ def test_a_sampler_that_does_not_fit_is_refused(sampler, process, message: str) 
         (lambda: DDIM(eta=1.5), "0 1 1.5"),
         (lambda: DDIM(final_alpha="zero"), "final_alpha"),
         (lambda: DDIM(eps_clip=-1.0), "eps_clip"),
-        (lambda: Euler(steps=0), r"sampler\.steps must be at least 1; got 0"),
-        (lambda: DDIM(spacing="even"), r"sampler\.spacing must be one of leading"),
+        (lambda: DDIM(spacing="even"), "sampler.spacing leading even"),
         (lambda: DDPM(clip_x0=0.0), "clip_x0 must be above 0; got 0"),
         (lambda: DDPM(min_std=-0.1), "min_std must be at least 0; got -0.1"),
         (lambda: DDPM(variance="learned"), "variance must be one of fixed_small, fixed_large"),
-        (lambda: DDPM(levels=(3, 3, 0)), r"levels must be falling, noisiest first; got \[3, 3, 0\]"),
-        (lambda: DDPM(levels=(3, 0), steps=2), r"both choose the levels; got steps=2 and levels=\[3, 0\]"),
-        (lambda: DDIM(eta=1.5), r"eta must be in \[0, 1\]; got 1.5"),
         (lambda: DDIM(final_alpha="zero"), "final_alpha must be one of one, first"),
         (lambda: DDIM(eps_clip=-1.0), "eps_clip must be above 0"),
     ],

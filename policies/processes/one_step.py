@@ -1,6 +1,7 @@
 """Policies that act by one network evaluation.
 
-Gaussian (the baseline of DPPO, arXiv 2409.00588), mixture, tanh-Gaussian (SAC, arXiv 1812.05905) and deterministic (TD3+BC, arXiv 2106.06860).
+Gaussian (the baseline of DPPO, arXiv 2409.00588), mixture, tanh-Gaussian (SAC, arXiv 1812.05905)
+and deterministic (TD3+BC, arXiv 2106.06860).
 """
 
 from __future__ import annotations

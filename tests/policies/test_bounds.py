@@ -41,7 +41,8 @@ def test_values_out_of_range_are_refused_by_key(change: dict[str, Any], told: st
 
 
 def test_values_at_closed_ends_none_and_allowed_infinity_pass() -> None:
-    Config(steps=1, gamma=1.0, keep=None, dims=[1], search="tree", horizon=math.inf)
+    made = Config(steps=1, gamma=1.0, keep=None, dims=[1], search="tree", horizon=math.inf)
+    assert (made.steps, made.gamma, made.keep, made.horizon) == (1, 1.0, None, math.inf)
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,10 @@ def evaluating(run: Path) -> Walk:
 def walks() -> Iterator[tuple[str, Walk]]:
     """Yield every walk with its title."""
     dataset = collect(Avoid(), episodes=2)
+    # First: acting loads the weight cache, whose hook then runs in the steps of every optimiser.
+    yield "two TD3+BC steps", offline(dataset)
     yield "observation → Policy.act, 20 steps", acting()
     yield "one BC gradient step", cloning(dataset)
-    yield "two TD3+BC steps", offline(dataset)
     yield "one DPPO iteration", fine_tuning()
     with tempfile.TemporaryDirectory() as folder:
         import burnish

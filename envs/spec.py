@@ -35,11 +35,28 @@ class EnvSpec:
     state_goal_dim: int = 0  # Dg of goals appended to the observation; 0: none
     episode_metrics: tuple[str, ...] = ()  # extra per-episode metrics, e.g. "mode" of `avoid`
     packages: tuple[str, ...] = ()  # packages besides MuJoCo and gymnasium whose versions affect the numbers
+    extra: str = ""  # extra of burnish that installs `packages`
 
     @property
     def quantity(self) -> str:
         """Evaluation criterion: `success` or `return`."""
         return judged_by(self.success_rule)
+
+
+def symmetric_spec(
+    obs_names: tuple[str, ...], action_names: tuple[str, ...], *, limit: float | Array = 1.0, **rest: Any
+) -> EnvSpec:
+    """Return the specification of a task with actions in [-limit, limit]; `rest` are fields of `EnvSpec`."""
+    high = np.broadcast_to(limit, len(action_names))
+    return EnvSpec(
+        obs_dim=len(obs_names),
+        action_dim=len(action_names),
+        action_low=tuple((-high).tolist()),
+        action_high=tuple(high.tolist()),
+        obs_names=obs_names,
+        action_names=action_names,
+        **rest,
+    )
 
 
 def judged_by(success_rule: str) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from envs.spec import StepResult
 from policies.errors import CheckpointError, ConfigError
 
 Array = np.ndarray
 
 
-class MujocoStepper:
+class MujocoStepper(ABC):
     """N simulator states of one compiled model.
 
     Args:
@@ -29,6 +31,14 @@ class MujocoStepper:
             raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         self.model, self.num_envs = model, num_envs
         self.datas = [mujoco.MjData(model) for _ in range(num_envs)]
+
+    @abstractmethod
+    def reset(self, row: int, seed: int) -> Array:
+        """Start a seeded episode in one row; returns the observation (Do,)."""
+
+    @abstractmethod
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da) for one control step."""
 
     def metrics(self) -> dict[str, Array]:
         return {}

@@ -14,16 +14,16 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, Stepper
 from policies.bounds import Checked, bounded
-from policies.encoders import ImageShape
-from policies.encoders.images import RESERVED
 from policies.errors import CapabilityError, ConfigError
+
+if TYPE_CHECKING:
+    from policies.encoders import ImageShape
 
 Array = np.ndarray
 AnyEnv = TypeVar("AnyEnv")
@@ -59,6 +59,10 @@ class HasCameras(Checked):
         """Refuse image sizes of another rank, and duplicate or reserved camera names."""
         super().__post_init__()
         self.require("image_size", len(self.image_size) == 2, "height and width, e.g. [96,96]")
+        if not self.cameras:
+            return
+        from policies.encoders.images import RESERVED
+
         distinct = len(set(self.cameras)) == len(self.cameras) and not set(self.cameras) & set(RESERVED)
         self.require("cameras", distinct, f"distinct, and none of {', '.join(RESERVED)}")
 
@@ -68,19 +72,17 @@ class HasCameras(Checked):
         height, width = self.image_size
         return {camera: (height, width, 3) for camera in self.cameras}
 
-    def vector_of(self: Any, stepper: Stepper, obs_steps: int) -> ChunkVector:
-        """Return the environments of a simulator, with an image history if there are cameras.
+    def make_vector(self: Any, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build N environments from the task's `stepper`, with an image history if there are cameras.
 
         Raises:
             ConfigError: If the model lacks a camera.
+            MissingExtraError: If the simulator is not installed.
         """
-        spec: EnvSpec = self.spec
-        image_history = None
+        stepper, history = self.stepper(num_envs), None
         if self.cameras:
-            image_history = FrameHistory(
-                stepper, self.images, obs_steps=obs_steps, shadows=self.image_shadows
-            )
-        return ChunkVector(spec, stepper, obs_steps=obs_steps, image_history=image_history)
+            history = FrameHistory(stepper, self.images, obs_steps=obs_steps, shadows=self.image_shadows)
+        return ChunkVector(self.spec, stepper, obs_steps=obs_steps, image_history=history)
 
     def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
         """Replay an episode and return its frames (F, height, width, 3); see `rendering.replay_frames`."""

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.datasets.episode import Episode
-from envs.spec import StepResult
+from envs.spec import Stepper
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
 
 Array = np.ndarray
 _FIRST = np.zeros(1, np.int64)
-
-
-class Stepper(Protocol):
-    """A simulator of one or more environments; experts use row 0."""
-
-    def reset(self, row: int, seed: int) -> Array: ...
-
-    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
 
 class Recording:
@@ -74,6 +68,8 @@ class Recording:
 
     def episode(self, *, truncated: bool, success: bool, **extras: Array) -> Episode:
         """Return the episode, with per-episode `extras` (T, …) beside the per-step ones."""
+        from envs.datasets.episode import Episode
+
         kept: dict[str, Any] = {name: np.stack(values) for name, values in self._extras.items()}
         return Episode(
             observations=np.stack(self.observations),

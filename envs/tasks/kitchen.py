@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.scores import reference
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.evaluation.scores import reference
+from envs.spec import EnvSpec, StepResult, symmetric_spec
 from policies.bounds import bounded
 from policies.registry import variant
 
@@ -201,26 +200,22 @@ class _Kitchen(HasCameras):
     @property
     def spec(self) -> EnvSpec:
         scores = reference(f"{self.name}-v0")
-        return EnvSpec(
+        return symmetric_spec(
+            (*_POSITION_NAMES, *(f"wanted {name}" for name in _POSITION_NAMES)),
+            _ACTION_NAMES,
             name=self.name,
             family="kitchen",
-            obs_dim=2 * NUM_POSITIONS,
-            action_dim=NUM_ROBOT,
-            action_low=(-1.0,) * NUM_ROBOT,
-            action_high=(1.0,) * NUM_ROBOT,
             max_episode_steps=self.max_episode_steps,
             control_hz=12.5,
-            obs_names=(*_POSITION_NAMES, *(f"wanted {name}" for name in _POSITION_NAMES)),
-            action_names=_ACTION_NAMES,
             success_rule=f"all four sub-tasks were completed: {', '.join(self.tasks)}",
             reference_scores=(scores.min_return, scores.max_return),
             episode_metrics=("subtasks",),
             packages=("gymnasium-robotics",),
+            extra="kitchen",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        stepper = KitchenStepper(self.tasks, num_envs, self.robot_noise_ratio, self.object_noise_ratio)
-        return self.vector_of(stepper, obs_steps)
+    def stepper(self, num_envs: int) -> KitchenStepper:
+        return KitchenStepper(self.tasks, num_envs, self.robot_noise_ratio, self.object_noise_ratio)
 
 
 # fmt: off

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from messages import mentions
 
-from envs.datasets.scores import reference
+from envs.evaluation.scores import reference
 from envs.engine.vector import ChunkVector
 from envs.make import env
 from envs.rollouts.collect import collect

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.formats.d4rl import load_d4rl
 from policies.errors import DatasetError
 
 Array = np.ndarray
@@ -56,6 +55,8 @@ def read_initial_states(path: str) -> tuple[DoorState, ...]:
     Raises:
         DatasetError: If the file is not D4RL's, is of another task, or lacks initial states.
     """
+    from envs.datasets.formats.d4rl import load_d4rl
+
     arrays = load_d4rl(path)
     if arrays["observations"].shape[1:] != (_OBS_DIM,):
         raise DatasetError(

@@ -19,11 +19,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envs.datasets.scores import reference
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.evaluation.scores import reference
+from envs.spec import EnvSpec, StepResult, symmetric_spec
 from envs.tasks.adroit.initial_states import DoorState, read_initial_states
 from policies.bounds import bounded
 from policies.paths import path_field
@@ -183,25 +182,22 @@ class _Adroit(HasCameras):
         obs_names = (*_angles(joints[self.hidden :]), *self.objects)
         scores = reference(f"{self.name.removeprefix('adroit-')}-human-v1")
         as_recorded = self.reward == "dense" and not self.terminate_on_success  # what the scores are of
-        return EnvSpec(
+        return symmetric_spec(
+            obs_names,
+            tuple(f"{joint} target [of its range]" for joint in joints),
             name=self.name,
             family="adroit",
-            obs_dim=len(obs_names),
-            action_dim=len(joints),
-            action_low=(-1.0,) * len(joints),
-            action_high=(1.0,) * len(joints),
             max_episode_steps=self.max_episode_steps,
             control_hz=CONTROL_HZ,
-            obs_names=obs_names,
-            action_names=tuple(f"{joint} target [of its range]" for joint in joints),
             success_rule=self.success_rule,
             terminate_on_success=self.terminate_on_success,
             reference_scores=(scores.min_return, scores.max_return) if as_recorded else None,
             packages=("gymnasium-robotics",),
+            extra="adroit",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(AdroitStepper(self.scene, self.reward, num_envs), obs_steps)
+    def stepper(self, num_envs: int) -> AdroitStepper:
+        return AdroitStepper(self.scene, self.reward, num_envs)
 
 
 _TURNS = tuple(f"arm rotation {axis}" for axis in "xyz")
@@ -224,16 +220,9 @@ class AdroitDoor(_Adroit):
         *(*_xyz("palm - handle"), "door open beyond 1 rad [-1 or 1]"),
     )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If gymnasium-robotics is not installed.
-            DatasetError: If the file lacks initial states.
-        """
+    def stepper(self, num_envs: int) -> AdroitStepper:
         starts = read_initial_states(self.starts) if self.starts is not None else ()
-        stepper = AdroitStepper(self.scene, self.reward, num_envs, starts)
-        return self.vector_of(stepper, obs_steps)
+        return AdroitStepper(self.scene, self.reward, num_envs, starts)
 
 
 @register("env", "adroit-hammer")

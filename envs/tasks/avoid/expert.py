@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from scipy.interpolate import PchipInterpolator
 
+from envs.tasks.avoid.scene import AvoidScene, load_scene
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-    from envs.spec import StepResult
-    from envs.tasks.avoid.scene import AvoidScene
+    from envs.engine.physics import MujocoStepper
 
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
@@ -80,6 +79,8 @@ def plan(
         noise: Scale of the aim error inside each gap.
         rng: Generator of the aims.
     """
+    from scipy.interpolate import PchipInterpolator
+
     ys, xs = [start[1]], [start[0]]
     for row_y, centers, gap in zip(scene.row_y, scene.gap_x, way, strict=True):
         aim = centers[gap] + noise * AIM_M * np.clip(rng.standard_normal(), -2, 2)
@@ -137,21 +138,7 @@ class PathFollower:
         return float(limit * np.tanh(push / limit))
 
 
-class DiscStepper(Protocol):
-    """A simulator whose row 0 the expert steps; observations are (x, y, x speed, y speed)."""
-
-    scene: AvoidScene
-
-    def reset(self, row: int, seed: int) -> np.ndarray: ...
-
-    def step(self, rows: np.ndarray, actions: np.ndarray) -> StepResult: ...
-
-    def metrics(self) -> dict[str, np.ndarray]: ...
-
-    def physics_state(self, row: int) -> np.ndarray: ...
-
-
-def demonstrate_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
+def demonstrate_avoid(stepper: MujocoStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
     """Record one episode in row 0 of a stepper.
 
     Also recorded: the physics state before each action (`states`: time, positions, velocities) and the mode
@@ -165,7 +152,7 @@ def demonstrate_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert, *, 
     """
     from envs.rollouts.recording import Recording
 
-    rng, scene = np.random.default_rng((seed, _NOISE_STREAM)), stepper.scene
+    rng, scene = np.random.default_rng((seed, _NOISE_STREAM)), load_scene()
     record = Recording(stepper, seed)
     ways = options.ways(scene.num_direct)
     way = scene.modes[ways[int(rng.integers(len(ways)))]]

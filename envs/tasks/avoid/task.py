@@ -24,8 +24,7 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.spec import EnvSpec, StepResult, symmetric_spec
 from envs.tasks.avoid.expert import AvoidExpert, demonstrate_avoid
 from envs.tasks.avoid.scene import START_SPREAD_M, AvoidScene, load_model, load_scene
 from policies.bounds import bounded
@@ -147,27 +146,23 @@ class Avoid(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        return EnvSpec(
+        return symmetric_spec(
+            ("disc x [m]", "disc y [m]", "disc x speed [m/s]", "disc y speed [m/s]"),
+            (f"x speed [{MAX_SPEED} m/s]", f"y speed [{MAX_SPEED} m/s]"),
             name="avoid",
             family="avoid",
-            obs_dim=4,
-            action_dim=2,
-            action_low=(-1.0, -1.0),
-            action_high=(1.0, 1.0),
             max_episode_steps=self.max_episode_steps,
             control_hz=CONTROL_HZ,
-            obs_names=("disc x [m]", "disc y [m]", "disc x speed [m/s]", "disc y speed [m/s]"),
-            action_names=(f"x speed [{MAX_SPEED} m/s]", f"y speed [{MAX_SPEED} m/s]"),
             success_rule="the disc crosses the finish line without having touched a pillar or a wall",
             episode_metrics=("mode",),
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(AvoidStepper(num_envs), obs_steps)
+    def stepper(self, num_envs: int) -> AvoidStepper:
+        return AvoidStepper(num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
         """Record one demonstration; mode, wobble and start follow from the seed."""
-        return demonstrate_avoid(AvoidStepper(1), seed, self.expert, max_steps=self.max_episode_steps)
+        return demonstrate_avoid(self.stepper(1), seed, self.expert, max_steps=self.max_episode_steps)
 
     def mode_names(self) -> tuple[str, ...]:
         """Return the names of all values of the metric `mode`; direct modes come first."""

@@ -16,13 +16,12 @@ from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 
-from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
 from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
     from envs.spec import EnvSpec
     from envs.tasks.locomotion.stepper import RobotStepper
     from policies.policy import Policy
@@ -104,6 +103,8 @@ def _walker(
 
 def _chosen(policy: Policy, obs: np.ndarray) -> np.ndarray:
     """Return the action (Da,) of a policy with single actions."""
+    import torch
+
     noise = torch.zeros(1, *policy.noise_shape)  # zero noise: the policy's mean action
     action: np.ndarray = policy.act(torch.from_numpy(obs[None, None]).float(), noise=noise)[0, 0].numpy()
     return action

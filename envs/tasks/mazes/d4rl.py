@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.datasets.scores import reference
+from envs.evaluation.scores import reference
 from envs.spec import EnvSpec, StepResult
 from envs.tasks.mazes.expert import FORCES, MazeExpert, demonstrate_maze, pd_force, places
 from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
@@ -140,6 +140,7 @@ class _PointMaze(_Maze):
     expert: MazeExpert = bounded(MazeExpert(), was="demonstrator")  # options of the expert
 
     packages = ("gymnasium-robotics",)
+    extra = "mazes"
 
     @property
     def layout(self) -> Layout:

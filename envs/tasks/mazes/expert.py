@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-    from envs.spec import StepResult
     from envs.tasks.mazes.layouts import Cell, Layout
+    from envs.tasks.mazes.stepper import MazeRows
 
 Array = np.ndarray
 
@@ -210,20 +210,8 @@ def moves(full_m: float, step_s: float, lag_s: float) -> PointControl:
     return PointControl(lambda obs, place: gain * (place - obs[:2]), np.ones(2), lag_s)
 
 
-class MazeSimulator(Protocol):
-    """A simulator whose row 0 the expert steps."""
-
-    def reset(self, row: int, seed: int) -> Array: ...
-
-    def step(self, rows: Array, actions: Array) -> StepResult: ...
-
-    def physics_state(self, row: int) -> Array: ...
-
-    def start_and_goal(self, row: int) -> tuple[Array, Array]: ...
-
-
 def demonstrate_maze(
-    stepper: MazeSimulator,
+    stepper: MazeRows,
     maze: Layout,
     seed: int,
     options: MazeExpert,

@@ -80,6 +80,7 @@ class _OgbenchMaze(MazeTask):
     maze = ""
     radius_m = 0.5  # success radius of the goal
     packages = ("ogbench",)
+    extra = "ogbench"
 
     def __post_init__(self) -> None:
         super().__post_init__()

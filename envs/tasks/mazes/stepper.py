@@ -16,7 +16,7 @@ import numpy as np
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.spec import EnvSpec, symmetric_spec
 from envs.tasks.mazes.layouts import Layout
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def ant_torques(full_nm: int) -> tuple[str, ...]:
     return tuple(f"{leg} {joint} torque [{full_nm} Nm]" for leg in legs for joint in ("hip", "ankle"))
 
 
-class MazeRows(MujocoStepper, ABC):
+class MazeRows(MujocoStepper):
     """Step N agents, each in its own simulator state of one shared model; exact.
 
     Args:
@@ -69,14 +69,6 @@ class MazeRows(MujocoStepper, ABC):
         self.maze = maze
         self._start = np.zeros((num_envs, 2))
         self._goal = np.zeros((num_envs, 2))
-
-    @abstractmethod
-    def reset(self, row: int, seed: int) -> Array:
-        """Start the episode of a seed in one row; returns (Do,)."""
-
-    @abstractmethod
-    def step(self, rows: Array, actions: Array) -> StepResult:
-        """Advance rows (M,) by actions (M, Da) for one control step."""
 
     def get_appearance(self, row: int) -> dict[str, Array]:
         return {"goal": self._goal[row].copy()}
@@ -110,7 +102,8 @@ class MazeTask(HasCameras, ABC):
     name = ""
     max_episode_steps: int
     goal: str  # whether and how the goal is observed
-    packages: ClassVar[tuple[str, ...]] = ()  # see `EnvSpec.packages`
+    packages: ClassVar[tuple[str, ...]] = ()  # see `EnvSpec`
+    extra = ""
 
     @property
     @abstractmethod
@@ -151,22 +144,20 @@ class MazeTask(HasCameras, ABC):
             scores: D4RL's (random, expert) returns, if they apply to the task.
         """
         obs = (*obs, *GOAL_NAMES) if self.goal == "appended" else obs
-        return EnvSpec(
+        return symmetric_spec(
+            obs,
+            actions,
+            limit=limit,
             name=self.name,
             family="maze",
-            obs_dim=len(obs),
-            action_dim=len(actions),
-            action_low=tuple((-limit).tolist()),
-            action_high=tuple(limit.tolist()),
             max_episode_steps=self.max_episode_steps,
             control_hz=hz,
-            obs_names=obs,
-            action_names=actions,
             success_rule=f"within {radius_m:g} m of the goal",
             reference_scores=scores,
             goal_dim=len(GOAL_NAMES) if self.goal == "separate" else 0,
             state_goal_dim=len(GOAL_NAMES) if self.goal == "appended" else 0,
             packages=self.packages,
+            extra=self.extra,
         )
 
     def check_recording(self, dataset: EpisodeDataset) -> None:
@@ -184,9 +175,6 @@ class MazeTask(HasCameras, ABC):
                 "D4RL's own AntMaze and maze2d files do.",
                 dataset.source, 100 * (1 - inside.mean()), self.name,
             )  # fmt: skip
-
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(self.stepper(num_envs), obs_steps)
 
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
         """Draw one panel of trajectories per title, e.g. before and after; see `envs.tasks.mazes.figures`."""

@@ -7,14 +7,16 @@ the state distribution for cloning.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
-from envs.spec import StepResult
 from policies.bounds import Checked, bounded
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+    from envs.engine.physics import MujocoStepper
 
 Array = np.ndarray
 
@@ -31,18 +33,8 @@ class ScriptedExpert(Checked):
     hold: int = bounded(10, ge=0)  # control steps recorded after the first success
 
 
-class Steppable(Protocol):
-    """A simulator whose row 0 the expert steps."""
-
-    def reset(self, row: int, seed: int) -> Array: ...
-
-    def step(self, rows: Array, actions: Array) -> StepResult: ...
-
-    def physics_state(self, row: int) -> Array: ...
-
-
 def demonstrate(
-    stepper: Steppable,
+    stepper: MujocoStepper,
     task: str,
     seed: int,
     options: ScriptedExpert,

@@ -23,8 +23,7 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.spec import EnvSpec, StepResult, symmetric_spec
 from envs.tasks.metaworld.expert import ScriptedExpert, demonstrate
 from policies.bounds import bounded
 from policies.errors import ConfigError
@@ -214,30 +213,26 @@ class Metaworld(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        return EnvSpec(
+        return symmetric_spec(
+            _OBS_NAMES,
+            _ACTION_NAMES,
             name="metaworld",
             family="metaworld",
-            obs_dim=len(_OBS_NAMES),
-            action_dim=len(_ACTION_NAMES),
-            action_low=(-1.0,) * len(_ACTION_NAMES),
-            action_high=(1.0,) * len(_ACTION_NAMES),
             max_episode_steps=self.max_episode_steps,
             control_hz=80.0,
-            obs_names=_OBS_NAMES,
-            action_names=_ACTION_NAMES,
             success_rule=f"Meta-World reports success of {self.task}",
             terminate_on_success=self.terminate_on_success,
             packages=("metaworld",),
+            extra="metaworld",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(MetaworldStepper(self.task, num_envs), obs_steps)
+    def stepper(self, num_envs: int) -> MetaworldStepper:
+        return MetaworldStepper(self.task, num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
         """Record Meta-World's scripted policy on the episode of this seed."""
-        stepper = MetaworldStepper(self.task, 1)
         return demonstrate(
-            stepper,
+            self.stepper(1),
             self.task,
             seed,
             self.expert,

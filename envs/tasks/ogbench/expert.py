@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
 from envs.tasks.ogbench.plans import Array, Subtask, next_subtask, recorded
 from envs.tasks.ogbench.stepper import OgbenchStepper
 from policies.bounds import Checked, bounded
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
 
 MODES = ("task", "play", "noisy")
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task

@@ -15,15 +15,17 @@ Source:
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.datasets.episode import Episode
 from envs.engine.seeding import seeded_globally
 from envs.rollouts.recording import Recording
 from envs.tasks.ogbench.plans import recorded
 from envs.tasks.ogbench.stepper import OgbenchStepper
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
 
 Array = np.ndarray
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec
+from envs.spec import EnvSpec, symmetric_spec
 from envs.tasks.ogbench.expert import OracleExpert, demonstrate
 from envs.tasks.ogbench.stepper import NUM_TASKS, OgbenchStepper
 from policies.bounds import bounded
@@ -90,23 +89,20 @@ class _World(HasCameras):
             *(name for button in range(self.num_buttons) for name in _button_names(button)),
             *(_SLIDE_NAMES if self.has_slides else ()),
         )
-        return EnvSpec(
+        return symmetric_spec(
+            obs_names,
+            _ACTION_NAMES,
             name=self.name,
             family="manipulation",
-            obs_dim=len(obs_names),
-            action_dim=len(_ACTION_NAMES),
-            action_low=(-1.0,) * len(_ACTION_NAMES),
-            action_high=(1.0,) * len(_ACTION_NAMES),
             max_episode_steps=self.max_episode_steps,
             control_hz=20.0,
-            obs_names=obs_names,
-            action_names=_ACTION_NAMES,
             success_rule=self.success_rule,
             packages=("ogbench", "dm-control"),
+            extra="ogbench",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(OgbenchStepper(self.name, self.task, num_envs), obs_steps)
+    def stepper(self, num_envs: int) -> OgbenchStepper:
+        return OgbenchStepper(self.name, self.task, num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
         """Record the oracles on the episode of this seed."""

@@ -11,15 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
-from envs.spec import StepResult
 from envs.tasks.robosuite.expert_arm import CLOSED, OPEN, ArmObservation, Target, heading
 from policies.bounds import Checked, bounded
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+    from envs.tasks.robosuite.fast_stepper import FastStepper
+    from envs.tasks.robosuite.reference_stepper import RobosuiteStepper
 
 Array = np.ndarray
 Moves = Iterator[Array]
@@ -40,21 +43,8 @@ class ArmExpert(Checked):
     spread: float = bounded(1.0, ge=0)  # scale of the random offsets of grasps and places
 
 
-class ArmStepper(Protocol):
-    """A simulator of robosuite's tasks that exposes its state."""
-
-    @property
-    def datas(self) -> list[Any]: ...
-
-    def reset(self, row: int, seed: int) -> Array: ...
-
-    def step(self, rows: Array, actions: Array) -> StepResult: ...
-
-    def names(self, row: int) -> Any: ...
-
-
 def demonstrate(
-    stepper: ArmStepper,
+    stepper: FastStepper | RobosuiteStepper,
     seed: int,
     options: ArmExpert,
     *,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.spatial.transform import Rotation
 
 from envs.engine.physics import recorded_physics
 
@@ -134,6 +133,8 @@ class ArmObservation:
 
     def toward(self, target: Target, grip: float) -> Array:
         """Return the action (7,) that moves the gripper towards a target."""
+        from scipy.spatial.transform import Rotation
+
         move = np.clip(GAIN * (target.position - self.hand), -self._pace, self._pace)
         error = Rotation.from_matrix(pointing_down(target.heading) @ self._frame.T).as_rotvec()
         return np.concatenate([move, np.clip(TURN_GAIN * error, -1, 1), [grip]])

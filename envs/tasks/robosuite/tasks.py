@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec
+from envs.spec import EnvSpec, symmetric_spec
 from envs.tasks.robosuite.expert import ArmExpert, demonstrate
 from envs.tasks.robosuite.fast_stepper import FastStepper
 from envs.tasks.robosuite.reference_stepper import RobosuiteStepper, hide_collisions
@@ -99,31 +98,20 @@ class _Robosuite(HasCameras):
         action_names = _COMMAND
         if self.num_arms == 2:
             action_names = tuple(f"robot{arm} {name}" for arm in range(2) for name in _COMMAND)
-        return EnvSpec(
+        return symmetric_spec(
+            obs_names,
+            action_names,
             name=self.name,
             family="robosuite",
-            obs_dim=len(obs_names),
-            action_dim=len(action_names),
-            action_low=(-1.0,) * len(action_names),
-            action_high=(1.0,) * len(action_names),
             max_episode_steps=self.max_episode_steps,
             control_hz=20.0,
-            obs_names=obs_names,
-            action_names=action_names,
             success_rule=self.success_rule,
             terminate_on_success=self.terminate_on_success,
             packages=("robosuite",),
+            extra="robosuite",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build N environments; robosuite's own engine takes about a second for each.
-
-        Raises:
-            MissingExtraError: If robosuite is not installed.
-        """
-        return self.vector_of(self._stepper(num_envs), obs_steps)
-
-    def _stepper(self, num_envs: int) -> FastStepper | RobosuiteStepper:
+    def stepper(self, num_envs: int) -> FastStepper | RobosuiteStepper:
         engine = FastStepper if self.engine == "fast" else RobosuiteStepper
         return engine(self.task, self.num_arms, self.keys, num_envs)
 
@@ -145,9 +133,8 @@ class _Demonstrated(_Robosuite):
 
     def demonstrate(self, seed: int) -> Episode:
         """Record the expert on the episode of this seed."""
-        stepper = self._stepper(1)
         return demonstrate(
-            stepper,
+            self.stepper(1),
             seed,
             self.expert,
             program=self.name,

@@ -39,7 +39,6 @@ class EnvSpec:
 
     @property
     def quantity(self) -> str:
-        """Evaluation criterion: `success` or `return`."""
         return judged_by(self.success_rule)
 
 
@@ -115,7 +114,6 @@ class ChunkStep:
 
     @property
     def done(self) -> Array:
-        """(N,) the episode is terminated or truncated."""
         return self.terminated | self.truncated
 
 

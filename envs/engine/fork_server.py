@@ -1,12 +1,9 @@
 """Fork server: a small process that has imported the heavy packages and forks workers.
 
-Starting an interpreter and importing torch takes seconds; forking a process that has done so takes
-milliseconds. The fork server starts once per program, with the first worker, and never runs threads, so that
-forking is safe. Unlike `multiprocessing`, it does not import the main script, so no
-`if __name__ == "__main__"` is needed; objects sent to workers must come from importable modules.
-
-Fork server and workers end when their socket is closed. On Linux the kernel also kills them with their
-parent, should they be too busy to react.
+Importing torch takes seconds; forking a process that has done so takes milliseconds. The server never runs
+threads, so forking is safe. Unlike `multiprocessing` it does not import the main script; objects sent to
+workers must come from importable modules. Server and workers end when their socket is closed; on Linux the
+kernel also kills them with their parent.
 """
 
 from __future__ import annotations
@@ -96,11 +93,7 @@ class ForkServer:
         return self.owner == os.getpid() and self._process.poll() is None
 
     def fork(self) -> Child:
-        """Start a worker that runs the target on its end of a new socket pair.
-
-        Raises:
-            WorkerError: If the fork server is dead.
-        """
+        """Start a worker that runs the target on its end of a new socket pair."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             pid = self._ask(0, [theirs.fileno()])
@@ -138,11 +131,7 @@ class ForkServer:
 
 
 def fork_worker(target: str) -> Child:
-    """Start a worker process, and the fork server if there is none.
-
-    Args:
-        target: `module:function` that a worker runs on the file descriptor of its socket.
-    """
+    """Start a worker process that runs `target` (`module:function`) on the file descriptor of its socket."""
     global _current
     with _lock:
         if _current is None or not _current.is_usable or _current.target != target:

@@ -15,12 +15,7 @@ Array = np.ndarray
 
 
 class MujocoStepper(ABC):
-    """N simulator states of one compiled model.
-
-    Args:
-        model: `mujoco.MjModel`.
-        num_envs: N.
-    """
+    """N simulator states of one compiled `mujoco.MjModel`."""
 
     can_save = True
 
@@ -58,15 +53,7 @@ class MujocoStepper(ABC):
 
 
 def get_physics(model: Any, datas: Sequence[Any]) -> Array:
-    """Return the full integration state, including warm starts.
-
-    Args:
-        model: `mujoco.MjModel` of all simulators.
-        datas: N `mujoco.MjData`.
-
-    Returns:
-        Integration states (N, nstate).
-    """
+    """Return the integration states (N, nstate) of N `MjData` of one model, including warm starts."""
     import mujoco
 
     signature = mujoco.mjtState.mjSTATE_INTEGRATION
@@ -78,11 +65,6 @@ def get_physics(model: Any, datas: Sequence[Any]) -> Array:
 
 def set_physics(model: Any, datas: Sequence[Any], states: Any) -> None:
     """Restore the output of `get_physics`; derived quantities are not recomputed.
-
-    Args:
-        model: `mujoco.MjModel` of all simulators.
-        datas: N `mujoco.MjData`.
-        states: (N, nstate).
 
     Raises:
         CheckpointError: If the states belong to other simulators or another number of them.

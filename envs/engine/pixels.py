@@ -1,9 +1,7 @@
 """Image observations: cameras of a task and their image history.
 
-Images are rendered on request, never during stepping. Each step stores only what determines them: positions,
-and the task's changes to its model (targets, colours). Rendering uses copies of model and simulator, so it
-changes no state, and the image shows the same state as the observation. Images therefore depend only on seed
-and actions, whatever the number of environments.
+Images are rendered on request. Each step stores only what determines them: positions, and the task's changes
+to its model (targets, colours). Rendering uses copies of model and simulator, so it changes no state.
 
 Legend: N environments, M of them addressed, To observation history, H and W height and width.
 """
@@ -56,7 +54,6 @@ class HasCameras(Checked):
     image_shadows: bool = True  # render shadows; false is several times faster without a GPU
 
     def __post_init__(self) -> None:
-        """Refuse image sizes of another rank, and duplicate or reserved camera names."""
         super().__post_init__()
         self.require("image_size", len(self.image_size) == 2, "height and width, e.g. [96,96]")
         if not self.cameras:
@@ -68,7 +65,6 @@ class HasCameras(Checked):
 
     @property
     def images(self) -> dict[str, ImageShape]:
-        """Shapes (H, W, 3) of the images by camera."""
         height, width = self.image_size
         return {camera: (height, width, 3) for camera in self.cameras}
 
@@ -95,15 +91,11 @@ CAMERA_OPTIONS = tuple(f.name for f in fields(HasCameras))
 
 
 def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
-    """Return a task with exactly the cameras of a policy.
-
-    Args:
-        env: Its configuration. Configured cameras must include those of the policy.
-        images: Image shapes of the policy by camera; empty: no rendering.
+    """Return a task with exactly the cameras of a policy, whose `images` are shapes by camera.
 
     Raises:
         CapabilityError: If the scene of the task cannot be rendered.
-        ConfigError: If the task has other cameras or another image size.
+        ConfigError: If the configured cameras lack one of the policy's or differ in image size.
     """
     if not isinstance(env, HasCameras):
         if not images:
@@ -127,7 +119,6 @@ def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
 
 
 def _check_cameras(env: HasCameras, images: Mapping[str, ImageShape]) -> None:
-    """Refuse a task configured with other cameras or sizes."""
     shown = env.images
     missing = [camera for camera in images if camera not in shown]
     if missing:
@@ -154,12 +145,7 @@ class SceneState:
 
 
 class CameraRenderer:
-    """Render simulator states with some cameras, on its own copy of the model.
-
-    Args:
-        stepper: A MuJoCo simulator with a `model` and one of `datas` per environment.
-        images: Image shapes by camera, all of one size.
-        shadows: Whether lights cast shadows.
+    """Render simulator states with cameras of one image size, on its own copy of the stepper's model.
 
     Raises:
         ConfigError: If the model lacks a camera.
@@ -188,11 +174,7 @@ class CameraRenderer:
         )
 
     def render(self, state: SceneState) -> dict[str, Array]:
-        """Return the images (H, W, 3) of a state by camera.
-
-        Raises:
-            MissingExtraError: If no GL context can be made.
-        """
+        """Return the images (H, W, 3) of a state by camera."""
         if not state.pictures:
             self._restore(state)
             state.pictures = {camera: self._picture(camera) for camera in self._images}
@@ -253,7 +235,6 @@ class FrameHistory:
         }
 
     def get_state(self) -> list[list[dict[str, Any]]]:
-        """Return the states of every row, without images."""
         return [
             [{"positions": state.positions.copy(), "look": dict(state.appearance)} for state in states]
             for states in self._states
@@ -269,7 +250,6 @@ class FrameHistory:
 
 
 def _check_names(model: Any, cameras: Iterable[str]) -> None:
-    """Refuse cameras that the model lacks."""
     names = [model.camera(i).name for i in range(model.ncam)]
     known = [*(name for name in names if name), FREE]
     unknown = [camera for camera in cameras if camera not in known]

@@ -29,16 +29,10 @@ class SteppedVector(VectorEnv, Protocol):
 
 
 class OffscreenRenderer:
-    """Renders one model without a window; use as a context manager.
+    """Renderer of one model without a window; use as a context manager.
 
-    Headless machines need no setting: see `gl_backends`.
-
-    Args:
-        model: The compiled model.
-        width: Pixels.
-        height: Pixels.
-        camera: Name of a camera of the model; None is MuJoCo's free camera.
-        shadows: Whether lights cast shadows, the main cost of a software rasteriser.
+    Headless machines need no setting: see `gl_backends`. `camera` names a camera of the model, None the free
+    camera. Shadows are the main cost of a software rasteriser.
 
     Raises:
         MissingExtraError: If no GL context can be made.
@@ -68,7 +62,7 @@ class OffscreenRenderer:
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
 
     def look_through(self, camera: str | None) -> None:
-        """Set the camera of subsequent frames; see the class."""
+        """Set the camera of subsequent frames."""
         self._camera = _view(self._model, camera)
 
     def frame(self, data: mujoco.MjData) -> np.ndarray:
@@ -97,10 +91,7 @@ class OffscreenRenderer:
 
 @contextmanager
 def _buffers_for(model: mujoco.MjModel, width: int, height: int, shadows: bool) -> Iterator[None]:
-    """Allocate buffers of the image size instead of the model's, which may be many times larger.
-
-    Pixels are unchanged.
-    """
+    """Allocate buffers of the image size instead of the model's, which may be many times larger."""
     size, quality = model.vis.global_, model.vis.quality
     before = size.offwidth, size.offheight, quality.shadowsize
     size.offwidth, size.offheight = width, height
@@ -134,11 +125,7 @@ def has_library(name: str) -> bool:
 
 
 def require_gl() -> None:
-    """Check that rendering works.
-
-    Raises:
-        MissingExtraError: If no GL context can be made.
-    """
+    """Raise MissingExtraError unless rendering works."""
     _gl_context(8, 8).free()
 
 
@@ -152,19 +139,16 @@ def replay_frames(
     height: int = 240,
     camera: str | None = None,
 ) -> np.ndarray:
-    """Replay an episode in the exact engine and render it.
+    """Replay an episode of one environment in the exact engine; returns frames (F, height, width, 3) uint8.
 
     Args:
-        vector: One environment whose stepper has a `model` and `datas` (MuJoCo).
+        vector: A `ChunkVector` of one environment, simulated by MuJoCo.
         seed: Seed of the episode.
         actions: (L, Da) its actions, e.g. `EpisodeRow.actions`.
         every: Control steps between frames; the reset and the last step are always included.
         width: Pixels.
         height: Pixels.
         camera: Name of a camera of the model; None: the free camera.
-
-    Returns:
-        (F, height, width, 3) uint8.
 
     Raises:
         MissingExtraError: If no GL context can be made.
@@ -189,7 +173,6 @@ def film_strip(frames: np.ndarray, *, columns: int = 8) -> np.ndarray:
 
 
 def _view(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
-    """Return a named camera of the model, or its free camera."""
     import mujoco
 
     view = mujoco.MjvCamera()

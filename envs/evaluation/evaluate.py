@@ -41,12 +41,7 @@ from policies.wrappers.steering import Steering
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Per-episode rows and their protocol.
-
-    Attributes:
-        rows: One per episode, in order.
-        protocol: Everything but the policy that determines the numbers; JSON values.
-    """
+    """Per-episode rows in order, and the protocol: all but the policy that determines the numbers."""
 
     rows: tuple[EpisodeRow, ...]
     protocol: dict[str, Any]
@@ -59,7 +54,6 @@ class Evaluation:
 
     @property
     def quantity(self) -> str:
-        """Evaluation criterion: `success` or `return`."""
         return judged_by(self.protocol["env"]["success_rule"])
 
     def values(self, quantity: str) -> Array:
@@ -92,7 +86,6 @@ class Evaluation:
         return out
 
     def _risk(self) -> dict[str, Any]:
-        """Return risk measures of the returns over the worst episodes."""
         returns, share = self.values("return"), {"share": RISK_SHARE}
         return {
             "return_var": {"value": value_at_risk(returns)} | share,
@@ -217,8 +210,6 @@ def evaluate(
 
 
 class _Counter:
-    """Count the finished episodes of all workers."""
-
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self._done, self._total, self._on_progress = 0, total, on_progress
 
@@ -260,7 +251,6 @@ def _in_evaluation_mode(policy: EvaluatedPolicy) -> Iterator[None]:
 
 
 def _on_cpu(player: EpisodeRunner) -> EpisodeRunner:
-    """Return a player with its policy on the CPU, for worker processes."""
     policy = player.policy
     return replace(player, policy=policy.on_cpu() if isinstance(policy, Policy | BestOfN) else policy)
 

@@ -1,7 +1,4 @@
-"""Evaluation protocol: fixed settings, their serialisation, and their effect on a policy.
-
-Legend: E episodes.
-"""
+"""Evaluation protocol: fixed settings, their serialisation, and their effect on a policy."""
 
 from __future__ import annotations
 
@@ -29,13 +26,7 @@ _VERSIONS = ("mujoco", "gymnasium", "burnish")
 
 
 def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfig) -> dict[str, Any]:
-    """Return the protocol, everything but the policy that determines the numbers, as JSON values.
-
-    Args:
-        env: The task.
-        settings: Evaluation settings.
-        staged_env: The task with the cameras of the policy.
-    """
+    """Return the protocol, everything but the policy that determines the numbers, as JSON values."""
     numbers = json.loads(json.dumps({**asdict(settings), "steer": describe_steering(settings.steer)}))
     del numbers["num_envs"]  # no effect on the numbers
     return {
@@ -69,7 +60,6 @@ def describe_task(env: EnvConfig) -> dict[str, Any]:
 
 
 def _digest(path: str) -> str:
-    """Return the digest of a file: numbers depend on its content, not its path."""
     return f"sha256:{sha256(Path(path).expanduser())}"
 
 
@@ -93,8 +83,8 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
     """Return the task with the cameras of a policy.
 
     Raises:
-        ConfigError: If observations, actions or goals of the two differ in width.
-        ConfigError, CapabilityError: If the task cannot provide the policy's images; see `match_cameras`.
+        ConfigError: If observations, actions, goals or images of the two differ.
+        CapabilityError: If the task's scene cannot be rendered.
         MissingExtraError: If rendering is unavailable.
     """
     spec, advice = env.spec, "Evaluate it on the task it was made for."

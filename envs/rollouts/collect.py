@@ -21,9 +21,7 @@ MAX_ATTEMPTS = 10
 
 
 def with_images(env: Any, episode: Episode) -> Episode:
-    """Return an episode with camera images before each action.
-
-    The episode is replayed in the exact engine from its seed and actions.
+    """Return an episode with camera images before each action, replayed in the exact engine.
 
     Raises:
         CapabilityError: If the replay diverges: the episode does not belong to the task as configured.
@@ -39,7 +37,6 @@ def with_images(env: Any, episode: Episode) -> Episode:
 
 
 def _replay_images(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
-    """Return images (T, H, W, 3) by camera."""
     obs, seen = vector.reset([episode.seed])[0, -1], []
     for t, action in enumerate(episode.actions):
         if not np.array_equal(obs, episode.observations[t]):
@@ -106,13 +103,7 @@ def collect(
 
 @dataclass
 class _Attempts:
-    """Attempts of an expert; iteration runs them and yields the kept episodes.
-
-    Attributes:
-        wanted: Number of episodes to keep.
-        keeps_all: Whether episodes without success are kept.
-        done: Number of attempts so far.
-    """
+    """Attempts of an expert; iteration runs them and yields the kept episodes."""
 
     env: Any
     wanted: int
@@ -122,11 +113,6 @@ class _Attempts:
     done: int = 0
 
     def __iter__(self) -> Iterator[Episode]:
-        """Yield the episodes.
-
-        Raises:
-            DatasetError: If too few attempts succeed.
-        """
         kept = 0
         while kept < self.wanted:
             if self.done == MAX_ATTEMPTS * self.wanted:
@@ -164,5 +150,4 @@ def _with_expert(env: Any, **wanted: Any) -> Any:
 
 
 def _origin(env: Any) -> dict[str, Any]:
-    """Return the metadata of the recorded episodes, as plain values."""
     return {"source": f"demonstrations of {env.spec.name}", "env": named_options(env)}

@@ -1,9 +1,7 @@
 """Run evaluation episodes whose result depends only on their seed, not on batch size or neighbours.
 
 The policy is called on blocks of a fixed number of rows, and each episode always occupies the same row of
-its block (its lane). The result is thereby independent of the other episodes, the number of environments and
-matrix shapes, which affect rounding. The policy's memory between decisions is stored with the episode; first
-and later decisions are in separate blocks.
+its block (its lane), because matrix shapes affect rounding. First and later decisions are in separate blocks.
 
 Legend: N environments, M of them playing, To observation history, Th horizon, Ta executed steps, Do and Da
 widths.
@@ -55,18 +53,13 @@ class EvaluatedPolicy(Protocol):
 
 @dataclass
 class Memory:
-    """State of an episode between decisions.
-
-    Shapes:
-        plan: (Th, Da), normalised; None: no decision yet, or a policy without memory.
-    """
+    """State of an episode between decisions; `plan` (Th, Da) is normalised, None before the first."""
 
     plan: Tensor | None = None
     calls: int = 0
     decisions: int = 0
 
     def remember(self, plan: Tensor, calls: int) -> None:
-        """Store a decision and its number of network evaluations."""
         self.plan = plan
         self.calls += calls
         self.decisions += 1
@@ -90,7 +83,6 @@ class EpisodeRunner:
         return Replanner(self.policy, self.warm_start) if self.warm_start.is_on else None
 
     def generator(self, episode: int) -> torch.Generator:
-        """Return the noise generator of an episode."""
         return seeded_generator(self.noise_seed, "evaluation", episode)
 
     def noise(self, generator: torch.Generator) -> Tensor:
@@ -148,14 +140,7 @@ class EpisodeRunner:
 
 
 class Evaluator:
-    """One worker's share of an evaluation.
-
-    Args:
-        env: The task, with the cameras of the policy.
-        player: The policy and its options.
-        episodes: Indices of the episodes.
-        num_envs: Environments of this worker.
-    """
+    """One worker's share of an evaluation: `episodes` of a task with the policy's cameras."""
 
     notify: Callable[[Any], None]
 
@@ -172,7 +157,6 @@ class Evaluator:
         self._memories = [Memory() for _ in range(width)]
 
     def run(self) -> list[EpisodeRow]:
-        """Run all episodes."""
         done: list[EpisodeRow] = []
         self._begin(np.arange(len(self._episode)))
         while (self._episode >= 0).any():
@@ -233,12 +217,10 @@ class _EpisodeBuffer:
         self._actions: list[Array] = []
 
     def add(self, path: Array, actions: Array) -> None:
-        """Append the observations after some control steps and their actions."""
         self._observations.append(path)
         self._actions.append(actions)
 
     def develop(self, row: EpisodeRow) -> EpisodeRow:
-        """Attach the trajectory to the episode's row."""
         return replace(
             row, observations=np.concatenate(self._observations), actions=np.concatenate(self._actions)
         )
@@ -259,7 +241,6 @@ class _Queue:
 
 
 def _counted(row: EpisodeRow, memory: Memory) -> EpisodeRow:
-    """Add the network evaluations per decision, if counted."""
     if not memory.decisions:
         return row
     return replace(row, metrics={**row.metrics, NETWORK_CALLS: memory.calls / memory.decisions})

@@ -18,11 +18,6 @@ _FIRST = np.zeros(1, np.int64)
 class Recording:
     """One episode in row 0 of a stepper.
 
-    Args:
-        stepper: Simulator.
-        seed: Of the episode.
-        terminate_on_success: Whether a success terminates the episode; see `EnvSpec`.
-
     Attributes:
         observations: (Do,) each, the first one before any action.
         actions: (Da,) each, as executed, float32.
@@ -45,16 +40,10 @@ class Recording:
 
     @property
     def now(self) -> Array:
-        """The present observation (Do,)."""
         return self.observations[-1]
 
     def step(self, action: Array, **extras: Array) -> None:
-        """Execute an action (Da,) inside the box and record the result.
-
-        Args:
-            action: The action.
-            extras: Values before the action, stored with the step, e.g. `states`.
-        """
+        """Execute an action (Da,) inside the box; `extras` are values before it, stored with the step."""
         action = np.asarray(action, np.float32)
         for name, value in extras.items():
             self._extras.setdefault(name, []).append(value)

@@ -56,17 +56,7 @@ _ACTION_NAMES = (
 
 
 class KitchenStepper(MujocoStepper):
-    """Step N kitchens.
-
-    Args:
-        tasks: Names of the sub-tasks, as gymnasium-robotics spells them.
-        num_envs: N.
-        robot_noise: Scale of the noise on robot positions.
-        object_noise: Scale of the noise on object positions.
-
-    Raises:
-        MissingExtraError: If gymnasium-robotics is not installed.
-    """
+    """Step N kitchens with sub-tasks in gymnasium-robotics' spelling; noises scale its amplitudes."""
 
     def __init__(
         self, tasks: tuple[str, ...], num_envs: int, robot_noise: float, object_noise: float
@@ -124,11 +114,9 @@ class KitchenStepper(MujocoStepper):
         return StepResult(obs, reward, success, np.zeros(len(rows), bool), success)
 
     def metrics(self) -> dict[str, Array]:
-        """Return the number of sub-tasks completed in the running episodes, (N,)."""
         return {"subtasks": self._completed.sum(axis=1).astype(np.float64)}
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state that determines all following steps, noise generators included."""
         return {
             **super().get_state(),
             "observed": self._observed.copy(),
@@ -150,7 +138,6 @@ class KitchenStepper(MujocoStepper):
         return target
 
     def _observe(self, row: int) -> Array:
-        """Return the noisy positions with the target positions appended, (60,)."""
         qpos, rng = self.datas[row].qpos, self._rngs[row]
         robot = qpos[:NUM_ROBOT] + self._robot_noise * rng.uniform(-1.0, 1.0, NUM_ROBOT)
         rng.uniform(size=NUM_ROBOT)  # noise of the velocities, which this layout omits
@@ -170,11 +157,7 @@ class KitchenStepper(MujocoStepper):
 
 @lru_cache(maxsize=1)
 def load_kitchen() -> Any:
-    """Build gymnasium-robotics' environment once per process, for its model and constants.
-
-    Raises:
-        MissingExtraError: If gymnasium-robotics is not installed.
-    """
+    """Build gymnasium-robotics' environment once per process, for its model and constants."""
     from policies.extras import require
 
     with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about other tasks

@@ -1,9 +1,9 @@
 """Initial states of recorded demonstrations of the Adroit door.
 
-A file in D4RL's layout holds, per episode, the door position (`infos/door_body_pos`) and the initial
-simulator positions and velocities (`infos/init_qpos`, `infos/init_qvel`), but the arm had moved before the
-first recorded row. The arm's pose is therefore taken from the first observation, which holds every joint but
-the arm's slide; the slide follows from the observed palm position.
+A file in D4RL's layout holds the door position (`infos/door_body_pos`) and the initial simulator positions
+and velocities (`infos/init_qpos`, `infos/init_qvel`) per episode, but the arm had moved before the first
+recorded row. Its pose is therefore taken from the first observation, which holds every joint but the arm's
+slide; the slide follows from the observed palm position.
 """
 
 from __future__ import annotations

@@ -68,17 +68,7 @@ class Scene:
 
 
 class AdroitStepper(MujocoStepper):
-    """Step N copies of one task.
-
-    Args:
-        scene: The task.
-        reward: "dense" or "sparse".
-        num_envs: N.
-        starts: Initial states, selected by seed modulo their number; empty: drawn from the seed.
-
-    Raises:
-        MissingExtraError: If gymnasium-robotics is not installed.
-    """
+    """Step N copies of one task; episodes start from `starts[seed % len(starts)]`, or as drawn."""
 
     def __init__(self, scene: Scene, reward: str, num_envs: int, starts: tuple[DoorState, ...] = ()) -> None:
         self._env = load_adroit(scene, reward)
@@ -120,7 +110,6 @@ class AdroitStepper(MujocoStepper):
             getattr(model, name)[at] = appearance[str(i)]
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state that determines all following steps, reset values included."""
         return {
             **super().get_state(),
             "places": [places.copy() for places in self._places],
@@ -133,7 +122,6 @@ class AdroitStepper(MujocoStepper):
         self._measured = {name: np.array(values, np.float64) for name, values in state["measured"].items()}
 
     def _bind(self, row: int) -> Any:
-        """Bind the shared environment to the simulator of a row."""
         self._env.data = self.datas[row]
         for view, places in zip(self._views, self._places, strict=True):
             view[:] = places[row]
@@ -144,11 +132,7 @@ class AdroitStepper(MujocoStepper):
 
 @lru_cache(maxsize=8)
 def load_adroit(scene: Scene, reward: str) -> Any:
-    """Build gymnasium-robotics' environment of a task once per process.
-
-    Raises:
-        MissingExtraError: If gymnasium-robotics is not installed.
-    """
+    """Build gymnasium-robotics' environment of a task once per process."""
     from policies.extras import require
 
     with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about the rewards

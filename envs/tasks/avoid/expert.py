@@ -49,11 +49,7 @@ class AvoidExpert(Checked):
         self.require("modes", self.num_modes is None or not self.modes, "left out beside num_modes")
 
     def ways(self, num_direct: int) -> tuple[int, ...]:
-        """Return the ids of the admissible modes.
-
-        Raises:
-            ConfigError: If an id or the number exceeds the `num_direct` direct modes.
-        """
+        """Return the ids of the selected modes, or refuse ids beyond the `num_direct` direct modes."""
         count = num_direct if self.num_modes is None else self.num_modes
         chosen = self.modes or tuple(range(count))
         if not chosen or min(chosen) < 0 or max(chosen) >= num_direct:
@@ -67,17 +63,9 @@ class AvoidExpert(Checked):
 def plan(
     scene: AvoidScene, way: tuple[int, ...], start: np.ndarray, *, noise: float, rng: np.random.Generator
 ) -> Callable[[float], float]:
-    """Draw a smooth path x(y) from the start through one gap of every row and over the finish line.
+    """Draw a smooth path x(y) [m] from the start (2,) through one gap of every row and over the finish line.
 
-    Shapes:
-        start: (2,) position [m].
-
-    Args:
-        scene: Scene geometry.
-        way: Gap index of every row.
-        start: Initial disc position.
-        noise: Scale of the aim error inside each gap.
-        rng: Generator of the aims.
+    `way` is the gap of every row, `noise` the scale of the aim error inside each gap.
     """
     from scipy.interpolate import PchipInterpolator
 
@@ -92,14 +80,7 @@ def plan(
 
 
 class PathFollower:
-    """Path-tracking controller of one demonstration.
-
-    Args:
-        scene: Scene geometry.
-        path: Path to follow, x(y) in metres.
-        options: Options of the expert.
-        rng: Generator of pace and wobble.
-    """
+    """Path-tracking controller of one demonstration, on a path x(y) [m]."""
 
     def __init__(
         self,
@@ -116,12 +97,7 @@ class PathFollower:
         self._drift = np.zeros(2)  # Ornstein-Uhlenbeck processes of unit variance: pace, sideways push
 
     def act(self, position: np.ndarray, velocity: np.ndarray) -> np.ndarray:
-        """Return the next action.
-
-        Shapes:
-            position, velocity: (2,) of the disc [m], [m/s].
-            returns: (2,) in [-1, 1].
-        """
+        """Return the next action (2,) in [-1, 1] for the disc's position [m] and velocity [m/s]."""
         keep = np.exp(-1.0 / WOBBLE_STEPS)
         self._drift = keep * self._drift + np.sqrt(1 - keep**2) * self._rng.standard_normal(2)
         pace = np.clip(self._pace * (1 + 2 * self._noise * PACE_SPREAD * self._drift[0]), 0.25, 1.0)
@@ -139,16 +115,10 @@ class PathFollower:
 
 
 def demonstrate_avoid(stepper: MujocoStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
-    """Record one episode in row 0 of a stepper.
+    """Record the episode of a seed in row 0 of a stepper.
 
-    Also recorded: the physics state before each action (`states`: time, positions, velocities) and the mode
+    Extras are the physics state before each action (`states`: time, positions, velocities) and the mode
     (`mode`, constant over the episode, -1 if the disc did not pass all rows).
-
-    Args:
-        stepper: Simulator of the task.
-        seed: Seed of the episode; determines mode, pace and wobble as well.
-        options: Options of the expert.
-        max_steps: Time limit in control steps.
     """
     from envs.rollouts.recording import Recording
 

@@ -20,14 +20,7 @@ FAILURE = "#e4572e"
 
 
 def avoid_figure(panels: Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]]) -> Figure:
-    """Draw one panel of `avoid` episodes per title, side by side.
-
-    Args:
-        panels: For every title the trajectories and their outcomes, as `draw_avoid` takes them.
-
-    Returns:
-        A figure that needs no display; save it with `savefig`.
-    """
+    """Return a figure with one panel of episodes per title; values are trajectories and outcomes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -46,15 +39,7 @@ def draw_avoid(
     """Draw episodes of `avoid` from above: pillars, start, finish line, one line per episode.
 
     Successes are green; failures are orange and end in a crossed disc at the contact or final position.
-
-    Shapes:
-        trajectories: one (L+1, 2 or more) array per episode, x and y [m] first, e.g. its observations.
-
-    Args:
-        ax: Target axes.
-        trajectories: Disc trajectories.
-        outcomes: Whether each episode succeeded.
-        title: Bold first line above the count of successes.
+    Trajectories are (L+1, 2 or more) arrays, x and y [m] first, e.g. observations.
     """
     scene = load_scene()
     _draw_scene(ax, scene)
@@ -70,7 +55,6 @@ def draw_avoid(
 
 
 def _mark_end(ax: Axes, scene: AvoidScene, x: float, y: float) -> None:
-    """Draw the disc where a failed episode ended, with a cross on it."""
     from matplotlib.patches import Circle
 
     ax.add_patch(Circle((x, y), scene.disc_radius, facecolor=FAILURE, alpha=0.18, edgecolor="none", zorder=5))
@@ -78,7 +62,6 @@ def _mark_end(ax: Axes, scene: AvoidScene, x: float, y: float) -> None:
 
 
 def _draw_scene(ax: Axes, scene: AvoidScene) -> None:
-    """Draw the static scene."""
     from matplotlib.patches import Circle, Rectangle
 
     wide, low, high = scene.half_width, scene.back_y, scene.finish_y + 0.05
@@ -120,7 +103,6 @@ def _draw_finish(ax: Axes, scene: AvoidScene) -> None:
 
 
 def _label(ax: Axes, outcomes: Sequence[bool], title: str) -> None:
-    """Write title, score and legend."""
     from matplotlib.lines import Line2D
 
     good, total = int(np.sum(outcomes)), len(outcomes)

@@ -53,7 +53,7 @@ class AvoidScene:
         return sum(not self._detour(way)[0] for way in self.modes)
 
     def mode_name(self, mode: int) -> str:
-        """Return the name of a mode, its gaps from the left, e.g. `1-0-1`; `none` for an unfinished path."""
+        """Return the gaps of a mode from the left, e.g. `1-0-1`; `none` for an unfinished path."""
         return "none" if mode < 0 else "-".join(str(gap) for gap in self.modes[mode])
 
     def _detour(self, way: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:

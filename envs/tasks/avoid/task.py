@@ -47,11 +47,7 @@ def start_position(seed: int) -> Array:
 
 
 class AvoidStepper(MujocoStepper):
-    """Steps N discs, each in its own simulator state of one shared model; exact.
-
-    Args:
-        num_envs: N.
-    """
+    """Steps N discs, each in its own simulator state of one shared model; exact."""
 
     def __init__(self, num_envs: int) -> None:
         import mujoco
@@ -94,12 +90,10 @@ class AvoidStepper(MujocoStepper):
         return StepResult(obs, success.astype(np.float64), hit | success, np.zeros_like(hit), success)
 
     def metrics(self) -> dict[str, Array]:
-        """Return the way taken, (N,) `mode`."""
         crossed = (self._gaps >= 0).all(axis=1)
         return {"mode": np.where(crossed, self._mode_of[tuple(np.maximum(self._gaps, 0).T)], -1)}
 
     def get_state(self) -> dict[str, Array]:
-        """Return integration states (N, nstate), from which physics continues bit-exactly, and gaps."""
         return {**super().get_state(), "gaps": self._gaps.copy()}
 
     def set_state(self, state: Mapping[str, Array]) -> None:
@@ -161,7 +155,6 @@ class Avoid(HasCameras):
         return AvoidStepper(num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record one demonstration; mode, wobble and start follow from the seed."""
         return demonstrate_avoid(self.stepper(1), seed, self.expert, max_steps=self.max_episode_steps)
 
     def mode_names(self) -> tuple[str, ...]:
@@ -170,7 +163,7 @@ class Avoid(HasCameras):
         return tuple(scene.mode_name(mode) for mode in range(len(scene.modes)))
 
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
-        """Draw one panel of trajectories per title, e.g. before and after; see `envs.tasks.avoid.figures`."""
+        """Draw one panel of trajectories per title; see `envs.tasks.avoid.figures`."""
         from envs.tasks.avoid.figures import avoid_figure
 
         return avoid_figure(panels)
@@ -183,7 +176,6 @@ def _padded(gap_x: tuple[tuple[float, ...], ...]) -> Array:
 
 
 def _mode_table(scene: AvoidScene) -> Array:
-    """Return mode ids indexed by the gap of every row."""
     table = np.full([len(row) for row in scene.gap_x], -1)
     for mode, way in enumerate(scene.modes):
         table[way] = mode

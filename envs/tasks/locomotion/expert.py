@@ -49,12 +49,7 @@ class LocomotionExpert(Checked):
 
 @cache
 def actor(task: str, tier: str) -> Policy:
-    """Load an actor shipped with the package.
-
-    Args:
-        task: Name of the environment.
-        tier: `expert` or `medium`.
-    """
+    """Load an actor shipped with the package; `tier` is `expert` or `medium`."""
     from policies.storage.policy_folder import load_policy
 
     with as_file(files("assets") / "actors" / task / tier) as directory:
@@ -64,16 +59,10 @@ def actor(task: str, tier: str) -> Policy:
 def demonstrate_locomotion(
     stepper: RobotStepper, seed: int, options: LocomotionExpert, *, spec: EnvSpec
 ) -> Episode:
-    """Record one episode in row 0 of a stepper.
+    """Record the episode of a seed in row 0 of a stepper.
 
     Recorded are the executed actions, noise included, and the physics state before each (`states`: time,
     positions, velocities).
-
-    Args:
-        stepper: Simulator of the task.
-        seed: Seed of the episode; determines the expert's draws as well.
-        options: Options of the expert.
-        spec: The task; its `max_episode_steps` ends the episode.
     """
     rng = np.random.default_rng((seed, _NOISE_STREAM))
     low, high = (np.asarray(side, np.float32) for side in (spec.action_low, spec.action_high))
@@ -88,7 +77,6 @@ def demonstrate_locomotion(
 def _walker(
     task: str, seed: int, options: LocomotionExpert, rng: np.random.Generator, high: np.ndarray
 ) -> tuple[Act, float]:
-    """Return the actor and its noise scale."""
     tier, noise = options.tier, options.noise
     if tier == "medium-expert":
         tier = TURNS[seed % len(TURNS)]

@@ -130,7 +130,6 @@ class _Planar(GymnasiumRobot):
         return describe(self.name, names, self.joints, hz=self.control_hz, max_steps=self.max_episode_steps)
 
     def demonstrate(self: Any, seed: int) -> Episode:
-        """Record the configured actor on the episode of this seed."""
         return demonstrate_locomotion(self.stepper(1), seed, self.expert, spec=self.spec)
 
 

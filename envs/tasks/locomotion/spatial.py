@@ -1,10 +1,10 @@
 """Locomotion in space: gymnasium's Ant and Humanoid, bit for bit (`envs.tasks.locomotion.stepper`).
 
-Versions differ in what is observed: Ant-v5 adds the contact forces on its bodies (105 numbers; v4 has 27,
-the layout of OGBench's mazes but for the place), Humanoid-v5 leaves out what is always zero (348; v4 has
-376). v5 charges for contact forces, v4 does not, and v4 pays for being upright also on the step of a fall.
+Ant-v5 also observes the contact forces on its bodies (105 numbers; v4 has 27, the layout of OGBench's mazes
+without the position); Humanoid-v5 omits what is always zero (348; v4 has 376). v5 charges for contact forces,
+v4 pays for being upright also on the step of a fall.
 
-A control step leaves the derived quantities of `MjData` (places of bodies, inertias, forces) as they were at
+A control step leaves the derived quantities of `MjData` (body positions, inertias, forces) as they were at
 its last physics step, and that is what gymnasium observes.
 """
 
@@ -77,18 +77,17 @@ class Ant(UprightRobot):
         return describe("ant", names, motors, hz=20.0, max_steps=self.max_episode_steps)
 
     def observe(self, states: States) -> Array:
-        """Return pose without the place, velocities and, in v5, contact forces."""
+        """Return pose without x and y, velocities and, in v5, contact forces."""
         own = [states.qpos[:, 2:], states.qvel]
         if self.version != "v4":
             own.append(_flat(_clipped_forces(states)[:, 1:]))
         return np.concatenate(own, axis=1)
 
     def x(self, states: States, model: mujoco.MjModel) -> Array:
-        """Return the torso position, (M,) [m]."""
         return states.more["xpos"][:, _TORSO, 0]
 
     def has_fallen(self, states: States) -> Array:
-        """Return (M,) whether the torso is too low, too high, or nowhere."""
+        """Return (M,) whether the torso is too low, too high, or not finite."""
         z = states.qpos[:, 2]
         finite = np.isfinite(states.qpos).all(axis=1) & np.isfinite(states.qvel).all(axis=1)
         has_fallen: Array = ~(finite & (z >= 0.2) & (z <= 1.0))
@@ -163,7 +162,7 @@ class Humanoid(UprightRobot):
         )
 
     def observe(self, states: States) -> Array:
-        """Return pose without the place, velocities, inertias, motors' and contact forces."""
+        """Return pose without x and y, velocities, inertias, motor and contact forces."""
         first_body, first_joint = (0, 0) if self.version == "v4" else (1, 6)
         more = states.more
         bodies = [_flat(more[name][:, first_body:]) for name in ("cinert", "cvel")]

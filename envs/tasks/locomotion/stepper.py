@@ -1,9 +1,8 @@
 """The engine of gymnasium's robots: many in one process, bit for bit what gymnasium computes.
 
 One compiled model is shared by one `MjData` per environment; `mj_step` advances them, and observations,
-rewards and terminations are computed for all of them at once in gymnasium's own arithmetic, so every number
-equals `gymnasium.make("Hopper-v5")` exactly. Actions are clipped to the box first, as the wrapped
-environments of D4RL do, so the control cost never charges for what the motors cannot do.
+rewards and terminations are computed for all of them at once in gymnasium's own arithmetic. Actions are
+clipped to the box first, as in D4RL's wrapped environments, so the control cost never exceeds the motors'.
 
 Legend: N environments, M of them addressed, Ta executed steps, nq and nv widths of positions and velocities.
 """
@@ -42,7 +41,7 @@ class Robot(Protocol):
     """Interface of a robot; the configurations in `envs.tasks.locomotion.planar` implement it.
 
     Shapes:
-        actions: (M, Da). x_velocity: (M,) [m/s]. fell: (M,) bool.
+        actions: (M, Da). x_velocity: (M,) [m/s]. has_fallen: (M,) bool.
     """
 
     @property
@@ -78,12 +77,7 @@ class Robot(Protocol):
 
 
 class RobotStepper(MujocoStepper):
-    """Steps N copies of one robot; exact, and as fast as `mj_step` allows.
-
-    Args:
-        robot: Model, observation, reward and termination.
-        num_envs: N.
-    """
+    """Steps N copies of one robot; exact, and as fast as `mj_step` allows."""
 
     def __init__(self, robot: Robot, num_envs: int) -> None:
         import mujoco
@@ -143,7 +137,6 @@ class RobotStepper(MujocoStepper):
         return self._judge(rows, seen, actions)
 
     def _judge(self, rows: Array, seen: list[Array], actions: Array) -> StepResult:
-        """Return the step results of states (M, Ta, ...) and actions (M, Ta, Da)."""
         shape = actions.shape[:2]
         states = self._states([part.reshape(-1, *part.shape[2:]) for part in seen])
         x = np.concatenate([self._x[rows, None], self.robot.x(states, self.model).reshape(shape)], axis=1)
@@ -159,7 +152,6 @@ class RobotStepper(MujocoStepper):
         return States(parts[0], parts[1], dict(zip(self._names[2:], parts[2:], strict=True)))
 
     def get_state(self) -> dict[str, Array]:
-        """Return the integration states (N, nstate), from which physics continues bit-exactly, and x (N,)."""
         return {**super().get_state(), "x": self._x.copy()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

@@ -68,11 +68,7 @@ def distances(maze: Layout, goal: Cell) -> dict[Cell, int]:
 def simple_paths(maze: Layout, start: Cell, goal: Cell, *, detour: int = 0) -> list[tuple[Cell, ...]]:
     """Return all paths between two cells without repeated cells, shortest first.
 
-    Args:
-        maze: The maze.
-        start: First cell.
-        goal: Last cell.
-        detour: Cells by which a path may be longer than the shortest.
+    `detour` is the number of cells by which a path may exceed the shortest.
     """
     left = distances(maze, goal)
     longest = left[start] + detour
@@ -90,12 +86,7 @@ def simple_paths(maze: Layout, start: Cell, goal: Cell, *, detour: int = 0) -> l
 
 
 class Polyline:
-    """Tracking state on a polyline.
-
-    Args:
-        corners: (n, 2) places [m], at least two.
-        cell_m: Side of a cell of the maze [m].
-    """
+    """Tracking state on a polyline with corners (n, 2) [m], at least two."""
 
     def __init__(self, corners: Array, cell_m: float = 1.0) -> None:
         self._from, self._side = corners[:-1], np.diff(corners, axis=0)
@@ -125,15 +116,9 @@ class Polyline:
 
 
 class PathFollower:
-    """Target generator of one demonstration.
+    """Target generator of one demonstration, from start to goal (2,) [m].
 
-    Args:
-        maze: The maze.
-        start, goal: (2,) [m].
-        options: Options of the expert.
-        lag_s: Lag of the point behind the target [s].
-        rng: Generator of path, bends, pace and wobble.
-        step_s: Time between two decisions [s].
+    `lag_s` is the lag of the point behind the target, `step_s` the time between two decisions [s].
     """
 
     def __init__(
@@ -168,8 +153,8 @@ class PathFollower:
 def look_ahead(pace: float, lag_s: float, step_s: float) -> float:
     """Return the look-ahead distance [m] for a pace [m/s], if the target moves every `step_s` [s].
 
-    At constant speed the point lags by `lag_s` (damping over stiffness, where spring and damper forces
-    balance); a target held for a control step adds half a step on average.
+    At constant speed the point lags by `lag_s` (damping over stiffness); a target held for a control step
+    adds half a step on average.
     """
     return pace * (lag_s + step_s / 2)
 
@@ -199,13 +184,7 @@ def places(maze: Layout) -> PointControl:
 
 
 def moves(full_m: float, step_s: float, lag_s: float) -> PointControl:
-    """Return the controller of points whose actions are displacements.
-
-    Args:
-        full_m: Displacement of an action of 1 [m].
-        step_s: Length of a control step [s].
-        lag_s: See `PointControl`.
-    """
+    """Return the controller of points that move by up to `full_m` [m] per control step of `step_s` [s]."""
     gain = step_s / (lag_s * full_m)
     return PointControl(lambda obs, place: gain * (place - obs[:2]), np.ones(2), lag_s)
 
@@ -221,19 +200,10 @@ def demonstrate_maze(
     max_steps: int,
     keep_goal: bool = False,
 ) -> Episode:
-    """Record one episode in row 0 of a point's stepper.
+    """Record the episode of a seed in row 0 of a point's stepper.
 
-    Also recorded: the physics state before each action (`states`: time, positions, velocities).
-
-    Args:
-        stepper: Simulator of the task.
-        maze: Its maze.
-        seed: Seed of the episode; determines path and wobble as well.
-        options: Options of the expert.
-        control: Controller of the point.
-        step_s: Length of a control step [s].
-        max_steps: Time limit in control steps.
-        keep_goal: Whether to record the goal (2,) of every step, as `goal`.
+    Extras are the physics state before each action (`states`: time, positions, velocities) and, with
+    `keep_goal`, the goal (2,) of every step (`goal`).
     """
     from envs.rollouts.recording import Recording
 

@@ -25,16 +25,7 @@ def maze_figure(
     *,
     has_goals: bool = True,
 ) -> Figure:
-    """Draw one panel of episodes per title, side by side.
-
-    Args:
-        maze: The maze.
-        panels: For every title the trajectories and their outcomes, as `draw_maze` takes them.
-        has_goals: See there.
-
-    Returns:
-        A figure that needs no display; save it with `savefig`.
-    """
+    """Return a figure with one panel of episodes per title; values are trajectories and outcomes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -57,20 +48,10 @@ def draw_maze(
     title: str = "",
     has_goals: bool = True,
 ) -> None:
-    """Draw episodes from above: walls, a dot where each began, a ring around its goal, one line per episode.
+    """Draw episodes from above: walls, a dot at each start, a ring around its goal, one line per episode.
 
-    Successes are green; failures are orange and end in a cross.
-
-    Shapes:
-        trajectories: one (L+1, 4 or more) array per episode, x and y [m] first and its goal last.
-
-    Args:
-        ax: Where to draw.
-        maze: The maze.
-        trajectories: Observations of the episodes.
-        outcomes: Whether each episode succeeded.
-        title: First line above the count of successes.
-        has_goals: Whether observations end with the goal; else no ring is drawn.
+    Successes are green; failures are orange and end in a cross. Trajectories are (L+1, 4 or more) arrays, x
+    and y [m] first; the goal is last if `has_goals`, else no ring is drawn.
     """
     _draw_walls(ax, maze)
     alpha = float(np.clip(18.0 / max(len(trajectories), 1), 0.3, 0.9))
@@ -89,7 +70,6 @@ def draw_maze(
 
 
 def _draw_walls(ax: Axes, maze: Layout) -> None:
-    """Draw the static walls."""
     from matplotlib.patches import Rectangle
 
     for cell in maze.walls:

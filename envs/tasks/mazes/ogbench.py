@@ -89,7 +89,6 @@ class _OgbenchMaze(MazeTask):
 
     @property
     def layout(self) -> Layout:
-        """The maze, in OGBench's frame."""
         return ogbench_layout(self.maze)
 
     def stepper(self, num_envs: int) -> OgbenchMazeStepper:
@@ -123,10 +122,7 @@ class _GuidedPoint(_Point):
     expert: MazeExpert = bounded(MazeExpert(pace=1.6), was="demonstrator")  # options of the expert
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record one demonstration; path, wobble, start and goal follow from the seed.
-
-        If the goal is provided beside the state, every step stores it as extra key `goal`.
-        """
+        """Record one demonstration; with a separate goal every step stores it as extra key `goal`."""
         return demonstrate_maze(
             self.stepper(1),
             self.layout,

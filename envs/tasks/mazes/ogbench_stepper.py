@@ -1,10 +1,10 @@
-"""OGBench's mazes, many in one process: a point, an ant or a humanoid goes to a goal.
+"""OGBench's mazes, many in one process: a point, an ant or a humanoid moves to a goal.
 
-Physics, resets, observations and the rule of success are OGBench's own methods; one environment of theirs
-works on the rows in turn. Every number equals OGBench stepped one by one.
+Physics, resets, observations and the success rule are OGBench's own methods; one of its environments steps
+all rows in turn. Every number equals OGBench stepped one by one.
 
-OGBench draws task, places and exits of teleports from numpy's global generator. Here each episode has a
-generator of its own that gives what the global one would give after `np.random.seed(seed)`.
+OGBench draws task, positions and teleport exits from NumPy's global generator. Here each episode has its own
+generator, which draws as the global one does after `np.random.seed(seed)`.
 
 Legend: N environments, M of them addressed.
 """
@@ -37,14 +37,11 @@ class OgbenchMazeStepper(MazeRows):
         world: OGBench's name, e.g. `antmaze-large`.
         maze: Its layout.
         num_envs: N.
-        task: 1 to 5, which start and goal; 0: one of them is drawn for each episode.
-        single: Rules of OGBench's single tasks: the goal is the middle of its cell, success is judged before
-            an action, rewards are -1 and 0. Otherwise goals lie anywhere in the inner part of their cell,
-            success is judged after an action, rewards are 0 and 1.
+        task: Start and goal, 1 to 5; 0: drawn per episode.
+        single: Rules of OGBench's single tasks: the goal is the middle of its cell, success is evaluated
+            before an action, rewards are -1 and 0. Otherwise goals are anywhere in the inner part of their
+            cell, success is evaluated after an action, rewards are 0 and 1.
         tell_goal: Whether observations end with the goal.
-
-    Raises:
-        MissingExtraError: If OGBench is not installed.
     """
 
     mark = "geom"
@@ -104,13 +101,13 @@ class OgbenchMazeStepper(MazeRows):
         return np.concatenate([obs, self._goal[row]]) if self._tell_goal else obs
 
     def _beside(self, place: tuple[float, float], rng: np.random.RandomState) -> Array:
-        """Return a place (2,) in the inner part of a cell, with OGBench's draws."""
+        """Return a position (2,) in the inner part of a cell, with OGBench's draws."""
         env = self._env
         shift = [rng.uniform(low=-env._noise, high=env._noise) * env._maze_unit / 4 for _ in place]
         return np.add(place, shift)
 
     def _teleport(self, row: int) -> None:
-        """Move an agent near the entry of a teleport to an exit; as in OGBench, it sees that a step later."""
+        """Move an agent near a teleport's entry to an exit; as in OGBench, observed a step later."""
         env, holes = self._env, self._env._teleport_info
         if holes is None:
             return
@@ -128,11 +125,7 @@ def global_generator(seed: int) -> np.random.RandomState:
 
 @cache
 def load_maze(world: str) -> Any:
-    """Build OGBench's environment of a maze once per process.
-
-    Raises:
-        MissingExtraError: If OGBench is not installed.
-    """
+    """Build OGBench's environment of a maze once per process."""
     from policies.extras import require
 
     with warnings.catch_warnings():

@@ -44,23 +44,13 @@ ANT_NAMES = (
 
 
 def ant_torques(full_nm: int) -> tuple[str, ...]:
-    """Return the names of an ant's actions, in the order of its motors.
-
-    Args:
-        full_nm: Torque of an action of 1 [Nm].
-    """
+    """Return the names of an ant's actions, in the order of its motors; an action of 1 is `full_nm` [Nm]."""
     legs = (_LEGS[3], *_LEGS[:3])
     return tuple(f"{leg} {joint} torque [{full_nm} Nm]" for leg in legs for joint in ("hip", "ankle"))
 
 
 class MazeRows(MujocoStepper):
-    """Step N agents, each in its own simulator state of one shared model; exact.
-
-    Args:
-        model: The compiled maze with its agent and an element named `target`.
-        maze: Its layout.
-        num_envs: N.
-    """
+    """Steps N agents in one compiled maze, which has an element named `target`; exact."""
 
     mark: Literal["site", "geom"] = "site"  # model element named `target` that marks the goal
 
@@ -81,7 +71,6 @@ class MazeRows(MujocoStepper):
         see_from_above(model, self.maze)
 
     def goals(self) -> Array:
-        """Return the goals of the running episodes, (N, 2) [m]."""
         return self._goal
 
     def start_and_goal(self, row: int) -> tuple[Array, Array]:
@@ -117,11 +106,7 @@ class MazeTask(HasCameras, ABC):
 
     @abstractmethod
     def stepper(self, num_envs: int) -> MazeRows:
-        """Build the simulators of N environments.
-
-        Raises:
-            MissingExtraError: If their package is not installed.
-        """
+        """Build the simulators of N environments."""
 
     def describe(
         self,
@@ -135,13 +120,8 @@ class MazeTask(HasCameras, ABC):
     ) -> EnvSpec:
         """Return the specification of the task.
 
-        Args:
-            obs: Names of the agent's observations.
-            actions: Names of the actions.
-            limit: (Da,) largest actions.
-            hz: Control steps per second.
-            radius_m: Success distance to the goal [m].
-            scores: D4RL's (random, expert) returns, if they apply to the task.
+        `limit` (Da,) are the largest actions, `radius_m` is the success distance to the goal, `scores` are
+        D4RL's (random, expert) returns.
         """
         obs = (*obs, *GOAL_NAMES) if self.goal == "appended" else obs
         return symmetric_spec(
@@ -161,11 +141,7 @@ class MazeTask(HasCameras, ABC):
         )
 
     def check_recording(self, dataset: EpisodeDataset) -> None:
-        """Warn about data with positions in walls: they belong to another maze or coordinate frame.
-
-        Args:
-            dataset: Recorded states, which begin with x and y [m].
-        """
+        """Warn about data with positions in walls: they belong to another maze or coordinate frame."""
         step = max(dataset.num_frames // _LOOKED_AT, 1)
         inside = self.layout.is_free(dataset.observations[::step, :2].numpy())
         if inside.mean() < 1 - _IN_WALLS:
@@ -177,7 +153,7 @@ class MazeTask(HasCameras, ABC):
             )  # fmt: skip
 
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
-        """Draw one panel of trajectories per title, e.g. before and after; see `envs.tasks.mazes.figures`."""
+        """Draw one panel of trajectories per title; see `envs.tasks.mazes.figures`."""
         from envs.tasks.mazes.figures import maze_figure
 
         return maze_figure(self.layout, panels, has_goals=self.goal == "appended")

@@ -42,18 +42,10 @@ def demonstrate(
     max_steps: int,
     terminate_on_success: bool = False,
 ) -> Episode:
-    """Record one episode, until a terminating success or a few steps past the first success.
+    """Record the episode of a seed, until a terminating success or a few steps past the first success.
 
     Recorded are the executed actions, noise included, and the physics state before each (`states`: time,
-    positions, velocities).
-
-    Args:
-        stepper: Simulator of the task.
-        task: Name without its version.
-        seed: Seed of the episode; determines the noise as well.
-        options: Options of the expert.
-        max_steps: Time limit in control steps.
-        terminate_on_success: Whether success terminates the episode.
+    positions, velocities). `task` is the name without version.
     """
     from metaworld.policies import ENV_POLICY_MAP
 

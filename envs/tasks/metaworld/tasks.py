@@ -68,15 +68,7 @@ _ACTION_NAMES = (*(f"hand {axis} change [1 cm]" for axis in "xyz"), "gripper clo
 
 
 class MetaworldStepper(MujocoStepper):
-    """Step N copies of one task.
-
-    Args:
-        task: One of `TASKS`.
-        num_envs: N.
-
-    Raises:
-        MissingExtraError: If Meta-World is not installed.
-    """
+    """Step N copies of one of `TASKS`."""
 
     def __init__(self, task: str, num_envs: int) -> None:
         self._env, self._fresh = load_metaworld(task)
@@ -107,7 +99,6 @@ class MetaworldStepper(MujocoStepper):
         return StepResult(np.stack(obs), reward, no, no, success)
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return the positions of objects moved by resets, goals included."""
         return {name: self._variables[row][name].copy() for name in _IN_MODEL}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
@@ -174,14 +165,7 @@ def _window(value: Array, data: Any) -> dict[str, list[Any]] | None:
 
 @lru_cache(maxsize=4)
 def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
-    """Build Meta-World's environment of a task once per process.
-
-    Returns:
-        The environment, and its initial non-physics state.
-
-    Raises:
-        MissingExtraError: If Meta-World is not installed.
-    """
+    """Build Meta-World's environment of a task once per process; returns it with its initial variables."""
     from policies.extras import require
 
     module = require("metaworld", extra="metaworld")
@@ -230,7 +214,6 @@ class Metaworld(HasCameras):
         return MetaworldStepper(self.task, num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record Meta-World's scripted policy on the episode of this seed."""
         return demonstrate(
             self.stepper(1),
             self.task,
@@ -241,7 +224,6 @@ class Metaworld(HasCameras):
         )
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Render an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         frames = replay_frames(self.make_vector(1), seed, actions, camera="corner2", **options)

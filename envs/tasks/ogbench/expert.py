@@ -49,17 +49,10 @@ class OracleExpert(Checked):
 
 
 def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_steps: int) -> Episode:
-    """Record one episode.
+    """Record the episode of a seed in a world of OGBench's name with task 1 to 5.
 
     Recorded are the executed actions, noise included, the physics state before each (`states`: time,
     positions, velocities), and the button states if any (`button_states`).
-
-    Args:
-        world: OGBench's name.
-        task: 1 to 5.
-        seed: Seed of the episode; determines the noise as well.
-        options: Options of the expert.
-        max_steps: Time limit in control steps, in mode `task`.
     """
     if options.mode != "task":
         from envs.tasks.ogbench.play import play
@@ -92,7 +85,6 @@ class _Worker:
         self._subtask = subtask
 
     def act(self, env: Any, obs: Array) -> Array:
-        """Return the oracle's action (5,)."""
         action: Array = self._oracle.select_action(obs, {**env.compute_ob_info(), **self._aim(env)})
         return action
 
@@ -111,7 +103,6 @@ class _Worker:
         return bool(there and info["proprio/effector_pos"][2] > _CLEAR[task.kind])
 
     def _aim(self, env: Any) -> dict[str, Any]:
-        """Return the target in OGBench's data-collection format."""
         task, data = self._subtask, env._data
         if task.kind == "cube":
             values = {"block": task.index, "block_pos": task.wanted, "block_yaw": np.zeros(1)}

@@ -59,7 +59,6 @@ def next_subtask(env: Any) -> Subtask | None:
 
 
 def gripper_of(env: Any) -> Array:
-    """Return the gripper position (3,)."""
     place: Array = env._data.site_xpos[env._pinch_site_id]
     return place
 
@@ -74,13 +73,11 @@ def cubes_of(env: Any) -> tuple[Array, Array]:
 
 
 def next_move(places: Array, targets: Array) -> tuple[int, Array] | None:
-    """Return the next cube and its destination; None if all are placed.
+    """Return the next cube and its destination (3,) [m]; None if all are placed.
 
     A cube is movable if no cube lies on it. It can be placed if its target is vacant and, above the table,
-    its support is placed. If no cube can reach its target, one is moved aside.
-
-    Shapes:
-        places, targets: (n, 3) [m].
+    its support is placed. If no cube can reach its target, one is moved aside. Places and targets are (n, 3)
+    [m].
     """
     wrong = [i for i in range(len(places)) if np.linalg.norm(places[i] - targets[i]) > _PLACED]
     if not wrong:
@@ -101,7 +98,6 @@ def _covered(i: int, places: Array) -> bool:
 
 
 def _vacant(i: int, places: Array, targets: Array) -> bool:
-    """Whether cube i can be placed at its target."""
     others = np.delete(places, i, axis=0)
     beside = np.linalg.norm(others[:, :2] - targets[i, :2], axis=1)
     if ((beside < _ROOM) & (others[:, 2] > targets[i, 2] - _CUBE / 2)).any():
@@ -114,14 +110,10 @@ def _vacant(i: int, places: Array, targets: Array) -> bool:
 
 
 def fewest_presses(wrong: Array, columns: int) -> list[int]:
-    """Return the shortest set of button presses that toggles exactly the wrong buttons.
+    """Return the shortest set of button presses that toggles exactly the `wrong` (n,) buttons.
 
     A press toggles a button and its neighbours in rows and columns, so presses add modulo 2. All solutions
     are one solution plus the null space of presses.
-
-    Args:
-        wrong: (n,) bool, buttons in the wrong state.
-        columns: Buttons per row.
 
     Raises:
         ValueError: If there is no solution.

@@ -43,15 +43,7 @@ _TABLE_Y, _DRAWER_Z = (
 
 
 def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episode:
-    """Record one episode, determined by the seed.
-
-    Args:
-        world: OGBench's name.
-        task: Whose rewards are recorded, 1 to 5.
-        seed: Seed of the episode.
-        noisy: `noisy` instead of `play`.
-        length: Control steps.
-    """
+    """Record the episode of a seed; `task`, 1 to 5, determines the recorded rewards."""
     stepper, judge = OgbenchStepper(world, 0, 1), _Judge(world, task, seed)
     record, rng = Recording(stepper, seed), np.random.default_rng((seed, _STREAM))
     p_stack = rng.uniform(*_P_STACK.get(world, _P_STACK_ELSEWHERE))

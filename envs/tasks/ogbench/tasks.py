@@ -105,7 +105,6 @@ class _World(HasCameras):
         return OgbenchStepper(self.name, self.task, num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record the oracles on the episode of this seed."""
         limit = self.max_episode_steps
         return demonstrate(self.name, self.task, seed, self.expert, max_steps=limit)
 

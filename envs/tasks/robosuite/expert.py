@@ -52,19 +52,11 @@ def demonstrate(
     max_steps: int,
     terminate_on_success: bool = False,
 ) -> Episode:
-    """Record one episode in row 0 of a stepper.
+    """Record the episode of a seed in row 0 of a stepper.
 
     The episode ends a few steps after success, or with the success if it terminates. Recorded are the
     executed actions, noise included, and the physics state before each (`states`: time, positions,
     velocities).
-
-    Args:
-        stepper: Simulator of the task.
-        seed: Seed of the episode; determines the noise as well.
-        options: Options of the expert.
-        program: "lift", "can" or "square".
-        max_steps: Time limit in control steps.
-        terminate_on_success: Whether success terminates the episode.
     """
     rng = np.random.default_rng((seed, _NOISE_STREAM))
     record = Recording(stepper, seed, terminate_on_success=terminate_on_success)
@@ -100,21 +92,14 @@ def above(height: float) -> Array:
 
 
 def wait(sight: ArmObservation, steps: int, *, grip: float) -> Moves:
-    """Keep the gripper in place."""
+    """Keep the gripper in place for some control steps."""
     target = Target(sight.hand, sight.heading)
     for _ in range(steps):
         yield sight.toward(target, grip)
 
 
 def fetch(sight: ArmObservation, point: Callable[[], Array], yaw: float, *, up: float) -> Moves:
-    """Grasp an object from above and raise it by `up` [m].
-
-    Args:
-        sight: Observation of the arm.
-        point: Returns the grasp position (3,).
-        yaw: Heading of the gripper [rad].
-        up: Lift height [m].
-    """
+    """Grasp an object at a point (3,) from above with a gripper heading [rad], and raise it by `up` [m]."""
     if sight.hand[2] < point()[2] + 0.08:  # avoid sweeping over the table
         high = np.array([*sight.hand[:2], point()[2] + 0.1])
         yield from go(sight, lambda: Target(high, sight.heading), grip=OPEN, within=0.02)

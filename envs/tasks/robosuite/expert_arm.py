@@ -49,13 +49,7 @@ def pointing_down(angle: float) -> Array:
 
 
 class ArmObservation:
-    """Current poses of one arm and its object.
-
-    Args:
-        env: robosuite's environment, for names.
-        data: The simulator, current state.
-        pace: Largest translation command.
-    """
+    """Current poses of one arm and its object; robosuite's environment gives the names."""
 
     def __init__(self, env: Any, data: Any, *, pace: float) -> None:
         self._env, self._data, self._pace = env, data, pace
@@ -140,7 +134,6 @@ class ArmObservation:
         return np.concatenate([move, np.clip(TURN_GAIN * error, -1, 1), [grip]])
 
     def physics_state(self) -> Array:
-        """Return time, positions and velocities, (1 + nq + nv,)."""
         return recorded_physics(self._data)
 
     @property

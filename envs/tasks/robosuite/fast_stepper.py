@@ -2,8 +2,8 @@
 
 Model, reset and rules are robosuite's; the 25 physics steps per control step use MuJoCo and one compiled
 function, `envs/tasks/robosuite/osc_controller.py:drive`. robosuite computes the state of every physics step
-three times (twice for its controllers); here it is computed once, by splitting the step around the control
-law. The physics is equal up to rounding of the torques.
+three times; here it is computed once, by splitting the step around the control law. The physics is equal up
+to rounding of the torques.
 
 One scene per process is compiled and shared, so each further environment costs a few hundred kilobytes. A
 reset starts the episode in robosuite and copies the state.
@@ -34,10 +34,10 @@ COMMAND = 7  # entries of an arm's action: translation, rotation, gripper
 
 @dataclass(frozen=True)
 class Arm:
-    """Where one arm is in the model's arrays.
+    """Indices of one arm in the model's arrays.
 
     Shapes:
-        entries: (7, 7) places of its inertia in `qM`.
+        entries: (7, 7) indices of its inertia in `qM`.
         limits: (7, 2) torques.
         finger_range: (2, 2) positions that the finger motors accept.
     """
@@ -54,12 +54,7 @@ class Arm:
 
 
 class ArmController:
-    """One arm of one environment: its command, and views into the simulator's memory.
-
-    Args:
-        arm: Where the arm is.
-        data: The simulator.
-    """
+    """One arm of one environment: its command, and views into the simulator's memory."""
 
     def __init__(self, arm: Arm, data: Any) -> None:
         self.rest = np.zeros(7)  # initial posture of the episode
@@ -77,7 +72,6 @@ class ArmController:
         )
 
     def begin(self) -> None:
-        """Store the current posture as the rest posture and half-open fingers as target."""
         self.rest[:], self.grip[:] = self.joints, 0.0
 
     def command(self, action: Array) -> None:
@@ -104,11 +98,7 @@ class Scene:
 
 @lru_cache(maxsize=8)
 def load_scene(task: str, num_arms: int) -> Scene:
-    """Compile a task once per process; takes about a second.
-
-    Raises:
-        MissingExtraError: If robosuite is not installed.
-    """
+    """Compile a task once per process; takes about a second."""
     import mujoco
 
     env = make_robosuite(task, num_arms)
@@ -155,16 +145,9 @@ def _inertia_entries(model: Any, dofs: Sequence[int]) -> Array:
 
 
 class FastStepper(MujocoStepper):
-    """Steps N copies of a task of robosuite's; all share one model.
+    """Steps N copies of one of robosuite's tasks; all share one model.
 
-    Args:
-        task: Name of robosuite's environment.
-        num_arms: A, 1 or 2.
-        keys: Names of robosuite's observations in the order wanted; a minus sign in front negates one.
-        num_envs: N.
-
-    Raises:
-        MissingExtraError: If robosuite is not installed.
+    `keys` are names of robosuite's observations, in order; a leading minus sign negates one.
     """
 
     def __init__(self, task: str, num_arms: int, keys: Sequence[str], num_envs: int) -> None:
@@ -204,7 +187,6 @@ class FastStepper(MujocoStepper):
         return self.scene.env
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return nothing: positions determine the image of a row."""
         return {}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
@@ -212,7 +194,7 @@ class FastStepper(MujocoStepper):
         hide_collisions(model)
 
     def get_state(self) -> dict[str, Array]:
-        """Return everything the next steps depend on: physics, postures (N, A, 7) and grips (N, A, 2)."""
+        """Return physics, postures (N, A, 7) and grips (N, A, 2)."""
         controllers = self._controllers
         return {
             **super().get_state(),
@@ -221,11 +203,6 @@ class FastStepper(MujocoStepper):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`.
-
-        Raises:
-            CheckpointError: If the state is that of another engine.
-        """
         import mujoco
 
         if not isinstance(state, Mapping) or not {"physics", "rest", "grip"} <= state.keys():
@@ -237,7 +214,6 @@ class FastStepper(MujocoStepper):
                 controller.rest[:], controller.grip[:] = state["rest"][row][arm], state["grip"][row][arm]
 
     def close(self) -> None:
-        """Drop the simulators; the compiled scene is kept."""
         self.datas, self._controllers = [], []
 
     def _advance(self, data: Any, controllers: Sequence[ArmController], action: Array) -> None:
@@ -256,10 +232,7 @@ class FastStepper(MujocoStepper):
             second_half(model, data)
 
     def _first_inertia(self, controllers: Sequence[ArmController]) -> Array:
-        """Return the `qM` (nM,) that robosuite's controllers use in the first physics step of an episode.
-
-        It describes the arms before the reset opens the fingers.
-        """
+        """Return the `qM` (nM,) of an episode's first physics step: the arms before the fingers open."""
         import mujoco
 
         self._spare.qpos[:] = self.model.qpos0

@@ -63,7 +63,6 @@ def _upper_quaternion(body: int) -> Read:
 
 
 def _entries(env: Any) -> dict[str, Read]:
-    """Return all entries of the tasks' observations."""
     entries: dict[str, Read] = {}
     for robot in env.robots:
         entries |= _of_hand(env, robot)

@@ -1,14 +1,12 @@
 """robomimic's state tasks in robosuite 1.5.1: lift, can, square and transport.
 
-Franka arms move by changes of the hand's pose (operational-space control at 20 Hz, stiffness 150). The
-reward is 1 on every step on which the task is solved; nothing but the limit ends an episode, unless
-`env.terminate_on_success` says so (as in off-policy work on these tasks, e.g. QC, arXiv 2507.07969).
+Franka arms move by changes of the gripper pose (operational-space control at 20 Hz, stiffness 150). The
+reward is 1 on every step on which the task is solved; only the limit ends an episode, unless
+`env.terminate_on_success` is set (as in off-policy work on these tasks, e.g. QC, arXiv 2507.07969).
 
-The observation is robomimic's: hand position, hand quaternion and finger positions of each arm, then the
+The observation is robomimic's: gripper position, quaternion and finger positions of each arm, then the
 `object` vector. Since robosuite 1.5 that vector has another order (and, in lift, another sign):
-`object_layout` must name the kind of file a policy was cloned from.
-
-robosuite compiles the models, begins the episodes and makes the rules; what steps is `env.engine`:
+`object_layout` must name the kind of file a policy was cloned from. `env.engine` selects the stepper:
 `envs/tasks/robosuite/fast_stepper.py:FastStepper` or robosuite itself,
 `envs/tasks/robosuite/reference_stepper.py:RobosuiteStepper`.
 
@@ -20,9 +18,7 @@ Differences from robomimic's rollouts on robosuite 1.4.1, which DPPO (arXiv 2409
   step, and can's and square's relative poses from older positions still (zeros after a reset).
 - Models are compiled once (`hard_reset=False`), so what robosuite draws at compilation, the sizes of
   lift's cube and of the head of transport's hammer, is the same in all environments and episodes.
-- A reset depends on its seed alone and leaves numpy's global generator as it was.
-
-Legend: N environments, M of them addressed.
+- A reset depends on its seed alone and leaves NumPy's global generator as it was.
 """
 
 from __future__ import annotations
@@ -88,7 +84,6 @@ class _Robosuite(HasCameras):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the concatenated robosuite observations, in order."""
         arms = (f"robot{arm}_{key}" for arm in range(self.num_arms) for key in _ARM)
         return (*arms, *(self.object_v15 if self.object_layout == "v15" else self.object_v141))
 
@@ -116,7 +111,6 @@ class _Robosuite(HasCameras):
         return engine(self.task, self.num_arms, self.keys, num_envs)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Render an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         vector = self.make_vector(1)
@@ -132,7 +126,6 @@ class _Demonstrated(_Robosuite):
     expert: ArmExpert = bounded(ArmExpert(), was="demonstrator")  # options of the expert
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record the expert on the episode of this seed."""
         return demonstrate(
             self.stepper(1),
             seed,

@@ -24,7 +24,7 @@ _MEANINGS = {
 _log = logging.getLogger(__name__)
 
 
-def as_shown(env: EnvConfig, dataset: EpisodeDataset) -> EpisodeDataset:
+def with_task_observations(env: EnvConfig, dataset: EpisodeDataset) -> EpisodeDataset:
     """Return a dataset with the task's observations: goals are appended to states if the task does so.
 
     Tasks with `check_recording` then check the data further.

@@ -102,7 +102,7 @@ def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
             return env
         raise CapabilityError(
             f"the policy looks through the cameras {', '.join(images)}; the scene of this task cannot be "
-            f"drawn. Evaluate it on a task that has the options env.cameras and env.image_size."
+            "drawn. Use a task with the options env.cameras and env.image_size."
         )
     assert is_dataclass(env)
     if not images:
@@ -111,23 +111,18 @@ def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
         _check_cameras(env, images)
     sizes = {shape[:2] for shape in images.values()}
     if len(sizes) > 1:
-        raise ConfigError(
-            f"a task draws all images in one size; the policy looks at {dict(images)}. Train it on images "
-            f"of one size."
-        )
+        raise ConfigError(f"the images of a policy must have one size in a task; got {dict(images)}.")
     return replace(env, cameras=tuple(images), image_size=sizes.pop())
 
 
 def _check_cameras(env: HasCameras, images: Mapping[str, ImageShape]) -> None:
-    shown = env.images
-    missing = [camera for camera in images if camera not in shown]
-    if missing:
+    if not set(images) <= set(env.cameras):
         raise ConfigError(
             f"the policy looks through the cameras {', '.join(images)}; env.cameras has "
             f"{', '.join(env.cameras)}. Leave env.cameras out, or name those of the policy."
         )
     for camera, shape in images.items():
-        if tuple(shape) != shown[camera]:
+        if tuple(shape) != env.images[camera]:
             raise ConfigError(
                 f"the policy looks at images of {shape[0]} x {shape[1]} pixels from camera '{camera}'; "
                 f"env.image_size is {list(env.image_size)}. Leave env.cameras out, or set "
@@ -141,7 +136,7 @@ class SceneState:
 
     positions: Array
     appearance: dict[str, Array]
-    pictures: dict[str, Array] = field(default_factory=dict)
+    images: dict[str, Array] = field(default_factory=dict)
 
 
 class CameraRenderer:
@@ -156,12 +151,16 @@ class CameraRenderer:
 
         self._stepper, self._images, self._shadows = stepper, dict(images), shadows
         self._model = copy.copy(stepper.model)
-        _check_names(self._model, images)
+        _check_camera_names(self._model, images)
         self._data = mujoco.MjData(self._model)
         part = mujoco.mjtState
         self._signature = part.mjSTATE_QPOS | part.mjSTATE_MOCAP_POS | part.mjSTATE_MOCAP_QUAT
         self._size = mujoco.mj_stateSize(self._model, self._signature)
         self._renderer: Any = None
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        return tuple(self._images)
 
     def capture(self, row: int) -> SceneState:
         """Return the current appearance of a row."""
@@ -175,10 +174,10 @@ class CameraRenderer:
 
     def render(self, state: SceneState) -> dict[str, Array]:
         """Return the images (H, W, 3) of a state by camera."""
-        if not state.pictures:
+        if not state.images:
             self._restore(state)
-            state.pictures = {camera: self._picture(camera) for camera in self._images}
-        return state.pictures
+            state.images = {camera: self._render_camera(camera) for camera in self._images}
+        return state.images
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -195,15 +194,15 @@ class CameraRenderer:
         for stage in (mujoco.mj_kinematics, mujoco.mj_comPos, mujoco.mj_camlight, mujoco.mj_tendon):
             stage(model, data)
 
-    def _picture(self, camera: str) -> Array:
+    def _render_camera(self, camera: str) -> Array:
         from envs.engine.rendering import OffscreenRenderer
 
         if self._renderer is None:
             height, width, _ = self._images[camera]
             self._renderer = OffscreenRenderer(self._model, width=width, height=height, shadows=self._shadows)
         self._renderer.look_through(None if camera == FREE else camera)
-        picture: Array = self._renderer.frame(self._data)
-        return picture
+        image: Array = self._renderer.frame(self._data)
+        return image
 
 
 class FrameHistory:
@@ -227,11 +226,10 @@ class FrameHistory:
 
     def images(self, rows: Iterable[int]) -> dict[str, Array]:
         """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
-        drawn = [[self._renderer.render(state) for state in self._states[row]] for row in rows]
-        cameras = list(self._renderer._images)
+        histories = [[self._renderer.render(state) for state in self._states[row]] for row in rows]
         return {
-            camera: np.stack([np.stack([pictures[camera] for pictures in history]) for history in drawn])
-            for camera in cameras
+            camera: np.stack([np.stack([images[camera] for images in history]) for history in histories])
+            for camera in self._renderer.cameras
         }
 
     def get_state(self) -> list[list[dict[str, Any]]]:
@@ -249,7 +247,7 @@ class FrameHistory:
         self._renderer.close()
 
 
-def _check_names(model: Any, cameras: Iterable[str]) -> None:
+def _check_camera_names(model: Any, cameras: Iterable[str]) -> None:
     names = [model.camera(i).name for i in range(model.ncam)]
     known = [*(name for name in names if name), FREE]
     unknown = [camera for camera in cameras if camera not in known]

@@ -9,23 +9,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.spec import VectorEnv
 from policies.errors import MissingExtraError
 
 if TYPE_CHECKING:
     import mujoco
 
-    pass
-
-
-class SteppedVector(VectorEnv, Protocol):
-    """A vector of environments with a stepper."""
-
-    stepper: Any
+    from envs.engine.vector import ChunkVector
 
 
 class OffscreenRenderer:
@@ -56,14 +49,14 @@ class OffscreenRenderer:
         self._scene = mujoco.MjvScene(model, maxgeom=10_000)
         self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = shadows
         self._option = mujoco.MjvOption()
-        self._camera = _view(model, camera)
+        self._camera = _camera(model, camera)
         with _buffers_for(model, width, height, shadows):
             self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150.value)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
 
     def look_through(self, camera: str | None) -> None:
         """Set the camera of subsequent frames."""
-        self._camera = _view(self._model, camera)
+        self._camera = _camera(self._model, camera)
 
     def frame(self, data: mujoco.MjData) -> np.ndarray:
         """Return the image of a state: (height, width, 3) uint8."""
@@ -130,7 +123,7 @@ def require_gl() -> None:
 
 
 def replay_frames(
-    vector: SteppedVector,
+    vector: ChunkVector,
     seed: int,
     actions: np.ndarray,
     *,
@@ -166,13 +159,7 @@ def replay_frames(
     return np.stack(frames)
 
 
-def film_strip(frames: np.ndarray, *, columns: int = 8) -> np.ndarray:
-    """Concatenate evenly spaced frames (F, H, W, 3) horizontally: (H, columns W, 3)."""
-    chosen = np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)
-    return np.concatenate(list(frames[chosen]), axis=1)
-
-
-def _view(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
+def _camera(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
     import mujoco
 
     view = mujoco.MjvCamera()

@@ -112,13 +112,9 @@ class SerialVector(ChunkVector):
         *,
         obs_steps: int = 1,
         paper_compat: bool = False,
-        observe: Callable[[Any], Array] = _flat_observation,
-        succeeded: Callable[[Mapping[str, Any]], bool] = _reported_success,
-        options: Callable[[int], dict[str, Any] | None] | None = None,
+        **stepper_options: Any,
     ) -> None:
-        stepper = SerialStepper(
-            envs, observe=observe, succeeded=succeeded, options=options, metric_names=spec.episode_metrics
-        )
+        stepper = SerialStepper(envs, metric_names=spec.episode_metrics, **stepper_options)
         super().__init__(spec, stepper, obs_steps=obs_steps, paper_compat=paper_compat)
 
 

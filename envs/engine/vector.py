@@ -81,7 +81,7 @@ class ChunkVector:
         if len(seeds) != len(index):
             raise ConfigError(f"reset needs one seed per row; got {len(seeds)} seeds for {len(index)} rows.")
         for row, seed in zip(index.tolist(), seeds, strict=True):
-            with self._told("reset"):
+            with self._named_errors("reset"):
                 self._history[row] = self.stepper.reset(row, int(seed))
             if self._image_history is not None:
                 self._image_history.begin(row)
@@ -101,7 +101,7 @@ class ChunkVector:
             EnvironmentFailure: If the simulator raises an error, or an observation or reward is not finite.
         """
         running = np.ones(self.num_envs, bool) if active is None else np.array(active, bool)
-        actions = self._checked(actions, running)
+        actions = self._check_actions(actions, running)
         if isinstance(self.stepper, ChunkStepper) and not self.paper_compat and self._image_history is None:
             return self._step_through(self.stepper, actions, running)
         n, num_steps = actions.shape[:2]
@@ -113,9 +113,9 @@ class ChunkVector:
             rows = np.flatnonzero(running)
             if rows.size == 0:
                 break
-            with self._told("step"):
+            with self._named_errors("step"):
                 step = self.stepper.step(rows, actions[rows, j])
-            self._remember(rows, step.obs)
+            self._append(rows, step.obs)
             path[rows, j] = step.obs
             rewards[rows, j] = step.reward
             length[rows] += 1
@@ -153,7 +153,7 @@ class ChunkVector:
         """Execute whole chunks at once and keep the part before the end of each episode."""
         n, num_steps = actions.shape[:2]
         rows = np.flatnonzero(running)
-        with self._told("step"):
+        with self._named_errors("step"):
             step = stepper.step_through(rows, actions[rows])
         count = np.arange(1, num_steps + 1)
         limited = step.truncated | (self._elapsed[rows, None] + count >= self.spec.max_episode_steps)
@@ -178,7 +178,7 @@ class ChunkVector:
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _named_errors(self, what: str) -> Iterator[None]:
         """Convert simulator errors to an EnvironmentFailure that names the task."""
         try:
             yield
@@ -240,7 +240,7 @@ class ChunkVector:
             self._image_history.close()
         self.stepper.close()
 
-    def _checked(self, actions: Array, active: Array) -> Array:
+    def _check_actions(self, actions: Array, active: Array) -> Array:
         actions = np.asarray(actions)
         if actions.ndim != 3 or actions.shape[::2] != (self.num_envs, self.spec.action_dim):
             raise ConfigError(
@@ -255,7 +255,7 @@ class ChunkVector:
             raise ConfigError(f"environments {rows} of '{self.spec.name}' are finished; reset them first.")
         return np.clip(actions, self._low, self._high)
 
-    def _remember(self, rows: Array, obs: Array) -> None:
+    def _append(self, rows: Array, obs: Array) -> None:
         if self.obs_steps > 1:
             self._history[rows, :-1] = self._history[rows, 1:]
         self._history[rows, -1] = obs

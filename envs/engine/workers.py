@@ -76,7 +76,7 @@ class LocalWorkers:
         results = []
         with torch_threads(1):
             for worker, args in zip(self._objects, arguments, strict=True):
-                worker.notify = on_message or _ignore
+                worker.notify = on_message or _drop
                 results.append(getattr(worker, method)(*args))
         return results
 
@@ -96,7 +96,7 @@ class ProcessWorkers:
 
     def __init__(self, factory: Factory, arguments: Sequence[tuple[Any, ...]]) -> None:
         self._children: list[Child] = []
-        self._finalizer = weakref.finalize(self, _end, self._children)
+        self._finalizer = weakref.finalize(self, _close_all, self._children)
         for _ in arguments:
             self._children.append(fork_worker(_SERVE))
         place = {"path": sys.path, "directory": os.getcwd(), "environment": dict(os.environ)}
@@ -138,10 +138,10 @@ class ProcessWorkers:
                 self._send(index, message)
             return self._collect(on_message)
         except BaseException:
-            self._hang_up()
+            self._kill_all()
             raise
 
-    def _hang_up(self) -> None:
+    def _kill_all(self) -> None:
         for child in self._children:
             child.end(grace_s=0.0)
         self.close()
@@ -168,7 +168,7 @@ class ProcessWorkers:
                 except (EOFError, OSError):
                     raise self._died(index) from None
                 if kind == "message":
-                    (on_message or _ignore)(value)
+                    (on_message or _drop)(value)
                     continue
                 if kind == "refusal":
                     raise value
@@ -234,14 +234,14 @@ def serve(descriptor: int) -> None:
     exit_on_hangup(descriptor)
     link = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):
-        _settle(receive(link))
+        _adopt(receive(link))
         send(link, ("ok", None))
         with torch_threads(1):
-            _answer(link)
+            _serve_calls(link)
     os._exit(0)
 
 
-def _settle(place: dict[str, Any]) -> None:
+def _adopt(place: dict[str, Any]) -> None:
     """Adopt the program's module search path, working directory and environment variables."""
     sys.path[:] = place["path"]
     os.chdir(place["directory"])
@@ -249,7 +249,7 @@ def _settle(place: dict[str, Any]) -> None:
     os.environ.update(place["environment"] | ONE_THREAD)
 
 
-def _answer(link: Connection) -> None:
+def _serve_calls(link: Connection) -> None:
     """Build the object, then serve calls until the stop message."""
     worker: Any = None
     while True:
@@ -272,7 +272,7 @@ def _answer(link: Connection) -> None:
             send(link, ("error", traceback.format_exc()))
 
 
-def _end(children: list[Child]) -> None:
+def _close_all(children: list[Child]) -> None:
     """Request processes to close, then kill the rest."""
     for child in children:
         with contextlib.suppress(OSError):
@@ -281,5 +281,5 @@ def _end(children: list[Child]) -> None:
         child.end()
 
 
-def _ignore(_: Any) -> None:
+def _drop(_: Any) -> None:
     """Drop a message."""

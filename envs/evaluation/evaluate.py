@@ -27,7 +27,7 @@ from envs.evaluation.intervals import (
     value_at_risk,
     wilson,
 )
-from envs.evaluation.protocol import as_evaluated, described, prepare_eval
+from envs.evaluation.protocol import describe_protocol, prepare_eval, with_settings
 from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.player import NETWORK_CALLS, EpisodeRunner, EvaluatedPolicy, Evaluator
@@ -180,10 +180,10 @@ def evaluate(
             task that cannot be rendered.
         MissingExtraError: If the policy requires images and rendering is unavailable.
     """
-    short_run, sketched = warm_start or WarmStart(), steer or Steering()
+    short_run, sketch = warm_start or WarmStart(), steer or Steering()
     settings = EvaluationSettings(
         *(episodes, first_seed, noise_seed, start_noise, sampling_noise),
-        *(steps, num_envs, act_steps, short_run, sketched),
+        *(steps, num_envs, act_steps, short_run, sketch),
     )
     if episodes < 1 or num_workers < 0:
         raise ConfigError(
@@ -195,8 +195,8 @@ def evaluate(
             f"differ by their noise; got {start_noise} and {sampling_noise}."
         )
     task = prepare_eval(env, policy)
-    player = EpisodeRunner(
-        policy=as_evaluated(policy, settings),
+    runner = EpisodeRunner(
+        policy=with_settings(policy, settings),
         first_seed=first_seed,
         noise_seed=noise_seed,
         start_noise=start_noise,
@@ -204,33 +204,37 @@ def evaluate(
         keep=keep_observations,
         warm_start=short_run,
     )
-    counter = _Counter(episodes, on_progress)
-    rows = _play(player, task, episodes, num_envs, num_workers, counter)
-    return Evaluation(tuple(sorted(rows, key=lambda row: row.episode)), described(env, settings, task))
+    finished = 0
+
+    def count(ended: int) -> None:
+        nonlocal finished
+        finished += ended
+        if on_progress is not None:
+            on_progress(finished, episodes)
+
+    rows = _run_episodes(runner, task, episodes, num_envs, num_workers, count)
+    return Evaluation(
+        tuple(sorted(rows, key=lambda row: row.episode)), describe_protocol(env, settings, task)
+    )
 
 
-class _Counter:
-    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
-        self._done, self._total, self._on_progress = 0, total, on_progress
-
-    def __call__(self, ended: int) -> None:
-        self._done += ended
-        if self._on_progress is not None:
-            self._on_progress(self._done, self._total)
-
-
-def _play(
-    player: EpisodeRunner, env: EnvConfig, episodes: int, num_envs: int, num_workers: int, counter: _Counter
+def _run_episodes(
+    runner: EpisodeRunner,
+    env: EnvConfig,
+    episodes: int,
+    num_envs: int,
+    num_workers: int,
+    on_message: Callable[[int], None],
 ) -> list[EpisodeRow]:
     count = min(max(1, num_workers), episodes, num_envs)
     shares = [part.tolist() for part in np.array_split(np.arange(episodes), count)]
     widths = [len(part) for part in np.array_split(np.arange(num_envs), count)]
-    with _in_evaluation_mode(player.policy):
-        sent = _on_cpu(player) if num_workers else player
+    with _in_evaluation_mode(runner.policy):
+        sent = _on_cpu(runner) if num_workers else runner
         arguments = [(env, sent, share, width) for share, width in zip(shares, widths, strict=True)]
         workers = start_workers(Evaluator, arguments, processes=num_workers > 0)
         try:
-            return [row for rows in workers.call("run", [()] * count, on_message=counter) for row in rows]
+            return [row for rows in workers.call("run", [()] * count, on_message=on_message) for row in rows]
         finally:
             workers.close()
 
@@ -250,9 +254,9 @@ def _in_evaluation_mode(policy: EvaluatedPolicy) -> Iterator[None]:
             part.training = mode
 
 
-def _on_cpu(player: EpisodeRunner) -> EpisodeRunner:
-    policy = player.policy
-    return replace(player, policy=policy.on_cpu() if isinstance(policy, Policy | BestOfN) else policy)
+def _on_cpu(runner: EpisodeRunner) -> EpisodeRunner:
+    policy = runner.policy
+    return replace(runner, policy=policy.on_cpu() if isinstance(policy, Policy | BestOfN) else policy)
 
 
 def _row_to_json(row: EpisodeRow) -> dict[str, Any]:

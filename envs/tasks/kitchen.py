@@ -74,13 +74,13 @@ class KitchenStepper(MujocoStepper):
         # The objects' amplitudes begin one entry early, as in gymnasium-robotics.
         self._robot_noise = robot_noise * robot.robot_pos_noise_amp[:NUM_ROBOT]
         self._object_noise = object_noise * robot.robot_pos_noise_amp[NUM_ROBOT - 1 :]
-        self._radius = kitchen_env.BONUS_THRESH
+        self._tolerance = kitchen_env.BONUS_THRESH
         self._goals = [
             (kitchen_env.OBS_ELEMENT_INDICES[task], kitchen_env.OBS_ELEMENT_GOALS[task]) for task in tasks
         ]
-        self._wanted = np.zeros(NUM_POSITIONS)
+        self._target_positions = np.zeros(NUM_POSITIONS)
         for index, goal in self._goals:
-            self._wanted[index] = goal
+            self._target_positions[index] = goal
         self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # reseeded by each reset
         self._observed = np.zeros((num_envs, NUM_ROBOT))  # robot positions, with noise
         self._completed = np.zeros((num_envs, len(tasks)), bool)
@@ -109,7 +109,7 @@ class KitchenStepper(MujocoStepper):
             data.ctrl[:] = self._control(row, actions[i])
             mujoco.mj_step(self.model, data, nstep=self._skip)
             obs[i] = self._observe(row)
-            reward[i] = self._judge(row)
+            reward[i] = self._count_completed(row)
         success = self._completed[rows].all(axis=1)
         return StepResult(obs, reward, success, np.zeros(len(rows), bool), success)
 
@@ -144,12 +144,12 @@ class KitchenStepper(MujocoStepper):
         objects = qpos[NUM_ROBOT:] + self._object_noise * rng.uniform(-1.0, 1.0, NUM_POSITIONS - NUM_ROBOT)
         rng.uniform(size=self.model.nv - NUM_ROBOT)
         self._observed[row] = robot
-        return np.concatenate([robot, objects, self._wanted])
+        return np.concatenate([robot, objects, self._target_positions])
 
-    def _judge(self, row: int) -> float:
+    def _count_completed(self, row: int) -> float:
         """Mark completed sub-tasks and return the number of new ones."""
         qpos = self.datas[row].qpos
-        done = np.array([np.linalg.norm(qpos[index] - goal) < self._radius for index, goal in self._goals])
+        done = np.array([np.linalg.norm(qpos[index] - goal) < self._tolerance for index, goal in self._goals])
         new = done & ~self._completed[row]
         self._completed[row] |= done
         return float(new.sum())

@@ -48,29 +48,29 @@ class AvoidExpert(Checked):
         super().__post_init__()
         self.require("modes", self.num_modes is None or not self.modes, "left out beside num_modes")
 
-    def ways(self, num_direct: int) -> tuple[int, ...]:
+    def selected_modes(self, num_direct: int) -> tuple[int, ...]:
         """Return the ids of the selected modes, or refuse ids beyond the `num_direct` direct modes."""
         count = num_direct if self.num_modes is None else self.num_modes
         chosen = self.modes or tuple(range(count))
         if not chosen or min(chosen) < 0 or max(chosen) >= num_direct:
             raise ConfigError(
-                f"env.expert knows the ways 0 to {num_direct - 1}; "
-                f"got num_modes={self.num_modes}, modes={self.modes}. Choose among those."
+                f"env.expert.modes must be from 0 to {num_direct - 1}; "
+                f"got num_modes={self.num_modes}, modes={self.modes}."
             )
         return chosen
 
 
 def plan(
-    scene: AvoidScene, way: tuple[int, ...], start: np.ndarray, *, noise: float, rng: np.random.Generator
+    scene: AvoidScene, gaps: tuple[int, ...], start: np.ndarray, *, noise: float, rng: np.random.Generator
 ) -> Callable[[float], float]:
     """Draw a smooth path x(y) [m] from the start (2,) through one gap of every row and over the finish line.
 
-    `way` is the gap of every row, `noise` the scale of the aim error inside each gap.
+    `gaps` is the gap of every row, `noise` the scale of the aim error inside each gap.
     """
     from scipy.interpolate import PchipInterpolator
 
     ys, xs = [start[1]], [start[0]]
-    for row_y, centers, gap in zip(scene.row_y, scene.gap_x, way, strict=True):
+    for row_y, centers, gap in zip(scene.row_y, scene.gap_x, gaps, strict=True):
         aim = centers[gap] + noise * AIM_M * np.clip(rng.standard_normal(), -2, 2)
         ys += [row_y - 0.02, row_y + 0.02]
         xs += [aim, aim]
@@ -103,8 +103,8 @@ class PathFollower:
         pace = np.clip(self._pace * (1 + 2 * self._noise * PACE_SPREAD * self._drift[0]), 0.25, 1.0)
         soon = position + velocity * RESPONSE_S
         y = soon[1] + LOOK_M
-        way = np.array([float(self._path(y)) + self._wobble(y), y]) - soon
-        return np.clip(pace * way / np.hypot(*way), -1.0, 1.0)
+        offset = np.array([float(self._path(y)) + self._wobble(y), y]) - soon
+        return np.clip(pace * offset / np.hypot(*offset), -1.0, 1.0)
 
     def _wobble(self, y: float) -> float:
         """Sideways push [m] at height y: unrestricted far from the rows, small near them."""
@@ -124,9 +124,9 @@ def demonstrate_avoid(stepper: MujocoStepper, seed: int, options: AvoidExpert, *
 
     rng, scene = np.random.default_rng((seed, _NOISE_STREAM)), load_scene()
     record = Recording(stepper, seed)
-    ways = options.ways(scene.num_direct)
-    way = scene.modes[ways[int(rng.integers(len(ways)))]]
-    path = plan(scene, way, record.now[:2], noise=options.noise, rng=rng)
+    modes = options.selected_modes(scene.num_direct)
+    gaps = scene.modes[modes[int(rng.integers(len(modes)))]]
+    path = plan(scene, gaps, record.now[:2], noise=options.noise, rng=rng)
     follower = PathFollower(scene, path, options=options, rng=rng)
     while not record.ended and len(record) < max_steps:
         action = follower.act(record.now[:2], record.now[2:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,23 +13,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Panels = Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]]
+"""Trajectories and outcomes of episodes, by title."""
+
 INK = "#2f3640"
 PILLAR = "#5b6673"
 SUCCESS = "#1f8a70"
 FAILURE = "#e4572e"
 
 
-def avoid_figure(panels: Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]]) -> Figure:
+def avoid_figure(panels: Panels) -> Figure:
     """Return a figure with one panel of episodes per title; values are trajectories and outcomes."""
+    return side_by_side(panels, draw_avoid, width=3.5, height=6.0)
+
+
+def side_by_side(panels: Panels, draw: Callable[..., None], *, width: float, height: float) -> Figure:
+    """Return a figure, without display, with one panel [inches] per title drawn by `draw`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.5 * len(panels), 6.0), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(width * len(panels), height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    for axes, (title, (trajectories, outcomes)) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
-        draw_avoid(axes, trajectories, outcomes, title=title)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for ax, (title, (trajectories, outcomes)) in zip(axes, panels.items(), strict=True):
+        draw(ax, trajectories, outcomes, title=title)
     return figure
 
 

@@ -177,6 +177,6 @@ def _padded(gap_x: tuple[tuple[float, ...], ...]) -> Array:
 
 def _mode_table(scene: AvoidScene) -> Array:
     table = np.full([len(row) for row in scene.gap_x], -1)
-    for mode, way in enumerate(scene.modes):
-        table[way] = mode
+    for mode, gaps in enumerate(scene.modes):
+        table[gaps] = mode
     return table

@@ -30,8 +30,8 @@ Act = Callable[[np.ndarray], np.ndarray]
 """Maps an observation (Do,) to an action (Da,)."""
 
 SINGLE = ("expert", "medium", "random")
-TURNS = ("medium", "expert")
-"""Who walks the episodes of even and of odd seeds, for `medium-expert`."""
+MEDIUM_EXPERT = ("medium", "expert")
+"""Actors of even and odd seeds, for `medium-expert`."""
 EXPERTS = (*SINGLE, "medium-expert", "mixed")
 MIXED_NOISE = 0.3  # largest additional noise scale of `mixed`
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
@@ -66,30 +66,30 @@ def demonstrate_locomotion(
     """
     rng = np.random.default_rng((seed, _NOISE_STREAM))
     low, high = (np.asarray(side, np.float32) for side in (spec.action_low, spec.action_high))
-    act, noise = _walker(spec.name, seed, options, rng, high)
+    act, noise = _select_actor(spec.name, seed, options, rng, high)
     record = Recording(stepper, seed)
     while not record.ended and len(record) < spec.max_episode_steps:
-        wanted = act(record.now) + noise * high * rng.standard_normal(len(high))
-        record.step(np.clip(wanted, low, high), states=stepper.physics_state(0))
+        action = act(record.now) + noise * high * rng.standard_normal(len(high))
+        record.step(np.clip(action, low, high), states=stepper.physics_state(0))
     return record.episode(truncated=len(record) >= spec.max_episode_steps, success=False)
 
 
-def _walker(
+def _select_actor(
     task: str, seed: int, options: LocomotionExpert, rng: np.random.Generator, high: np.ndarray
 ) -> tuple[Act, float]:
     tier, noise = options.tier, options.noise
     if tier == "medium-expert":
-        tier = TURNS[seed % len(TURNS)]
+        tier = MEDIUM_EXPERT[seed % len(MEDIUM_EXPERT)]
     elif tier == "mixed":
         tier = SINGLE[int(rng.integers(len(SINGLE)))]
         noise += MIXED_NOISE * float(rng.random())
     if tier == "random":
         return lambda _: rng.uniform(-high, high), noise
     policy: Any = actor(task, tier)
-    return lambda obs: _chosen(policy, obs), noise
+    return lambda obs: _mean_action(policy, obs), noise
 
 
-def _chosen(policy: Policy, obs: np.ndarray) -> np.ndarray:
+def _mean_action(policy: Policy, obs: np.ndarray) -> np.ndarray:
     """Return the action (Da,) of a policy with single actions."""
     import torch
 

@@ -40,8 +40,11 @@ class States:
 class Robot(Protocol):
     """Interface of a robot; the configurations in `envs.tasks.locomotion.planar` implement it.
 
+    `fields` are those of `MjData` used besides positions and velocities, and the difference of `x` [m] is the
+    speed. `noise` draws the reset noise of qpos (nq,) and qvel (nv,).
+
     Shapes:
-        actions: (M, Da). x_velocity: (M,) [m/s]. has_fallen: (M,) bool.
+        actions: (M, Da). x, x_velocity, has_fallen, reward: (M,). observe: (M, Do).
     """
 
     @property
@@ -51,29 +54,17 @@ class Robot(Protocol):
     def frame_skip(self) -> int: ...
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """Fields of `MjData` used besides positions and velocities."""
-        ...
+    def fields(self) -> tuple[str, ...]: ...
 
-    def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
-        """Draw the reset noise of qpos (nq,) and qvel (nv,)."""
-        ...
+    def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]: ...
 
-    def observe(self, states: States) -> Array:
-        """Return observations (M, Do)."""
-        ...
+    def observe(self, states: States) -> Array: ...
 
-    def x(self, states: States, model: mujoco.MjModel) -> Array:
-        """Return the position (M,) [m] whose difference is the speed."""
-        ...
+    def x(self, states: States, model: mujoco.MjModel) -> Array: ...
 
-    def has_fallen(self, states: States) -> Array:
-        """Return (M,) whether the robot left its healthy range."""
-        ...
+    def has_fallen(self, states: States) -> Array: ...
 
-    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        """Return rewards (M,)."""
-        ...
+    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array: ...
 
 
 class RobotStepper(MujocoStepper):
@@ -134,9 +125,9 @@ class RobotStepper(MujocoStepper):
                     forces(model, data)
                 for out, view in pairs:
                     out[j] = view
-        return self._judge(rows, seen, actions)
+        return self._results(rows, seen, actions)
 
-    def _judge(self, rows: Array, seen: list[Array], actions: Array) -> StepResult:
+    def _results(self, rows: Array, seen: list[Array], actions: Array) -> StepResult:
         shape = actions.shape[:2]
         states = self._states([part.reshape(-1, *part.shape[2:]) for part in seen])
         x = np.concatenate([self._x[rows, None], self.robot.x(states, self.model).reshape(shape)], axis=1)

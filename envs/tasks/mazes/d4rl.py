@@ -23,7 +23,7 @@ import numpy as np
 
 from envs.evaluation.scores import reference
 from envs.spec import EnvSpec, StepResult
-from envs.tasks.mazes.expert import FORCES, MazeExpert, demonstrate_maze, pd_force, places
+from envs.tasks.mazes.expert import FORCE_CONTROL, MazeExpert, demonstrate_maze, pd_force, position_control
 from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
 from envs.tasks.mazes.stepper import ANT_NAMES, MazeRows, MazeTask, ant_torques
 from policies.bounds import bounded
@@ -169,7 +169,7 @@ class _PointMaze(_Maze):
             self.layout,
             seed,
             self.expert,
-            FORCES if self.control == "force" else places(self.layout),
+            FORCE_CONTROL if self.control == "force" else position_control(self.layout),
             step_s=0.01 * self.hold,
             max_steps=self.max_episode_steps,
             keep_goal=self.goal == "separate",
@@ -188,7 +188,7 @@ PointmazeLarge = variant("env", "pointmaze-large", _PointMaze, "Point, several l
 
 @dataclass(frozen=True)
 class _AntMaze(_Maze):
-    """Gymnasium's ant, driven by the torques of eight joints; its D4RL score is the success rate in percent."""
+    """Gymnasium's ant, driven by eight joint torques; its D4RL score is the success rate in percent."""
 
     @property
     def layout(self) -> Layout:

@@ -174,16 +174,16 @@ class PointControl:
     lag_s: float = KD / KP
 
 
-FORCES = PointControl(lambda obs, place: pd_force(obs[:2], obs[2:4], place), np.ones(2))
+FORCE_CONTROL = PointControl(lambda obs, place: pd_force(obs[:2], obs[2:4], place), np.ones(2))
 """For points that are pushed."""
 
 
-def places(maze: Layout) -> PointControl:
+def position_control(maze: Layout) -> PointControl:
     """Return the controller of points whose actions are target positions of a PD controller."""
     return PointControl(lambda _, place: place, maze.half_size)
 
 
-def moves(full_m: float, step_s: float, lag_s: float) -> PointControl:
+def displacement_control(full_m: float, step_s: float, lag_s: float) -> PointControl:
     """Return the controller of points that move by up to `full_m` [m] per control step of `step_s` [s]."""
     gain = step_s / (lag_s * full_m)
     return PointControl(lambda obs, place: gain * (place - obs[:2]), np.ones(2), lag_s)
@@ -210,8 +210,8 @@ def demonstrate_maze(
     rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
     start, goal = stepper.start_and_goal(0)
     follower = PathFollower(maze, start, goal, options=options, lag_s=control.lag_s, step_s=step_s, rng=rng)
-    told = {"goal": goal} if keep_goal else {}
+    extras = {"goal": goal} if keep_goal else {}
     while not record.ended and len(record) < max_steps:
         action = control.action(record.now, follower.target(record.now[:2]))
-        record.step(np.clip(action, -control.limit, control.limit), states=stepper.physics_state(0), **told)
+        record.step(np.clip(action, -control.limit, control.limit), states=stepper.physics_state(0), **extras)
     return record.episode(truncated=len(record) >= max_steps, success=record.was_solved)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.tasks.avoid.figures import FAILURE, INK, PILLAR, SUCCESS
+from envs.tasks.avoid.figures import FAILURE, INK, PILLAR, SUCCESS, Panels, side_by_side
 from envs.tasks.mazes.layouts import Layout
 
 if TYPE_CHECKING:
@@ -19,32 +20,19 @@ _MARGIN = 1.05  # visible extent of a rendering over the maze's size
 _FREE_CAMERA_EXTENTS = 1.5  # distance of MuJoCo's free camera in model extents
 
 
-def maze_figure(
-    maze: Layout,
-    panels: Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]],
-    *,
-    has_goals: bool = True,
-) -> Figure:
+def maze_figure(maze: Layout, panels: Panels, *, has_goals: bool = True) -> Figure:
     """Return a figure with one panel of episodes per title; values are trajectories and outcomes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     height = WIDTH_IN * maze.half_size[1] / maze.half_size[0] + 0.6
-    figure = Figure(figsize=(WIDTH_IN * len(panels), height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    for axes, (title, (trajectories, outcomes)) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
-        draw_maze(axes, maze, trajectories, outcomes, title=title, has_goals=has_goals)
-    return figure
+    draw = partial(draw_maze, maze=maze, has_goals=has_goals)
+    return side_by_side(panels, draw, width=WIDTH_IN, height=height)
 
 
 def draw_maze(
     ax: Axes,
-    maze: Layout,
     trajectories: Sequence[np.ndarray],
     outcomes: Sequence[bool],
     *,
+    maze: Layout,
     title: str = "",
     has_goals: bool = True,
 ) -> None:

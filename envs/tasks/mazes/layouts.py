@@ -107,7 +107,7 @@ class Layout:
         beside = [(cell[0] + down, cell[1] + right) for down, right in _SIDES]
         return [other for other in beside if not self.is_wall(other)]
 
-    def way(self, positions: Array) -> tuple[Cell, ...]:
+    def cells_along(self, positions: Array) -> tuple[Cell, ...]:
         """Return the cells along a path (n, 2) [m], without loops."""
         between = np.linspace(0.0, 1.0, 8, endpoint=False)[:, None, None]  # so that no cell is missed
         fine = positions[:-1] + between * np.diff(positions, axis=0)  # (8, n - 1, 2)

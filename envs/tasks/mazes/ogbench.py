@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from envs.spec import EnvSpec
-from envs.tasks.mazes.expert import MazeExpert, demonstrate_maze, moves
+from envs.tasks.mazes.expert import MazeExpert, demonstrate_maze, displacement_control
 from envs.tasks.mazes.layouts import Layout
 from envs.tasks.mazes.ogbench_layouts import ogbench_layout
 from envs.tasks.mazes.ogbench_stepper import NUM_TASKS, OgbenchMazeStepper
@@ -98,7 +98,7 @@ class _OgbenchMaze(MazeTask):
             num_envs,
             task=self.task,
             single=self.goal == "fixed",
-            tell_goal=self.goal == "appended",
+            observe_goal=self.goal == "appended",
         )
 
 
@@ -128,7 +128,7 @@ class _GuidedPoint(_Point):
             self.layout,
             seed,
             self.expert,
-            moves(_MOVE_M, 1 / _POINT_HZ, _LAG_S),
+            displacement_control(_MOVE_M, 1 / _POINT_HZ, _LAG_S),
             step_s=1 / _POINT_HZ,
             max_steps=self.max_episode_steps,
             keep_goal=self.goal == "separate",

@@ -26,8 +26,8 @@ from envs.tasks.mazes.stepper import MazeRows
 Array = np.ndarray
 
 NUM_TASKS = 5
-_WORD = 2**32
-_NEAR = 1.5  # a teleport takes whoever is that many of its radii away
+_UINT32 = 2**32
+_TELEPORT_RADII = 1.5  # a teleport takes whoever is that many of its radii away
 
 
 class OgbenchMazeStepper(MazeRows):
@@ -41,30 +41,30 @@ class OgbenchMazeStepper(MazeRows):
         single: Rules of OGBench's single tasks: the goal is the middle of its cell, success is evaluated
             before an action, rewards are -1 and 0. Otherwise goals are anywhere in the inner part of their
             cell, success is evaluated after an action, rewards are 0 and 1.
-        tell_goal: Whether observations end with the goal.
+        observe_goal: Whether observations end with the goal.
     """
 
-    mark = "geom"
+    target_kind = "geom"
 
     def __init__(
-        self, world: str, maze: Layout, num_envs: int, *, task: int, single: bool, tell_goal: bool
+        self, world: str, maze: Layout, num_envs: int, *, task: int, single: bool, observe_goal: bool
     ) -> None:
         self._env = load_maze(world)
         super().__init__(self._env.model, maze, num_envs)
         self._agent: Any = super(type(self._env), self._env)  # the environment without its maze
-        self._task, self._single, self._tell_goal = task, single, tell_goal
+        self._task, self._single, self._observe_goal = task, single, observe_goal
         self._rngs = [global_generator(0) for _ in range(num_envs)]  # each reset seeds its own
 
     def reset(self, row: int, seed: int) -> Array:
         """Start an episode as OGBench does for this seed; returns the observation (Do,)."""
         env, rng = self._bind(row), global_generator(seed)
         task = env.task_infos[(self._task or rng.randint(1, NUM_TASKS + 1)) - 1]
-        self._start[row] = self._beside(task["init_xy"], rng)
-        self._goal[row] = task["goal_xy"] if self._single else self._beside(task["goal_xy"], rng)
+        self._start[row] = self._with_noise(task["init_xy"], rng)
+        self._goal[row] = task["goal_xy"] if self._single else self._with_noise(task["goal_xy"], rng)
         self._rngs[row] = rng
         self._agent.reset(seed=seed)
         env.set_xy(self._start[row])
-        return self._told(row, env.get_ob())
+        return self._with_goal(row, env.get_ob())
 
     def step(self, rows: Array, actions: Array) -> StepResult:
         obs, success = [], np.empty(len(rows), bool)
@@ -72,7 +72,7 @@ class OgbenchMazeStepper(MazeRows):
             env = self._bind(row)
             if self._single:
                 success[i] = env.compute_success()
-            obs.append(self._told(row, self._agent.step(actions[i])[0]))
+            obs.append(self._with_goal(row, self._agent.step(actions[i])[0]))
             if not self._single:
                 success[i] = env.compute_success()
             self._teleport(row)
@@ -97,10 +97,10 @@ class OgbenchMazeStepper(MazeRows):
         env.model, env.data, env.cur_goal_xy = self.model, self.datas[row], self._goal[row]
         return env
 
-    def _told(self, row: int, obs: Array) -> Array:
-        return np.concatenate([obs, self._goal[row]]) if self._tell_goal else obs
+    def _with_goal(self, row: int, obs: Array) -> Array:
+        return np.concatenate([obs, self._goal[row]]) if self._observe_goal else obs
 
-    def _beside(self, place: tuple[float, float], rng: np.random.RandomState) -> Array:
+    def _with_noise(self, place: tuple[float, float], rng: np.random.RandomState) -> Array:
         """Return a position (2,) in the inner part of a cell, with OGBench's draws."""
         env = self._env
         shift = [rng.uniform(low=-env._noise, high=env._noise) * env._maze_unit / 4 for _ in place]
@@ -111,7 +111,7 @@ class OgbenchMazeStepper(MazeRows):
         env, holes = self._env, self._env._teleport_info
         if holes is None:
             return
-        reach, place = _NEAR * holes["teleport_radius"], env.get_xy()
+        reach, place = _TELEPORT_RADII * holes["teleport_radius"], env.get_xy()
         if any(np.linalg.norm(place - np.array(hole)) <= reach for hole in holes["teleport_in_xys"]):
             exits = holes["teleport_out_xys"]
             env.set_xy(np.array(exits[self._rngs[row].randint(len(exits))]))
@@ -119,8 +119,8 @@ class OgbenchMazeStepper(MazeRows):
 
 def global_generator(seed: int) -> np.random.RandomState:
     """Return a generator that draws as numpy's global one after `np.random.seed(seed)`; any seed >= 0."""
-    words = [seed // _WORD**i % _WORD for i in range(seed.bit_length() // 32 + 1)]
-    return np.random.RandomState(seed if seed < _WORD else words)
+    words = [seed // _UINT32**i % _UINT32 for i in range(seed.bit_length() // 32 + 1)]
+    return np.random.RandomState(seed if seed < _UINT32 else words)
 
 
 @cache

@@ -29,8 +29,8 @@ Array = np.ndarray
 _log = logging.getLogger(__name__)
 
 GOAL_NAMES = ("goal x [m]", "goal y [m]")
-_LOOKED_AT = 10_000  # approximate number of sampled dataset positions
-_IN_WALLS = 0.05  # fraction above which positions in walls are no rounding errors
+_NUM_SAMPLES = 10_000  # approximate number of sampled dataset positions
+_MAX_IN_WALLS = 0.05  # fraction above which positions in walls are no rounding errors
 _LEGS = ("front left", "front right", "back left", "back right")
 _JOINTS = tuple(f"{leg} {joint}" for leg in _LEGS for joint in ("hip", "ankle"))
 ANT_NAMES = (
@@ -52,7 +52,7 @@ def ant_torques(full_nm: int) -> tuple[str, ...]:
 class MazeRows(MujocoStepper):
     """Steps N agents in one compiled maze, which has an element named `target`; exact."""
 
-    mark: Literal["site", "geom"] = "site"  # model element named `target` that marks the goal
+    target_kind: Literal["site", "geom"] = "site"  # model element named `target` that marks the goal
 
     def __init__(self, model: Any, maze: Layout, num_envs: int) -> None:
         super().__init__(model, num_envs)
@@ -67,7 +67,7 @@ class MazeRows(MujocoStepper):
         """Mark the goal in a rendering model, and aim its free camera down at the whole maze."""
         from envs.tasks.mazes.figures import see_from_above
 
-        getattr(model, self.mark)("target").pos[:2] = appearance["goal"]
+        getattr(model, self.target_kind)("target").pos[:2] = appearance["goal"]
         see_from_above(model, self.maze)
 
     def goals(self) -> Array:
@@ -142,9 +142,9 @@ class MazeTask(HasCameras, ABC):
 
     def check_recording(self, dataset: EpisodeDataset) -> None:
         """Warn about data with positions in walls: they belong to another maze or coordinate frame."""
-        step = max(dataset.num_frames // _LOOKED_AT, 1)
+        step = max(dataset.num_frames // _NUM_SAMPLES, 1)
         inside = self.layout.is_free(dataset.observations[::step, :2].numpy())
-        if inside.mean() < 1 - _IN_WALLS:
+        if inside.mean() < 1 - _MAX_IN_WALLS:
             _log.warning(
                 "%s: %.0f %% of the recorded positions lie in walls of env=%s, so what is learned from them "
                 "cannot be judged in it. They are of another maze, or count from another corner, as those of "

@@ -17,6 +17,7 @@ from policies.bounds import Checked, bounded
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
     from envs.engine.physics import MujocoStepper
+    from envs.spec import EnvSpec
 
 Array = np.ndarray
 
@@ -34,13 +35,7 @@ class ScriptedExpert(Checked):
 
 
 def demonstrate(
-    stepper: MujocoStepper,
-    task: str,
-    seed: int,
-    options: ScriptedExpert,
-    *,
-    max_steps: int,
-    terminate_on_success: bool = False,
+    stepper: MujocoStepper, task: str, seed: int, options: ScriptedExpert, *, spec: EnvSpec
 ) -> Episode:
     """Record the episode of a seed, until a terminating success or a few steps past the first success.
 
@@ -50,7 +45,8 @@ def demonstrate(
     from metaworld.policies import ENV_POLICY_MAP
 
     policy, rng = ENV_POLICY_MAP[f"{task}-v3"](), np.random.default_rng((seed, _NOISE_STREAM))
-    record, left = Recording(stepper, seed, terminate_on_success=terminate_on_success), max_steps
+    record = Recording(stepper, seed, terminate_on_success=spec.terminate_on_success)
+    left = spec.max_episode_steps
     while left > 0 and not record.ended:
         was_solved, wanted = record.was_solved, policy.get_action(record.now)
         action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)

@@ -214,14 +214,7 @@ class Metaworld(HasCameras):
         return MetaworldStepper(self.task, num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
-        return demonstrate(
-            self.stepper(1),
-            self.task,
-            seed,
-            self.expert,
-            max_steps=self.max_episode_steps,
-            terminate_on_success=self.terminate_on_success,
-        )
+        return demonstrate(self.stepper(1), self.task, seed, self.expert, spec=self.spec)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
         from envs.engine.rendering import replay_frames

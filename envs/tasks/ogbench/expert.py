@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from envs.rollouts.recording import Recording
-from envs.tasks.ogbench.plans import Array, Subtask, next_subtask, recorded
+from envs.tasks.ogbench.plans import Array, Subtask, next_subtask, record_step
 from envs.tasks.ogbench.stepper import OgbenchStepper
 from policies.bounds import Checked, bounded
 
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 
 MODES = ("task", "play", "noisy")
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
-_CLEAR = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}  # height of a free gripper [m]
-_DONE = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # tolerance of finished subtasks [m]
+_FREE_HEIGHT_M = {
+    "cube": 0.16,
+    "button": 0.16,
+    "drawer": 0.18,
+    "window": 0.28,
+}  # height of a free gripper [m]
+_TOLERANCE_M = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # tolerance of finished subtasks [m]
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,18 @@ def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_
         return play(world, task, seed, noisy=options.mode == "noisy", length=options.length)
     stepper, rng = OgbenchStepper(world, task, 1), np.random.default_rng((seed, _NOISE_STREAM))
     record = Recording(stepper, seed)
-    worker: _Worker | None = None
+    runner: SubtaskRunner | None = None
     while not record.ended and len(record) < max_steps:
         env = stepper.bind(0)
-        if worker is None or worker.is_done(env):
-            worker = _Worker(_subtask(env), options.min_norm, always_closed=world.startswith("puzzle"))
-        wanted = worker.act(env, record.now)
+        if runner is None or runner.is_done(env):
+            runner = SubtaskRunner(_subtask(env), options.min_norm, always_closed=world.startswith("puzzle"))
+        wanted = runner.act(env, record.now)
         action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)
-        recorded(stepper, record, action)
+        record_step(stepper, record, action)
     return record.episode(truncated=len(record) >= max_steps, success=record.ended)
 
 
-class _Worker:
+class SubtaskRunner:
     """Execution of one subtask by its oracle."""
 
     def __init__(self, subtask: Subtask, min_norm: float, *, always_closed: bool) -> None:
@@ -85,7 +90,7 @@ class _Worker:
         self._subtask = subtask
 
     def act(self, env: Any, obs: Array) -> Array:
-        action: Array = self._oracle.select_action(obs, {**env.compute_ob_info(), **self._aim(env)})
+        action: Array = self._oracle.select_action(obs, {**env.compute_ob_info(), **self._target_info(env)})
         return action
 
     def is_done(self, env: Any) -> bool:
@@ -94,15 +99,15 @@ class _Worker:
             return True
         info, task = env.compute_ob_info(), self._subtask
         if task.kind == "button":
-            there = info[f"privileged/button_{task.index}_state"] == task.wanted
+            is_reached = info[f"privileged/button_{task.index}_state"] == task.wanted
         elif task.kind == "cube":
             off = np.linalg.norm(info[f"privileged/block_{task.index}_pos"] - task.wanted)
-            there = off <= _DONE["cube"] and info["proprio/gripper_contact"][0] < 0.1
+            is_reached = off <= _TOLERANCE_M["cube"] and info["proprio/gripper_contact"][0] < 0.1
         else:
-            there = abs(info[f"privileged/{task.kind}_pos"][0] - task.wanted) <= _DONE[task.kind]
-        return bool(there and info["proprio/effector_pos"][2] > _CLEAR[task.kind])
+            is_reached = abs(info[f"privileged/{task.kind}_pos"][0] - task.wanted) <= _TOLERANCE_M[task.kind]
+        return bool(is_reached and info["proprio/effector_pos"][2] > _FREE_HEIGHT_M[task.kind])
 
-    def _aim(self, env: Any) -> dict[str, Any]:
+    def _target_info(self, env: Any) -> dict[str, Any]:
         task, data = self._subtask, env._data
         if task.kind == "cube":
             values = {"block": task.index, "block_pos": task.wanted, "block_yaw": np.zeros(1)}

@@ -135,13 +135,13 @@ def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
         require("dm_control", extra="ogbench")  # OGBench imports it only when it builds a world
         import gymnasium
 
-        from envs.tasks.ogbench.world import derived
+        from envs.tasks.ogbench.world import share
 
         # As OGBench registers them.
         spec = gymnasium.spec(f"{world}-v0" if play else f"{world}-singletask-task1-v0")
         assert isinstance(spec.entry_point, str)
         module, _, name = spec.entry_point.partition(":")
-        made = derived(getattr(importlib.import_module(module), name))
+        made = share(getattr(importlib.import_module(module), name))
         mode = {"mode": "data_collection", "terminate_at_goal": False} if play else {}
         env = made(**spec.kwargs, **mode)
     env.compile()

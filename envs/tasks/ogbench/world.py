@@ -15,25 +15,25 @@ from gymnasium.spaces import Box
 
 Array = np.ndarray
 
-_REMEMBERED = ("_cur_button_states", "_target_button_states", "_target_drawer_pos", "_target_window_pos")
+_ROW_VARIABLES = ("_cur_button_states", "_target_button_states", "_target_drawer_pos", "_target_window_pos")
 _LOCKED_JOINTS = ("drawer_slide", "window_slide")
 _HANDLES = ("drawer_handle", "window_handle")  # materials, in the colour of the button that locks them
-_SEE_THROUGH = 0.1
+_ALPHA = 0.1
 _VISUAL: dict[str, tuple[str | None, float]] = {
-    **{f"ur5e/robotiq/{name}": (None, _SEE_THROUGH) for name in ("metal", "silicone", "gray")},
-    **{f"ur5e/{name}": (None, _SEE_THROUGH) for name in ("black", "jointgray", "linkgray", "lightblue")},
-    "ur5e/robotiq/black": ("purple", _SEE_THROUGH),
+    **{f"ur5e/robotiq/{name}": (None, _ALPHA) for name in ("metal", "silicone", "gray")},
+    **{f"ur5e/{name}": (None, _ALPHA) for name in ("black", "jointgray", "linkgray", "lightblue")},
+    "ur5e/robotiq/black": ("purple", _ALPHA),
     "ur5e/robotiq/pad_gray": ("purple", 0.5),
 }
 """Colour (None: its own) and opacity of materials in OGBench's visual worlds."""
 _TARGET_SITES = ("drawer_handle_center_target", "window_handle_center_target")
 
 _Official: Any = object
-"""Stands for one of OGBench's classes, which `derived` puts here."""
+"""Stands for one of OGBench's classes, which `share` puts here."""
 
 
 class SharedWorld(_Official):
-    """Base that `derived` puts before one of OGBench's classes.
+    """Base that `share` puts before one of OGBench's classes.
 
     Attributes are OGBench's own except `_box`, `_has_buttons`, `_in_model` (parts of the model that belong to
     a row) and `_applied` (button states that the colours show).
@@ -69,11 +69,11 @@ class SharedWorld(_Official):
 
     def get_variables(self) -> dict[str, Array]:
         """Return copies of the state of a row besides its physics."""
-        kept = {name: np.array(getattr(self, name)) for name in _REMEMBERED if hasattr(self, name)}
+        kept = {name: np.array(getattr(self, name)) for name in _ROW_VARIABLES if hasattr(self, name)}
         return kept | {name: view.copy() for name, view in self._in_model.items()}
 
-    def set_variables(self, memory: Mapping[str, Array]) -> None:
-        for name, value in memory.items():
+    def set_variables(self, variables: Mapping[str, Array]) -> None:
+        for name, value in variables.items():
             if name in self._in_model:
                 self._in_model[name][:] = value
             else:
@@ -106,7 +106,7 @@ class SharedWorld(_Official):
         if self._has_buttons:
             self.post_step()
 
-    def paint(self, model: Any, look: Mapping[str, Array]) -> None:
+    def paint(self, model: Any, appearance: Mapping[str, Array]) -> None:
         """Colour a rendering model for an appearance.
 
         Source:
@@ -120,7 +120,7 @@ class SharedWorld(_Official):
             for geom in group:
                 model.geom_rgba[geom] = self._cube_colors[i]
             model.geom_rgba[self._cube_target_geom_ids_list[i], 3] = 0.0
-        states = look.get("_cur_button_states", np.empty(0))
+        states = appearance.get("_cur_button_states", np.empty(0))
         pressed = "white" if self._in_model else "blue"  # in the world with drawer and window, or puzzles
         colors = [self._colors["red" if state == 0 else pressed] for state in states]
         for i, color in enumerate(colors):
@@ -132,6 +132,6 @@ class SharedWorld(_Official):
         return bool(self._success) if self._has_buttons else all(self._compute_successes())
 
 
-def derived(official: type) -> Any:
+def share(official: type) -> Any:
     """Derive our environment from one of OGBench's."""
     return type("World", (SharedWorld, official), {})

@@ -22,7 +22,7 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.spec import StepResult
-from envs.tasks.robosuite.observations import judge, reader
+from envs.tasks.robosuite.observations import reader, success_rule
 from envs.tasks.robosuite.osc_controller import FINGER_RATE, compiled
 from envs.tasks.robosuite.reference_stepper import begin, hide_collisions, make_robosuite
 from policies.errors import CheckpointError
@@ -61,13 +61,13 @@ class ArmController:
         self.grip = np.zeros(2)  # target finger opening, -1 to 1 of the range
         self._fingers, self._ctrl = arm.fingers, data.ctrl
         self._middle, self._half = arm.finger_range.mean(axis=1), np.diff(arm.finger_range)[:, 0] / 2
-        self._hand = data.site_xpos[arm.site], data.site_xmat[arm.site].reshape(3, 3)
+        self._gripper = data.site_xpos[arm.site], data.site_xmat[arm.site].reshape(3, 3)
         self._goal = np.zeros(3), np.zeros((3, 3))
         self._set_goal, self._drive = compiled()
         self.joints = data.qpos[arm.qpos]
         self._motion = self.joints, data.qvel[arm.dofs], data.qfrc_bias[arm.dofs], data.cdof[arm.dofs]
         self._others = (
-            *(data.subtree_com[arm.root], *self._hand, arm.entries, arm.limits),
+            *(data.subtree_com[arm.root], *self._gripper, arm.entries, arm.limits),
             *(self.rest, *self._goal, data.ctrl[arm.motors]),
         )
 
@@ -76,7 +76,7 @@ class ArmController:
 
     def command(self, action: Array) -> None:
         """Accept a command (7,) for the state of MuJoCo's position stage."""
-        self._set_goal(action[:6], *self._hand, *self._goal)
+        self._set_goal(action[:6], *self._gripper, *self._goal)
         self.grip += np.array([-1.0, 1.0]) * FINGER_RATE * np.sign(action[6])
         np.clip(self.grip, -1.0, 1.0, out=self.grip)
         self._ctrl[self._fingers] = self._middle + self._half * self.grip
@@ -115,9 +115,9 @@ def _arm(env: Any, model: Any, robot: Any) -> Arm:
     fingers = list(robot._ref_joint_gripper_actuator_indexes["right"])
     site = robot.eef_site_id["right"]
     return Arm(
-        qpos=_run(qpos),
-        dofs=_run(dofs),
-        motors=_run(motors),
+        qpos=_as_slice(qpos),
+        dofs=_as_slice(dofs),
+        motors=_as_slice(motors),
         fingers=np.array(fingers),
         site=site,
         root=int(model.body_rootid[model.site_bodyid[site]]),
@@ -127,7 +127,7 @@ def _arm(env: Any, model: Any, robot: Any) -> Arm:
     )
 
 
-def _run(indices: Sequence[int]) -> slice:
+def _as_slice(indices: Sequence[int]) -> slice:
     """Return consecutive indices as a slice, so that an array's part is a view."""
     return slice(indices[0], indices[0] + len(indices))
 
@@ -157,7 +157,7 @@ class FastStepper(MujocoStepper):
         super().__init__(self.scene.model, num_envs)
         self._spare = mujoco.MjData(self.model)
         self._controllers = [[ArmController(arm, data) for arm in self.scene.arms] for data in self.datas]
-        self._read, self._is_solved = reader(self.scene.env, keys), judge(self.scene.env)
+        self._read, self._is_solved = reader(self.scene.env, keys), success_rule(self.scene.env)
         self._halves: tuple[Callable[..., None], ...] = (mujoco.mj_step1, mujoco.mj_step2)
         self._kinematics: Callable[..., None] = mujoco.mj_kinematics
 
@@ -182,7 +182,7 @@ class FastStepper(MujocoStepper):
         no = np.zeros(len(rows), bool)
         return StepResult(np.stack(obs), success.astype(np.float64), no, no, success)
 
-    def names(self, row: int) -> Any:
+    def named_env(self, row: int) -> Any:
         """Return robosuite's environment, for names; its own state is meaningless."""
         return self.scene.env
 

@@ -57,7 +57,7 @@ class RobosuiteStepper:
         no = np.zeros(len(rows), bool)
         return StepResult(np.stack(obs), reward, no, no, reward > 0)
 
-    def names(self, row: int) -> Any:
+    def named_env(self, row: int) -> Any:
         """Return the environment of a row, for names."""
         return self.envs[row]
 

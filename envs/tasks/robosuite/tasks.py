@@ -126,14 +126,7 @@ class _Demonstrated(_Robosuite):
     expert: ArmExpert = bounded(ArmExpert(), was="demonstrator")  # options of the expert
 
     def demonstrate(self, seed: int) -> Episode:
-        return demonstrate(
-            self.stepper(1),
-            seed,
-            self.expert,
-            program=self.name,
-            max_steps=self.max_episode_steps,
-            terminate_on_success=self.terminate_on_success,
-        )
+        return demonstrate(self.stepper(1), seed, self.expert, spec=self.spec)
 
 
 @register("env", "lift")

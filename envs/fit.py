@@ -93,7 +93,7 @@ def _warn_of_another_task(name: str, spec: EnvSpec, dataset_name: str, meta: Any
             mine, other = (mine, other) if key == "control_hz" else _first_unlike(mine, other)
             _log.warning(
                 "%s was recorded in env=%s with other options: %s differs, %s there and %s here. Give the "
-                "options that it was recorded with (burnish data inspect tells them).",
+                "options of the recording (see burnish data inspect).",
                 *(dataset_name, recorded, meaning, other, mine),
             )
 
@@ -110,7 +110,7 @@ def _require_images(name: str, policy: Any, dataset_name: str, dataset: Any, adv
     for camera, shape in getattr(policy, "images", {}).items():
         if tuple(shape) != shown.get(camera):
             raise ConfigError(
-                f"{name} looks at images {tuple(shape)} of camera '{camera}', but {dataset_name} has "
+                f"{name} needs images {tuple(shape)} of camera '{camera}', but {dataset_name} has "
                 f"{shown.get(camera, 'none')}. {advice}"
             )
 

@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -36,7 +37,7 @@ _START_CODE = (
     "from envs.engine.fork_server import run_fork_server as run; run(sys.argv[2], *map(int, sys.argv[3:]))"
 )
 _GRACE_S = 5.0  # grace period before a process is killed [s]
-_INT_BYTES = 8  # bytes of each of the two numbers in requests and answers
+_MESSAGE = struct.Struct("<qq")  # requests and answers: request number and content
 _PR_SET_PDEATHSIG = 1
 _lock = threading.RLock()
 _current: ForkServer | None = None
@@ -119,8 +120,8 @@ class ForkServer:
             self._last_request += 1
             self._is_requesting = True
             try:
-                socket.send_fds(self._control, [_encoded(self._last_request, number)], descriptors)
-                while (answer := _decoded(self._control.recv(2 * _INT_BYTES))) is not None:
+                socket.send_fds(self._control, [_MESSAGE.pack(self._last_request, number)], descriptors)
+                while (answer := _decoded(self._control.recv(_MESSAGE.size))) is not None:
                     if answer[0] == self._last_request:
                         return answer[1]
             except OSError:
@@ -151,13 +152,13 @@ def run_fork_server(target: str, descriptor: int, parent: int, die_with_parent: 
     serve = getattr(importlib.import_module(module), function)
     with socket.socket(fileno=descriptor) as control:
         while True:
-            message, descriptors, _, _ = socket.recv_fds(control, 2 * _INT_BYTES, 1)
+            message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE.size, 1)
             request = _decoded(message)
             if request is None:
                 break
             which, number = request
             answer = _fork(control, descriptors[0], serve) if descriptors else _exit_code(number)
-            control.sendall(_encoded(which, answer))
+            control.sendall(_MESSAGE.pack(which, answer))
     os._exit(0)
 
 
@@ -189,17 +190,9 @@ def _exit_code(pid: int) -> int:
         return -signal.SIGKILL
 
 
-def _encoded(which: int, number: int) -> bytes:
-    """Serialise a request or answer: request number and content."""
-    return b"".join(value.to_bytes(_INT_BYTES, "little", signed=True) for value in (which, number))
-
-
 def _decoded(message: bytes) -> tuple[int, int] | None:
-    """Parse the output of `_encoded`; None if the socket is closed."""
-    if len(message) != 2 * _INT_BYTES:
-        return None
-    which, number = message[:_INT_BYTES], message[_INT_BYTES:]
-    return int.from_bytes(which, "little", signed=True), int.from_bytes(number, "little", signed=True)
+    """Return the request number and its content; None if the socket is closed."""
+    return _MESSAGE.unpack(message) if len(message) == _MESSAGE.size else None
 
 
 def _end_with(parent: int) -> None:

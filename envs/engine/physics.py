@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.spec import StepResult
+from envs.spec import Array, StepResult
 from policies.errors import CheckpointError, ConfigError
-
-Array = np.ndarray
 
 
 class MujocoStepper(ABC):

@@ -27,7 +27,7 @@ Array = np.ndarray
 AnyEnv = TypeVar("AnyEnv")
 
 FREE = "free"
-"""Name of MuJoCo's free camera, which looks at the scene as the model says."""
+"""Name of MuJoCo's free camera."""
 
 
 @runtime_checkable
@@ -101,7 +101,7 @@ def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
         if not images:
             return env
         raise CapabilityError(
-            f"the policy looks through the cameras {', '.join(images)}; the scene of this task cannot be "
+            f"the policy needs the cameras {', '.join(images)}; the scene of this task cannot be "
             "drawn. Use a task with the options env.cameras and env.image_size."
         )
     assert is_dataclass(env)
@@ -118,13 +118,13 @@ def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
 def _check_cameras(env: HasCameras, images: Mapping[str, ImageShape]) -> None:
     if not set(images) <= set(env.cameras):
         raise ConfigError(
-            f"the policy looks through the cameras {', '.join(images)}; env.cameras has "
+            f"the policy needs the cameras {', '.join(images)}; env.cameras has "
             f"{', '.join(env.cameras)}. Leave env.cameras out, or name those of the policy."
         )
     for camera, shape in images.items():
         if tuple(shape) != env.images[camera]:
             raise ConfigError(
-                f"the policy looks at images of {shape[0]} x {shape[1]} pixels from camera '{camera}'; "
+                f"the policy needs images of {shape[0]} x {shape[1]} pixels from camera '{camera}'; "
                 f"env.image_size is {list(env.image_size)}. Leave env.cameras out, or set "
                 f"env.image_size=[{shape[0]},{shape[1]}]."
             )

@@ -99,8 +99,8 @@ class ProcessWorkers:
         self._finalizer = weakref.finalize(self, _close_all, self._children)
         for _ in arguments:
             self._children.append(fork_worker(_SERVE))
-        place = {"path": sys.path, "directory": os.getcwd(), "environment": dict(os.environ)}
-        self._exchange([place] * len(arguments), None)
+        program = {"path": sys.path, "directory": os.getcwd(), "environment": dict(os.environ)}
+        self._exchange([program] * len(arguments), None)
         self._exchange([(factory, args) for args in arguments], None)
 
     def __len__(self) -> int:
@@ -241,12 +241,12 @@ def serve(descriptor: int) -> None:
     os._exit(0)
 
 
-def _adopt(place: dict[str, Any]) -> None:
+def _adopt(program: dict[str, Any]) -> None:
     """Adopt the program's module search path, working directory and environment variables."""
-    sys.path[:] = place["path"]
-    os.chdir(place["directory"])
+    sys.path[:] = program["path"]
+    os.chdir(program["directory"])
     os.environ.clear()
-    os.environ.update(place["environment"] | ONE_THREAD)
+    os.environ.update(program["environment"] | ONE_THREAD)
 
 
 def _serve_calls(link: Connection) -> None:

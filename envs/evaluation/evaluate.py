@@ -80,17 +80,12 @@ class Evaluation:
             out["success"] = asdict(wilson(int(self.values("success").sum()), len(self.rows)))
         if self.protocol["env"]["reference_scores"]:
             out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
-        out |= self._risk()
+        returns, share = self.values("return"), {"share": RISK_SHARE}
+        out["return_var"] = {"value": value_at_risk(returns)} | share
+        out["return_cvar"] = asdict(conditional_value_at_risk(returns)) | share
         if self.rows and NETWORK_CALLS in self.rows[0].metrics:
             out[NETWORK_CALLS] = asdict(bootstrap_mean(self.values(NETWORK_CALLS)))
         return out
-
-    def _risk(self) -> dict[str, Any]:
-        returns, share = self.values("return"), {"share": RISK_SHARE}
-        return {
-            "return_var": {"value": value_at_risk(returns)} | share,
-            "return_cvar": asdict(conditional_value_at_risk(returns)) | share,
-        }
 
     def d4rl_scores(self) -> Array:
         """Return (E,) scores in points: 0 for the random and 100 for the expert reference return.

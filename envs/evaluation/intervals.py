@@ -105,18 +105,11 @@ def bootstrap_mean(
     return _bootstrap(values, lambda means: means.mean(axis=1), confidence, num_resamples, seed)
 
 
-def bootstrap_iqm(
-    values: np.ndarray, *, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
-) -> Interval:
+def bootstrap_iqm(values: np.ndarray) -> Interval:
     """Return the interquartile mean of the seeds' means of `values` (S, E); below five seeds, their mean."""
-    few = np.atleast_2d(values).shape[0] < IQM_FROM_SEEDS
-    return _bootstrap(
-        values,
-        (lambda means: means.mean(axis=1)) if few else _iqm_rows,
-        confidence,
-        num_resamples,
-        seed,
-    )
+    if np.atleast_2d(values).shape[0] < IQM_FROM_SEEDS:
+        return bootstrap_mean(values)
+    return _bootstrap(values, _iqm_rows, confidence=0.95, num_resamples=10_000, seed=0)
 
 
 def value_at_risk(values: np.ndarray, share: float = RISK_SHARE) -> float:
@@ -164,12 +157,7 @@ def _worst(rows: np.ndarray, share: float) -> np.ndarray:
 
 
 def paired_difference(
-    before: np.ndarray,
-    after: np.ndarray,
-    *,
-    confidence: float = 0.95,
-    num_resamples: int = 10_000,
-    seed: int = 0,
+    before: np.ndarray, after: np.ndarray, *, num_resamples: int = 10_000, seed: int = 0
 ) -> Interval:
     """Return the mean of `after - before` on the same episodes, (S, E) or (E,), with its interval.
 
@@ -181,7 +169,7 @@ def paired_difference(
         raise ConfigError(
             f"a paired difference needs the same episodes twice; got {before.shape} and {after.shape}."
         )
-    return bootstrap_mean(after - before, confidence=confidence, num_resamples=num_resamples, seed=seed)
+    return bootstrap_mean(after - before, num_resamples=num_resamples, seed=seed)
 
 
 def _bootstrap(

@@ -49,4 +49,4 @@ class EvaluationSettings:
             if self.steer.is_on and getattr(self, name) == "zero":
                 raise ConfigError(f"{name}=zero and steer exclude each other. Leave one of them out.")
         if self.steer.is_on and self.warm_start.is_on:
-            raise ConfigError("steer and warm_start both say where a plan begins. Give one of them.")
+            raise ConfigError("steer and warm_start both set the start of a plan. Give one of them.")

@@ -135,10 +135,10 @@ _FIELDS = {"noise": ("noise", "has no noise to set"), "expert": ("tier", "is the
 """Argument of `collect` -> field of the options of experts, and what it means that they lack it."""
 
 
-def _with_expert(env: Any, **wanted: Any) -> Any:
+def _with_expert(env: Any, **options: Any) -> Any:
     """Return the configuration with other expert options; None keeps an option."""
     changes = {}
-    for name, value in wanted.items():
+    for name, value in options.items():
         field, missing = _FIELDS[name]
         if value is None:
             continue

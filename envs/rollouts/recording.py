@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.spec import Stepper
+from envs.spec import Array, Stepper
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 _FIRST = np.zeros(1, np.int64)
 
 

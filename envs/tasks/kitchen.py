@@ -1,14 +1,11 @@
 """Franka kitchen: a nine-joint arm completes four of seven household tasks (gymnasium-robotics).
 
-Physics, noise, control and goals are those of `FrankaKitchen-v1`, step by step and bit for bit; one
-compiled model is shared by one `MjData` per environment. The observation has the layout of D4RL's kitchen
-data: 9 robot positions, 21 object positions, and the 30 target positions (constant).
+Physics, noise, control and goals are those of `FrankaKitchen-v1`, bit for bit. The observation has the layout
+of D4RL's kitchen data: 9 robot positions, 21 object positions, and the 30 target positions (constant).
 
 Differences from D4RL's `kitchen-*-v0`, all inherited from gymnasium-robotics: sensor noise is 1 % of the
 robot's and 0.05 % of the objects' amplitudes (D4RL: 10 %), and a sub-task counts by the true, not by the
 noisy position. As in D4RL the controller starts from the noisy position it observed last.
-
-Legend: N environments, M of them addressed.
 """
 
 from __future__ import annotations
@@ -25,11 +22,9 @@ import numpy as np
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.evaluation.scores import reference
-from envs.spec import EnvSpec, StepResult, symmetric_spec
+from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from policies.bounds import bounded
 from policies.registry import variant
-
-Array = np.ndarray
 
 NUM_ROBOT = 9
 NUM_POSITIONS = 30

@@ -187,7 +187,7 @@ def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
     assert match_cameras(env("avoid"), policy.images) == task()
     assert match_cameras(task("tilted", "top"), policy.images) == task()
     assert match_cameras(task(), {}) == env("avoid", image_size=SIZE)
-    with pytest.raises(ConfigError, match=r"looks through the cameras top; env.cameras has tilted"):
+    with pytest.raises(ConfigError, match=r"needs the cameras top; env.cameras has tilted"):
         evaluate(policy, task("tilted"), episodes=1)
     with pytest.raises(ConfigError, match=mentions("24 32 top env.image_size [96, 96]")):
         evaluate(policy, env("avoid", cameras=("top",)), episodes=1)

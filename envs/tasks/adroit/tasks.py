@@ -1,11 +1,8 @@
 """Adroit: a Shadow hand opens a door, hammers a nail, turns a pen or moves a ball (24 to 30 joints).
 
-Physics, observations, rewards and success are those of gymnasium-robotics' `AdroitHand*-v1`: its environment
-runs on one `MjData` per row, with one compiled model and its sensitivities shared, so every number equals the
-original bit for bit. Resets modify the model (positions of door, nail, ball or its target, orientation of the
-pen); each row stores its values and writes them to the model before stepping.
-
-Legend: N environments, M of them addressed.
+Every number equals gymnasium-robotics' `AdroitHand*-v1` bit for bit: its environment runs on one `MjData` per
+row. Resets modify the shared model (positions of door, nail, ball or its target, orientation of the pen);
+each row stores its values and writes them to the model before stepping.
 """
 
 from __future__ import annotations
@@ -22,13 +19,11 @@ import numpy as np
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.evaluation.scores import reference
-from envs.spec import EnvSpec, StepResult, symmetric_spec
+from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.adroit.initial_states import DoorState, read_initial_states
 from policies.bounds import bounded
 from policies.paths import path_field
 from policies.registry import register
-
-Array = np.ndarray
 
 CONTROL_HZ = 100.0
 REWARDS = ("dense", "sparse")

@@ -1,8 +1,7 @@
 """Multi-modal expert of `avoid`: draws a path through the pillars and tracks it with noise.
 
 Each episode draws a mode (uniformly), an aim in each gap, a pace, and two Ornstein-Uhlenbeck processes: one
-varies the pace, the other pushes the disc sideways off its path. The push shrinks near the rows, and the
-controller corrects towards the path, so nearly every demonstration succeeds.
+varies the pace, the other pushes the disc sideways, less near the rows.
 """
 
 from __future__ import annotations

@@ -2,13 +2,9 @@
 
 A planar end effector on two slide joints with velocity servos; the action is the target velocity. There are
 many equally good paths, one gap per row, so demonstrations are multi-modal and a policy that averages them
-hits a pillar. Position and velocity are the full state: one observation suffices.
-
-Rules: any contact (pillar or wall) ends the episode as a failure, at the physics step where it happens;
-crossing the finish line ends it as a success with reward 1 (every other step is worth 0); both are
-`terminated`. After `max_episode_steps` the episode is `truncated`.
-
-Metric `mode`: the chosen path, an index into `AvoidScene.modes`; -1 while rows are left to cross.
+hits a pillar. Any contact ends the episode as a failure, at the physics step where it happens; crossing the
+finish line ends it as a success with reward 1, every other step has 0. Metric `mode`: the chosen path, an
+index into `AvoidScene.modes`; -1 while rows are left to cross.
 
 Legend: N environments, M of them addressed, R rows of pillars, G gaps of the widest row. Positions are
 (x, y) in metres; y grows from start to finish.
@@ -24,7 +20,7 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.spec import EnvSpec, StepResult, symmetric_spec
+from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.avoid.expert import AvoidExpert, demonstrate_avoid
 from envs.tasks.avoid.scene import START_SPREAD_M, AvoidScene, load_model, load_scene
 from policies.bounds import bounded
@@ -34,8 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 CONTROL_HZ = 20.0
 MAX_SPEED = 0.4  # speed of an action of 1, per axis [m/s]

@@ -2,9 +2,8 @@
 
 `expert` and `medium` are policy directories in `assets/actors`, trained from reward alone by
 `python -m benchmarks.studies.actors`: the best checkpoint of a run, and the one whose return is nearest to a
-third of that. `random` draws uniform actions. `medium-expert` alternates: even seeds use the medium actor,
-odd seeds the expert, so consecutive seeds give half of each. `mixed` draws one of the three and a noise scale
-per episode, which covers states and returns like a learner's replay buffer.
+third of that. `random` draws uniform actions. `medium-expert` uses the medium actor for even seeds and the
+expert for odd ones. `mixed` draws one of the three and a noise scale per episode.
 """
 
 from __future__ import annotations

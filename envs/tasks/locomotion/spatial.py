@@ -1,11 +1,8 @@
 """Locomotion in space: gymnasium's Ant and Humanoid, bit for bit (`envs.tasks.locomotion.stepper`).
 
-Ant-v5 also observes the contact forces on its bodies (105 numbers; v4 has 27, the layout of OGBench's mazes
-without the position); Humanoid-v5 omits what is always zero (348; v4 has 376). v5 charges for contact forces,
-v4 pays for being upright also on the step of a fall.
-
-A control step leaves the derived quantities of `MjData` (body positions, inertias, forces) as they were at
-its last physics step, and that is what gymnasium observes.
+Ant-v5 also observes the contact forces on its bodies (105 numbers; v4 has 27); Humanoid-v5 omits what is
+always zero (348; v4 has 376). v5 charges for contact forces, v4 pays for being upright also on the step of a
+fall. As in gymnasium, body positions, inertias and forces are those of the last physics step.
 """
 
 from __future__ import annotations

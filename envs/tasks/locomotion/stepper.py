@@ -1,8 +1,8 @@
 """The engine of gymnasium's robots: many in one process, bit for bit what gymnasium computes.
 
-One compiled model is shared by one `MjData` per environment; `mj_step` advances them, and observations,
-rewards and terminations are computed for all of them at once in gymnasium's own arithmetic. Actions are
-clipped to the box first, as in D4RL's wrapped environments, so the control cost never exceeds the motors'.
+`mj_step` advances one `MjData` per environment; observations, rewards and terminations are computed for all
+of them at once in gymnasium's own arithmetic. Actions are clipped to the box first, as in D4RL's wrapped
+environments.
 
 Legend: N environments, M of them addressed, Ta executed steps, nq and nv widths of positions and velocities.
 """
@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.spec import StepResult
+from envs.spec import Array, StepResult
 
 if TYPE_CHECKING:
     import mujoco
-
-Array = np.ndarray
 
 
 @dataclass(frozen=True)

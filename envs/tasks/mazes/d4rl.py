@@ -1,14 +1,9 @@
 """Mazes: a point or an ant moves to a goal drawn per episode (gymnasium-robotics).
 
-Physics, starts, goals and rewards are those of `PointMaze_*-v3` and `AntMaze_*-v4`, bit for bit; one compiled
-model is shared by one `MjData` per environment. The observation is flat: positions, velocities, and the goal
-(x, y) at its end. For the ant these are the 29 entries of D4RL and OGBench, and the goal. With
-`goal=separate` the goal is provided beside the observation, for goal-conditioned policies.
-
-A point is driven by forces at 100 Hz, as in gymnasium-robotics. With `control=waypoint` an action is a target
-position for a PD controller; with `hold`, it is kept for several simulator steps.
-
-Legend: N environments, M of them addressed.
+Physics, starts, goals and rewards are those of `PointMaze_*-v3` and `AntMaze_*-v4`, bit for bit. The
+observation is flat: positions, velocities, and the goal (x, y) at its end; with `goal=separate` the goal is
+provided beside the observation. A point is driven by forces at 100 Hz; with `control=waypoint` an action is a
+target position for a PD controller, with `hold` it is kept for several simulator steps.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envs.evaluation.scores import reference
-from envs.spec import EnvSpec, StepResult
+from envs.spec import Array, EnvSpec, StepResult
 from envs.tasks.mazes.expert import FORCE_CONTROL, MazeExpert, demonstrate_maze, pd_force, position_control
 from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
 from envs.tasks.mazes.stepper import ANT_NAMES, MazeRows, MazeTask, ant_torques
@@ -31,8 +26,6 @@ from policies.registry import variant
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 RADIUS_M = 0.45  # success radius of the goal
 SPEED_LIMIT = 5.0  # of a point, per axis [m/s]

@@ -1,8 +1,8 @@
 """Expert of the point mazes: plans a path through the cells and tracks it with a PD controller.
 
-A breadth-first search gives every cell its distance to the goal. The path is drawn among those without
-repeated cells that are at most `detour` cells longer than the shortest. The point tracks a target slightly
-ahead on the path. Noise bends the path inside the cells and perturbs the target.
+The path is drawn among those without repeated cells that are at most `detour` cells longer than the shortest.
+The point tracks a target slightly ahead on the path. Noise bends the path inside the cells and perturbs the
+target.
 
 Source:
     D4RL's maze2d data, arXiv 2004.07219, come from a planner and a PD controller as well.
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 Array = np.ndarray
 
 KP, KD = 10.0, 1.0  # force of 1 per 10 cm of distance, and per m/s of speed
-BEND = (
-    0.08  # standard deviation of the path's corners around centres of cells [cells], at noise = 1, cut at two
-)
+# standard deviation of the path's corners around centres of cells [cells], at noise = 1, cut at two
+BEND = 0.08
 WOBBLE = 0.04  # standard deviation of the target's wobble [cells], at noise = 1
 WOBBLE_S = 0.3  # its correlation time [s]
 PACE_SPREAD = 0.15  # relative spread of the pace between episodes, at noise = 1
@@ -105,14 +104,14 @@ class Polyline:
         reachable = (along >= self._along - self._back) & (along <= self._along + self._forth)
         nearest = np.where(reachable, distance, np.inf).argmin()
         self._along = max(self._along, float(along[nearest]))
-        return self.place(self._along + look)
+        return self.point_at(self._along + look)
 
-    def place(self, along: float) -> Array:
+    def point_at(self, along: float) -> Array:
         """Return the point (2,) at an arc length; past the end, the end."""
         i = min(int(np.searchsorted(self._end, along)), len(self._end) - 1)
         share = np.clip(1.0 - (self._end[i] - along) / self._length[i], 0.0, 1.0)
-        place: Array = self._from[i] + share * self._side[i]
-        return place
+        point: Array = self._from[i] + share * self._side[i]
+        return point
 
 
 class PathFollower:
@@ -174,19 +173,19 @@ class PointControl:
     lag_s: float = KD / KP
 
 
-FORCE_CONTROL = PointControl(lambda obs, place: pd_force(obs[:2], obs[2:4], place), np.ones(2))
+FORCE_CONTROL = PointControl(lambda obs, target: pd_force(obs[:2], obs[2:4], target), np.ones(2))
 """For points that are pushed."""
 
 
 def position_control(maze: Layout) -> PointControl:
     """Return the controller of points whose actions are target positions of a PD controller."""
-    return PointControl(lambda _, place: place, maze.half_size)
+    return PointControl(lambda _, target: target, maze.half_size)
 
 
 def displacement_control(full_m: float, step_s: float, lag_s: float) -> PointControl:
     """Return the controller of points that move by up to `full_m` [m] per control step of `step_s` [s]."""
     gain = step_s / (lag_s * full_m)
-    return PointControl(lambda obs, place: gain * (place - obs[:2]), np.ones(2), lag_s)
+    return PointControl(lambda obs, target: gain * (target - obs[:2]), np.ones(2), lag_s)
 
 
 def demonstrate_maze(

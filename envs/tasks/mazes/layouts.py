@@ -112,8 +112,8 @@ class Layout:
         between = np.linspace(0.0, 1.0, 8, endpoint=False)[:, None, None]  # so that no cell is missed
         fine = positions[:-1] + between * np.diff(positions, axis=0)  # (8, n - 1, 2)
         cells: list[Cell] = []
-        for place in [*fine.transpose(1, 0, 2).reshape(-1, 2), positions[-1]]:
-            cell = self.cell(place)
+        for position in [*fine.transpose(1, 0, 2).reshape(-1, 2), positions[-1]]:
+            cell = self.cell(position)
             if cell in cells:
                 del cells[cells.index(cell) + 1 :]
             else:
@@ -135,7 +135,7 @@ class Layout:
         return center
 
     def _with_noise(self, position: Array, rng: np.random.Generator) -> Array:
-        return np.array([place + rng.uniform(low=-NOISE, high=NOISE) * self.cell_m for place in position])
+        return np.array([value + rng.uniform(low=-NOISE, high=NOISE) * self.cell_m for value in position])
 
 
 @cache

@@ -1,12 +1,10 @@
 """OGBench's mazes: a point, an ant or a humanoid moves to a goal in mazes of four sizes.
 
-Each is `<agent>maze-<maze>-v0` in OGBench's names, with its five tasks: pairs of start and goal. `goal=fixed`
-is OGBench's single task `<agent>maze-<maze>-singletask-task<k>-v0`, whose goal is fixed and not observed;
-datasets of these mazes fit it. With `appended` and `separate` the goal varies per episode and is observed, as
-a position (OGBench's `use_oracle_rep`).
-
-The names begin with `og-`; unprefixed names belong to other mazes (`envs.tasks.mazes.d4rl`):
-gymnasium-robotics' agents have other bodies, rates and starts.
+Each is `<agent>maze-<maze>-v0` in OGBench's names, with its five pairs of start and goal. `goal=fixed` is
+OGBench's `<agent>maze-<maze>-singletask-task<k>-v0`, whose goal is fixed and not observed; its datasets fit
+it. With `appended` and `separate` the goal varies per episode and is observed, as a position (OGBench's
+`use_oracle_rep`). Names without `og-` are gymnasium-robotics' mazes (`envs.tasks.mazes.d4rl`), whose agents
+have other bodies, rates and starts.
 """
 
 from __future__ import annotations

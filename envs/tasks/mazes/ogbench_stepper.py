@@ -1,12 +1,7 @@
-"""OGBench's mazes, many in one process: a point, an ant or a humanoid moves to a goal.
-
-Physics, resets, observations and the success rule are OGBench's own methods; one of its environments steps
-all rows in turn. Every number equals OGBench stepped one by one.
+"""OGBench's mazes, many in one process, bit for bit: one of its environments steps all rows in turn.
 
 OGBench draws task, positions and teleport exits from NumPy's global generator. Here each episode has its own
 generator, which draws as the global one does after `np.random.seed(seed)`.
-
-Legend: N environments, M of them addressed.
 """
 
 from __future__ import annotations
@@ -19,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from envs.spec import StepResult
+from envs.spec import Array, StepResult
 from envs.tasks.mazes.layouts import Layout
 from envs.tasks.mazes.stepper import MazeRows
 
-Array = np.ndarray
-
 NUM_TASKS = 5
 _UINT32 = 2**32
-_TELEPORT_RADII = 1.5  # a teleport takes whoever is that many of its radii away
+_TELEPORT_RADII = 1.5  # distance within which a teleport acts [its radii]
 
 
 class OgbenchMazeStepper(MazeRows):
@@ -100,19 +93,19 @@ class OgbenchMazeStepper(MazeRows):
     def _with_goal(self, row: int, obs: Array) -> Array:
         return np.concatenate([obs, self._goal[row]]) if self._observe_goal else obs
 
-    def _with_noise(self, place: tuple[float, float], rng: np.random.RandomState) -> Array:
+    def _with_noise(self, position: tuple[float, float], rng: np.random.RandomState) -> Array:
         """Return a position (2,) in the inner part of a cell, with OGBench's draws."""
         env = self._env
-        shift = [rng.uniform(low=-env._noise, high=env._noise) * env._maze_unit / 4 for _ in place]
-        return np.add(place, shift)
+        shift = [rng.uniform(low=-env._noise, high=env._noise) * env._maze_unit / 4 for _ in position]
+        return np.add(position, shift)
 
     def _teleport(self, row: int) -> None:
         """Move an agent near a teleport's entry to an exit; as in OGBench, observed a step later."""
         env, holes = self._env, self._env._teleport_info
         if holes is None:
             return
-        reach, place = _TELEPORT_RADII * holes["teleport_radius"], env.get_xy()
-        if any(np.linalg.norm(place - np.array(hole)) <= reach for hole in holes["teleport_in_xys"]):
+        reach, position = _TELEPORT_RADII * holes["teleport_radius"], env.get_xy()
+        if any(np.linalg.norm(position - np.array(hole)) <= reach for hole in holes["teleport_in_xys"]):
             exits = holes["teleport_out_xys"]
             env.set_xy(np.array(exits[self._rngs[row].randint(len(exits))]))
 

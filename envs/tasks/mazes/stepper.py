@@ -1,7 +1,4 @@
-"""Shared base of all mazes: agents as rows of one model, goals, specifications and rendering.
-
-Legend: N environments, M of them addressed.
-"""
+"""Shared base of all mazes: agents as rows of one model, goals, specifications and rendering."""
 
 from __future__ import annotations
 
@@ -16,15 +13,13 @@ import numpy as np
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, symmetric_spec
+from envs.spec import Array, EnvSpec, symmetric_spec
 from envs.tasks.mazes.layouts import Layout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from envs.datasets.episodes import EpisodeDataset
-
-Array = np.ndarray
 
 _log = logging.getLogger(__name__)
 

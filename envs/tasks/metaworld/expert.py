@@ -48,8 +48,8 @@ def demonstrate(
     record = Recording(stepper, seed, terminate_on_success=spec.terminate_on_success)
     left = spec.max_episode_steps
     while left > 0 and not record.ended:
-        was_solved, wanted = record.was_solved, policy.get_action(record.now)
-        action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)
+        was_solved, action_mean = record.was_solved, policy.get_action(record.now)
+        action = np.clip(action_mean + options.noise * rng.standard_normal(len(action_mean)), -1, 1)
         record.step(action, states=stepper.physics_state(0))
         left -= 1
         if record.was_solved and not was_solved:

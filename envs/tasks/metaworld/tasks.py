@@ -1,13 +1,9 @@
 """Meta-World: a Sawyer arm performs one of fifty tasks, selected by an option (Meta-World v3).
 
-Physics, observation, reward and success are Meta-World's own: its environment runs on one `MjData` per row.
-The rest of its state (Python attributes, positions that a reset writes into the model) is stored per row and
-restored before stepping. Goals are observed, as in its multi-task benchmarks.
-
-Difference from Meta-World: object positions follow from the episode's seed alone; its benchmarks draw fifty
-in advance and select one. No state of the previous episode remains.
-
-Legend: N environments, M of them addressed.
+Physics, observation, reward and success are Meta-World's own: its environment runs on one `MjData` per row;
+the rest of its state is stored per row and restored before stepping. Goals are observed, as in its multi-task
+benchmarks. Difference: object positions follow from the episode's seed alone; its benchmarks draw fifty in
+advance and select one.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.spec import EnvSpec, StepResult, symmetric_spec
+from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.metaworld.expert import ScriptedExpert, demonstrate
 from policies.bounds import bounded
 from policies.errors import ConfigError
@@ -31,8 +27,6 @@ from policies.registry import register
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 TASKS = (
     *("assembly", "basketball", "bin-picking", "box-close", "button-press", "button-press-topdown"),
@@ -79,9 +73,9 @@ class MetaworldStepper(MujocoStepper):
         env = self._begin(row)
         env.seed(seed)
         env.reset_model()  # redraws until objects do not overlap
-        place = env._last_rand_vec
+        positions = env._last_rand_vec
         env = self._begin(row)
-        env._last_rand_vec, env._freeze_rand_vec = place, True
+        env._last_rand_vec, env._freeze_rand_vec = positions, True
         obs, _ = env.reset()
         self._variables[row] = read_variables(env)
         return np.asarray(obs, np.float64)

@@ -1,11 +1,8 @@
 """OGBench's oracles as experts: approach, grasp, lift, carry, lower; press; pull and push.
 
 In mode `task` its Markov oracles execute the subtasks of a plan one after the other. They depend only on the
-current state and correct perturbations. Noise on the executed actions therefore widens the state distribution
-for cloning, at little cost in success.
-
-Modes `play` and `noisy` follow OGBench's dataset recipes: long episodes of randomly drawn subtasks,
-independent of the task; see `envs.tasks.ogbench.play`.
+current state, so they correct for noise on the executed actions, which widens the state distribution.
+Modes `play` and `noisy` follow OGBench's dataset recipes, independent of the task: `envs.tasks.ogbench.play`.
 """
 
 from __future__ import annotations
@@ -70,8 +67,8 @@ def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_
         env = stepper.bind(0)
         if runner is None or runner.is_done(env):
             runner = SubtaskRunner(_subtask(env), options.min_norm, always_closed=world.startswith("puzzle"))
-        wanted = runner.act(env, record.now)
-        action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)
+        action_mean = runner.act(env, record.now)
+        action = np.clip(action_mean + options.noise * rng.standard_normal(len(action_mean)), -1, 1)
         record_step(stepper, record, action)
     return record.episode(truncated=len(record) >= max_steps, success=record.ended)
 
@@ -99,26 +96,26 @@ class SubtaskRunner:
             return True
         info, task = env.compute_ob_info(), self._subtask
         if task.kind == "button":
-            is_reached = info[f"privileged/button_{task.index}_state"] == task.wanted
+            is_reached = info[f"privileged/button_{task.index}_state"] == task.target
         elif task.kind == "cube":
-            off = np.linalg.norm(info[f"privileged/block_{task.index}_pos"] - task.wanted)
+            off = np.linalg.norm(info[f"privileged/block_{task.index}_pos"] - task.target)
             is_reached = off <= _TOLERANCE_M["cube"] and info["proprio/gripper_contact"][0] < 0.1
         else:
-            is_reached = abs(info[f"privileged/{task.kind}_pos"][0] - task.wanted) <= _TOLERANCE_M[task.kind]
+            is_reached = abs(info[f"privileged/{task.kind}_pos"][0] - task.target) <= _TOLERANCE_M[task.kind]
         return bool(is_reached and info["proprio/effector_pos"][2] > _FREE_HEIGHT_M[task.kind])
 
     def _target_info(self, env: Any) -> dict[str, Any]:
         task, data = self._subtask, env._data
         if task.kind == "cube":
-            values = {"block": task.index, "block_pos": task.wanted, "block_yaw": np.zeros(1)}
+            values = {"block": task.index, "block_pos": task.target, "block_yaw": np.zeros(1)}
         elif task.kind == "button":
             top = data.site_xpos[env._button_site_ids[task.index]]
-            values = {"button": task.index, "button_state": task.wanted, "button_top_pos": top.copy()}
+            values = {"button": task.index, "button_state": task.target, "button_top_pos": top.copy()}
         else:
             joint = env._model.joint(f"{task.kind}_slide").id
             handle = data.site_xpos[getattr(env, f"_{task.kind}_site_id")]
-            way = (task.wanted - data.joint(joint).qpos[0]) * data.xaxis[joint]
-            values = {f"{task.kind}_pos": np.array([task.wanted]), f"{task.kind}_handle_pos": handle + way}
+            offset = (task.target - data.joint(joint).qpos[0]) * data.xaxis[joint]
+            values = {f"{task.kind}_pos": np.array([task.target]), f"{task.kind}_handle_pos": handle + offset}
         return {f"privileged/target_{name}": value for name, value in values.items()}
 
 

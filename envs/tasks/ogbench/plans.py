@@ -2,8 +2,7 @@
 
 OGBench's oracles move one cube, press one button, or move the drawer or the window. Tasks require several of
 these, with dependencies: a cube lies on another or on a target, a drawer is locked, a press toggles
-neighbouring buttons. The planners map the current state to the next subtask and are called again after it,
-which corrects failures.
+neighbouring buttons. The planners are called again after every subtask, which corrects failures.
 
 Legend: n cubes or buttons.
 """
@@ -37,12 +36,12 @@ class Subtask:
     Attributes:
         kind: Oracle: "cube", "button", "drawer" or "window".
         index: Index of the cube or button.
-        wanted: Target position of the cube (3,), state of the button, or position of drawer or window [m].
+        target: Target position of the cube (3,), state of the button, or position of drawer or window [m].
     """
 
     kind: str
     index: int
-    wanted: Any
+    target: Any
 
 
 def next_subtask(env: Any) -> Subtask | None:
@@ -53,15 +52,15 @@ def next_subtask(env: Any) -> Subtask | None:
         presses = fewest_presses(env._cur_button_states != env._target_button_states, env._num_cols)
         tops = env._data.site_xpos[env._button_site_ids]
         return _press(env, _nearest(presses, tops, gripper_of(env))) if presses else None
-    places, targets = cubes_of(env)
-    move = next_move(places, targets)
+    positions, targets = cubes_of(env)
+    move = next_move(positions, targets)
     return None if move is None else Subtask("cube", *move)
 
 
 def gripper_of(env: Any) -> Array:
     """Return the gripper position (3,)."""
-    place: Array = env._data.site_xpos[env._pinch_site_id]
-    return place
+    position: Array = env._data.site_xpos[env._pinch_site_id]
+    return position
 
 
 def cubes_of(env: Any) -> tuple[Array, Array]:
@@ -73,35 +72,35 @@ def cubes_of(env: Any) -> tuple[Array, Array]:
 # -- cubes -------------------------------------------------------------------------------------------------
 
 
-def next_move(places: Array, targets: Array) -> tuple[int, Array] | None:
+def next_move(positions: Array, targets: Array) -> tuple[int, Array] | None:
     """Return the next cube and its destination (3,) [m]; None if all are placed.
 
     A cube is movable if no cube lies on it. It can be placed if its target is vacant and, above the table,
     its support is placed. If no cube can reach its target, one is moved aside. Places and targets are (n, 3)
     [m].
     """
-    wrong = [i for i in range(len(places)) if np.linalg.norm(places[i] - targets[i]) > _CUBE_TOLERANCE]
+    wrong = [i for i in range(len(positions)) if np.linalg.norm(positions[i] - targets[i]) > _CUBE_TOLERANCE]
     if not wrong:
         return None
-    loose = [i for i in range(len(places)) if not _is_covered(i, places)]
+    loose = [i for i in range(len(positions)) if not _is_covered(i, positions)]
     for i in wrong:
-        if i in loose and _is_vacant(i, places, targets):
+        if i in loose and _is_vacant(i, positions, targets):
             return i, targets[i]
     waiting = next((i for i in loose if i in wrong), loose[0])
-    taken = np.concatenate([places, targets])[:, :2]
+    taken = np.concatenate([positions, targets])[:, :2]
     spot = max(_SPARE, key=lambda spot: np.linalg.norm(taken - spot, axis=1).min())
     return waiting, np.array([*spot, _CUBE / 2])
 
 
-def _is_covered(i: int, places: Array) -> bool:
-    beside = np.linalg.norm(places[:, :2] - places[i, :2], axis=1)
-    return bool(((beside < _CUBE) & (places[:, 2] > places[i, 2] + _CUBE / 2)).any())
+def _is_covered(i: int, positions: Array) -> bool:
+    distance_xy = np.linalg.norm(positions[:, :2] - positions[i, :2], axis=1)
+    return bool(((distance_xy < _CUBE) & (positions[:, 2] > positions[i, 2] + _CUBE / 2)).any())
 
 
-def _is_vacant(i: int, places: Array, targets: Array) -> bool:
-    others = np.delete(places, i, axis=0)
-    beside = np.linalg.norm(others[:, :2] - targets[i, :2], axis=1)
-    if ((beside < _CLEARANCE) & (others[:, 2] > targets[i, 2] - _CUBE / 2)).any():
+def _is_vacant(i: int, positions: Array, targets: Array) -> bool:
+    others = np.delete(positions, i, axis=0)
+    distance_xy = np.linalg.norm(others[:, :2] - targets[i, :2], axis=1)
+    if ((distance_xy < _CLEARANCE) & (others[:, 2] > targets[i, 2] - _CUBE / 2)).any():
         return False
     below = np.linalg.norm(others - (targets[i] - [0, 0, _CUBE]), axis=1)
     return bool(targets[i, 2] < _CUBE or (below < _CUBE_TOLERANCE).any())
@@ -167,19 +166,19 @@ def _press(env: Any, button: int) -> Subtask:
 def _next_in_scene(env: Any) -> Subtask | None:
     """Plan the cube first, through the open drawer if its target is inside; then drawer, window, buttons."""
     data = env._data
-    places, targets = cubes_of(env)
+    positions, targets = cubes_of(env)
     drawer, window = (float(data.joint(name).qpos[0]) for name in ("drawer_slide", "window_slide"))
     if targets[0, 1] < _DRAWER_Y:
-        if not env._is_in_drawer(places[0]):
+        if not env._is_in_drawer(positions[0]):
             opened = _slide(env, "drawer", drawer, -0.16)
             return opened if opened is not None else Subtask("cube", 0, env._drawer_center.copy())
-    elif np.linalg.norm(places[0] - targets[0]) > _CUBE_TOLERANCE:
+    elif np.linalg.norm(positions[0] - targets[0]) > _CUBE_TOLERANCE:
         return Subtask("cube", 0, targets[0])
-    for kind, at, wanted in (
+    for kind, current, target in (
         ("drawer", drawer, env._target_drawer_pos),
         ("window", window, env._target_window_pos),
     ):
-        moved = _slide(env, kind, at, float(wanted))
+        moved = _slide(env, kind, current, float(target))
         if moved is not None:
             return moved
     wrong = np.flatnonzero(env._cur_button_states != env._target_button_states).tolist()
@@ -187,12 +186,12 @@ def _next_in_scene(env: Any) -> Subtask | None:
     return _press(env, _nearest(wrong, tops, gripper_of(env))) if wrong else None
 
 
-def _slide(env: Any, kind: str, at: float, wanted: float) -> Subtask | None:
+def _slide(env: Any, kind: str, current: float, target: float) -> Subtask | None:
     """Return the subtask that moves drawer or window, or unlocks it first; None if at its target."""
-    if abs(at - wanted) <= _SLIDE_TOLERANCE:
+    if abs(current - target) <= _SLIDE_TOLERANCE:
         return None
     lock = ("drawer", "window").index(kind)
-    return _press(env, lock) if env._cur_button_states[lock] == 0 else Subtask(kind, 0, wanted)
+    return _press(env, lock) if env._cur_button_states[lock] == 0 else Subtask(kind, 0, target)
 
 
 def record_step(stepper: OgbenchStepper, record: Recording, action: Array) -> None:

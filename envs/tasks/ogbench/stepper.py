@@ -1,17 +1,13 @@
 """OGBench's manipulation worlds, many in one process: a UR5e arm with cubes, buttons, a drawer and a window.
 
-Simulator, controller, observation and reward are OGBench's own; work without effect on them is skipped
-between steps (cube colours, repeated bookkeeping). All environments of a process share one compiled model and
-one controller. Every number equals OGBench stepped one by one.
-
-Reward and termination are evaluated on the state *before* an action, as in OGBench: minus the number of
-unsolved parts; the step after all are solved has reward 0, is a success and terminates. A reset depends on
-its seed alone: OGBench settles the goal scene under actions drawn from fresh entropy, here from the seed.
+Every number equals OGBench stepped one by one; work without effect on them is skipped between steps (cube
+colours, repeated bookkeeping). Reward and termination are evaluated on the state *before* an action, as in
+OGBench: minus the number of unsolved parts; the step after all are solved has reward 0, is a success and
+terminates. A reset depends on its seed alone: OGBench settles the goal scene under actions drawn from fresh
+entropy, here from the seed.
 
 Non-physics state (button states, targets) and state in the model (locks of drawer and window, target markers)
 is stored per row and restored before stepping.
-
-Legend: N environments, M of them addressed.
 """
 
 from __future__ import annotations
@@ -26,9 +22,7 @@ from typing import Any
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.spec import StepResult
-
-Array = np.ndarray
+from envs.spec import Array, StepResult
 
 NUM_TASKS = 5
 

@@ -1,16 +1,13 @@
 """OGBench's manipulation tasks: a UR5e arm with a gripper moves cubes, presses buttons, opens and closes.
 
-Each is a world of `envs.tasks.ogbench.stepper` with five tasks, `<world>-play-singletask-task<k>-v0` in
-OGBench's names: initial and target positions. The target is part of the task and not observed; the
-observation describes the arm and all movable objects.
+Each is a world of `envs.tasks.ogbench.stepper` with five tasks (initial and target positions),
+`<world>-play-singletask-task<k>-v0` in OGBench's names. The target is not observed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from envs.engine.pixels import HasCameras
 from envs.spec import EnvSpec, symmetric_spec
@@ -21,8 +18,6 @@ from policies.registry import variant
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 _JOINTS = ("shoulder pan", "shoulder lift", "elbow", "wrist 1", "wrist 2", "wrist 3")
 _ARM_NAMES = (

@@ -1,9 +1,9 @@
 """Scripted experts of `lift`, `can` and `square`.
 
 An expert program is a generator: it reads the current poses and yields one action per step. All movements are
-closed-loop, so perturbations are corrected: a dropped object is grasped again, and a nut that jams on its peg
-is raised, realigned and lowered again. Each episode draws grasp and placement offsets, and noise on the
-executed actions widens the state distribution for cloning.
+closed-loop: a dropped object is grasped again, and a nut that jams on its peg is raised, realigned and
+lowered again. Each episode draws grasp and placement offsets; noise on the executed actions widens the state
+distribution.
 """
 
 from __future__ import annotations

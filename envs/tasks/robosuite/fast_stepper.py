@@ -3,10 +3,7 @@
 Model, reset and rules are robosuite's; the 25 physics steps per control step use MuJoCo and one compiled
 function, `envs/tasks/robosuite/osc_controller.py:drive`. robosuite computes the state of every physics step
 three times; here it is computed once, by splitting the step around the control law. The physics is equal up
-to rounding of the torques.
-
-One scene per process is compiled and shared, so each further environment costs a few hundred kilobytes. A
-reset starts the episode in robosuite and copies the state.
+to rounding of the torques. One scene per process is compiled and shared.
 
 Legend: N environments, M of them addressed, A arms.
 """
@@ -21,13 +18,11 @@ from typing import Any
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.spec import StepResult
+from envs.spec import Array, StepResult
 from envs.tasks.robosuite.observations import reader, success_rule
 from envs.tasks.robosuite.osc_controller import FINGER_RATE, compiled
 from envs.tasks.robosuite.reference_stepper import begin, hide_collisions, make_robosuite
 from policies.errors import CheckpointError
-
-Array = np.ndarray
 
 COMMAND = 7  # entries of an arm's action: translation, rotation, gripper
 
@@ -136,11 +131,11 @@ def _inertia_entries(model: Any, dofs: Sequence[int]) -> Array:
     """Return where `qM` holds M[i, j] of a chain of joints: a row lists a joint's ancestors, itself first."""
     entries = np.empty((len(dofs), len(dofs)), np.int64)
     for i, dof in enumerate(dofs):
-        place, ancestor = int(model.dof_Madr[dof]), dof
+        index, ancestor = int(model.dof_Madr[dof]), dof
         for j in range(i, -1, -1):
             assert ancestor == dofs[j]  # the joints of an arm follow each other
-            entries[i, j] = entries[j, i] = place
-            place, ancestor = place + 1, int(model.dof_parentid[ancestor])
+            entries[i, j] = entries[j, i] = index
+            index, ancestor = index + 1, int(model.dof_parentid[ancestor])
     return entries
 
 

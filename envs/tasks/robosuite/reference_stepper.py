@@ -1,7 +1,4 @@
-"""robosuite 1.5.1 itself, stepped one by one: the reference of the fast engine, and of its resets.
-
-Legend: N environments, M of them addressed.
-"""
+"""robosuite 1.5.1 itself, stepped one by one: the reference of the fast engine, and of its resets."""
 
 from __future__ import annotations
 
@@ -14,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from envs.engine.seeding import seeded_globally
-from envs.spec import StepResult
+from envs.spec import Array, StepResult
 from policies.errors import CapabilityError, ConfigError
-
-Array = np.ndarray
 
 _MODEL_SEED = 0  # of what robosuite draws while it compiles a model
 

@@ -26,10 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from envs.engine.pixels import HasCameras
-from envs.spec import EnvSpec, symmetric_spec
+from envs.spec import Array, EnvSpec, symmetric_spec
 from envs.tasks.robosuite.expert import ArmExpert, demonstrate
 from envs.tasks.robosuite.fast_stepper import FastStepper
 from envs.tasks.robosuite.reference_stepper import RobosuiteStepper, hide_collisions
@@ -38,8 +36,6 @@ from policies.registry import register
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 LAYOUTS = ("v15", "v141")
 ENGINES = ("fast", "robosuite")
@@ -141,6 +137,13 @@ class Lift(_Demonstrated):
     object_v141 = ("cube_pos", "cube_quat", "-gripper_to_cube_pos")
 
 
+def _object_keys(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the keys of an object in the layouts v15 and v141."""
+    relative = (f"{name}_to_robot0_eef_pos", f"{name}_to_robot0_eef_quat")
+    absolute = (f"{name}_pos", f"{name}_quat")
+    return relative + absolute, absolute + relative
+
+
 @register("env", "can")
 @dataclass(frozen=True)
 class Can(_Demonstrated):
@@ -149,8 +152,7 @@ class Can(_Demonstrated):
     name = "can"
     task = "PickPlaceCan"
     success_rule = "the can lies in its bin and the gripper has left it"
-    object_v15 = ("Can_to_robot0_eef_pos", "Can_to_robot0_eef_quat", "Can_pos", "Can_quat")
-    object_v141 = ("Can_pos", "Can_quat", "Can_to_robot0_eef_pos", "Can_to_robot0_eef_quat")
+    object_v15, object_v141 = _object_keys("Can")
 
 
 @register("env", "square")
@@ -163,18 +165,7 @@ class Square(_Demonstrated):
     name = "square"
     task = "NutAssemblySquare"
     success_rule = "the nut is around the square peg and the gripper has left it"
-    object_v15 = (
-        "SquareNut_to_robot0_eef_pos",
-        "SquareNut_to_robot0_eef_quat",
-        "SquareNut_pos",
-        "SquareNut_quat",
-    )
-    object_v141 = (
-        "SquareNut_pos",
-        "SquareNut_quat",
-        "SquareNut_to_robot0_eef_pos",
-        "SquareNut_to_robot0_eef_quat",
-    )
+    object_v15, object_v141 = _object_keys("SquareNut")
 
 
 _TRANSPORT_BODIES = (

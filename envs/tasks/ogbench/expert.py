@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 MODES = ("task", "play", "noisy")
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
-_FREE_HEIGHT_M = {
-    "cube": 0.16,
-    "button": 0.16,
-    "drawer": 0.18,
-    "window": 0.28,
-}  # height of a free gripper [m]
+_FREE_HEIGHT_M = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}  # of a free gripper
 _TOLERANCE_M = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # tolerance of finished subtasks [m]
 
 

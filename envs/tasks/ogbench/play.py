@@ -43,7 +43,7 @@ _TABLE_Y, _DRAWER_Z = (
 
 
 def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episode:
-    """Record the episode of a seed; `task`, 1 to 5, determines the record_step rewards."""
+    """Record the episode of a seed; `task`, 1 to 5, determines the recorded rewards."""
     stepper, task_rewards = OgbenchStepper(world, 0, 1), _TaskRewards(world, task, seed)
     record, rng = Recording(stepper, seed), np.random.default_rng((seed, _STREAM))
     p_stack = rng.uniform(*_P_STACK.get(world, _P_STACK_DEFAULT))

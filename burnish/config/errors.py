@@ -86,7 +86,7 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 def _first_line(error: BaseException) -> str:
     line = str(error).strip().splitlines()[0].rstrip(".")
-    return line if len(line) <= 400 else f"{line[:200]} … {line[-100:]}"  # a file may hold a value of any length
+    return line if len(line) <= 400 else f"{line[:200]} … {line[-100:]}"  # values of files have any length
 
 
 def _one_line(error: BaseException) -> str:

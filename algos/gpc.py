@@ -66,11 +66,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """Result of a search.
-
-    Attributes:
-        trials: Trials in order of evaluation, round by round.
-    """
+    """Trials of a search in order of evaluation, round by round."""
 
     trials: tuple[Trial, ...]
 
@@ -100,10 +96,10 @@ def search_weights(
     *,
     on_trial: Callable[[Trial], None] | None = None,
 ) -> Search:
-    """Search the weights of a composition by rollouts.
+    """Search the weights of a composition by rollouts; its own weights are ignored.
 
     Args:
-        policy: The composition; its own weights are ignored.
+        policy: The composition.
         settings: Grid, rounds and seeds.
         play: (policy, first seed, episodes) -> evaluation.
         on_trial: Called after every trial.
@@ -131,12 +127,11 @@ def search_weights(
 class WeightEstimate:
     """Weights with the lowest noise-prediction error on demonstrations.
 
+    `t` is the sampling time of the lead; None: all levels together.
+
     Shapes:
         weights, low, high: (N,), with bounds of 95 % intervals (over episodes).
         error: (N, N), G of the module; the diagonal holds the errors of the members.
-
-    Attributes:
-        t: Sampling time of the lead; None: all levels together.
     """
 
     t: float | None
@@ -151,21 +146,15 @@ def estimate_weights(
 ) -> list[WeightEstimate]:
     """Estimate the weights of a convex composition from held-out demonstrations.
 
-    Args:
-        policy: The composition; its own weights are ignored.
-        dataset: Held-out demonstrations.
-        settings: Windows, levels, seed.
-
-    Returns:
-        All levels together, then each level from noise to data.
+    The composition's own weights are ignored. All levels together come first, then each from noise to data.
 
     Raises:
         CapabilityError: If the composition is not a convex sum.
     """
     if policy.composition.operator != "convex":
         raise CapabilityError(
-            f"weights can be estimated from demonstrations for operator=convex only; got "
-            f"operator={policy.composition.operator}. Search them by rollouts."
+            f"weights are estimated for operator=convex only; got operator={policy.composition.operator}. "
+            f"Search them by rollouts."
         )
     settings = settings or EstimateSettings()
     levels = torch.linspace(0, 1, settings.levels + 2, dtype=torch.float64)[1:-1]
@@ -183,9 +172,8 @@ def error_products(
 
     Averages cover recorded actions; all levels share the noise; errors are in the lead's units.
     """
-    source = WindowSampler(
-        dataset, policy.chunk, pad_end=True, goal_dim=policy.goal_dim, cameras=policy.images
-    )
+    goal_dim, cameras = policy.goal_dim, policy.images
+    source = WindowSampler(dataset, policy.chunk, pad_end=True, goal_dim=goal_dim, cameras=cameras)
     index = torch.linspace(0, source.num - 1, min(settings.windows, source.num), dtype=torch.float64).round()
     data = source.gather(index.long())
     generator = seeded_generator(settings.seed, "estimate", device=policy.device)

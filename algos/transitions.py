@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -59,24 +59,13 @@ class Batch:
     row: Tensor
 
     def __len__(self) -> int:
-        """Return B."""
         return len(self.row)
 
 
 class TransitionTable:
-    """All transitions, one row each, on one device.
+    """All transitions, one row each, on one device; shapes as in `Batch`, M rows.
 
-    Args:
-        cond: (M, C).
-        action: (M, A).
-        reward: (M,).
-        next_cond: (M, C).
-        discount: (M,).
-        next_action: (M, A); None: not used.
-        has_next: (M,).
-        plan: (M, Th Da).
-        real: (M, Th).
-        frame: (M,) int64, start frames of the transitions in the dataset, if any.
+    `frame` (M,) holds the start frames of the transitions in the dataset, if any.
     """
 
     def __init__(
@@ -104,7 +93,6 @@ class TransitionTable:
         self._rows = torch.cat(parts, dim=1)
 
     def __len__(self) -> int:
-        """Return M."""
         return len(self._rows)
 
     @property
@@ -155,12 +143,9 @@ def deviations(cond: Tensor) -> Tensor:
 
 
 def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> TransitionTable:
-    """Return the transitions of a dataset in a policy's encoding.
+    """Return the transitions of a dataset on the policy's device, in the policy's encoding.
 
-    Args:
-        dataset: Dataset on the policy's device.
-        policy: Policy on states; its history, executed steps, encoding and normalisation are used.
-        rewarding: Reward transform.
+    The policy's history, executed steps, encoding and normalisation are used.
 
     Raises:
         DatasetError: If there is no transition.
@@ -168,8 +153,8 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
     stretch = _stretches(dataset, policy.chunk.act_steps)
     if not len(stretch.start):
         raise DatasetError(
-            f"{dataset.source}: no stretch of {policy.chunk.act_steps} frames has a known successor, so "
-            "there is no transition. Use longer episodes or a policy with fewer act_steps."
+            f"{dataset.source}: no {policy.chunk.act_steps} frames in a row have a known successor. "
+            "Use longer episodes or a policy with fewer act_steps."
         )
     _require_memory(dataset, policy, len(stretch.start))
     rewards = (rewarding.scale * dataset.rewards.double() + rewarding.shift)[stretch.frames]
@@ -225,13 +210,10 @@ def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
     real = (wanted <= end[:, None]) & ~ended_before
     length = real.sum(dim=1)
     last = start + length - 1
+    keep = (length == steps) | over[last]
     if dataset.next_observations is None:
-        known = (last < end) | dataset.terminated[last]  # a last frame with mask 0 may lack an action
-    else:
-        known = torch.ones_like(over)
-    keep = ((length == steps) | over[last]) & known
-    frames = torch.minimum(wanted, last[:, None])
-    parts = (start, last, frames, length, over[last], real)
+        keep &= (last < end) | dataset.terminated[last]  # a last frame with mask 0 may lack an action
+    parts = (start, last, torch.minimum(wanted, last[:, None]), length, over[last], real)
     return _Stretches(*(part[keep] for part in parts))
 
 
@@ -305,11 +287,6 @@ def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDa
     """Return the dataset with actions clipped to the task's bounds or, without a task, to the policy's.
 
     Policies with mean-std action normalisation have no bounds: actions are unchanged.
-
-    Args:
-        dataset: The data.
-        policy: Policy in training.
-        spec: Task specification; None: no task.
     """
     if spec is not None:
         return clipped_actions(dataset, box_of(dataset, spec))
@@ -325,22 +302,13 @@ def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDa
 def clipped_actions(
     dataset: EpisodeDataset, box: dict[str, Tensor], *, of_task: bool = True
 ) -> EpisodeDataset:
-    """Return the dataset with clipped actions; warns if any were outside.
-
-    Args:
-        dataset: The data.
-        box: Statistics of the bounds.
-        of_task: Whether the bounds are the task's; else those of `init`.
-    """
-    from dataclasses import replace
-
+    """Return the dataset with actions in a box, of the task or of `init`; warns if any were outside."""
     low, high = box["min"].to(dataset.actions), box["max"].to(dataset.actions)
     inside = dataset.actions.clamp(low, high)
     outside = int((inside != dataset.actions).sum())
     if not outside:
         return dataset
-    share = 100 * outside / dataset.actions.numel()
-    whose, why = _CLIPPED[of_task]
+    share, (whose, why) = 100 * outside / dataset.actions.numel(), _CLIPPED[of_task]
     _log.warning(
         "%s: %d action entries (%.2g %%) lie outside the box of %s; they are clipped to it, %s.",
         dataset.source, outside, share, whose, why,

@@ -37,16 +37,11 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
-LOOKED_AT = 64  # warm-up transitions inspected before the first update
+CHECKED = 64  # warm-up transitions inspected before the first update
 
 
 class Explorer:
-    """Rollout actor that records transitions for the replay buffer; see `envs.rollouts.rollout.Actor`.
-
-    Args:
-        actor: Samples latents.
-        is_warmup: Whether training has not started.
-    """
+    """Rollout actor that records transitions for the replay buffer; see `envs.rollouts.rollout.Actor`."""
 
     def __init__(self, actor: LatentActor, *, is_warmup: bool) -> None:
         self.actor, self.is_warmup = actor, is_warmup
@@ -75,16 +70,8 @@ def transitions_of(rollout: Rollout, policy: Policy) -> dict[str, Tensor]:
     if len(rollout.final_index):
         final = policy.encode(policy.observation({"state": rollout.final_obs})).vec.to(cond.device)
         next_cond[rollout.final_index[:, 0], rollout.final_index[:, 1]] = final
-    parts = {
-        "cond": cond,
-        "latent": rollout.record["latent"],
-        "action": rollout.record["action"],
-        "rewards": rollout.rewards,
-        "length": rollout.length,
-        "terminated": rollout.terminated,
-        "truncated": rollout.truncated,
-        "next_cond": next_cond,
-    }
+    parts = {"cond": cond, "next_cond": next_cond} | {k: rollout.record[k] for k in ("latent", "action")}
+    parts |= {k: getattr(rollout, k) for k in ("rewards", "length", "terminated", "truncated")}
     return {name: part.flatten(0, 1) for name, part in parts.items()}
 
 
@@ -96,8 +83,8 @@ class OffPolicyRun:
         setup: Environment, seed, workers, threads, device.
         learner: SAC update.
         offline: Transitions of a dataset for a fraction of every batch; None: no dataset.
-        lasting: Additional resume invariants; see `algos.training.resume_checks`.
-        look: Called with conditions (B, C) of the warm-up and a separate generator, before the first update.
+        resume_invariants: More of them; see `algos.training.resume_checks`.
+        check: Called with conditions (B, C) of the warm-up and a separate generator, before the first update.
 
     Raises:
         ConfigError: If the warm-up is longer than the run, or workers and environments do not fit.
@@ -113,16 +100,17 @@ class OffPolicyRun:
         learner: SacUpdate,
         offline: TransitionTable | None = None,
         resume_invariants: Mapping[str, Any] | None = None,
-        look: Callable[[Tensor, torch.Generator], Quantities] | None = None,
+        check: Callable[[Tensor, torch.Generator], Quantities] | None = None,
     ) -> None:
         assert setup.env is not None
-        config.require_learning()
-        self.config, self.learner, self._look = config, learner, look
+        least = f"at most algo.total_steps={config.total_steps}, or nothing is learned"
+        config.require("warmup_steps", config.warmup_steps <= config.total_steps, least)
+        self.config, self.learner, self._check = config, learner, check
         policy, chunk = learner.policy, learner.policy.chunk
         if policy.dtype != torch.float32:
             raise CapabilityError(
-                f"algo={name_of('algo', config)} remembers and learns in single precision (torch.float32); "
-                f"the policy computes in {policy.dtype}. Call .float() on it first."
+                f"algo={name_of('algo', config)} learns in torch.float32; the policy computes in "
+                f"{policy.dtype}. Call .float() on it first."
             )
         rows = min(config.buffer_size, config.total_steps + config.num_envs * config.steps_per_iteration)
         self.replay = Replay(
@@ -133,9 +121,8 @@ class OffPolicyRun:
             steps=chunk.act_steps,
             device=setup.device,
         )
-        self.source = Mixture(
-            self.replay, config.discounting, offline, config.offline_ratio, config.value_offset
-        )
+        ratio, offset = config.offline_ratio, config.value_offset
+        self.source = Mixture(self.replay, config.discounting, offline, ratio, offset)
         self.pool = RolloutPool(
             setup.env,
             num_envs=config.num_envs,
@@ -144,7 +131,7 @@ class OffPolicyRun:
             seed=setup.seed,
         )
         self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
-        self._look_generator = seeded_generator(setup.seed, "look", device=setup.device)
+        self._check_generator = seeded_generator(setup.seed, "look", device=setup.device)
         self._num_threads = setup.threads(THREADS)
         self._lasting = {
             "seed": setup.seed,
@@ -187,9 +174,8 @@ class OffPolicyRun:
 
     def _collect(self) -> Rollout:
         is_warmup = self.progress < self.config.warmup_steps
-        rollout = self.pool.collect(
-            Explorer(self._actor_on_cpu(), is_warmup=is_warmup), self.config.steps_per_iteration
-        )
+        explorer = Explorer(self._actor_on_cpu(), is_warmup=is_warmup)
+        rollout = self.pool.collect(explorer, self.config.steps_per_iteration)
         self.replay.add(**transitions_of(rollout, self.learner.policy))
         executed = int(rollout.length.sum())
         self.progress += executed
@@ -219,9 +205,9 @@ class OffPolicyRun:
         count = math.floor(self._owed)
         self._owed -= count
         size, generator = self.config.batch_size, self._generator
-        if count and self._steps == 0 and self._look is not None:
-            batch = self.source.draw(LOOKED_AT, self._look_generator)
-            means.add(self._look(batch.cond, self._look_generator))
+        if count and self._steps == 0 and self._check is not None:
+            batch = self.source.draw(CHECKED, self._check_generator)
+            means.add(self._check(batch.cond, self._check_generator))
         for _ in range(count):
             self._steps += 1
             batch, draws = self.source.draw(size, generator), self.learner.draw(size, generator)
@@ -234,7 +220,6 @@ class OffPolicyRun:
                 means.add(found)
 
     def snapshot(self) -> Policy:
-        """Return a copy of the policy in evaluation mode, with EMA weights if enabled."""
         policy = self.learner.policy.clone().eval().requires_grad_(False)
         if self._ema is not None:
             trained = {id(weight) for weight in self._trained}
@@ -259,11 +244,6 @@ class OffPolicyRun:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CheckpointError: If seed, dataset, `init` or latent map differ, or the replay buffer is too small.
-        """
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])
         if self._ema is not None:
@@ -275,7 +255,6 @@ class OffPolicyRun:
         self._acting = None
 
     def close(self) -> None:
-        """Stop the workers."""
         self.pool.close()
 
 
@@ -292,8 +271,8 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     algo = name_of("algo", config)
     if setup.dataset is None:
         raise ConfigError(
-            f"algo={algo} takes the share algo.offline_ratio={config.offline_ratio} of its batches from a "
-            f"dataset; got none. Give dataset=<file>, or {config.without_data}."
+            f"algo={algo} with algo.offline_ratio={config.offline_ratio} needs a dataset. "
+            f"Give dataset=<file>, or {config.without_data}."
         )
     dataset, advice = setup.dataset, "Use a dataset of the same task."
     require_fit("the policy", policy, dataset.source, dataset, advice=advice)
@@ -312,9 +291,8 @@ def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
     name, terminated = env.spec.name, int(dataset.terminated.sum())
     if env.spec.terminate_on_success and not terminated:
         raise ConfigError(
-            f"env.terminate_on_success ends an episode of {name} when it is solved, but no episode of "
-            f"{dataset.source} is terminated. Record it by burnish collect … env.terminate_on_success=true, "
-            f"or leave the option out."
+            f"env.terminate_on_success ends episodes of {name}, but none of {dataset.source} is terminated. "
+            f"Record it by burnish collect … env.terminate_on_success=true, or leave the option out."
         )
     if getattr(env, "terminate_on_success", None) is False and terminated:
         _log.warning(
@@ -325,7 +303,6 @@ def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
 
 
 def _summary(rows: list[EpisodeRow], env: EnvConfig) -> Metrics:
-    """Summarise finished episodes, if any; success only for tasks that define it."""
     metrics: Metrics = {"rollout/episodes": float(len(rows))}
     if rows:
         metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)

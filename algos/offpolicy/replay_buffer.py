@@ -13,7 +13,7 @@ bootstrap beyond the end of an episode, whether terminated or truncated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -40,7 +40,6 @@ class ChunkBatch:
     next_cond: Tensor
 
     def __len__(self) -> int:
-        """Return B."""
         return len(self.reward)
 
 
@@ -60,14 +59,16 @@ class Discounting:
             rewards: (B, Ta). end: (B, 3), executed steps, terminated and truncated, 1 or 0.
         """
         steps = rewards.shape[1]
-        code, table = _worth(self, steps, rewards.device, rewards.dtype)
+        code, table = _outcomes(self, steps, rewards.device, rewards.dtype)
         found = table.index_select(0, end.mv(code).long())
         reward = torch.linalg.vecdot(rewards, found[:, :steps]) + found[:, steps]
         return reward, found[:, steps + 1]
 
 
 @cache
-def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _outcomes(
+    rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return a table of chunk outcomes, and the factors (3,) that map an end to its row.
 
     Rows: l = 0 ... Ta executed steps, for four cases: neither, terminated, truncated, both. Ta + 2
@@ -85,16 +86,7 @@ def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dty
 
 
 class Replay:
-    """Ring buffer of the latest transitions, on one device.
-
-    Args:
-        capacity: Rows.
-        cond: C.
-        latent: L.
-        action: A.
-        steps: Ta.
-        device: Device of the rows.
-    """
+    """Ring buffer of the latest transitions, on one device; widths C, L, A and Ta as in the legend."""
 
     def __init__(
         self,
@@ -111,7 +103,6 @@ class Replay:
         self._size = self._next = 0
 
     def __len__(self) -> int:
-        """Return M."""
         return self._size
 
     @property
@@ -148,7 +139,6 @@ class Replay:
         return torch.randint(self._size, (n,), generator=generator, device=generator.device).to(self.device)
 
     def gather(self, row: Tensor, discounting: Discounting) -> ChunkBatch:
-        """Return the rows (B,)."""
         parts = self._rows.index_select(0, row).split(self._widths, dim=1)
         cond, latent, action, rewards, end, next_cond = parts
         reward, discount = discounting(rewards, end)
@@ -158,17 +148,12 @@ class Replay:
         return {"rows": self._rows[: self._size].clone(), "next": self._next, "capacity": self.capacity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; the capacity may differ.
-
-        Raises:
-            CheckpointError: If the capacity is too small for the rows, or their width differs.
-        """
+        """Continue from `state_dict`; the capacity may differ (CheckpointError if too small)."""
         rows, place = state["rows"], int(state["next"])
         if len(rows) > self.capacity or rows.shape[1:] != self._rows.shape[1:]:
             raise CheckpointError(
                 f"the saved replay has {len(rows)} rows of {rows.shape[1]} numbers; this one has place for "
-                f"{self.capacity} of {self._rows.shape[1]}. Resume with the same policy, and with budget and "
-                "algo.buffer_size at least as large."
+                f"{self.capacity} of {self._rows.shape[1]}. Keep the policy, raise budget and algo.buffer_size."
             )
         if state["capacity"] != self.capacity:  # oldest first
             rows, place = rows.roll(-place, dims=0), len(rows) % self.capacity
@@ -213,14 +198,7 @@ class Mixture:
             return online
         row = torch.randint(len(self.offline), (count,), generator=generator, device=generator.device)
         data = self.offline.gather(row.to(self.offline.device))
-        latent = data.action.new_zeros(
-            count, online.latent.shape[1]
-        )  # unknown; critics over chunks do not use it
-        return ChunkBatch(
-            torch.cat([online.cond, data.cond]),
-            torch.cat([online.latent, latent]),
-            torch.cat([online.action, data.action]),
-            torch.cat([online.reward, data.reward]),
-            torch.cat([online.discount, data.discount]),
-            torch.cat([online.next_cond, data.next_cond]),
-        )
+        unknown = data.action.new_zeros(count, online.latent.shape[1])  # critics over chunks do not use it
+        rest = ChunkBatch(data.cond, unknown, data.action, data.reward, data.discount, data.next_cond)
+        pairs = ((getattr(online, one.name), getattr(rest, one.name)) for one in fields(ChunkBatch))
+        return ChunkBatch(*map(torch.cat, pairs))

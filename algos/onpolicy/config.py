@@ -100,15 +100,13 @@ class OnPolicyConfig(Checked):
         return torch.ones(inner_steps)
 
     def frozen(self, setup: Setup, init: Policy) -> Any:
-        """Return the policy of the behaviour-cloning term, or None."""
+        """Return the reference of the behaviour-cloning term, if any."""
         return init.clone().to(setup.device).requires_grad_(False) if self.bc_weight else None
 
     def fresh(self, setup: Setup, algo: str) -> Policy:
-        """Return the initial policy when `init` is missing."""
         if self.bc_weight:
             raise ConfigError(
-                f"algo.bc_weight={self.bc_weight} keeps a policy near the one of init, and there is none. "
-                "Give init=<policy directory>, or leave the term out."
+                f"algo.bc_weight={self.bc_weight} needs a reference: give init=<policy directory>."
             )
         return fresh_policy(setup, algo)
 

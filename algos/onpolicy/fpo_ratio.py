@@ -112,11 +112,7 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
 
 
 def time_of(uniform: Tensor, power: float) -> Tensor:
-    """Return times from uniform draws in [0, 1), bounded away from both ends.
-
-    Source:
-        FPO++ (arXiv 2602.02481), whose time is 1 minus ours.
-    """
+    """Return times from uniform draws in [0, 1), bounded away from both ends (FPO++)."""
     return 1 - (_MARGIN + (1 - 2 * _MARGIN) * (1 - (1 - uniform) ** (1 / power)))
 
 
@@ -149,9 +145,8 @@ class FpoRatio(FlowRatio):
         self.times, self.time_power, self.action_noise = times, time_power, action_noise
         if times == "grid" and not len(self.grid):
             raise ConfigError(
-                "algo.times=grid with algo.prediction=eps has no time of weight: the only denoising step "
-                "begins at pure noise. Use algo.denoising_steps of 2 or more, algo.times=density, or "
-                "algo.prediction=velocity."
+                "algo.times=grid with algo.prediction=eps needs algo.denoising_steps of 2 or more: the first "
+                "step has weight 0. Or use algo.times=density, or algo.prediction=velocity."
             )
 
     @property
@@ -186,7 +181,6 @@ class FpoRatio(FlowRatio):
         return policy.executed(action), {"action": action, "eps": eps, "t": t, "loss": loss}
 
     def draw_times(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draw times at which the loss has positive weight."""
         uniform = torch.rand(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
         uniform = uniform.to(self.policy.device)
         if self.times == "grid":
@@ -216,7 +210,6 @@ class FpoRatio(FlowRatio):
         return self.matching.reduce(errors[:, self.policy.chunk.executed])
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Compare losses under the current weights with recorded losses; see `RatioEstimator`."""
         record, state, draws = experience.record, rows.state, self.num_draws
         if self.per_draw:
             row, pair = rows.state_row, state.index_select(0, rows.state_row) * draws + rows.step
@@ -244,14 +237,8 @@ class AwmRatio(FpoRatio):
     """Matching losses weighted by advantages: ratios are 1 and carry the gradient only.
 
     The recorded losses only measure the decrease of the loss, so only `target_kl` limits several passes over
-    the same data.
-
-    Args:
-        policy: A denoising policy.
-        matching: The matching loss and its bounds.
-        weight: By the noise amplitude s of a draw: `one`, `noise` (s), `noise_squared` (s^2), or `huber`:
-            s ((loss + 1e-10)^p - 1e-10^p) / p with p = 1/4 replaces the loss.
-        **options: As for `FpoRatio`.
+    the same data. Weights by the noise amplitude s of a draw: `one`, `noise` (s), `noise_squared` (s^2), or
+    `huber`: s ((loss + 1e-10)^p - 1e-10^p) / p with p = 1/4 replaces the loss.
 
     Source: AWM, arXiv 2509.25050.
     """
@@ -263,24 +250,20 @@ class AwmRatio(FpoRatio):
         self, policy: DenoisingPolicy, matching: Matching, *, weight: str = "one", **options: Any
     ) -> None:
         super().__init__(policy, matching, **options)
-        if weight not in self.WEIGHTS:
-            raise ConfigError(f"algo.weight must be one of {', '.join(self.WEIGHTS)}; got '{weight}'.")
         self.weight = weight
 
     @property
     def factors(self) -> None:
-        """None: ratios of 1 are not clipped."""
         return None
 
     def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
-        """Return log ratio 0 with the gradient of the weighted loss; see `FpoRatio`."""
+        """Return log ratio 0 with the gradient of the weighted loss."""
         limited = self.matching.bounded(new, advantage)
         weighted = self.matching.scale * self.weighted(limited, t)
         fell = self.matching.scale * (old - new.detach())
         return Comparison(weighted.detach() - weighted, _changed(new, limited), fell)
 
     def weighted(self, loss: Tensor, t: Tensor) -> Tensor:
-        """Weight losses (P,) at times (P,)."""
         noise = self.policy.process.alpha_sigma(t)[1]
         match self.weight:
             case "one":

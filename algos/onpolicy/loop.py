@@ -33,11 +33,7 @@ THREADS = 2  # gradient threads, unless `num_threads` is set; results are equal 
 
 
 def check_setup(setup: Setup, algo: str) -> Policy:
-    """Return the initial policy, checked against the environment.
-
-    Raises:
-        ConfigError: If policy or environment is missing, or their sizes disagree.
-    """
+    """Return the initial policy, checked against the environment (else ConfigError)."""
     if setup.init is None:
         raise ConfigError(f"algo={algo} fine-tunes a policy and got none. Give init=<policy directory>.")
     if setup.env is None:
@@ -53,14 +49,9 @@ def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
     if config.env_steps is not None and steps > config.env_steps:
         _log.warning(
             "algo.env_steps=%d is less than one iteration, which is executed whole: up to %d steps "
-            "(algo.num_envs=%d x algo.steps_per_iteration=%d x %d actions of a chunk). "
-            "Lower algo.num_envs or algo.steps_per_iteration.",
-            config.env_steps,
-            steps,
-            config.num_envs,
-            config.steps_per_iteration,
-            act_steps,
-        )
+            "(algo.num_envs=%d x algo.steps_per_iteration=%d x %d actions of a chunk). Lower one of them.",
+            config.env_steps, steps, config.num_envs, config.steps_per_iteration, act_steps,
+        )  # fmt: skip
 
 
 def warn_of_saturation(share: float) -> bool:
@@ -139,7 +130,6 @@ class OnPolicy:
 
     @property
     def policy(self) -> Policy:
-        """Policy in training, with exploration."""
         return self.ratio.policy
 
     @property
@@ -148,13 +138,10 @@ class OnPolicy:
         if self.config.env_steps is not None:
             return self.config.env_steps
         left = max(0, self.config.iterations - self.iteration)
-        return (
-            self.progress
-            + left * self.config.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
-        )
+        per_iteration = self.config.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
+        return self.progress + left * per_iteration
 
     def advance(self) -> Metrics:
-        """Run one iteration: collect, estimate advantages, update."""
         with torch_threads(1):
             return self._iterate()
 
@@ -196,7 +183,6 @@ class OnPolicy:
         return self.pool.collect(actor, config.steps_per_iteration, reset=config.reset_each_iteration)
 
     def snapshot(self) -> Policy:
-        """Return an independent copy of the policy to export."""
         return self.export_policy().eval().requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,18 +200,10 @@ class OnPolicy:
         }
 
     def _lasting(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {
-            "inner_steps": self.ratio.inner_steps,
-            "switch_time": getattr(getattr(self.policy, "field", None), "switch_time", None),
-        }
-        return facts | self._init_facts
+        switch_time = getattr(getattr(self.policy, "field", None), "switch_time", None)
+        return {"inner_steps": self.ratio.inner_steps, "switch_time": switch_time, **self._init_facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CheckpointError: If `init` or the division of the denoising steps differ.
-        """
         require_unchanged(state, self._lasting())
         self.policy.load_state_dict(state["policy"])
         self.ratio.load_state_dict(state.get("ratio", {}))
@@ -239,16 +217,12 @@ class OnPolicy:
         self.iteration, self.progress = int(state["iteration"]), int(state["progress"])
 
     def close(self) -> None:
-        """Stop workers and threads."""
         self.pool.close()
         self.learner.close()
 
 
 def rollout_metrics(rollout: Rollout, experience: Experience, env: EnvConfig) -> Metrics:
-    """Summarise the episodes that ended during an iteration; NaN without any.
-
-    `rollout/success` exists only for tasks that define success.
-    """
+    """Summarise the episodes that ended during an iteration; NaN without any."""
     rows = rollout.episodes
     metrics: Metrics = {
         "rollout/episodes": float(len(rows)),

@@ -78,8 +78,8 @@ def require_states_only(policy: Policy, algo: str) -> None:
     """Refuse a policy with images or goals (CapabilityError), for algorithms that store states only."""
     if policy.goal_dim:
         raise CapabilityError(
-            f"algo={algo} learns from states; the policy has goals too. Use one with goals inside the state "
-            f"(env.goal=appended in mazes), or clone with algo=bc."
+            f"algo={algo} learns from states; the policy is conditioned on goals too. Use one whose goal "
+            f"is part of the state (env.goal=appended in mazes), or clone with algo=bc."
         )
     if policy.images:
         raise CapabilityError(

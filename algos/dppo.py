@@ -43,7 +43,6 @@ from policies.processes.diffusion import VPDiffusion
 from policies.registry import name_of, register
 from policies.samplers.ddpm import DDIM, DDPM
 
-SAMPLERS = ("ddpm", "ddim")
 _MAX_CLIP_RATE = 100.0  # above this rate growth is a step function and overflows
 
 
@@ -54,7 +53,7 @@ class DppoConfig(PpoConfig):
 
     batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch: (environment step, denoising step) pairs
     tuned_steps: int = bounded(10, ge=1)  # S, fine-tuned denoising steps, counted from the last
-    sampler: str = bounded("ddpm", choices=SAMPLERS)  # exploration sampler; evaluation uses it without noise
+    sampler: str = bounded("ddpm", choices=("ddpm", "ddim"))  # of exploration; evaluation uses no noise
     denoising_steps: int | None = bounded(None, ge=1)  # K; null: all levels (ddpm), the policy's own (ddim)
     eta: float = bounded(1.0, gt=0, le=1)  # eta of DDIM in exploration; 0 in evaluation
     gamma_denoising: float = bounded(0.99, ge=0, le=1)  # discount per denoising step, towards noisier ones

@@ -60,7 +60,6 @@ from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 _log = logging.getLogger(__name__)
 
-VARIANTS = ("na", "sac")
 DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
 # Settings that make a sampler deterministic given its start noise, if it has them.
 NOISE_FREE = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
@@ -164,7 +163,7 @@ class NoiseAliasedUpdate(SacUpdate):
         self, actor: SteeredActor, critic: Ensemble, noise_critic: Ensemble, config: DsrlConfig
     ) -> None:
         super().__init__(actor, critic, config, of_chunks=True)
-        self.noise_critic, self._owed = noise_critic, 0.0
+        self.noise_critic, self._pending_updates = noise_critic, 0.0
         self._latents, self._share = config.distillation_latents, config.distillation_share
         weights = noise_critic.parameters()
         self.noise_critic_optimizer = torch.optim.Adam(weights, lr=config.critic_lr, fused=True)
@@ -201,9 +200,9 @@ class NoiseAliasedUpdate(SacUpdate):
     def finish_round(
         self, count: int, size: int, source: Mixture, generator: torch.Generator
     ) -> list[Quantities]:
-        self._owed += count * self._share
-        steps = math.floor(self._owed)
-        self._owed -= steps
+        self._pending_updates += count * self._share
+        steps = math.floor(self._pending_updates)
+        self._pending_updates -= steps
         found = []
         for _ in range(steps):
             batch = source.draw(size, generator)
@@ -213,11 +212,11 @@ class NoiseAliasedUpdate(SacUpdate):
     _own_parts = ("noise_critic", "noise_critic_optimizer")
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"owed": self._owed} | save_parts(self, self._own_parts)
+        return super().state_dict() | {"owed": self._pending_updates} | save_parts(self, self._own_parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._owed = float(state["owed"])
+        self._pending_updates = float(state["owed"])
         load_parts(self, self._own_parts, state)
 
 
@@ -227,7 +226,7 @@ class DsrlConfig(OffPolicyConfig):
     """DSRL: reinforcement learning over the noise of a frozen policy."""
 
     target_entropy: float | None = bounded(0.0, ge=-math.inf)  # of a latent; null: minus half its width
-    variant: str = bounded("na", choices=VARIANTS)  # na: noise-aliased critics | sac: critics over noise only
+    variant: str = bounded("na", choices=("na", "sac"))  # na: noise-aliased critics | sac: critics over noise
     distillation_share: float = bounded(0.5, gt=0)  # distillation steps per critic update, for na
     distillation_latents: str = bounded("gaussian", choices=DISTILLATION_LATENTS)  # where to distil, for na
     denoising_steps: int | None = bounded(None, ge=1)  # of the frozen policy; null: its saved sampler

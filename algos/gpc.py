@@ -45,9 +45,6 @@ NUM_RESAMPLES = 1000
 SMALLEST_WEIGHT = 1e-9
 
 
-# -- search by rollouts ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Trial:
     """Weights and their episodes in one round of a search."""
@@ -57,7 +54,7 @@ class Trial:
     evaluation: Evaluation
 
     @property
-    def worth(self) -> tuple[float, float]:
+    def sort_key(self) -> tuple[float, float]:
         """Sort key of trials: success (0 if undefined), then return."""
         is_solved = self.evaluation.quantity == "success"
         success = float(self.evaluation.values("success").mean()) if is_solved else 0.0
@@ -79,14 +76,14 @@ class Search:
     def best(self) -> tuple[float, ...]:
         return self.final[0].weights
 
-    def behind(self, trial: Trial) -> Comparison:
+    def compare_with_best(self, trial: Trial) -> Comparison:
         """Compare a trial of the last round with the winner on the same episodes: winner - trial."""
         return compare(trial.evaluation, self.final[0].evaluation)
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials sorted, best first."""
-    return sorted(trials, key=lambda trial: (*trial.worth, -max(trial.weights)), reverse=True)
+    return sorted(trials, key=lambda trial: (*trial.sort_key, -max(trial.weights)), reverse=True)
 
 
 def search_weights(
@@ -104,23 +101,22 @@ def search_weights(
         play: (policy, first seed, episodes) -> evaluation.
         on_trial: Called after every trial.
     """
-    going = settings.weights(len(policy.fields), policy.composition.operator)
+    candidates = settings.weights(len(policy.fields), policy.composition.operator)
     trials: list[Trial] = []
     first_seed = settings.first_seed
     for number, episodes in enumerate(settings.episodes):
-        played = []
-        for weights in going:
+        evaluated = []
+        for weights in candidates:
             trial = Trial(number, weights, play(policy.with_weights(*weights), first_seed, episodes))
-            played.append(trial)
+            evaluated.append(trial)
             if on_trial is not None:
                 on_trial(trial)
-        trials += played
+        trials += evaluated
         first_seed += episodes
-        going = [trial.weights for trial in ranked(played)[: (*settings.keep, len(played))[number]]]
+        candidates = [
+            trial.weights for trial in ranked(evaluated)[: (*settings.keep, len(evaluated))[number]]
+        ]
     return Search(tuple(trials))
-
-
-# -- estimate from demonstrations -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

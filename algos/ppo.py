@@ -61,7 +61,7 @@ class PpoConfig(OnPolicyConfig):
         policy = init.clone().to(setup.device)
         policy.requires_grad_(False).head.requires_grad_(True)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
-        adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
+        fits_normalizer = is_fresh and policy.normalizer.modes["state"] == "gaussian"
         return OnPolicy(
             self,
             setup,
@@ -69,7 +69,7 @@ class PpoConfig(OnPolicyConfig):
             trainable=policy.head,
             bc_term=None if frozen is None else CloningTerm(frozen, ratio),
             export_policy=policy.clone,
-            moments=RunningMeanStd(policy.obs_dim) if adapts else None,
+            moments=RunningMeanStd(policy.obs_dim) if fits_normalizer else None,
         )
 
     def ratio(self, policy: Any) -> ChainRatio:

@@ -29,7 +29,7 @@ from policies.policy import Policy
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _ENCODED_AT_ONCE = 65_536
-_STILL = 1e-4  # std below which an entry counts as constant
+_CONSTANT_STD = 1e-4  # std below which an entry counts as constant
 _ROUNDING = 1e-5  # tolerance outside the action bounds for rounding, relative to their width
 _CLIPPED = {
     True: ("the task", "as the simulator does"),
@@ -139,7 +139,7 @@ class Rewarding:
 def deviations(cond: Tensor) -> Tensor:
     """Return the std (C,) of each entry of conditions (M, C); 1 for near-constant entries."""
     std = cond.double().std(dim=0, correction=0)
-    return torch.where(std < _STILL, torch.ones_like(std), std).to(cond)
+    return torch.where(std < _CONSTANT_STD, torch.ones_like(std), std).to(cond)
 
 
 def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> TransitionTable:
@@ -150,31 +150,31 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
     Raises:
         DatasetError: If there is no transition.
     """
-    stretch = _stretches(dataset, policy.chunk.act_steps)
-    if not len(stretch.start):
+    segment = _segments(dataset, policy.chunk.act_steps)
+    if not len(segment.start):
         raise DatasetError(
             f"{dataset.source}: no {policy.chunk.act_steps} frames in a row have a known successor. "
             "Use longer episodes or a policy with fewer act_steps."
         )
-    _require_memory(dataset, policy, len(stretch.start))
-    rewards = (rewarding.scale * dataset.rewards.double() + rewarding.shift)[stretch.frames]
-    weight = rewarding.gamma ** torch.arange(stretch.frames.shape[1], device=rewards.device).double()
-    reward = (rewards * weight * stretch.real).sum(dim=1).float()
-    discount = rewarding.gamma ** stretch.length.double() * ~stretch.over
+    _require_memory(dataset, policy, len(segment.start))
+    rewards = (rewarding.scale * dataset.rewards.double() + rewarding.shift)[segment.frames]
+    weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
+    reward = (rewards * weight * segment.real).sum(dim=1).float()
+    discount = rewarding.gamma ** segment.length.double() * ~segment.over
     actions = policy.normalize_action(dataset.actions)
-    following, has_next = _following(dataset, stretch)
-    planned, real = _planned(dataset, stretch, policy)
+    following, has_next = _next_chunks(dataset, segment)
+    planned, real = _plan_frames(dataset, segment, policy)
     return TransitionTable(
-        cond=_encode(policy, dataset, stretch.start),
-        action=actions[stretch.frames].flatten(1),
+        cond=_encode(policy, dataset, segment.start),
+        action=actions[segment.frames].flatten(1),
         reward=reward,
-        next_cond=_encode(policy, dataset, stretch.last, successor=True),
+        next_cond=_encode(policy, dataset, segment.last, successor=True),
         discount=discount.float(),
         next_action=actions[following].flatten(1),
         has_next=has_next.float(),
         plan=actions[planned].flatten(1),
         real=real.float(),
-        frame=stretch.start,
+        frame=segment.start,
     )
 
 
@@ -189,7 +189,7 @@ def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Stretches:
+class _Segments:
     """Frames of the transitions: start, last (M,), frames (M, Ta), length, over (M,), real (M, Ta)."""
 
     start: Tensor
@@ -200,8 +200,8 @@ class _Stretches:
     real: Tensor
 
 
-def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
-    """Return every stretch that ends with the task or has a known successor."""
+def _segments(dataset: EpisodeDataset, steps: int) -> _Segments:
+    """Return every segment that ends with the task or has a known successor."""
     over, end = dataset.over, _episode_end(dataset)
     start = torch.arange(dataset.num_frames, device=over.device)
     wanted = start[:, None] + torch.arange(steps, device=over.device)
@@ -214,7 +214,7 @@ def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
     if dataset.next_observations is None:
         keep &= (last < end) | dataset.terminated[last]  # a last frame with mask 0 may lack an action
     parts = (start, last, torch.minimum(wanted, last[:, None]), length, over[last], real)
-    return _Stretches(*(part[keep] for part in parts))
+    return _Segments(*(part[keep] for part in parts))
 
 
 def _episode_end(dataset: EpisodeDataset) -> Tensor:
@@ -222,21 +222,21 @@ def _episode_end(dataset: EpisodeDataset) -> Tensor:
     return (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
 
 
-def _following(dataset: EpisodeDataset, stretch: _Stretches) -> tuple[Tensor, Tensor]:
+def _next_chunks(dataset: EpisodeDataset, segment: _Segments) -> tuple[Tensor, Tensor]:
     """Return the frames (M, Ta) of the next recorded chunk, and whether it exists (M,)."""
-    end = _episode_end(dataset)[stretch.start]
-    offset = torch.arange(stretch.frames.shape[1], device=end.device)
-    frames = torch.minimum(stretch.last[:, None] + 1 + offset, end[:, None])
-    return frames, (stretch.last < end) & ~stretch.over
+    end = _episode_end(dataset)[segment.start]
+    offset = torch.arange(segment.frames.shape[1], device=end.device)
+    frames = torch.minimum(segment.last[:, None] + 1 + offset, end[:, None])
+    return frames, (segment.last < end) & ~segment.over
 
 
-def _planned(dataset: EpisodeDataset, stretch: _Stretches, policy: Policy) -> tuple[Tensor, Tensor]:
+def _plan_frames(dataset: EpisodeDataset, segment: _Segments, policy: Policy) -> tuple[Tensor, Tensor]:
     """Return the window frames (M, Th) around executed chunks, and which were recorded (M, Th)."""
     chunk, episode = policy.chunk, dataset.episode_start[:-1].repeat_interleave(dataset.lengths)
-    first, end = episode[stretch.start], _episode_end(dataset)[stretch.start]
-    end = torch.where(stretch.over, stretch.last, end)
+    first, end = episode[segment.start], _episode_end(dataset)[segment.start]
+    end = torch.where(segment.over, segment.last, end)
     offset = torch.arange(chunk.horizon, device=end.device) - chunk.action_start
-    wanted = stretch.start[:, None] + offset
+    wanted = segment.start[:, None] + offset
     inside = torch.minimum(torch.maximum(wanted, first[:, None]), end[:, None])
     return inside, inside == wanted
 

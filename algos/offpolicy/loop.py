@@ -70,8 +70,8 @@ def transitions_of(rollout: Rollout, policy: Policy) -> dict[str, Tensor]:
     if len(rollout.final_index):
         final = policy.encode(policy.observation({"state": rollout.final_obs})).vec.to(cond.device)
         next_cond[rollout.final_index[:, 0], rollout.final_index[:, 1]] = final
-    parts = {"cond": cond, "next_cond": next_cond} | {k: rollout.record[k] for k in ("latent", "action")}
-    parts |= {k: getattr(rollout, k) for k in ("rewards", "length", "terminated", "truncated")}
+    parts = {name: getattr(rollout, name) for name in ("rewards", "length", "terminated", "truncated")}
+    parts |= {**rollout.record, "next_cond": next_cond}
     return {name: part.flatten(0, 1) for name, part in parts.items()}
 
 
@@ -133,14 +133,14 @@ class OffPolicyRun:
         self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
         self._check_generator = seeded_generator(setup.seed, "look", device=setup.device)
         self._num_threads = setup.threads(THREADS)
-        self._lasting = {
+        self._resume_invariants = {
             "seed": setup.seed,
             **init_facts(setup.init, policy),
             **config.resume_invariants(),
             "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
             **(resume_invariants or {}),
         }
-        self.progress, self._steps, self._owed = 0, 0, 0.0
+        self.progress, self._steps, self._pending_updates = 0, 0, 0.0
         self._trained = nn.ParameterList(learner.actor.parameters())
         rule = DelayedDecay(config.ema_decay, every=1)
         self._ema = Ema(self._trained, rule) if config.ema_decay else None
@@ -180,7 +180,7 @@ class OffPolicyRun:
         executed = int(rollout.length.sum())
         self.progress += executed
         if self.progress >= self.config.warmup_steps:
-            self._owed += executed * self.config.updates_per_step
+            self._pending_updates += executed * self.config.updates_per_step
         return rollout
 
     def _actor_on_cpu(self) -> LatentActor:
@@ -202,8 +202,8 @@ class OffPolicyRun:
             torch.cuda.synchronize(device)
 
     def _learn(self, means: Means) -> None:
-        count = math.floor(self._owed)
-        self._owed -= count
+        count = math.floor(self._pending_updates)
+        self._pending_updates -= count
         size, generator = self.config.batch_size, self._generator
         if count and self._steps == 0 and self._check is not None:
             batch = self.source.draw(CHECKED, self._check_generator)
@@ -234,24 +234,24 @@ class OffPolicyRun:
         return {
             "progress": self.progress,
             "steps": self._steps,
-            "owed": self._owed,
+            "owed": self._pending_updates,
             "learner": self.learner.state_dict(),
             **({} if self._ema is None else {"ema": self._ema.state_dict()}),
             "replay": self.replay.state_dict(),
             "generator": capture_generator(self._generator),
             "pool": self.pool.state_dict(),
-            **self._lasting,
+            **self._resume_invariants,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        require_unchanged(state, self._lasting)
+        require_unchanged(state, self._resume_invariants)
         self.learner.load_state_dict(state["learner"])
         if self._ema is not None:
             self._ema.restore(state.get("ema"), self._trained)
         self.replay.load_state_dict(state["replay"])
         restore_generator(self._generator, state["generator"])
         self.pool.load_state_dict(state["pool"])
-        self.progress, self._steps, self._owed = state["progress"], state["steps"], state["owed"]
+        self.progress, self._steps, self._pending_updates = state["progress"], state["steps"], state["owed"]
         self._acting = None
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algos.transitions import TransitionTable
+from algos.transitions import Rewarding, TransitionTable
 from policies.errors import CheckpointError
 
 
@@ -44,13 +44,10 @@ class ChunkBatch:
 
 
 @dataclass(frozen=True)
-class Discounting:
+class Discounting(Rewarding):
     """Reward transform and discount of chunks."""
 
-    gamma: float = 0.99  # per environment step; per chunk with paper_compat
-    scale: float = 1.0
-    shift: float = 0.0
-    paper_compat: bool = False
+    paper_compat: bool = False  # gamma is per chunk
 
     def __call__(self, rewards: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         """Return reward and discount (B,); see the module docstring.
@@ -79,8 +76,8 @@ def _outcomes(
     weight = (inner ** step.double()) * (step < length)
     later = torch.full_like(weight[:, :1], rule.gamma) if rule.paper_compat else rule.gamma ** length.double()
     reward = torch.cat([rule.scale * weight, rule.shift * weight.sum(dim=1, keepdim=True)], dim=1)
-    goes_on = (1, 0, 0, 0) if rule.paper_compat else (1, 0, 1, 0)
-    table = torch.cat([torch.cat([reward, goes * later], dim=1) for goes in goes_on])
+    bootstraps = (1, 0, 0, 0) if rule.paper_compat else (1, 0, 1, 0)
+    table = torch.cat([torch.cat([reward, one * later], dim=1) for one in bootstraps])
     code = torch.tensor([1, steps + 1, 2 * (steps + 1)])
     return code.to(device, dtype), table.to(device, dtype)
 
@@ -153,7 +150,7 @@ class Replay:
         if len(rows) > self.capacity or rows.shape[1:] != self._rows.shape[1:]:
             raise CheckpointError(
                 f"the saved replay has {len(rows)} rows of {rows.shape[1]} numbers; this one has place for "
-                f"{self.capacity} of {self._rows.shape[1]}. Keep the policy, raise budget and algo.buffer_size."
+                f"{self.capacity} of {self._rows.shape[1]}. Keep policy, budget and algo.buffer_size."
             )
         if state["capacity"] != self.capacity:  # oldest first
             rows, place = rows.roll(-place, dims=0), len(rows) % self.capacity

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -109,15 +109,12 @@ class SacUpdate:
         self, actor: LatentActor, critic: Ensemble, config: OffPolicyConfig, *, of_chunks: bool = False
     ) -> None:
         self.actor, self.critic, self.config, self._of_chunks = actor, critic, config, of_chunks
+        self.policy: Policy = actor.policy
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
         target = config.target_entropy_of(actor.latent_dim, actor.highest_entropy)
         self.temperature = Temperature(config, target, critic.weight[0].device)
         self.actor_optimizer = torch.optim.Adam(actor.parameters(), lr=config.actor_lr, fused=True)
         self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
-
-    @property
-    def policy(self) -> Policy:
-        return self.actor.policy
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         device = self.critic.weight[0].device
@@ -188,10 +185,7 @@ class SacUpdate:
         """Run the updates after a round of `count` steps; none by default."""
         return []
 
-    _parts: ClassVar[tuple[str, ...]] = (
-        *("policy", "critic", "target_critic", "temperature"),
-        *("actor_optimizer", "critic_optimizer"),
-    )
+    _parts = ("policy", "critic", "target_critic", "temperature", "actor_optimizer", "critic_optimizer")
 
     def state_dict(self) -> dict[str, Any]:
         return save_parts(self, self._parts)

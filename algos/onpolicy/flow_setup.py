@@ -59,7 +59,7 @@ class RectifiedConfig(OnPolicyConfig):
         policy = flow.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
         policy.field.requires_grad_(True)
         ratio, frozen = self.estimator(policy), self.frozen(setup, flow)
-        adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
+        fits_normalizer = is_fresh and policy.normalizer.modes["state"] == "gaussian"
         return OnPolicy(
             self,
             setup,
@@ -67,7 +67,7 @@ class RectifiedConfig(OnPolicyConfig):
             trainable=ratio.trainable,
             bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
             export_policy=lambda: policy.with_sampler(evaluate).clone(),
-            moments=RunningMeanStd(policy.obs_dim) if adapts else None,
+            moments=RunningMeanStd(policy.obs_dim) if fits_normalizer else None,
         )
 
 

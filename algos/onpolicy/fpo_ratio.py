@@ -38,28 +38,16 @@ _MARGIN = 0.005  # distance of `density` times from both ends
 
 @dataclass(frozen=True)
 class Matching:
-    """Matching loss of an action and its bounds.
+    """Matching loss of an action and its bounds."""
 
-    Attributes:
-        prediction: Compared quantity: `velocity`, `eps` or `x0`.
-        reduction: Over executed entries: `mean`, `sqrt` (sum over the root of their number), `per_step` (mean
-            over dims, sum over rows) or `joint` (sum).
-        huber: Huber threshold, above which errors are linear; None: squared errors.
-        scale: Factor of the loss.
-        max_loss: Clamp of losses before subtraction; None: off.
-        max_loss_negative: Clamp where the advantage is negative and losses increase.
-        difference_range: Clamp of the difference of losses; no gradient beyond; None: off.
-        max_difference: Upper clamp of the difference's value, gradients kept; None: off.
-    """
-
-    prediction: str = "eps"
-    reduction: str = "mean"
-    huber: float | None = None
-    scale: float = 1.0
-    max_loss: float | None = None
-    max_loss_negative: float | None = None
-    difference_range: tuple[float, float] | None = None
-    max_difference: float | None = None
+    prediction: str = "eps"  # compared quantity: velocity, eps or x0
+    reduction: str = "mean"  # or sqrt (sum / sqrt of the number), per_step (mean over dims), joint (sum)
+    huber: float | None = None  # Huber threshold, above which errors are linear; None: squared errors
+    scale: float = 1.0  # factor of the loss
+    max_loss: float | None = None  # clamp of losses before subtraction
+    max_loss_negative: float | None = None  # clamp where the advantage is negative and losses increase
+    difference_range: tuple[float, float] | None = None  # clamp of differences; no gradient beyond
+    max_difference: float | None = None  # upper clamp of the difference's value, gradients kept
 
     def errors(self, difference: Tensor) -> Tensor:
         """Return the error of every entry: e^2, or 2 delta |e| - delta^2 beyond delta."""
@@ -164,8 +152,6 @@ class FpoRatio(FlowRatio):
             self.matching.reduction, 1.0
         )
 
-    # -- acting ----------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """Act; the record holds `action` (N, Th, Da), `eps` (N, n, Th, Da), `t` (N, n) and `loss` (N, n)."""
@@ -197,8 +183,6 @@ class FpoRatio(FlowRatio):
     def _normal(self, shape: Any, generator: torch.Generator) -> Tensor:
         draws = torch.randn(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
         return draws.to(self.policy.device)
-
-    # -- scoring ---------------------------------------------------------------------------------------
 
     def losses(self, cond: Cond, action: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return the losses (P,) of chunks (P, Th, Da) with noise (P, Th, Da) at times (P,)."""

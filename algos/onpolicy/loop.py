@@ -49,7 +49,8 @@ def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
     if config.env_steps is not None and steps > config.env_steps:
         _log.warning(
             "algo.env_steps=%d is less than one iteration, which is executed whole: up to %d steps "
-            "(algo.num_envs=%d x algo.steps_per_iteration=%d x %d actions of a chunk). Lower one of them.",
+            "(algo.num_envs=%d x algo.steps_per_iteration=%d x %d actions of a chunk). "
+            "Lower algo.num_envs or algo.steps_per_iteration.",
             config.env_steps, steps, config.num_envs, config.steps_per_iteration, act_steps,
         )  # fmt: skip
 
@@ -79,6 +80,7 @@ class OnPolicy:
         moments: Running observation statistics, if the normaliser is fitted during training.
     """
 
+    policy: Policy
     unit = "env_steps"
 
     def __init__(
@@ -93,7 +95,7 @@ class OnPolicy:
         moments: RunningMeanStd | None = None,
     ) -> None:
         assert setup.env is not None
-        policy: Policy = ratio.policy
+        policy = self.policy = ratio.policy
         require_states_only(policy, name_of("algo", config))
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         with seeded_weights(derive_seed(setup.seed, "critic")):
@@ -129,10 +131,6 @@ class OnPolicy:
         return "algo.iterations" if self.config.env_steps is None else "algo.env_steps"
 
     @property
-    def policy(self) -> Policy:
-        return self.ratio.policy
-
-    @property
     def total(self) -> int:
         """Environment steps to execute; an estimate until the last iteration ends."""
         if self.config.env_steps is not None:
@@ -141,11 +139,9 @@ class OnPolicy:
         per_iteration = self.config.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
         return self.progress + left * per_iteration
 
+    @torch_threads(1)
     def advance(self) -> Metrics:
-        with torch_threads(1):
-            return self._iterate()
-
-    def _iterate(self) -> Metrics:
+        """Run one iteration: collect, estimate advantages, update."""
         self.ratio.set_progress(self._share_done())
         started = time.perf_counter()
         rollout = self.collect()
@@ -154,7 +150,9 @@ class OnPolicy:
         metrics: Metrics = dict(self.learner.update(experience, iteration=self.iteration, draws=self.draws))
         self._warned = self._warned or warn_of_saturation(float(metrics["policy/saturated_fraction"]))
         metrics |= rollout_metrics(rollout, experience, self.pool.env)
-        self._adapt(rollout)
+        if self.moments is not None:  # last: collection and updates of an iteration share their normaliser
+            self.moments.update(rollout.obs[:, :, -1])
+            self.moments.apply(self.policy.normalizer)
         self.iteration += 1
         executed = int(rollout.length.sum())
         self.progress += executed
@@ -170,12 +168,6 @@ class OnPolicy:
         if self.config.env_steps is not None:
             return min(1.0, self.progress / self.config.env_steps)
         return min(1.0, self.iteration / self.config.iterations)
-
-    def _adapt(self, rollout: Rollout) -> None:
-        """Refit the normaliser to all observations so far, at the end of the iteration."""
-        if self.moments is not None:
-            self.moments.see(rollout.obs[:, :, -1])
-            self.moments.apply(self.policy.normalizer)
 
     def collect(self) -> Rollout:
         """Collect the chunk steps of one iteration; workers act on the CPU."""
@@ -196,15 +188,15 @@ class OnPolicy:
             "draws": self.draws.generator.get_state(),
             "pool": self.pool.state_dict(),
             "moments": None if self.moments is None else self.moments.state_dict(),
-            **self._lasting(),
+            **self._resume_invariants(),
         }
 
-    def _lasting(self) -> dict[str, Any]:
+    def _resume_invariants(self) -> dict[str, Any]:
         switch_time = getattr(getattr(self.policy, "field", None), "switch_time", None)
         return {"inner_steps": self.ratio.inner_steps, "switch_time": switch_time, **self._init_facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        require_unchanged(state, self._lasting())
+        require_unchanged(state, self._resume_invariants())
         self.policy.load_state_dict(state["policy"])
         self.ratio.load_state_dict(state.get("ratio", {}))
         self.learner.load_state_dict(state["learner"])

@@ -103,8 +103,6 @@ class PolicyflowRatio(NoisyFlowRatio):
         rows, dims = self.policy.chunk.act_steps, self.policy.chunk.shape[1]
         return float({"mean": rows * dims, "per_step": rows}.get(self.reduction, 1))
 
-    # -- acting ----------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """Return physical actions (N, Ta, Da), and the record for scoring.
@@ -151,8 +149,6 @@ class PolicyflowRatio(NoisyFlowRatio):
     def reduce(self, values: Tensor) -> Tensor:
         """Reduce values (B, Th, Da) of executed rows to (B,)."""
         return reduce_log_prob(values[:, self.policy.chunk.executed], self.reduction)
-
-    # -- scoring ---------------------------------------------------------------------------------------
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         record = experience.record

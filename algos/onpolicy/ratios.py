@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from algos.onpolicy.advantages import Experience
 from policies.denoising import DenoisingPolicy
-from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.protocols import Chain, Cond
 
@@ -156,9 +155,7 @@ def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:
             return log_prob.mean(dim=(-2, -1))
         case "per_step":
             return log_prob.sum(dim=-1).mean(dim=-1)
-        case "joint":
-            return log_prob.sum(dim=(-2, -1))
-    raise ConfigError(f"log_prob_reduction must be one of {', '.join(REDUCTIONS)}; got '{how}'.")
+    return log_prob.sum(dim=(-2, -1))
 
 
 class ChainRatio(RatioEstimator):

@@ -22,7 +22,7 @@ with the sampler's `clip_state`; log-densities are not clamped by default.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -40,8 +40,6 @@ from policies.protocols import Cond
 from policies.samplers.step_table import transition
 
 REDUCTIONS = ("mean", "per_step", "per_dim", "joint")
-INPUTS = ("state_time", "state")
-LEVELS = ("learned", "constant")
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "mish": nn.Mish, "elu": nn.ELU, "silu": nn.SiLU}
 
 
@@ -51,8 +49,8 @@ class NoiseConfig(Checked):
 
     key: ClassVar[str] = "algo.noise"
 
-    level: str = bounded("learned", choices=LEVELS)  # learned, or constant: always max_std
-    input: str = bounded("state_time", choices=INPUTS)  # inputs of the noise network
+    level: str = bounded("learned", choices=("learned", "constant"))  # learned, or constant: always max_std
+    input: str = bounded("state_time", choices=("state_time", "state"))  # inputs of the noise network
     min_std: float = bounded(0.10, gt=0)  # smallest std, normalised action units
     max_std: float = bounded(0.24, gt=0)  # largest std, normalised action units
     hold: float = bounded(0.35, ge=0, le=1)  # fraction of the run before max_std decays; 1: no decay
@@ -65,9 +63,11 @@ class NoiseConfig(Checked):
         super().__post_init__()
         self.require("max_std", self.min_std <= self.max_std, f"at least algo.noise.min_std={self.min_std:g}")
         width = self.own_time_dim
-        self.require(
-            "own_time_dim", not width or (width >= 4 and width % 2 == 0), "even and at least 4, or 0"
-        )
+        is_even = width >= 4 and width % 2 == 0
+        self.require("own_time_dim", not width or is_even, "even and at least 4, or 0")
+
+    def build(self, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int) -> NoiseNet:
+        return NoiseNet(self, chunk_shape, time_dim, cond_dim)
 
     def max_std_at(self, progress: float) -> float:
         """Return the largest std at a fraction of the run (0 to 1): constant, then cosine decay."""
@@ -76,9 +76,6 @@ class NoiseConfig(Checked):
         share = min(1.0, max(0.0, (progress - self.hold) / (1 - self.hold)))
         last = self.final_share * self.max_std + (1 - self.final_share) * self.min_std
         return last + (self.max_std - last) * (1 + math.cos(math.pi * share)) / 2
-
-    def build(self, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int) -> NoiseNet:
-        return NoiseNet(self, chunk_shape, time_dim, cond_dim)
 
 
 class NoiseNet(nn.Module):
@@ -95,9 +92,11 @@ class NoiseNet(nn.Module):
         self.own_time = TimeEmbedding(config.own_time_dim) if config.own_time_dim else None
         time_dim = (config.own_time_dim or time_dim) if config.input == "state_time" else 0
         sizes = (time_dim + cond_dim, *config.hidden_dims, math.prod(chunk_shape))
-        is_learned = config.level == "learned"
-        self.layers = nn.Sequential(*_stack(sizes, config.activation)) if is_learned else None
-        self.max_std = config.max_std
+        activation, self.max_std = ACTIVATIONS[config.activation], config.max_std
+        self.layers: nn.Sequential | None = None
+        if config.level == "learned":
+            hidden = (layer for i, o in pairwise(sizes[:-1]) for layer in (nn.Linear(i, o), activation()))
+            self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-2], sizes[-1]))
 
     def set_progress(self, progress: float) -> None:
         self.max_std = self.config.max_std_at(progress)
@@ -118,13 +117,6 @@ class NoiseNet(nn.Module):
         out = self.layers(torch.cat(parts, dim=-1))
         low, span = math.log(self.config.min_std), math.log(self.max_std / self.config.min_std)
         return torch.exp(low + span * (out.tanh() + 1) / 2).view(batch, steps, *self.chunk_shape)
-
-
-def _stack(sizes: Sequence[int], activation: str) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), ACTIVATIONS[activation]()]
-    return layers[:-1]
 
 
 class ReinflowRatio(NoisyFlowRatio):
@@ -191,8 +183,6 @@ class ReinflowRatio(NoisyFlowRatio):
     def set_progress(self, progress: float) -> None:
         self.noise.set_progress(progress)
 
-    # -- acting ----------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """Explore; the record holds the chain (N, K+1, Th, Da) and its reduced log-density (N,)."""
@@ -249,8 +239,6 @@ class ReinflowRatio(NoisyFlowRatio):
         table, first = self.policy.table, self.first
         second = None if table.second_time is None else table.to_device("second_time", cond.vec)[first:]
         return table.to_device("net_time", cond.vec)[first:], second
-
-    # -- scoring ---------------------------------------------------------------------------------------
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         chain = experience.record["chain"].index_select(0, rows.state)

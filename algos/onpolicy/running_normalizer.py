@@ -62,7 +62,7 @@ class RunningMeanStd:
         self.mean = torch.zeros(width, dtype=torch.float64)
         self.squares = torch.zeros(width, dtype=torch.float64)  # sum of squared deviations from the mean
 
-    def see(self, obs: Tensor) -> None:
+    def update(self, obs: Tensor) -> None:
         """Merge observations (..., Do), physical units."""
         new = obs.detach().cpu().double().reshape(-1, len(self.mean))
         if not len(new):

@@ -126,10 +126,10 @@ class SteeredActor(LatentActor):
 
 
 @torch.no_grad()
-def look_at_noise(actor: LatentActor, cond: Tensor, generator: torch.Generator) -> Quantities:
+def noise_sensitivity(actor: LatentActor, cond: Tensor, generator: torch.Generator) -> Quantities:
     """Return the std of executed chunks over noises and over states, normalised units; warns if low.
 
-    Compared are visited conditions (B, C), at least two, with the actor's warm-up noise.
+    `cond` (B, C) holds at least two visited conditions; the noise is that of the actor's warm-up.
 
     Raises:
         CapabilityError: If chunks are independent of the noise.
@@ -262,7 +262,7 @@ class DsrlConfig(OffPolicyConfig):
             offline = offline_table(self, setup, policy)
             # Standard normal noise, even where a trained actor warms up with its own samples.
             normal = SteeredActor(policy, within_box=self.variant == "sac")
-            return OffPolicyRun(self, setup, learner, offline, invariants, partial(look_at_noise, normal))
+            return OffPolicyRun(self, setup, learner, offline, invariants, partial(noise_sensitivity, normal))
 
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; a steered policy keeps its actor."""

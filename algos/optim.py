@@ -29,10 +29,10 @@ def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: in
     """
     if step == 0:
         return min_lr
-    place = step % cycle
-    if place < warmup:
-        return min_lr + (lr - min_lr) * place / warmup
-    return min_lr + (lr - min_lr) * (1.0 + math.cos(math.pi * (place - warmup) / (cycle - warmup))) / 2.0
+    position = step % cycle
+    if position < warmup:
+        return min_lr + (lr - min_lr) * position / warmup
+    return min_lr + (lr - min_lr) * (1.0 + math.cos(math.pi * (position - warmup) / (cycle - warmup))) / 2.0
 
 
 def check_schedule(

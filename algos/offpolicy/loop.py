@@ -37,7 +37,7 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
-CHECKED = 64  # warm-up transitions inspected before the first update
+CHECKED_ROWS = 64  # warm-up transitions inspected before the first update
 
 
 class Explorer:
@@ -83,7 +83,7 @@ class OffPolicyRun:
         setup: Environment, seed, workers, threads, device.
         learner: SAC update.
         offline: Transitions of a dataset for a fraction of every batch; None: no dataset.
-        resume_invariants: More of them; see `algos.training.resume_checks`.
+        resume_invariants: In addition to those of config and init; see `algos.training.resume_checks`.
         check: Called with conditions (B, C) of the warm-up and a separate generator, before the first update.
 
     Raises:
@@ -103,8 +103,8 @@ class OffPolicyRun:
         check: Callable[[Tensor, torch.Generator], Quantities] | None = None,
     ) -> None:
         assert setup.env is not None
-        least = f"at most algo.total_steps={config.total_steps}, or nothing is learned"
-        config.require("warmup_steps", config.warmup_steps <= config.total_steps, least)
+        limit = f"at most algo.total_steps={config.total_steps}, or nothing is learned"
+        config.require("warmup_steps", config.warmup_steps <= config.total_steps, limit)
         self.config, self.learner, self._check = config, learner, check
         policy, chunk = learner.policy, learner.policy.chunk
         if policy.dtype != torch.float32:
@@ -206,7 +206,7 @@ class OffPolicyRun:
         self._pending_updates -= count
         size, generator = self.config.batch_size, self._generator
         if count and self._steps == 0 and self._check is not None:
-            batch = self.source.draw(CHECKED, self._check_generator)
+            batch = self.source.draw(CHECKED_ROWS, self._check_generator)
             means.add(self._check(batch.cond, self._check_generator))
         for _ in range(count):
             self._steps += 1

@@ -82,13 +82,13 @@ class OnPolicyConfig(Checked):
         )
         low, high = self.advantage_quantiles if rising(self.advantage_quantiles) else (-1.0, 2.0)
         self.require("advantage_quantiles", low >= 0 and high <= 1, "two rising numbers in [0, 1]")
-        for who in ("actor", "critic"):
-            check_schedule(who, **self.schedule(who), may_rise=self.paper_compat)
+        for network in ("actor", "critic"):
+            check_schedule(network, **self.schedule(network), may_rise=self.paper_compat)
 
-    def schedule(self, who: str) -> dict[str, Any]:
+    def schedule(self, network: str) -> dict[str, Any]:
         """Return the learning-rate schedule of `actor` or `critic`, as arguments of `warmup_cosine`."""
-        lr, low = getattr(self, f"{who}_lr"), getattr(self, f"{who}_min_lr")
-        warmup, cycle = getattr(self, f"{who}_lr_warmup"), getattr(self, f"{who}_lr_cycle")
+        lr, low = getattr(self, f"{network}_lr"), getattr(self, f"{network}_min_lr")
+        warmup, cycle = getattr(self, f"{network}_lr_warmup"), getattr(self, f"{network}_lr_cycle")
         return {"lr": lr, "min_lr": lr if low is None else low, "warmup": warmup, "cycle": cycle}
 
     def clip_range_of(self, inner_steps: int) -> Tensor:

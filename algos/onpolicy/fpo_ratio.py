@@ -244,8 +244,8 @@ class AwmRatio(FpoRatio):
         """Return log ratio 0 with the gradient of the weighted loss."""
         limited = self.matching.bounded(new, advantage)
         weighted = self.matching.scale * self.weighted(limited, t)
-        fell = self.matching.scale * (old - new.detach())
-        return Comparison(weighted.detach() - weighted, _changed(new, limited), fell)
+        decrease = self.matching.scale * (old - new.detach())
+        return Comparison(weighted.detach() - weighted, _changed(new, limited), decrease)
 
     def weighted(self, loss: Tensor, t: Tensor) -> Tensor:
         noise = self.policy.process.alpha_sigma(t)[1]

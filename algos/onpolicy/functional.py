@@ -112,10 +112,10 @@ def clip_to_quantiles(advantage: Tensor, low: float, high: float) -> Tensor:
 
 
 def _quantile(ordered: Tensor, q: float) -> Tensor:
-    place = q * (len(ordered) - 1)
-    low = math.floor(place)
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return torch.lerp(ordered[low], ordered[high], place - low)
+    return torch.lerp(ordered[low], ordered[high], position - low)
 
 
 def policy_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor | float) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,7 @@ class OnPolicy:
     @torch_threads(1)
     def advance(self) -> Metrics:
         """Run one iteration: collect, estimate advantages, update."""
-        self.ratio.set_progress(self._share_done())
+        self.ratio.set_progress(self._completed_fraction())
         started = time.perf_counter()
         rollout = self.collect()
         collected = time.perf_counter()
@@ -163,7 +163,7 @@ class OnPolicy:
             "time/env_steps_per_s": executed / (finished - started),
         }
 
-    def _share_done(self) -> float:
+    def _completed_fraction(self) -> float:
         """Return the completed fraction of the run, 0 to 1."""
         if self.config.env_steps is not None:
             return min(1.0, self.progress / self.config.env_steps)

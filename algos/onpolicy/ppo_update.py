@@ -117,11 +117,10 @@ class PpoUpdate:
         steps, device = ratio.inner_steps, self.actor[0].device
         self.clip_range = config.clip_range_of(steps).to(device)
         self.discount = config.discount_of(steps).to(device)
-        decays, adamw = (config.actor_weight_decay, config.critic_weight_decay), torch.optim.AdamW
-        self.actor_optimizer = adamw(self.actor, config.actor_lr, weight_decay=decays[0], fused=True)
-        self.critic_optimizer = adamw(
-            self.critic_params, config.critic_lr, weight_decay=decays[1], fused=True
-        )
+        adamw = partial(torch.optim.AdamW, fused=True)
+        actor_decay, critic_decay = config.actor_weight_decay, config.critic_weight_decay
+        self.actor_optimizer = adamw(self.actor, config.actor_lr, weight_decay=actor_decay)
+        self.critic_optimizer = adamw(self.critic_params, config.critic_lr, weight_decay=critic_decay)
 
     # -- one iteration ---------------------------------------------------------------------------------
 

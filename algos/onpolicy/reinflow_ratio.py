@@ -297,5 +297,5 @@ class PathTerm:
 
     def losses(self, cond: Cond, noise: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = self.frozen.decode(cond, noise)
-        return (self.policy.decode(cond, noise, grad=True) - wanted).square().mean(dim=(1, 2))
+            target = self.frozen.decode(cond, noise)
+        return (self.policy.decode(cond, noise, grad=True) - target).square().mean(dim=(1, 2))

@@ -121,7 +121,11 @@ class Bc:
         config.require("warmup_steps", config.warmup_steps < self._total, f"below {self._total} steps")
         self._validation = None
         if held_out is not None:
-            windows, count, samples = self._windows(held_out), config.validation_windows, config.validation_samples
+            windows, count, samples = (
+                self._windows(held_out),
+                config.validation_windows,
+                config.validation_samples,
+            )
             self._validation = Validation(windows, num_windows=count, num_samples=samples, seed=setup.seed)
         self._shuffle = Shuffle(
             self._source.num, seeded_generator(setup.seed, "windows", device=setup.device)

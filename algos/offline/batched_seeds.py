@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -55,14 +55,11 @@ class SeedBatch:
 
     Args:
         runs: Runs of one `build_seeds` call; each may be resumed.
-
-    Raises:
-        ConfigError: If the runs do not share their transitions.
     """
 
     def __init__(self, runs: Sequence[OfflineRun]) -> None:
         if any(run.table is not runs[0].table for run in runs):
-            raise ConfigError("runs that are trained together must be made together, by build_seeds.")
+            raise ConfigError("runs that are trained together must be made by one call of build_seeds.")
         self.runs = runs
         self._moving: tuple[OfflineRun, ...] = ()
         self._learner: Any = None
@@ -72,9 +69,9 @@ class SeedBatch:
         done = min(run.progress for run in self.runs)
         learner, moving = self._learner_of([run for run in self.runs if run.progress == done])
         ahead = [run.progress for run in self.runs if run.progress > done]
-        config, start, means = moving[0].config, time.perf_counter(), Means()
-        count = min([config.log_every, moving[0].total - done, *(other - done for other in ahead)])
-        with torch_threads(moving[0].num_threads):
+        first, start, means = moving[0], time.perf_counter(), Means()
+        count = min([first.config.log_every, first.total - done, *(other - done for other in ahead)])
+        with torch_threads(first.num_threads):
             for _ in range(count):
                 means.add(step_together(learner, moving))
             measured = {name: value.unbind(0) for name, value in means.read().items()}
@@ -151,15 +148,11 @@ def _stacked_attribute(parts: Sequence[Any]) -> Any:
     return first
 
 
-@dataclass(frozen=True)
 class FlatSearch:
     """Nearest-row search for queries with extra leading axes."""
 
-    search: Search
-
-    @property
-    def name(self) -> str:
-        return self.search.name
+    def __init__(self, search: Search) -> None:
+        self.search, self.name = search, search.name
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         found = self.search.nearest(row.flatten(), state.flatten(0, -2), action.flatten(0, -2))
@@ -279,7 +272,9 @@ def require_actor_network(policy: Policy) -> ActorNetwork:
     """
     network = actor_network(policy)
     if network is None:
-        raise CapabilityError(f"seeds are trained together with a new actor only, not with init. {ONE_BY_ONE}")
+        raise CapabilityError(
+            f"seeds are trained together where algo makes its own actor; init has another one. {ONE_BY_ONE}"
+        )
     return network
 
 

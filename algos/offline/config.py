@@ -206,7 +206,7 @@ def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> 
 
 
 def _require_trainable(setup: Setup, algo: str) -> None:
-    """Refuse a task whose goal is not part of the state, and an `init` with others' weights, images or goals."""
+    """Refuse goals beside the state, images, and an `init` that is wrapped or composed."""
     if setup.env is not None and setup.env.spec.goal_dim:
         raise CapabilityError(
             f"algo={algo} learns from states; the goal of env={setup.env.spec.name} is not part of them. Use "

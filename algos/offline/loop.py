@@ -200,7 +200,7 @@ class Probes:
 
 
 def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Rewarding) -> Probes | None:
-    """Return evenly spaced rows whose return-to-go is little affected by truncation; None without such rows."""
+    """Return evenly spaced rows whose return-to-go is known up to `_CUT_WEIGHT`; None without such rows."""
     if table.frame is None or "masks" in dataset.extras:  # with masks, returns continue after the task's end
         return None
     last = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)

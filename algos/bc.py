@@ -108,7 +108,7 @@ class Bc:
         dataset = dataset_of(setup, name_of("algo", config), "demonstrations")
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
         facts = init_facts(setup.init, self.policy) | facts_of("teacher", setup.teacher)
-        self._lasting = {"seed": setup.seed, **facts}
+        self._invariants = {"seed": setup.seed, **facts}
         self._matching = matching_of(self.policy)
         dataset = dataset.with_cameras(self.policy.images)  # skips decoding of unused cameras
         self._digest, self._dataset_name = dataset.digest(), dataset.source
@@ -121,15 +121,11 @@ class Bc:
         config.require("warmup_steps", config.warmup_steps < self._total, f"below {self._total} steps")
         self._validation = None
         if held_out is not None:
-            windows, count, samples = (
-                self._windows(held_out),
-                config.validation_windows,
-                config.validation_samples,
-            )
+            count, samples = config.validation_windows, config.validation_samples
+            windows = self._windows(held_out)
             self._validation = Validation(windows, num_windows=count, num_samples=samples, seed=setup.seed)
-        self._shuffle = Shuffle(
-            self._source.num, seeded_generator(setup.seed, "windows", device=setup.device)
-        )
+        order = seeded_generator(setup.seed, "windows", device=setup.device)
+        self._shuffle = Shuffle(self._source.num, order)
         self._generator = seeded_generator(setup.seed, "matching", device=setup.device)
         self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -220,7 +216,7 @@ class Bc:
             "optimizer": self._optimizer.state_dict(),
             "shuffle": self._shuffle.state_dict(),
             "generator": capture_generator(self._generator),
-            **self._lasting,
+            **self._invariants,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -240,7 +236,7 @@ class Bc:
                 f"the checkpoint belongs to a run on other data than {self._dataset_name} holds now. Resume "
                 f"with the file as it was, or start a run from its policy (init=<policy directory>)."
             )
-        require_unchanged(state, self._lasting)
+        require_unchanged(state, self._invariants)
         if state.get("num_threads", self._num_threads) != self._num_threads:
             before, now = state["num_threads"], self._num_threads
             _log.warning("num_threads was %d, now it is %d: the last bits may differ.", before, now)

@@ -61,36 +61,36 @@ class SeedBatch:
         if any(run.table is not runs[0].table for run in runs):
             raise ConfigError("runs that are trained together must be made by one call of build_seeds.")
         self.runs = runs
-        self._moving: tuple[OfflineRun, ...] = ()
+        self._active: tuple[OfflineRun, ...] = ()
         self._learner: Any = None
 
     def advance(self) -> list[Metrics]:
         """Take gradient steps with the runs that have taken the fewest; the others return no metrics."""
         done = min(run.progress for run in self.runs)
-        learner, moving = self._learner_of([run for run in self.runs if run.progress == done])
+        learner, active = self._learner_of([run for run in self.runs if run.progress == done])
         ahead = [run.progress for run in self.runs if run.progress > done]
-        first, start, means = moving[0], time.perf_counter(), Means()
+        first, start, means = active[0], time.perf_counter(), Means()
         count = min([first.config.log_every, first.total - done, *(other - done for other in ahead)])
         with torch_threads(first.num_threads):
             for _ in range(count):
-                means.add(step_together(learner, moving))
+                means.add(step_together(learner, active))
             measured = {name: value.unbind(0) for name, value in means.read().items()}
-            biases = [run.overestimation() for run in moving]
+            excess = [run.overestimation() for run in active]
         rate = {"time/steps_per_s": count / (time.perf_counter() - start)}
         found: dict[int, Metrics] = {
-            id(run): {**{name: value[s] for name, value in measured.items()}, **biases[s], **rate}
-            for s, run in enumerate(moving)
+            id(run): {**{name: value[s] for name, value in measured.items()}, **excess[s], **rate}
+            for s, run in enumerate(active)
         }
         return [found.get(id(run), {}) for run in self.runs]
 
     def _learner_of(self, runs: Sequence[OfflineRun]) -> tuple[Any, tuple[OfflineRun, ...]]:
         """Return the batched learner of these runs; rebuilt when the set of runs changes."""
-        if self._learner is None or self._moving != tuple(runs):
-            self._moving = tuple(runs)
+        if self._learner is None or self._active != tuple(runs):
+            self._active = tuple(runs)
             self._learner = batched([run.learner for run in runs])
             for run in runs:
                 run.is_batched = True
-        return self._learner, self._moving
+        return self._learner, self._active
 
 
 def step_together(learner: Any, runs: Sequence[OfflineRun], rows: Tensor | None = None) -> dict[str, Tensor]:

@@ -122,10 +122,10 @@ class OfflineConfig(Checked):
             algo, spec = name_of("algo", self), None if setup.env is None else setup.env.spec
             _require_trainable(setup, algo)
             dataset = dataset_of(setup, algo, "transitions with rewards")
-            box = {} if setup.init is not None else box_of(dataset, spec)
             if setup.init is not None:
-                dataset = actions_for(dataset, setup.init, spec)
+                dataset, box = actions_for(dataset, setup.init, spec), {}
             else:
+                box = box_of(dataset, spec)
                 dataset = clipped_actions(dataset, box)
             rewarding = self.rewarding(dataset)
             _require_rewards(dataset, rewarding, algo)

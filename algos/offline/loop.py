@@ -56,7 +56,7 @@ class Learner(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Budget(Protocol):
+class LoopConfig(Protocol):
     """Settings of the loop."""
 
     fixed_length: ClassVar[bool]  # a schedule depends on `steps`: the run cannot be extended
@@ -73,7 +73,7 @@ class OfflineRun:
 
     def __init__(
         self,
-        config: Budget,
+        config: LoopConfig,
         setup: Setup,
         learner: Learner,
         table: TransitionTable,
@@ -87,7 +87,7 @@ class OfflineRun:
         self.num_threads = setup.threads(THREADS)
         self._index = seeded_generator(setup.seed, "transitions", device=setup.device)
         self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
-        self._lasting = {
+        self._invariants = {
             "seed": setup.seed,
             **init_facts(setup.init, learner.policy),
             "dataset": dataset.digest(),
@@ -163,7 +163,7 @@ class OfflineRun:
             "index": capture_generator(self._index),
             "noise": capture_generator(self._noise),
             **({} if self._ema is None else {"ema": self._ema.state_dict()}),
-            **self._lasting,
+            **self._invariants,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class OfflineRun:
             CheckpointError: If length, data, seed, `init` or the reward transform differ from the saved run.
         """
         self._require_alone()
-        require_unchanged(state, self._lasting)
+        require_unchanged(state, self._invariants)
         self.learner.load_state_dict(state["learner"])
         if self._ema is not None:
             self._ema.restore(state.get("ema"), self.learner.policy)

@@ -21,16 +21,15 @@ _NAMES = {  # of facts, in messages
     "total": "the length of the run (algo.steps)",
     "algo.return_range": "algo.normalize_returns",
     "inner_steps": "the number of trained inner steps (algo.tuned_steps)",
-    "variant": "what values are of (algo.variant)",
-    "bound": "the unit of remembered latents (algo.steering.bound)",
-    "adapter": "the way from latents to noise (algo.steering.adapter)",
-    "rank": "the number of rows of a latent (algo.steering.rank)",
-    "density": "the kind of actor (algo.steering.density)",
-    "activation": "what follows the layers of the actor (algo.steering.activation)",
-    "critic_activation": "what follows the layers of the critics (algo.critic_activation)",
-    "sampler": "how the frozen policy denoises (algo.denoising_steps, its sampler)",
-    "switch_time": "the level below which the network is tuned (algo.sampler, algo.denoising_steps, "
-    "algo.tuned_steps)",
+    "variant": "the variant (algo.variant)",
+    "bound": "the bound of stored latents (algo.steering.bound)",
+    "adapter": "the map from latents to noise (algo.steering.adapter)",
+    "rank": "the rank of a latent (algo.steering.rank)",
+    "density": "the distribution of the actor (algo.steering.density)",
+    "activation": "the activation of the actor (algo.steering.activation)",
+    "critic_activation": "the activation of the critics (algo.critic_activation)",
+    "sampler": "the sampler of the frozen policy (algo.denoising_steps, its sampler)",
+    "switch_time": "the trained noise levels (algo.sampler, algo.denoising_steps, algo.tuned_steps)",
 }
 _SHA256_LENGTH = 64
 

@@ -210,6 +210,7 @@ class RunDirectory:
         return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and not p.is_symlink())
 
     def latest(self) -> int | None:
+        """Return the step of the newest checkpoint; None without one."""
         steps = self.checkpoints()
         return steps[-1] if steps else None
 

@@ -239,7 +239,7 @@ class Bc:
         require_unchanged(state, self._invariants)
         if state.get("num_threads", self._num_threads) != self._num_threads:
             before, now = state["num_threads"], self._num_threads
-            _log.warning("num_threads was %d, now it is %d: the last bits may differ.", before, now)
+            _log.warning("the run used num_threads=%d, now it is %d: last bits may differ.", before, now)
         self._shuffle.load_state_dict(state["shuffle"])
         self.policy.load_state_dict(state["policy"])
         self._ema.load_state_dict(state["ema"])

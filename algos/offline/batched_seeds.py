@@ -59,7 +59,7 @@ class SeedBatch:
 
     def __init__(self, runs: Sequence[OfflineRun]) -> None:
         if any(run.table is not runs[0].table for run in runs):
-            raise ConfigError("runs that are trained together must be made by one call of build_seeds.")
+            raise ConfigError("runs that are trained together must be made together, by build_seeds.")
         self.runs = runs
         self._active: tuple[OfflineRun, ...] = ()
         self._learner: Any = None

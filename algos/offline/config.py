@@ -85,8 +85,8 @@ class OfflineConfig(Checked):
             span = float(dataset.returns.max() - dataset.returns.min())
             if span <= 0:
                 raise ConfigError(
-                    f"algo.normalize_returns needs different returns; all {dataset.num_episodes} episodes of "
-                    f"{dataset.source} have the same. Use algo.reward_scale."
+                    f"algo.normalize_returns needs episodes of different returns; all {dataset.num_episodes} "
+                    f"of {dataset.source} have the same. Use algo.reward_scale."
                 )
             scale = self.normalize_returns / span
             _log.info("%s: returns span %.6g; rewards are multiplied by %.6g", dataset.source, span, scale)

@@ -120,11 +120,15 @@ class OfflineRun:
         start, means = time.perf_counter(), Means()
         with torch_threads(self.num_threads):
             for _ in range(count):
-                row, draws = self.draw()
-                means.add(self.learner.step(self.table.gather(row), draws))
-                self.count_step()
+                means.add(self._step())
             measured = means.read() | self.overestimation()
         return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
+
+    def _step(self) -> dict[str, Tensor]:
+        row, draws = self.draw()
+        measured = self.learner.step(self.table.gather(row), draws)
+        self.count_step()
+        return measured
 
     def _require_alone(self) -> None:
         if self.is_batched:

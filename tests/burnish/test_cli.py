@@ -365,7 +365,8 @@ def test_a_task_without_its_packages_is_listed_with_the_command_that_installs_th
 
 def test_tasks_are_listed_without_torch_and_simulators() -> None:
     heavy = "{'torch', 'scipy', 'h5py', 'mujoco', 'gymnasium', 'gymnasium_robotics', 'ogbench', 'robosuite'}"
-    code = f"from burnish.commands import list\nlist.main(['envs'])\nimport sys\nassert not {heavy} & set(sys.modules)"
+    imports = "from burnish.commands import list; list.main(['envs']); import sys"
+    code = f"{imports}; assert not {heavy} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "hopper" in done.stdout

@@ -24,6 +24,7 @@ import numpy as np
 from envs.datasets.array_storage import ArrayStorage, choose_storage, pieces
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.files.arrays import Arrays, check_flags
 from envs.datasets.files.lerobot import (
     DONE,
     EPISODES,
@@ -40,7 +41,6 @@ from envs.datasets.files.lerobot import (
     read_tasks,
     width_of,
 )
-from envs.datasets.files.npz import Arrays, check_flags
 from envs.datasets.files.videos import InVideos
 from envs.datasets.images import Compressed, Images, camera_of
 from policies.encoders import ImageShape
@@ -106,7 +106,7 @@ def read(
         rows["action"],
         rows.get("next.reward", np.zeros(len(last))),
         terminated,
-        last & ~terminated,
+        None,
         start,
         extras=extras,
         episode_extras=episode_extras,
@@ -125,7 +125,7 @@ def _bytes_of(
 
 
 def _side_by_side(parts: Sequence[np.ndarray], storage: ArrayStorage) -> np.ndarray:
-    """Join arrays (N, ...) to (N, D), as float32."""
+    """Join arrays (N, ...) to (N, D) float32."""
     if len(parts) == 1:
         return parts[0]
     ends = np.cumsum([part.shape[1] for part in parts]).tolist()
@@ -144,8 +144,8 @@ def _terminal(path: str | Path, flags: Arrays, last: np.ndarray, done_is_termina
         return done & flags[SUCCESS]
     if count := int((done & last).sum()):
         _log.warning(
-            "%s: %d of %d episodes end with next.done, which recorders also set when time is up, and there "
-            "is no next.success: all count as truncated. Where the task did end there, give the option "
+            "%s: %d of %d episodes end with next.done, which recorders also set at time limits, and there is "
+            "no next.success: all count as truncated. If they are terminations, give "
             "reader.done_is_terminal=true.", path, count, int(last.sum()),
         )  # fmt: skip
     return np.zeros(len(last), dtype=bool)
@@ -165,7 +165,7 @@ def _state_keys(
     if missing or not keys:
         raise DatasetError(
             f"{Path(path) / INFO}: expected the vector-valued features {missing or 'observation.state'}; "
-            f"found {vectors}. Images do not make up a state."
+            f"found {vectors}."
         )
     return tuple(keys)
 
@@ -183,7 +183,6 @@ def _unread(
 
 
 def _images(path: str | Path, info: Mapping[str, Any], key: str, files: Sequence[bytes]) -> Images:
-    """Return the images of a feature, compressed."""
     return Images(Compressed(files, _image_shape(info["features"][key]), f"{path}: column '{key}'"))
 
 
@@ -204,7 +203,7 @@ def _filmed(
     for key, feature in features.items():
         places = [f"videos/{key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
         if "timestamp" not in rows or not info.get("fps") or any(place not in table for place in places):
-            lacking[key] = f"videos whose times are not told: {EPISODES} lack columns, or frames a timestamp"
+            lacking[key] = f"videos without times: {EPISODES} lack columns, or frames a timestamp"
             continue
         chunk, file, begin = (table[place] for place in places)
         files = _video_files(path, info, key, chunk, file)
@@ -221,11 +220,7 @@ def _filmed(
 def _video_files(
     path: str | Path, info: Mapping[str, Any], key: str, chunks: Sequence[int], numbers: Sequence[int]
 ) -> tuple[Path, ...]:
-    """Return the video of every episode.
-
-    Raises:
-        DatasetError: If `video_path` is no pattern for them.
-    """
+    """Return the video of every episode by the pattern `video_path`."""
     pattern, root = str(info.get("video_path") or VIDEO), Path(path).absolute()
     if {"{", "}"} & set(_FIELD.sub("", pattern)):
         raise DatasetError(

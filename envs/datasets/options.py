@@ -24,14 +24,7 @@ SECTION = "reader"
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a reader.
-
-    Attributes:
-        name: Key below `reader`.
-        hint: Type.
-        default: Default value.
-        text: Description.
-    """
+    """One option of a reader: its key below `reader`, type, default and description."""
 
     name: str
     hint: Any
@@ -48,7 +41,6 @@ def options_of(read: Callable[..., Any]) -> dict[str, Option]:
 
 
 def _explained(read: Callable[..., Any]) -> dict[str, str]:
-    """Return the `Args` section of a docstring by argument."""
     found = re.search(r"^Args:\n((?:    .*\n|\n)+)", f"{inspect.getdoc(read)}\n", re.MULTILINE)
     entries = re.split(r"^    (?=\w+:)", found[1], flags=re.MULTILINE) if found else []
     named = (entry.partition(":") for entry in entries if entry.strip())
@@ -58,13 +50,7 @@ def _explained(read: Callable[..., Any]) -> dict[str, str]:
 def fitting(
     options: Mapping[str, Any], form: str, readers: Mapping[str, Mapping[str, Option]], source: str | Path
 ) -> dict[str, Any]:
-    """Return options validated for a format's reader, with absolute paths.
-
-    Args:
-        options: Values by name.
-        form: Name of the format.
-        readers: Options of every format, by its name.
-        source: The file, for messages.
+    """Return options of a format's reader, validated, with absolute paths.
 
     Raises:
         ConfigError: If the format lacks an option or refuses its value; names the formats that have it.
@@ -90,7 +76,6 @@ def lasting(options: Mapping[str, Any], readers: Mapping[str, Mapping[str, Optio
 
 
 def _refused(name: str, form: str, readers: Mapping[str, Mapping[str, Option]], source: str | Path) -> str:
-    """Return the message for an option that a format lacks, with the formats that have it."""
     having = [other for other, options in readers.items() if name in options]
     every = sorted({option for options in readers.values() for option in options})
     near = get_close_matches(name, [*readers[form], *every], n=1, cutoff=0.6)

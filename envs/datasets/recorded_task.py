@@ -34,13 +34,7 @@ def recorded_task(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None] 
 
 
 def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str | None:
-    """Return the recorded task as command-line text, e.g. `env=pointmaze-umaze env.hold=5`; None if unknown.
-
-    Args:
-        meta: Metadata of the dataset.
-        obs_dim: Do of the dataset; tasks with another observation width give None.
-        action_dim: Da of the dataset.
-    """
+    """Return the recorded task as `env=pointmaze-umaze env.hold=5`; None if unknown or of other widths."""
     found = recorded_task(meta)
     return None if found is None else _command_line(found[0], found[1] or {}, obs_dim, action_dim)
 
@@ -57,7 +51,6 @@ def recorded_spec(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _of_ours(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return the task from metadata of `burnish collect`."""
     own, args = meta.get("env"), meta.get("env_args")
     if isinstance(own, Mapping) and "name" in own:
         return str(own["name"]), _plain({key: value for key, value in own.items() if key != "name"})

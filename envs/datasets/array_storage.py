@@ -1,10 +1,7 @@
 """Storage of dataset arrays: in memory if they fit, else in memory-mapped files.
 
-Mapped arrays support the same operations: the system loads accessed rows and evicts them under memory
-pressure. Operations that would need a second array of full size run in pieces.
-
-Array files have no name (`tempfile.TemporaryFile`): their space is freed with the last reference, also after
-a killed program.
+Mapped arrays support the same operations, in pieces. Their files (`tempfile.TemporaryFile`) have no name: their
+space is freed with the last reference, also after a killed program.
 
 Legend: N rows, M requested rows.
 """
@@ -96,14 +93,7 @@ MEMORY = ArrayStorage()
 def choose_storage(
     needed: int, source: str | Path, *, cache: str | Path | None = None, advice: str = ""
 ) -> ArrayStorage:
-    """Return storage for `needed` bytes of a file's arrays: memory, else disk.
-
-    Args:
-        needed: Bytes required for reading.
-        source: Name of the file in messages.
-        cache: Folder on disk; None: that of temporary files (see `spill_folder`).
-        advice: Advice to read less, for messages.
-    """
+    """Return storage for `needed` bytes: memory, else the folder `cache`; `advice` completes the error."""
     if free_memory.fits(needed):
         free_memory.log_use(needed, source)
         return MEMORY

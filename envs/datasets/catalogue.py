@@ -118,7 +118,11 @@ def _d4rl_paths() -> Iterator[tuple[str, str]]:
         yield f"maze2d-{size}-dense-v1", f"maze2d/maze2d-{size}-dense-v1"
     for hand, kind in product(("pen", "hammer", "door", "relocate"), ("human", "cloned", "expert")):
         yield f"{hand}-{kind}-v1", f"hand_dapg_v1/{hand}-{kind}-v1"
-        old = {"human": "-v0_demos_clipped", "cloned": "-demos-v0-bc-combined", "expert": "-v0_expert_clipped"}
+        old = {
+            "human": "-v0_demos_clipped",
+            "cloned": "-demos-v0-bc-combined",
+            "expert": "-v0_expert_clipped",
+        }
         yield f"{hand}-{kind}-v0", f"hand_dapg/{hand}{old[kind]}"
     for kind, stem in _KITCHENS.items():
         yield f"kitchen-{kind}-v0", f"kitchen/{stem}-v0"

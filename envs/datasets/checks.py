@@ -28,11 +28,7 @@ def check_dataset(dataset: EpisodeColumns) -> None:
 
 
 def check_episode(episode: Episode, first: Episode, source: str) -> None:
-    """Check the rows of one episode, and its keys against the first of its collection.
-
-    Raises:
-        DatasetError: Names source, key, expected and found.
-    """
+    """Check the rows of one episode, and its keys against the first of its collection."""
     for what, got, want in (
         ("the extra keys", sorted(episode.extras), sorted(first.extras)),
         ("images of the cameras", sorted(episode.images), sorted(first.images)),
@@ -63,9 +59,8 @@ def _check_index(data: EpisodeColumns) -> None:
         raise DatasetError(f"{data.source}: key 'observations' is empty; expected at least one frame.")
     if start.ndim != 1 or len(start) < 2 or int(start[0]) != 0 or int(start[-1]) != frames:
         raise DatasetError(
-            f"{data.source}: key 'episode_start' must run from 0 to the number of frames {frames}; got "
-            f"shape {tuple(start.shape)}, first {start.flatten()[:1].tolist()}, last "
-            f"{start.flatten()[-1:].tolist()}."
+            f"{data.source}: key 'episode_start' must run from 0 to the number of frames {frames}; got shape "
+            f"{tuple(start.shape)}, from {start.flatten()[:1].tolist()} to {start.flatten()[-1:].tolist()}."
         )
     empty = (start.diff() < 1).nonzero()
     if len(empty):

@@ -1,10 +1,9 @@
 """Resumable downloads: continued by HTTP ranges, verified, and renamed into place when complete.
 
 During download of a file `x`, `x.part` holds the received bytes and `x.part.json` the server's metadata
-(size and entity tag). A later call requests the rest if the server still has the same file; otherwise it
-starts again. The final name appears only after size and, if known, SHA-256 are verified, and after HDF5 and
-npz files could be opened: the servers of D4RL and OGBench publish no checksums. Among processes that request
-the same file one downloads it, and the others wait.
+(size and entity tag), by which a later call requests the rest of the same file. The final name appears after
+size and, if known, SHA-256 are verified, and after HDF5 and npz files could be opened: the servers of D4RL and
+OGBench publish no checksums. Processes that request the same file wait for the first.
 """
 
 from __future__ import annotations
@@ -79,9 +78,9 @@ def fetch(
         raise DatasetError(f"url must begin with http:// or https://; got '{url}'.")
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
-    with _alone(part):
+    with _locked(part):
         if target.is_file():  # downloaded meanwhile by another process
-            _note(part).unlink()
+            _metadata(part).unlink()
             _check_sum(target, sha256, target, url)
         else:
             tag = _complete(url, target, part, attempts, progress)
@@ -90,18 +89,18 @@ def fetch(
             with open(part, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(part, target)
-            _note(part).unlink(missing_ok=True)
+            _metadata(part).unlink(missing_ok=True)
     return target
 
 
 @contextmanager
-def _alone(part: Path) -> Iterator[None]:
+def _locked(part: Path) -> Iterator[None]:
     """Lock an unfinished download through its metadata file, created if missing.
 
     The part file itself is not locked: HDF5 locks files while it checks them.
     """
     while True:
-        with open(_note(part), "ab") as file:
+        with open(_metadata(part), "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -110,7 +109,7 @@ def _alone(part: Path) -> Iterator[None]:
             except OSError as error:  # file system without locks
                 _log.debug("%s cannot be locked: %s", file.name, error)
             try:
-                held = os.path.samestat(_note(part).stat(), os.fstat(file.fileno()))
+                held = os.path.samestat(_metadata(part).stat(), os.fstat(file.fileno()))
             except FileNotFoundError:  # removed by the process that held it and has finished
                 held = False
             if held:
@@ -131,7 +130,7 @@ def _complete(url: str, target: Path, part: Path, attempts: int, progress: Progr
             if not is_refused and attempt < attempts:
                 continue
             if not part.is_file():
-                _note(part).unlink()
+                _metadata(part).unlink()
             if have and not is_refused:
                 message = f"the connection broke off after {have} bytes ({reason}). Repeat to continue there."
             else:
@@ -145,7 +144,7 @@ def _complete(url: str, target: Path, part: Path, attempts: int, progress: Progr
 
 
 def _continue(url: str, part: Path, progress: Progress | None) -> str:
-    known = _read_note(part)
+    known = _read_metadata(part)
     have = part.stat().st_size if part.is_file() and known else 0
     headers = {"User-Agent": "burnish", "Accept-Encoding": "identity"}
     if have:
@@ -168,8 +167,8 @@ def _continue(url: str, part: Path, progress: Progress | None) -> str:
         etag = answer.headers.get("ETag", "")
         tag = redirects.tag or etag.removeprefix("W/").strip('"')
         # Weak tags do not guarantee equal bytes; resuming requires a strong tag.
-        note = {"tag": tag, "size": size, "etag": etag} if etag and not etag.startswith("W/") else {}
-        _note(part).write_text(json.dumps(note), encoding="utf-8")
+        metadata = {"tag": tag, "size": size, "etag": etag} if etag and not etag.startswith("W/") else {}
+        _metadata(part).write_text(json.dumps(metadata), encoding="utf-8")
         with told_if_full(part), open(part, "ab" if have else "wb") as file:
             while piece := answer.read(_PIECE):
                 file.write(piece)
@@ -182,13 +181,13 @@ def _continue(url: str, part: Path, progress: Progress | None) -> str:
     return tag
 
 
-def _note(part: Path) -> Path:
+def _metadata(part: Path) -> Path:
     return part.with_name(f"{part.name}.json")
 
 
-def _read_note(part: Path) -> dict[str, Any]:
+def _read_metadata(part: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_note(part).read_text(encoding="utf-8"))
+        found = json.loads(_metadata(part).read_text(encoding="utf-8"))
         return found if {"tag", "size", "etag"} <= set(found) else {}
     except (OSError, ValueError, TypeError):
         return {}
@@ -229,4 +228,4 @@ def _check_kind(part: Path, target: Path, url: str) -> None:
 
 def _remove(part: Path) -> None:
     part.unlink(missing_ok=True)
-    _note(part).unlink(missing_ok=True)
+    _metadata(part).unlink(missing_ok=True)

@@ -104,11 +104,7 @@ class EpisodeDataset(EpisodeColumns):
     def from_episodes(
         cls, episodes: Iterable[Episode], *, meta: Mapping[str, Any] | None = None
     ) -> EpisodeDataset:
-        """Concatenate episodes, released one by one; `success` and `seed` become per-episode values.
-
-        Raises:
-            DatasetError: If there is no episode, or if episodes disagree in width, extra keys or cameras.
-        """
+        """Concatenate episodes, released one by one; `success` and `seed` become per-episode values."""
         source = str((meta or {}).get("source", "dataset"))
         collector, first = EpisodeCollector(source), None
         for number, episode in enumerate(episodes):
@@ -224,11 +220,10 @@ class EpisodeDataset(EpisodeColumns):
         if not 0 < valid_fraction < 1 or self.num_episodes < 2:
             raise DatasetError(
                 f"{self.source}: a split needs at least 2 episodes and a fraction in (0, 1); got "
-                f"{self.num_episodes} episodes and {valid_fraction}. Train without validation instead."
+                f"{self.num_episodes} episodes and {valid_fraction}."
             )
-        order = torch.randperm(self.num_episodes, generator=torch.Generator().manual_seed(seed))
-        num_valid = min(max(round(valid_fraction * self.num_episodes), 1), self.num_episodes - 1)
-        return self.select(order[num_valid:].sort().values), self.select(order[:num_valid].sort().values)
+        train, valid = split_episodes(self.num_episodes, valid_fraction, seed)
+        return self.select(train), self.select(valid)
 
     def statistics(self) -> dict[str, dict[str, Tensor]]:
         """Return `min`, `max`, `mean` and `std` of `state` (Do,), `action` (Da,) and, where recorded, `goal`.
@@ -268,9 +263,6 @@ class EpisodeDataset(EpisodeColumns):
         The successor is `next_observations` where available, else the next frame of the episode; that of a
         terminated last frame without a recorded one, unused, is its own observation. Frames with `masks` = 0
         count as terminated although the recording continues.
-
-        Raises:
-            DatasetError: If there is none, or arrays stored on disk do not fit in memory.
         """
         frames = self.transition_frames
         if not len(frames):
@@ -322,6 +314,13 @@ class EpisodeDataset(EpisodeColumns):
         return made
 
 
+def split_episodes(num_episodes: int, valid_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the sorted numbers of training and validation episodes, at least one of each."""
+    order = torch.randperm(num_episodes, generator=torch.Generator().manual_seed(seed))
+    num_valid = min(max(round(valid_fraction * num_episodes), 1), num_episodes - 1)
+    return order[num_valid:].sort().values, order[:num_valid].sort().values
+
+
 class EpisodeCollector:
     """Collect a dataset episode by episode; optional keys are kept if every episode has them.
 
@@ -350,17 +349,10 @@ class EpisodeCollector:
         ends: tuple[bool, bool],
         per_episode: Mapping[str, Any],
     ) -> None:
-        """Append an episode of T steps.
+        """Append an episode of T steps, terminated and truncated by `ends`, named for messages.
 
-        Args:
-            name: Its name in messages.
-            rows: `observations`, `actions`, `rewards` and, optionally, `next_observations`, `extras/<key>`
-                and `images/<camera>`, each (T, ...).
-            ends: Whether it terminated, and whether it was truncated.
-            per_episode: One value per key.
-
-        Raises:
-            DatasetError: If it is empty, or its rows are not shaped like those of the first.
+        `rows` are `observations`, `actions`, `rewards` and, optionally, `next_observations`, `extras/<key>`
+        and `images/<camera>`, each (T, ...).
         """
         if not len(rows["actions"]):
             raise DatasetError(f"{name}: expected at least one action; the episode is empty.")

@@ -1,8 +1,4 @@
-"""Free-memory check before data are read.
-
-A process that exceeds memory is killed or stalls the machine instead of raising an error. Data that do not
-fit are stored in files (`envs.datasets.array_storage`), images separately (`envs.datasets.images`).
-"""
+"""Free-memory check before data are read: a process that exceeds memory is killed without an error."""
 
 from __future__ import annotations
 

@@ -59,7 +59,6 @@ class InHdf5:
     """Images in one HDF5 dataset per episode.
 
     Attributes:
-        path: The file.
         keys: Names of the datasets, in the order of the episodes.
         start: (E+1,) first frame of each and, last, N.
         image: Shape of one image.
@@ -101,13 +100,7 @@ class EncodedInHdf5(InHdf5):
 
 
 class Blobs(Sequence[bytes]):
-    """Concatenated files in one byte array, which may be mapped.
-
-    Args:
-        data: Bytes of all files.
-        start: (N,) offsets.
-        size: (N,) lengths.
-    """
+    """Files in one byte array, which may be mapped; `start` (N,) and `size` (N,) are in bytes."""
 
     def __init__(self, data: np.ndarray, start: np.ndarray, size: np.ndarray) -> None:
         self._data, self._start, self._size = data, start, size
@@ -139,13 +132,7 @@ class BlobColumn:
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """Images as PNG or JPEG files in memory or in a mapped array.
-
-    Attributes:
-        files: N byte strings.
-        image: Shape of one image.
-        source: File and column, for messages.
-    """
+    """N images as PNG or JPEG files in memory or in a mapped array; `source` names them in messages."""
 
     files: Sequence[bytes]
     image: ImageShape
@@ -172,12 +159,7 @@ def decoded(file: bytes, image: ImageShape, source: str, row: int) -> np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images of one camera, one per dataset frame; `images[frames]` reads some.
-
-    Attributes:
-        store: Storage of the images.
-        frames: (N,) indices into the store; None: all, in order.
-    """
+    """Images of one camera; `frames` (N,) are indices into the store, None: all, in order."""
 
     store: Store
     frames: np.ndarray | None = None

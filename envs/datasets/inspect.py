@@ -1,8 +1,7 @@
 """Summary of a file's keys; also for files that are no valid dataset.
 
-HDF5 and npz arrays are read in pieces, so a file may exceed memory; tables of Parquet and Arrow files are
-read one by one. Keys of episodes are grouped: `data/demo_*/actions` stands for the actions of all
-demonstrations, `*/actions` for those of numbered folders.
+HDF5 and npz arrays are read in pieces, so a file may exceed memory. Keys of episodes are grouped:
+`data/demo_*/actions` stands for the actions of all demonstrations, `*/actions` for those of numbered folders.
 """
 
 from __future__ import annotations
@@ -32,19 +31,7 @@ Progress = Callable[[int], None]
 
 @dataclass
 class KeyFacts:
-    """One key, or the same key of all episodes.
-
-    Attributes:
-        key: Path in the file; `*` stands for the number of an episode.
-        dtype: Type of the numbers.
-        arrays: Number of arrays.
-        rows: Rows of all arrays.
-        shapes: Distinct shapes of a row.
-        nan: Number of NaN entries.
-        infinite: Number of infinite entries.
-        low: Smallest finite entry, if any.
-        high: Largest finite entry, if any.
-    """
+    """One key, or the same key of all episodes, whose number is `*`; `low` and `high` are finite."""
 
     key: str
     dtype: str
@@ -56,7 +43,7 @@ class KeyFacts:
     low: float | None = None
     high: float | None = None
 
-    def see(self, values: np.ndarray) -> None:
+    def update(self, values: np.ndarray) -> None:
         """Update the summary with an array."""
         if not is_numeric(values) or not values.size:
             return
@@ -81,12 +68,7 @@ def size_of(path: str | Path) -> int:
 def describe_file(path: str | Path, progress: Progress | None = None) -> list[KeyFacts]:
     """Describe every key of an HDF5 or npz file, or of all such files of a folder.
 
-    Args:
-        path: File or folder.
-        progress: Called with the bytes read, which exceed the file size for compressed files.
-
-    Raises:
-        DatasetError: If a file is truncated or damaged, or there is none that can be described.
+    `progress` is called with the bytes read, which exceed the file size for compressed files.
     """
     found: dict[str, KeyFacts] = {}
     seen = 0
@@ -98,7 +80,7 @@ def describe_file(path: str | Path, progress: Progress | None = None) -> list[Ke
         if stored.shape[1:] not in facts.shapes:
             facts.shapes.append(stored.shape[1:])
         for piece in stored.pieces:
-            facts.see(piece)
+            facts.update(piece)
             seen += piece.nbytes
             if progress is not None:
                 progress(seen)

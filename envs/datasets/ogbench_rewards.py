@@ -33,10 +33,6 @@ def rewards_of_task(task: str, rows: Mapping[str, np.ndarray], source: str) -> t
         task: Its name, e.g. `cube-single-play-singletask-task2-v0`.
         rows: `qpos` (M, nq) and, for tasks with buttons, `button_states` (M, buttons).
         source: Name of the file in messages.
-
-    Raises:
-        DatasetError: If the task is unknown, or the file lacks the arrays for it.
-        MissingExtraError: If OGBench is not installed.
     """
     if not _NAME.fullmatch(task):
         example = "cube-single-play-singletask-task2-v0"

@@ -67,8 +67,7 @@ def distinct_pairs(dataset: EpisodeDataset, limits: Limits) -> int:
 def coverage(dataset: EpisodeDataset, reference: EpisodeDataset, rng: np.random.Generator) -> float:
     """Return SACo: distinct pairs of the data over those of a reference of equal size.
 
-    Episodes of the longer dataset are subsampled by `rng` to the size of the shorter. A reference is, e.g.,
-    all experience of an online agent.
+    Episodes of the longer dataset are subsampled by `rng` to the size of the shorter.
     """
     check_widths(dataset, reference)
     limits = limits_of(dataset, reference)

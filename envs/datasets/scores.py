@@ -99,11 +99,7 @@ def references() -> dict[str, Reference]:
 
 
 def reference(name: str) -> Reference:
-    """Return the reference of a task.
-
-    Args:
-        name: Full name (`hopper-medium-v2`), or a prefix whose names share one reference (`hopper`).
-    """
+    """Return the reference of a task's full name, or of a prefix whose names share one (`hopper`)."""
     table = references()
     if name in table:
         return table[name]

@@ -43,19 +43,16 @@ class SequenceBatch:
 
 
 class Sequences:
-    """All sequences of a dataset, on its device.
+    """All sequences of a dataset with recorded successors, on its device.
 
     Args:
-        dataset: Episodes with recorded successors; move it to the device first.
+        dataset: Episodes; move it to the device first.
         horizon: H.
         discount: Discount per step in the summed rewards.
         across_episodes: Continue rows into the next episode, as the published sampler does.
 
     Attributes:
         num: Number of possible first frames: all, or with `across_episodes` those H rows before the end.
-
-    Raises:
-        DatasetError: If successors are not recorded, or there are fewer than H frames.
     """
 
     def __init__(

@@ -155,7 +155,6 @@ class _WindowSpec(NamedTuple):
     """Row ranges of an array, one per window.
 
     Attributes:
-        dataset: Source of the episodes.
         frames: (W,) frame of every window.
         episode: (W,) its episode.
         values: (N, d).

@@ -35,7 +35,7 @@ def readable(path: str | Path, what: str) -> Iterator[None]:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DatasetError(
             f"{path}: expected a readable {what}; reading failed with '{reason}'. It is missing, truncated, "
-            f"damaged or of another kind: copy or download it again."
+            f"damaged, too large or of another kind: copy or download it again."
         ) from error
 
 

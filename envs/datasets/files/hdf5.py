@@ -29,12 +29,7 @@ _SMALL = 2**12  # arrays up to this many bytes are not checked for storage
 
 @contextmanager
 def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
-    """Open a file for reading; read errors become a `DatasetError` that names the file.
-
-    Raises:
-        DatasetError: If the file is missing, is not HDF5, is truncated or damaged, refers to other files, or
-            has unexpected content.
-    """
+    """Open a file for reading; a `DatasetError` names a missing, damaged or unsafe file."""
     path = Path(path)
     if not path.is_file():
         raise DatasetError(f"{path}: expected an HDF5 file; there is no such file. Check the path.")
@@ -57,30 +52,32 @@ def _check_content(path: Path, stamp: tuple[int, ...]) -> None:
         groups, unstored = {h5py.h5o.get_info(file.id).addr}, 0
         for name, kind, _ in links:
             if kind not in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT):
-                raise _not_here(path, name, "a link to another file")
+                raise _not_stored(path, name, "a link to another file")
         for name, kind, place in links:
             if kind == h5py.h5l.TYPE_SOFT:
                 if file.get(name, getclass=True) is h5py.Group:
-                    raise _not_here(path, name, "another name of a group")
+                    raise _not_stored(path, name, "another name of a group")
                 continue
             item = h5py.h5o.open(file.id, name.encode(errors="surrogateescape"))
             if isinstance(item, h5py.h5g.GroupID):
                 if place in groups:
-                    raise _not_here(path, name, "another name of a group")
+                    raise _not_stored(path, name, "another name of a group")
                 groups.add(place)
             elif isinstance(item, h5py.h5d.DatasetID):
                 unstored += _unstored_bytes(item, path, name)
                 if unstored > _LARGE:
-                    raise _not_here(path, name, f"{unstored / 2**20:.0f} MiB or more that are only declared")
+                    raise _not_stored(
+                        path, name, f"{unstored / 2**20:.0f} MiB or more that are only declared"
+                    )
 
 
 def _unstored_bytes(item: Any, path: Path, name: str) -> int:
     """Return the bytes of a dataset by its shape beyond those stored; refuses storage in other files."""
     layout = item.get_create_plist()
     if layout.get_layout() == h5py.h5d.VIRTUAL:
-        raise _not_here(path, name, "a virtual dataset")
+        raise _not_stored(path, name, "a virtual dataset")
     if layout.get_external_count():
-        raise _not_here(path, name, "external storage")
+        raise _not_stored(path, name, "external storage")
     shape = item.shape or ()
     declared = math.prod(max(size, 1) for size in shape) * int(item.get_type().get_size())
     if declared <= _SMALL:
@@ -92,7 +89,7 @@ def _unstored_bytes(item: Any, path: Path, name: str) -> int:
     return declared * max(num - item.get_num_chunks(), 0) // num
 
 
-def _not_here(path: Path, name: str, found: str) -> DatasetError:
+def _not_stored(path: Path, name: str, found: str) -> DatasetError:
     return DatasetError(
         f"{path}: key '{name}' must be stored in this file, once; got {found}, which is not read. Write the "
         f"data into the file itself (h5repack, or read and write it)."
@@ -105,11 +102,7 @@ def _text(name: bytes | str) -> str:
 
 @contextmanager
 def peek_hdf5(path: str | Path) -> Iterator[h5py.File | None]:
-    """Open a file for inspection; None if it is no HDF5 file.
-
-    Raises:
-        DatasetError: If it is HDF5, but truncated or damaged.
-    """
+    """Open a file for inspection; None if it is no HDF5 file."""
     if not (Path(path).is_file() and h5py.is_hdf5(path)):
         yield None
         return
@@ -153,9 +146,6 @@ def read_value(item: Any, source: str, key: str, storage: ArrayStorage = MEMORY)
         source: File and position, for messages.
         key: Name of the dataset there.
         storage: Storage of the array; on disk for numbers only.
-
-    Raises:
-        DatasetError: If it is a group, there is no space for it, or reading fails.
     """
     if not isinstance(item, h5py.Dataset):
         raise DatasetError(f"{source}: key '{key}' must be a dataset; got a {type(item).__name__.lower()}.")
@@ -191,10 +181,6 @@ def _native(dtype: np.dtype) -> np.dtype:
 
 @contextmanager
 def write_hdf5(path: str | Path) -> Iterator[h5py.File]:
-    """Write a file atomically: flushed under another name, then renamed.
-
-    Raises:
-        WriteError: If the disk is full.
-    """
+    """Write a file atomically: flushed under another name, then renamed."""
     with written(Path(path)) as content, h5py.File(content, "w") as file:
         yield file

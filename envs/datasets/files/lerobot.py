@@ -36,11 +36,7 @@ EpisodeTable = Mapping[str, Sequence[Any]]
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
-    """Read the description of a dataset.
-
-    Raises:
-        DatasetError: If it is damaged, of another version than 3, or counts nothing.
-    """
+    """Read the description of a dataset, of version 3."""
     place = Path(path) / INFO
     with readable(place, "description of a LeRobot dataset"):
         info = read_json(place, finite=False)
@@ -94,20 +90,7 @@ def read_frames(
     cameras: Sequence[str],
     storage: ArrayStorage,
 ) -> tuple[Arrays, dict[str, Sequence[bytes]]]:
-    """Read columns of all data files in the order of `index`: numbers, and image files.
-
-    Args:
-        path: The dataset's folder.
-        files: From `data_files`.
-        info: From `read_info`.
-        keys: Columns of numbers.
-        cameras: Columns of images.
-        storage: Storage of the numbers.
-
-    Raises:
-        DatasetError: If a file is damaged, lacks a column or has one of another type, or if frames are
-            missing or stored twice.
-    """
+    """Read columns of numbers (`keys`) and image files (`cameras`), in the order of `index`."""
     frames = Frames(storage, int(info["total_frames"]))
     blobs = {key: BlobColumn(storage) for key in cameras}
     for file in files:
@@ -172,11 +155,7 @@ def _column(values: Any, file: Path, key: str, width: int) -> np.ndarray:
 def episode_starts(
     path: str | Path, rows: Arrays, info: Mapping[str, Any], table: EpisodeTable
 ) -> np.ndarray:
-    """Return the first frame of every episode and, last, N; arguments are from the functions above and below.
-
-    Raises:
-        DatasetError: If episodes are missing, mixed, or have other frames than they should.
-    """
+    """Return the first frame of every episode and, last, N; rows and tables must agree."""
     number = rows["episode_index"]
     first = np.flatnonzero(np.append(True, number[1:] != number[:-1]))
     _check_total(path, info, "total_episodes", len(first))
@@ -229,11 +208,7 @@ def _check_table(path: str | Path, lengths: Mapping[int, int], table: EpisodeTab
 
 
 def read_episode_table(path: str | Path) -> EpisodeTable:
-    """Return the columns `episode_index`, `length` and `videos/…`; none if there are no such tables.
-
-    Raises:
-        DatasetError: If one is damaged, or has other columns than the first.
-    """
+    """Return the columns `episode_index`, `length` and `videos/…`; none if there are no such tables."""
     columns: dict[str, list[Any]] = {}
     for number, file in enumerate(sorted(Path(path).glob(EPISODES))):
         parquet = require("pyarrow.parquet", extra="lerobot")

@@ -41,7 +41,6 @@ class RawImages:
     """Images (T+1, H, W, 3) of an episode, which are read later.
 
     Attributes:
-        shape: (T+1, H, W, 3).
         key: Their dataset in the HDF5 file; None in other storage.
         values: Pixels or, if `encoded`, JPEG files in bytes; None in HDF5.
     """
@@ -57,7 +56,6 @@ class RawEpisode:
     """One stored episode: T actions, T+1 observations.
 
     Attributes:
-        name: Its name in messages.
         tree: `observations`, `actions`, `rewards`, `terminations`, `truncations` and, if stored, `infos`.
         attributes: `id`, `seed`, ….
     """
@@ -98,17 +96,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 def read_episodes(
     folder: Path, metadata: Mapping[str, Any], images: Shapes | None = None
 ) -> Iterator[RawEpisode]:
-    """Yield the episodes by number.
-
-    Args:
-        folder: From `find_data`.
-        metadata: From `read_metadata`.
-        images: Parts of the observation that are images by the environment's space.
-
-    Raises:
-        DatasetError: If one is missing or damaged, or the storage is of an unknown kind.
-        MissingExtraError: If Arrow or Parquet files are read and pyarrow is not installed.
-    """
+    """Yield the episodes by number; `images` are the image parts of the environment's space."""
     form, count = metadata["data_format"], metadata["total_episodes"]
     if form == "hdf5":
         return _from_hdf5(folder / MAIN_FILE, count, images or {})

@@ -26,11 +26,7 @@ def _open(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
 
 
 def peek_npz(path: str | Path) -> tuple[str, ...] | None:
-    """Return the keys of an archive; None if the file is no zip archive.
-
-    Raises:
-        DatasetError: If it begins as one, but is truncated or damaged.
-    """
+    """Return the keys of an archive; None if the file is no zip archive."""
     path = Path(path)
     if not path.is_file():
         return None
@@ -42,11 +38,7 @@ def peek_npz(path: str | Path) -> tuple[str, ...] | None:
 
 
 def walk_npz(path: str | Path, at_once: int) -> Iterator[StoredArray]:
-    """Yield the arrays of an archive with flat pieces of `at_once` bytes; only numbers are read.
-
-    Raises:
-        DatasetError: If it is damaged.
-    """
+    """Yield the arrays of an archive with flat pieces of `at_once` bytes; only numbers are read."""
     path = Path(path)
     with _open(path) as archive:
         for key in archive.files:
@@ -85,10 +77,6 @@ def read_npz_into(
         required: Keys that must exist.
         optional: Keys that are read if they exist.
         cache: Folder for arrays that do not fit in memory; None: that of temporary files.
-
-    Raises:
-        DatasetError: If the file is missing or damaged, there is no space for it, a required key is missing,
-            or an array is not of real numbers; names file and key.
     """
     path = Path(path)
     with _open(path) as archive:

@@ -76,12 +76,7 @@ class InVideos:
 
 
 class VideoDecoder:
-    """An open video.
-
-    Args:
-        container: From `av.open`.
-        tolerance: Maximum difference between a frame's time and the requested time, s.
-    """
+    """An open video; `tolerance` is the maximum difference of a frame's time, s."""
 
     def __init__(self, container: Any, tolerance: float) -> None:
         self._container, self._stream = container, container.streams.video[0]

@@ -62,10 +62,7 @@ def matches(path: str | Path) -> bool:
 def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> Arrays:
     """Read every dataset of a file under its slash path; (N, 1) rewards and flags become (N,).
 
-    Args:
-        path: HDF5 file.
-        infos: Also read keys under `infos/`, often the larger part of a file.
-        others: Also read arrays that no dataset uses, such as policy weights under `metadata/`.
+    Without `infos` or `others`, arrays under `infos/` or unused ones, such as policy weights, are left out.
     """
     return _load(path, infos=infos, others=others, cache=None)[0]
 
@@ -141,10 +138,8 @@ def sequence_dataset(
     num = len(arrays["rewards"])
     short = sorted(key for key, value in arrays.items() if np.ndim(value) == 0 or len(value) < num)
     if short:
-        raise FrameKeyError(
-            f"expected keys with {num} rows, one per step; got {short}. Remove those keys first."
-        )
-    final = _official_ends(arrays, max_episode_steps, after_terminal=1, after_limit=1)
+        raise FrameKeyError(f"expected keys with {num} rows, one per step; remove {short} first.")
+    final = _official_ends(arrays, max_episode_steps, after_limit=1)
     start = 0
     for end in (np.flatnonzero(final | arrays["terminals"].astype(bool)) + 1).tolist():
         yield {key: value[start:end] for key, value in arrays.items()}
@@ -309,24 +304,20 @@ def _limit_steps(ends: np.ndarray, limit: int, *, after_end: int, after_limit: i
     return marks
 
 
-def _official_ends(
-    arrays: Mapping[str, Any], limit: int | None, *, after_terminal: int, after_limit: int
-) -> np.ndarray:
+def _official_ends(arrays: Mapping[str, Any], limit: int | None, after_limit: int) -> np.ndarray:
     """Return the rows that the official loops treat as last steps at the time limit."""
     if "timeouts" in arrays:
         return arrays["timeouts"].astype(bool)
     if limit is None:
         raise DatasetError("a D4RL file without the key 'timeouts' needs max_episode_steps; got None.")
-    return _limit_steps(
-        arrays["terminals"].astype(bool), limit, after_end=after_terminal, after_limit=after_limit
-    )
+    return _limit_steps(arrays["terminals"].astype(bool), limit, after_end=1, after_limit=after_limit)
 
 
 def _official_rows(
     arrays: Mapping[str, Any], terminate_on_end: bool, limit: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the kept rows (M,) and, for every row of the file, whether an episode ends there (N,)."""
-    final = _official_ends(arrays, limit, after_terminal=1, after_limit=int(terminate_on_end))
+    final = _official_ends(arrays, limit, after_limit=int(terminate_on_end))
     keep = np.ones(len(final), dtype=bool) if terminate_on_end else ~final
     keep[-1] = False
     return np.flatnonzero(keep), final | arrays["terminals"].astype(bool)

@@ -2,13 +2,12 @@
 
     meta/info.json   meta/tasks.parquet   data/chunk-<c>/file-<f>.parquet   videos/<key>/…
 
-The flat state is `observation.state`, followed by `observation.environment_state` where there is one; the
-action is `action`. Missing rewards (`next.reward`) are 0. Recorders set `next.done` on the last frame also at
-time limits: an episode counts as terminated only if its last frame also has `next.success`, else as
-truncated; `done_is_terminal` makes `next.done` a termination. Successors are not stored: the last frame of an
-episode is a transition only if it terminated. Images in the Parquet files (features of type `image`, PNG or
-JPEG) stay compressed until accessed, and video frames are decoded on access (extra `video`). Camera names are
-feature names without `observation.images.`.
+The flat state is `observation.state`, followed by `observation.environment_state` where there is one. Missing
+rewards (`next.reward`) are 0. Recorders set `next.done` on the last frame also at time limits: an episode counts
+as terminated only if its last frame also has `next.success`, else as truncated; `done_is_terminal` makes
+`next.done` a termination. Successors are not stored: the last frame of an episode is a transition only if it
+terminated. Images (PNG, JPEG or video frames, extra `video`) are decoded on access. Camera names are feature
+names without `observation.images.`.
 """
 
 from __future__ import annotations
@@ -97,9 +96,14 @@ def read(
         episode_extras["success"] = np.logical_or.reduceat(flags[SUCCESS], start[:-1])
     meta = {key: info[key] for key in _KEPT_META if info.get(key) is not None}
     meta |= {"source": str(path), "format": "lerobot", "tasks": read_tasks(path)}
-    images = {camera_of(key): _images(path, info, key, files[key]) for key in cameras}
-    filmed, lacking = _filmed(path, info, rows, table)
-    unread = _unread(info["features"], [*wanted, *cameras, *filmed], lacking)
+    images = {
+        camera_of(key): Images(
+            Compressed(files[key], _image_shape(info["features"][key]), f"{path}: column '{key}'")
+        )
+        for key in cameras
+    }
+    videos, unreadable = _video_images(path, info, rows, table)
+    unread = _unread(info["features"], [*wanted, *cameras, *videos], unreadable)
     meta |= {"not_read": log_skipped_fields(path, unread), "obs_keys": list(state)}
     return EpisodeDataset.from_arrays(
         _side_by_side([rows[key] for key in state], storage),
@@ -110,7 +114,7 @@ def read(
         start,
         extras=extras,
         episode_extras=episode_extras,
-        images=images | {camera_of(key): one for key, one in filmed.items()},
+        images=images | {camera_of(key): one for key, one in videos.items()},
         meta=meta,
         storage=storage,
     )
@@ -171,19 +175,15 @@ def _state_keys(
 
 
 def _unread(
-    features: Mapping[str, Any], read_keys: Sequence[str], lacking: Mapping[str, str]
+    features: Mapping[str, Any], read_keys: Sequence[str], unreadable: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the unread observations with reasons."""
-    reasons = {"image": "pictures", "string": "texts"}
+    reasons = {"image": "images", "string": "texts"}
     return {
-        key: lacking.get(key) or reasons.get(str(feature["dtype"]), "choose it by obs_keys")
+        key: unreadable.get(key) or reasons.get(str(feature["dtype"]), "choose it by obs_keys")
         for key, feature in features.items()
         if key not in read_keys and key.startswith("observation.")
     }
-
-
-def _images(path: str | Path, info: Mapping[str, Any], key: str, files: Sequence[bytes]) -> Images:
-    return Images(Compressed(files, _image_shape(info["features"][key]), f"{path}: column '{key}'"))
 
 
 def _image_shape(feature: Mapping[str, Any]) -> ImageShape:
@@ -193,28 +193,28 @@ def _image_shape(feature: Mapping[str, Any]) -> ImageShape:
     return shape[0], shape[1], shape[2]
 
 
-def _filmed(
+def _video_images(
     path: str | Path, info: Mapping[str, Any], rows: Arrays, table: EpisodeTable
 ) -> tuple[dict[str, Images], dict[str, str]]:
     """Return the images of videos by feature, and the reasons for unread videos."""
     features = {key: one for key, one in info["features"].items() if one["dtype"] == "video"}
     found: dict[str, Images] = {}
-    lacking: dict[str, str] = {}
+    unreadable: dict[str, str] = {}
     for key, feature in features.items():
         places = [f"videos/{key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
         if "timestamp" not in rows or not info.get("fps") or any(place not in table for place in places):
-            lacking[key] = f"videos without times: {EPISODES} lack columns, or frames a timestamp"
+            unreadable[key] = f"videos without times: {EPISODES} lack columns, or frames a timestamp"
             continue
         chunk, file, begin = (table[place] for place in places)
         files = _video_files(path, info, key, chunk, file)
         if missing := {one for one in files if not one.is_file()}:
-            lacking[key] = f"videos, of which {len(missing)} files are missing"
+            unreadable[key] = f"videos, of which {len(missing)} files are missing"
             continue
         row = {number: i for i, number in enumerate(table["episode_index"])}
         episode = np.array([row[number] for number in rows["episode_index"].tolist()])
         times = np.array(begin, np.float64)[episode] + rows["timestamp"].reshape(-1)
         found[key] = Images(InVideos(files, episode, times, float(info["fps"]), _image_shape(feature)))
-    return found, lacking
+    return found, unreadable
 
 
 def _video_files(

@@ -3,9 +3,8 @@
 The flat state concatenates the environment's observation in the order of its space. For observations with
 `desired_goal` (mazes, the kitchen, Fetch) it is the part `observation`; `desired_goal` becomes the extra key
 `goal` of every frame, and `achieved_goal` an extra key of that name. Images (T+1, H, W, 3) beside numbers
-become camera images, as bytes or as the JPEG files that Minari uses from 32 pixels on; other images and texts
-are skipped with a warning. Terminations and truncations are read from the file; an episode with neither was
-cut and counts as truncated. An episode with `infos/success` in any row is a success. Of T+1 rows the first
+become camera images; other images and texts are skipped with a warning. An episode with neither termination nor
+truncation counts as truncated. An episode with `infos/success` in any row is a success. Of T+1 rows the first
 belongs to the reset, and row t+1 is the result of step t.
 
 Legend: T actions of an episode, and T+1 observations.
@@ -183,7 +182,7 @@ def _parts(space: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any
 def _kind(part: Mapping[str, Any]) -> str:
     """Return why a part of a space cannot be part of the state; empty if it can."""
     if part.get("dtype") == "uint8" and len(part.get("shape", ())) == 3:
-        return "pictures"
+        return "images"
     return "texts" if part.get("type") == "Text" else ""
 
 
@@ -200,10 +199,10 @@ def image_shapes_of(space: Any) -> dict[str, ImageShape]:
 def _reason(values: Any) -> str:
     """Return why an array cannot be part of the state; empty if it can."""
     if isinstance(values, RawImages):
-        return "pictures"
+        return "images"
     if not is_numeric(values):
         return "texts"
-    return "pictures" if values.dtype == np.uint8 and values.ndim > 2 else ""
+    return "images" if values.dtype == np.uint8 and values.ndim > 2 else ""
 
 
 def _is_below(name: str, part: str) -> bool:

@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 
 _REQUIRED = ("observations", "actions", "terminals")
 _INFOS = ("qpos", "qvel", "button_states")
-_JUDGED = ("rewards", "masks")
-_OWN = (*_JUDGED, "next_observations")  # not in published files
+_LABELS = ("rewards", "masks")
+_OWN = (*_LABELS, "next_observations")  # not in published files
 
 
 def matches(path: str | Path) -> bool:
@@ -121,11 +121,10 @@ def read(
     arrays, storage = _load(path, cache)
     ends, saved = arrays["terminals"], "next_observations" in arrays
     _check_lengths(path, ends, compact, saved)
-    convert = _saved_dataset if saved else compact_dataset if compact else regular_dataset
-    rows = convert(arrays, storage)
+    rows = arrays if saved else (compact_dataset if compact else regular_dataset)(arrays, storage)
     last = ends if compact else rows["terminals"].astype(bool)
     extras: dict[str, Any] = {key: rows[key] for key in _INFOS if key in rows}
-    judged = _own_rewards(path, arrays, ~ends | compact | saved)
+    labels = _own_rewards(path, arrays, ~ends | compact | saved)
     unread = {key: "not known here" for key in peek_npz(path) or () if key not in arrays}
     if compact:
         extras["valids"] = rows["valids"]
@@ -136,9 +135,9 @@ def read(
     if task is not None:
         from envs.datasets.ogbench_rewards import rewards_of_task
 
-        unread |= {key: "those of reader.task are taken" for key in judged}
-        judged = dict(zip(_JUDGED, rewards_of_task(task, rows, str(path)), strict=True))
-    rewards = judged.pop("rewards", np.zeros(len(last), np.float32))
+        unread |= {key: "those of reader.task are taken" for key in labels}
+        labels = dict(zip(_LABELS, rewards_of_task(task, rows, str(path)), strict=True))
+    rewards = labels.pop("rewards", np.zeros(len(last), np.float32))
     meta = {"source": str(path), "format": "ogbench", "task": task, "compact": compact}
     return EpisodeDataset.from_arrays(
         rows["observations"],
@@ -148,26 +147,16 @@ def read(
         last,
         np.concatenate([[0], np.flatnonzero(last) + 1]),
         next_observations=rows.get("next_observations"),
-        extras=extras | judged,
+        extras=extras | labels,
         meta=meta | {"not_read": log_skipped_fields(path, unread)},
         storage=storage,
     )
 
 
-def _saved_dataset(arrays: Arrays, storage: ArrayStorage) -> Arrays:
-    """Return all rows of a file with successors, with `terminals` 1 on the last of each recording."""
-    floats = ("observations", "actions", "next_observations")
-    return {
-        **{key: storage.converted(arrays[key], np.float32) for key in floats},
-        "terminals": arrays["terminals"].astype(np.float32),
-        **{key: arrays[key] for key in _INFOS if key in arrays},
-    }
-
-
 def _own_rewards(path: str | Path, arrays: Arrays, kept: np.ndarray) -> Arrays:
     if "masks" in arrays:
         arrays["masks"] = check_flags(path, "masks", arrays["masks"]).astype(np.float32)
-    return {key: column(arrays[key])[kept] for key in _JUDGED if key in arrays}
+    return {key: column(arrays[key])[kept] for key in _LABELS if key in arrays}
 
 
 def _check_lengths(path: str | Path, ends: np.ndarray, compact: bool, saved: bool) -> None:

@@ -1,4 +1,4 @@
-"""Writing a dataset in any of the formats that can be written."""
+"""Write a dataset in any writable format."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ WRITERS: dict[str, Callable[..., None]] = {
     "d4rl": write_d4rl,
 }
 FOLDERS = ("minari",)
-"""Formats that are folders; the others are single files."""
 
 
 def format_to_write(path: str | Path, wanted: str | None = None) -> str:
-    """Return the format to write: the one wanted, else Minari for names in -v<number>, else robomimic."""
+    """Return the format to write: the wanted, else Minari for names in -v<number>, else robomimic."""
     if wanted is not None and wanted not in WRITERS:
         raise ConfigError(f"format must be one of: {', '.join(WRITERS)}; got {wanted}.")
     return wanted or ("minari" if re.search(r"-v\d+$", Path(path).name) else "robomimic")

@@ -1,7 +1,7 @@
 """Storage of dataset arrays: in memory if they fit, else in memory-mapped files.
 
-Mapped arrays support the same operations, in pieces. Their files (`tempfile.TemporaryFile`) have no name: their
-space is freed with the last reference, also after a killed program.
+Mapped arrays support the same operations, in pieces. Their files (`tempfile.TemporaryFile`) have no name:
+their space is freed with the last reference, also after a killed program.
 
 Legend: N rows, M requested rows.
 """

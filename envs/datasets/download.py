@@ -2,8 +2,8 @@
 
 During download of a file `x`, `x.part` holds the received bytes and `x.part.json` the server's metadata
 (size and entity tag), by which a later call requests the rest of the same file. The final name appears after
-size and, if known, SHA-256 are verified, and after HDF5 and npz files could be opened: the servers of D4RL and
-OGBench publish no checksums. Processes that request the same file wait for the first.
+size and, if known, SHA-256 are verified, and after HDF5 and npz files could be opened: the servers of D4RL
+and OGBench publish no checksums. Processes that request the same file wait for the first.
 """
 
 from __future__ import annotations
@@ -125,21 +125,19 @@ def _complete(url: str, target: Path, part: Path, attempts: int, progress: Progr
         except WriteError:
             raise
         except _BROKEN as error:
-            reason, have = getattr(error, "reason", None) or error, part.is_file() and part.stat().st_size
-            is_refused = isinstance(error, urllib.error.HTTPError)
-            if not is_refused and attempt < attempts:
+            answered = (
+                f"the server answered {error.code}" if isinstance(error, urllib.error.HTTPError) else ""
+            )
+            if not answered and attempt < attempts:
                 continue
             if not part.is_file():
                 _metadata(part).unlink()
-            if have and not is_refused:
-                message = f"the connection broke off after {have} bytes ({reason}). Repeat to continue there."
-            else:
-                problem = f"the server answered {error.code}" if is_refused else "cannot be reached"
-                message = (
-                    f"{problem} ({reason}). Check name and network, give mirror=<address>, or download the "
-                    f"file elsewhere to {target}."
-                )
-            raise DatasetError(f"{url}: {message}") from error
+            reason, have = getattr(error, "reason", None) or error, part.is_file() and part.stat().st_size
+            advice = f"Check name and network, give mirror=<address>, or download it elsewhere to {target}."
+            problem = answered or "cannot be reached"
+            if have and not answered:
+                problem, advice = f"the connection broke off after {have} bytes", "Repeat to continue there."
+            raise DatasetError(f"{url}: {problem} ({reason}). {advice}") from error
     raise AssertionError("attempts is at least 1")
 
 

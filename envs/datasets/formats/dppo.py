@@ -55,7 +55,7 @@ def read(
     arrays, storage = read_npz_into(path, _REQUIRED, _FRAMES, cache=cache)
     start = _episode_start(path, arrays)
     num = check_rows(path, arrays, "states")
-    images = {"images": "images"} if "images" in (peek_npz(path) or ()) else {}
+    images = {"images": "unsupported"} if "images" in (peek_npz(path) or ()) else {}
     meta: dict[str, Any] = {"source": str(path), "format": "dppo", "scaled": scaled}
     meta["not_read"] = log_skipped_fields(path, images)
     if not scaled:

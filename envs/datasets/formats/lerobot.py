@@ -2,12 +2,12 @@
 
     meta/info.json   meta/tasks.parquet   data/chunk-<c>/file-<f>.parquet   videos/<key>/…
 
-The flat state is `observation.state`, followed by `observation.environment_state` where there is one. Missing
-rewards (`next.reward`) are 0. Recorders set `next.done` on the last frame also at time limits: an episode counts
-as terminated only if its last frame also has `next.success`, else as truncated; `done_is_terminal` makes
-`next.done` a termination. Successors are not stored: the last frame of an episode is a transition only if it
-terminated. Images (PNG, JPEG or video frames, extra `video`) are decoded on access. Camera names are feature
-names without `observation.images.`.
+The flat state is `observation.state`, followed by `observation.environment_state` where there is one.
+Missing rewards (`next.reward`) are 0. Recorders set `next.done` on the last frame also at time limits: an
+episode counts as terminated only if its last frame also has `next.success`, else as truncated;
+`done_is_terminal` makes `next.done` a termination. Successors are not stored: the last frame of an episode is
+a transition only if it terminated. Images (PNG, JPEG or video frames, extra `video`) are decoded on access.
+Camera names are feature names without `observation.images.`.
 """
 
 from __future__ import annotations
@@ -178,9 +178,8 @@ def _unread(
     features: Mapping[str, Any], read_keys: Sequence[str], unreadable: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the unread observations with reasons."""
-    reasons = {"image": "images", "string": "texts"}
     return {
-        key: unreadable.get(key) or reasons.get(str(feature["dtype"]), "choose it by obs_keys")
+        key: unreadable.get(key) or ("texts" if feature["dtype"] == "string" else "choose it by obs_keys")
         for key, feature in features.items()
         if key not in read_keys and key.startswith("observation.")
     }

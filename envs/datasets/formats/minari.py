@@ -3,9 +3,9 @@
 The flat state concatenates the environment's observation in the order of its space. For observations with
 `desired_goal` (mazes, the kitchen, Fetch) it is the part `observation`; `desired_goal` becomes the extra key
 `goal` of every frame, and `achieved_goal` an extra key of that name. Images (T+1, H, W, 3) beside numbers
-become camera images; other images and texts are skipped with a warning. An episode with neither termination nor
-truncation counts as truncated. An episode with `infos/success` in any row is a success. Of T+1 rows the first
-belongs to the reset, and row t+1 is the result of step t.
+become camera images; other images and texts are skipped with a warning. An episode with neither termination
+nor truncation counts as truncated. An episode with `infos/success` in any row is a success. Of T+1 rows the
+first belongs to the reset, and row t+1 is the result of step t.
 
 Legend: T actions of an episode, and T+1 observations.
 """
@@ -117,14 +117,12 @@ def read(
         episodes.add(raw.name, rows_of(episode), ends, _episode_extras(raw))
         for camera, name in layout.images.items():
             images[camera].append(_raw_images(raw, name))
-    return episodes.dataset(
-        {**dict(own.get("meta", {})), **meta},
-        {
-            camera: Images(_store(camera, found, folder / MAIN_FILE, episodes.start, storage))
-            for camera, found in images.items()
-        },
-        has_successors=own.get("successors_recorded", True),
-    )
+    stores = {
+        camera: Images(_store(camera, found, folder / MAIN_FILE, episodes.start, storage))
+        for camera, found in images.items()
+    }
+    meta = {**dict(own.get("meta", {})), **meta}
+    return episodes.dataset(meta, stores, has_successors=own.get("successors_recorded", True))
 
 
 def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layout:
@@ -182,7 +180,7 @@ def _parts(space: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any
 def _kind(part: Mapping[str, Any]) -> str:
     """Return why a part of a space cannot be part of the state; empty if it can."""
     if part.get("dtype") == "uint8" and len(part.get("shape", ())) == 3:
-        return "images"
+        return "no RGB images in bytes"
     return "texts" if part.get("type") == "Text" else ""
 
 
@@ -199,10 +197,10 @@ def image_shapes_of(space: Any) -> dict[str, ImageShape]:
 def _reason(values: Any) -> str:
     """Return why an array cannot be part of the state; empty if it can."""
     if isinstance(values, RawImages):
-        return "images"
+        return "no RGB images in bytes"
     if not is_numeric(values):
         return "texts"
-    return "images" if values.dtype == np.uint8 and values.ndim > 2 else ""
+    return "no RGB images in bytes" if values.dtype == np.uint8 and values.ndim > 2 else ""
 
 
 def _is_below(name: str, part: str) -> bool:

@@ -141,16 +141,6 @@ def _demo_names(file: h5py.File, path: str | Path, mask: str | None) -> list[str
     return sorted(names, key=lambda name: int(name.removeprefix("demo_")))
 
 
-def _recorded_keys(data: h5py.Group, path: str | Path) -> list[str]:
-    """Return the observation keys of the attribute `obs_layout`."""
-    parts = json_attribute(data, "obs_layout", path, kind=list)
-    if not all(isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) for part in parts):
-        raise DatasetError(
-            f"{path}: attribute 'obs_layout' of data must list pairs of key and width; got {str(parts)[:99]}."
-        )
-    return [key for key, _ in parts]
-
-
 def _layout(
     data: h5py.Group, first: str, path: str | Path, obs_keys: Sequence[str] | None
 ) -> list[tuple[str, int]]:
@@ -159,7 +149,12 @@ def _layout(
     tables = {key: item for key, item in obs.items() if isinstance(item, h5py.Dataset) and item.ndim == 2}
     widths = {key: item.shape[1] for key, item in tables.items()}
     if obs_keys is None and "obs_layout" in data.attrs:
-        obs_keys = _recorded_keys(data, path)
+        parts = json_attribute(data, "obs_layout", path, kind=list)
+        if not all(isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) for part in parts):
+            raise DatasetError(
+                f"{path}: attribute 'obs_layout' of data must list key and width; got {str(parts)[:99]}."
+            )
+        obs_keys = [key for key, _ in parts]
     elif obs_keys is None:
         obs_keys = [key for key in _LOW_DIM if key in widths] if "object" in widths else sorted(widths)
     missing = [key for key in obs_keys if key not in widths]

@@ -3,8 +3,8 @@
     <out>/data/metadata.json   <out>/data/main_data.hdf5
 
 With the extra key `goal`, observations have the parts `observation`, `achieved_goal` (if recorded) and
-`desired_goal`. Minari keeps one observation more than actions: an unknown last successor is written as a repeated
-observation, and reading it back here leaves the successors unknown again.
+`desired_goal`. Minari keeps one observation more than actions: an unknown last successor is written as a
+repeated observation, and reading it back here leaves the successors unknown again.
 """
 
 from __future__ import annotations

@@ -80,9 +80,8 @@ def check_widths(dataset: EpisodeDataset, reference: EpisodeDataset) -> None:
     """Refuse datasets of different widths."""
     if (dataset.obs_dim, dataset.action_dim) != (reference.obs_dim, reference.action_dim):
         raise DatasetError(
-            f"{reference.source}: expected observations and actions of {dataset.obs_dim} and "
-            f"{dataset.action_dim} entries, as in {dataset.source}; got {reference.obs_dim} and "
-            f"{reference.action_dim}."
+            f"{reference.source}: expected {dataset.obs_dim} observation and {dataset.action_dim} action "
+            f"entries, as in {dataset.source}; got {reference.obs_dim} and {reference.action_dim}."
         )
 
 

@@ -152,7 +152,7 @@ def _layout(
         parts = json_attribute(data, "obs_layout", path, kind=list)
         if not all(isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) for part in parts):
             raise DatasetError(
-                f"{path}: attribute 'obs_layout' of data must list key and width; got {str(parts)[:99]}."
+                f"{path}: attribute 'obs_layout' must list pairs of key and width; got {str(parts)[:99]}."
             )
         obs_keys = [key for key, _ in parts]
     elif obs_keys is None:
@@ -205,11 +205,14 @@ def _read_demo(
     rows = {key: read_numbers(demo[key], source, key) for key in ("actions", "rewards")}
     rows |= {f"extras/{key}": value for key, value in _read_all(demo, "extras", source).items()}
     rows |= {f"extras/{key}": read_numbers(demo[key], source, key) for key in ("states",) if key in demo}
-    num = check_rows(source, rows, "actions")
+    if not rows["actions"].shape:
+        raise DatasetError(f"{source}: key 'actions' must have one row per step; got a single number.")
+    num = len(rows["actions"])
     rows["observations"] = _flat(_group(demo, "obs", source), layout, num, f"{source}/obs")
     if "next_obs" in demo:
         successors = _group(demo, "next_obs", source)
         rows["next_observations"] = _flat(successors, layout, num, f"{source}/next_obs")
+    check_rows(source, rows, "actions")
     return rows, _read_ends(demo, num, source), _read_all(demo, "episode_extras", source)
 
 

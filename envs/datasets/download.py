@@ -26,7 +26,7 @@ from typing import IO, Any
 from envs.datasets.files.hdf5 import read_hdf5
 from envs.datasets.files.npz import peek_npz
 from policies.errors import DatasetError, WriteError
-from policies.storage.atomic_write import told_if_full
+from policies.storage.atomic_write import write_errors
 
 Progress = Callable[[int, int | None], None]
 """Is told the bytes that have come, and how many there are in all (None if the server does not say)."""
@@ -183,7 +183,7 @@ def _continue(url: str, part: Path, progress: Progress | None) -> str:
         # Weak tags do not guarantee equal bytes; resuming requires a strong tag.
         note = {"tag": tag, "size": size, "etag": etag} if etag and not etag.startswith("W/") else {}
         _note(part).write_text(json.dumps(note), encoding="utf-8")
-        with told_if_full(part), open(part, "ab" if is_rest else "wb") as file:
+        with write_errors(part), open(part, "ab" if is_rest else "wb") as file:
             _pour(answer, file, have if is_rest else 0, size, progress)
     got = part.stat().st_size
     if size is not None and got != size:

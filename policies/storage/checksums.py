@@ -13,7 +13,7 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write the SHA-256 of files to the folder."""
+    """Write the SHA-256 of files to the folder; None: of all its files."""
     every = (path for path in folder.rglob("*") if path.is_file())
     files = sorted(every if names is None else (folder / name for name in names))
     lines = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]

@@ -34,13 +34,18 @@ _MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
 
 
 def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the description that rebuilds a policy around its weights; JSON types only."""
+    """Return the description of a policy without its weights; JSON types only."""
     if isinstance(policy, WrappedPolicy):
         inner = describe(policy.base, provenance)
         inner["wrappers"] = [*inner["wrappers"], registry.to_json("wrapper", policy.wrapper)]
         return inner
     config = replace(policy.config, sampler=getattr(policy, "sampler", policy.config.sampler))
-    field = None if isinstance(policy, ComposedPolicy) else getattr(policy, "field", None)
+    field, composed = None, {}
+    if isinstance(policy, ComposedPolicy):
+        members = [describe(member) for member in policy.fields]
+        composed = {"composition": asdict(policy.composition), "members": members}
+    else:
+        field = getattr(policy, "field", None)
     return {
         "format": FORMAT,
         "parts": {group: registry.to_json(group, getattr(config, group)) for group in PART_GROUPS},
@@ -58,15 +63,10 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
         "observation_clip": config.observation_clip,
         "goal_dropout": config.goal_dropout,
         "guidance": config.guidance,
-        **(_describe_composition(policy) if isinstance(policy, ComposedPolicy) else {}),
+        **composed,
         "wrappers": [],  # innermost first
         "provenance": dict(provenance or {}),
     }
-
-
-def _describe_composition(policy: ComposedPolicy) -> dict[str, Any]:
-    members = [describe(member) for member in policy.fields]
-    return {"composition": asdict(policy.composition), "members": members}
 
 
 def check_description(data: Any, nested: int = 0) -> None:
@@ -140,16 +140,14 @@ def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
         return ComposedPolicy(members, Composition(**data["composition"]), sampler=sampler)
     described = {"encoder": {"name": "state"}} | data["parts"]  # early descriptions predate other encoders
     parts = {group: registry.from_json(group, described[group]) for group in PART_GROUPS}
-    names = ("obs_steps", "horizon", "act_steps", "action_start")
     modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
-    horizons = {name: data[name] for name in names}
-    clip = data.get("observation_clip")
-    goals = {name: data.get(name, default) for name, default in (("goal_dropout", 0.0), ("guidance", 1.0))}
-    config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip, **goals)
-    obs_dim, action_dim, goal_dim = (data[name] for name in ("obs_dim", "action_dim", "goal_dim"))
-    images = dict(data.get("images", {}))
-    images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
-    policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images)
+    sizes = {name: data[name] for name in ("obs_dim", "goal_dim", "action_dim")}
+    horizons = {name: data[name] for name in _SIZES if name not in sizes}
+    optional = {"observation_clip": None, "goal_dropout": 0.0, "guidance": 1.0}
+    others = {name: data.get(name, default) for name, default in optional.items()}
+    config = PolicyConfig(**parts, **horizons, **others, normalizer=modes)
+    images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in data.get("images", {}).items()}
+    policy = build_policy(config, **sizes, images=images)
     if data.get("switch_time") is not None and isinstance(policy, DenoisingPolicy):
         switch, above = float(data["switch_time"]), data.get("tuned_above", False)
         policy.field = SwitchedField(policy.field, policy.clone().field, switch, tuned_above=above)

@@ -19,7 +19,7 @@ import numpy as np
 from envs.datasets.array_storage import MEMORY, ArrayStorage, pieces
 from envs.datasets.free_memory import require_memory
 from policies.errors import BurnishError, DatasetError
-from policies.storage.atomic_write import written
+from policies.storage.atomic_write import atomic_file
 
 _UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, MemoryError)
 """What h5py and numpy raise over damaged files and over objects of a kind that was not expected."""
@@ -195,5 +195,5 @@ def write_hdf5(path: str | Path) -> Iterator[h5py.File]:
     Raises:
         WriteError: If the disk is full.
     """
-    with written(Path(path)) as content, h5py.File(content, "w") as file:
+    with atomic_file(Path(path)) as content, h5py.File(content, "w") as file:
         yield file

@@ -1,9 +1,4 @@
-"""Observation history, noise and action chunk around the decisions on a robot.
-
-A decision maps the last To observations to Ta actions. `ChunkActor` converts it to a function from one
-observation to one action, for an exported graph or a remote server.
-
-This module needs NumPy only, so that it runs where PyTorch does not.
+"""From one observation per control step to one action, around the decisions of a robot; needs NumPy only.
 
 Legend: To observation history, Ta executed steps, Da action width.
 """
@@ -17,9 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.errors import ConfigError
-from policies.runner import History, Limits, Track, draw_noise
-
-__all__ = ["Array", "Arrays", "ChunkActor", "Decide", "History", "draw_noise"]
+from policies.runner import History, Limits, Track
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]

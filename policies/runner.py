@@ -256,9 +256,8 @@ class Runner:
         self.signature: dict[str, Any] = _read_facts(place / SIGNATURE)
         self.inputs: dict[str, Any] = self.signature["inputs"]
         self._is_noisy = is_noisy
-        self._graphs: _Whole | _Stepwise = (
-            _Whole(place, threads) if self.signature["graph"] == "whole" else _Stepwise(place, threads)
-        )
+        is_whole = self.signature["graph"] == "whole"
+        self._graphs: Any = (_Whole if is_whole else _Stepwise)(place, threads)
         limits = self.signature["outputs"]["action"]
         self.limits = Limits(_array(limits["low"]), _array(limits["high"]), max_jump)
         self.track = Track(self.signature["act_steps"], ensemble=ensemble, limits=self.limits)
@@ -427,7 +426,8 @@ class RateReport:
         times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
         return (
             f"{self.steps} steps, {self.late} late, {self.starved} without a plan, {self.not_finite} not "
-            f"finite; decisions took {times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), {times[2]:.1f} ms (most)"
+            f"finite; decisions took {times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), {times[2]:.1f} ms "
+            "(longest)"
         )
 
 

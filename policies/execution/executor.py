@@ -87,16 +87,13 @@ class Executor:
         low: Lower action bounds (Da,), physical; None: no bounds.
         high: Upper action bounds (Da,).
 
-    Attributes:
-        calls: Network evaluations at the last step per lane; 0 without a decision.
-
     Raises:
         CapabilityError: If the execution conditions on previous plans and the policy cannot.
         ConfigError: If the execution does not fit the policy's horizon.
     """
 
     def __init__(self, policy: Policy, execution: Execution, *, low: Any = None, high: Any = None) -> None:
-        self.calls: list[int] = []
+        self.calls: list[int] = []  # network evaluations at the last step per lane
         self._policy, self._execution = policy, execution
         warm = execution.warm_start
         self._replanner = Replanner(policy, warm) if warm.is_on else None
@@ -165,7 +162,7 @@ class Executor:
         return self._lanes[lane]
 
     def _decide(self, obs: Any, noise: Tensor, rows: Sequence[int], chosen: Sequence[_Lane]) -> None:
-        """Plan for lanes whose previous plans are equally old, all absent, or all non-finite."""
+        """Plan for the lanes of one group."""
         lanes = [chosen[i] for i in rows]
         is_first = lanes[0].plan is None
         known = [lane.plan for lane in lanes if lane.plan is not None and lane.is_sound]
@@ -229,10 +226,7 @@ def _decision_interval(chunk: ChunkSpec, execution: Execution) -> int:
 
 
 def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tensor:
-    """Return the mask of the module docstring, (start + rows,), for n = elapsed and d = latency.
-
-    The `start` past rows are kept.
-    """
+    """Return the mask (start + rows,) of the module docstring for n = elapsed and d = latency."""
     left = rows - elapsed
     weights = [1.0] * (start + latency)
     for i in range(latency, rows):

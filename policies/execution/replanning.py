@@ -54,10 +54,6 @@ class Decision(NamedTuple):
 class Replanner:
     """Plan with full denoising, or with a short run from the previous plan; stateless.
 
-    Args:
-        policy: A denoising policy.
-        warm_start: Settings of the short run.
-
     Raises:
         CapabilityError: If the policy does not denoise.
         ConfigError: If the short run does not fit the policy, or no plan rows remain.
@@ -117,7 +113,7 @@ class Replanner:
         return _by_sign(left, self._warm_start.gripper, self._warm_start.gripper_guess)
 
     def command(self, plan: Tensor) -> Tensor:
-        """Return the executed rows of plans, physical, (B, Ta, Da); grippers at an end of their range."""
+        """Return the commands (B, Ta, Da) of plans."""
         return self.physical(plan[:, self.chunk.executed])
 
     def physical(self, rows: Tensor) -> Tensor:

@@ -27,8 +27,7 @@ from policies.storage.policy_folder import fault_of
 
 FEATURES = ("state", "action")
 
-_LISTED = 12
-"""Names that an error lists before it counts the rest."""
+_LISTED = 12  # names that an error lists before it counts the rest
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def import_policy(
     Raises:
         CheckpointError: If the file cannot be read safely, tensors are missing, unexpected, of another shape
             or not finite, or the policy's actions are not.
-        CapabilityError: If the weights are of a kind that has no counterpart.
+        CapabilityError: If the network has no counterpart.
         ConfigError: If a setting is missing or contradicts the tensors, or a feature has no map.
     """
     checkpoint = Path(path)

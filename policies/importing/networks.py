@@ -28,16 +28,7 @@ _TIME = {"dppo": "time_mlp", "diffusion_policy": "diffusion_step_encoder"}
 
 
 def kind_of(weights: Weights, **released: str) -> str:
-    """Return the kind of network that the tensors are of.
-
-    Args:
-        weights: By released name.
-        released: Kinds to choose from, of `mlp`, `unet` and `transformer`, with their released names.
-
-    Raises:
-        CapabilityError: If the network sees images.
-        CheckpointError: If the tensors are of no such network.
-    """
+    """Return which of some kinds (`mlp`, `unet`, `transformer`; with released names) the tensors are of."""
     if images := [name for name in weights if name.startswith(("backbone.", "compress", "obs_encoder."))]:
         raise CapabilityError(
             f"'{images[0]}' belongs to an encoder of images; only policies on states import."
@@ -78,13 +69,7 @@ def mlp(weights: Weights, activation: str | None) -> Network:
 
 
 def unet(weights: Weights, program: str, **given: Any) -> Network:
-    """Read the temporal U-Net of a program.
-
-    Args:
-        weights: By released name.
-        program: `dppo` or `diffusion_policy`.
-        given: Fields of `Unet1dConfig` that no tensor holds: groups, norm_eps, activation.
-    """
+    """Read the temporal U-Net of a program; `given` are fields of `Unet1dConfig` that no tensor holds."""
     widths = _outputs(weights, "down_modules.{}.0.blocks.0.block.0.weight")
     inner, time_dim = shape(weights, f"{_TIME[program]}.1.weight", 2)
     layers = 3 if "mid_modules.0.cond_encoder.4.weight" in weights else 1

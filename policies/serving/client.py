@@ -134,8 +134,6 @@ class Client:
             "Is the server running there, do keys fit, is timeout_s long enough?",
         )
 
-    # -- the connection -------------------------------------------------------------------------------
-
     def _greet(self) -> None:
         """Request the schema; a compatible one replaces the first."""
         answer = self.ask({"type": "hello"})

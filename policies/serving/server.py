@@ -172,8 +172,6 @@ class Server:
         self._guard_connections()
         self._guard_memory()
 
-    # -- reading --------------------------------------------------------------------------------------
-
     def _read(self, most: int, stopping: bool) -> None:
         for _ in range(most):
             try:
@@ -234,8 +232,6 @@ class Server:
         deadline = now + _milliseconds(message.get("deadline_ms"), self._settings.deadline_ms) / 1e3
         self._queue.add(Request(client, number, inputs, _key(message.get("key")), now, deadline))
 
-    # -- deciding -------------------------------------------------------------------------------------
-
     def _decide(self) -> None:
         now = self._clock()
         batch, late = self._queue.take(now)
@@ -279,8 +275,6 @@ class Server:
         shape = self._served.noise_shape
         return np.zeros(shape, np.float32) if request.key is None else draw_noise(request.key, shape)
 
-    # -- answering ------------------------------------------------------------------------------------
-
     def _refuse(self, client: bytes, number: int | None, reason: str, message: str) -> None:
         self.metrics.rejected[reason] += 1
         self._answer(client, {"type": "error", "id": number, "reason": reason, "message": message})
@@ -295,8 +289,6 @@ class Server:
             if error.errno != self._zmq.EHOSTUNREACH:
                 raise
             self.metrics.counts["gone"] += 1
-
-    # -- the socket -----------------------------------------------------------------------------------
 
     def _bind(self) -> Any:
         zmq = self._zmq

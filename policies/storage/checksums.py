@@ -21,12 +21,7 @@ def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def is_intact(folder: Path, file: Path) -> bool:
-    """Whether a file matches its recorded checksum; True without a record.
-
-    Raises:
-        OSError: If the checksums cannot be read.
-        ValueError: If the checksum file is too large or no regular file in the folder; names it.
-    """
+    """Whether a file matches its recorded checksum, or has none; raises as `own_file` and `read_small`."""
     sums = folder / CHECKSUMS
     if not os.path.lexists(sums):
         return True

@@ -19,17 +19,19 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.policy_config import PART_GROUPS, PolicyConfig
-from policies.storage.strict_json import check_types
+from policies.storage.strict_json import check_types, fits
 from policies.wrappers.base import WrappedPolicy
 
 FORMAT = 1
 
 _SIZES = ("obs_dim", "goal_dim", "action_dim", "obs_steps", "horizon", "act_steps", "action_start")
-_KEYS = {
-    *("format", "parts", "switch_time", "images", "normalizer", "observation_clip", "goal_dropout"),
-    "tuned_above",
-    *("guidance", "composition", "members", "wrappers", "provenance", *_SIZES),
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(_SIZES, int),
+    **dict.fromkeys(("parts", "normalizer", "images", "provenance"), dict[str, Any]),
+    **dict.fromkeys(("switch_time", "observation_clip", "goal_dropout", "guidance"), float | None),
+    "tuned_above": bool,
 }
+_KEYS = {*_TYPES, "format", "composition", "members", "wrappers"}
 _MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
 
 
@@ -76,17 +78,10 @@ def check_description(data: Any, nested: int = 0) -> None:
     if unknown := sorted(set(data) - _KEYS):
         raise ConfigError(f"unknown keys {[name[:80] for name in unknown[:4]]}; it has {sorted(_KEYS)}.")
     _check_values({name: value for name, value in data.items() if name not in ("provenance", "members")})
-    for name in _SIZES:
-        if type(data[name]) is not int:
-            raise ConfigError(f"{name} must be a whole number; got {str(data[name])[:80]}.")
-    for name, kind in (("parts", dict), ("normalizer", dict), ("images", dict), ("provenance", dict)):
-        if not isinstance(data.get(name, {}), kind):
-            raise ConfigError(f"{name} must be an object; got {type(data[name]).__name__}.")
-    for name in ("switch_time", "observation_clip", "goal_dropout", "guidance"):
-        if name in data and data[name] is not None and type(data[name]) not in (int, float):
-            raise ConfigError(f"{name} must be a number; got {str(data[name])[:80]}.")
-    if type(data.get("tuned_above", False)) is not bool:
-        raise ConfigError(f"tuned_above must be true or false; got {str(data['tuned_above'])[:80]}.")
+    for name, hint in _TYPES.items():
+        if (name in data or name in _SIZES) and not fits(data[name], hint):
+            wanted = hint.__name__ if isinstance(hint, type) else str(hint)
+            raise ConfigError(f"{name} must be of type {wanted}; got {str(data[name])[:80]}.")
     for group, part in data["parts"].items():
         if group not in PART_GROUPS or not isinstance(part, dict):
             raise ConfigError(f"parts must hold objects for {', '.join(PART_GROUPS)}; got '{group[:80]}'.")

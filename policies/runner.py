@@ -320,7 +320,8 @@ class Runner:
     def predict(self, inputs: Mapping[str, Array]) -> Actions:
         """Decide for B histories at once; `inputs` are those of the signature, `noise` included."""
         if wrong := self.inputs.keys() ^ inputs.keys():
-            raise ValueError(f"inputs must be {sorted(self.inputs)}; wrong or missing: {sorted(wrong)}.")
+            got = f"got {sorted(inputs)}; wrong or missing: {sorted(wrong)}"
+            raise ValueError(f"inputs must be {sorted(self.inputs)}; {got}.")
         for name, value in inputs.items():
             if list(value.shape[1:]) != self.inputs[name]["shape"][1:]:
                 expected = ", ".join(map(str, self.inputs[name]["shape"]))
@@ -425,9 +426,9 @@ class RateReport:
     def __str__(self) -> str:
         times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
         return (
-            f"{self.steps} steps, {self.late} late, {self.starved} without a plan, {self.not_finite} not "
-            f"finite; decisions took {times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), {times[2]:.1f} ms "
-            "(longest)"
+            f"{self.steps} steps, {self.late} late, {self.starved} without a plan, {self.not_finite} without "
+            f"finite numbers; decisions took {times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), "
+            f"{times[2]:.1f} ms (longest)"
         )
 
 

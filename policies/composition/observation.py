@@ -100,7 +100,9 @@ def named(member: Policy) -> str:
 def check_members(members: Sequence[DenoisingPolicy], composition: Composition) -> None:
     """Refuse members that are incompatible with each other or the composition."""
     if len(members) != len(composition.weights):
-        raise ConfigError(f"weights must be one per member, {len(members)}; got {len(composition.weights)}.")
+        raise ConfigError(
+            f"a composition needs one weight per member, {len(members)}; got {len(composition.weights)}."
+        )
     for name in ("action_dim", "horizon", "action_start"):
         values = [getattr(member.chunk, name) for member in members]
         if len(set(values)) > 1:

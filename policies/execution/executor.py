@@ -98,7 +98,8 @@ class Executor:
         warm = execution.warm_start
         self._replanner = Replanner(policy, warm) if warm.is_on else None
         if execution.inpaint and not isinstance(policy, DenoisingPolicy):
-            raise CapabilityError(f"inpaint needs a policy that denoises; {type(policy).__name__} does not.")
+            kind = type(policy).__name__
+            raise CapabilityError(f"inpaint needs a policy that denoises its plan; {kind} does not.")
         self._start, self._rows = policy.chunk.action_start, _rows_of(policy.chunk)
         self._act_steps = _decision_interval(policy.chunk, execution)
         low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
@@ -213,14 +214,14 @@ def _decision_interval(chunk: ChunkSpec, execution: Execution) -> int:
         steps = min(wanted, rows - latency)
     if max(steps, latency) + latency > rows:
         raise ConfigError(
-            f"a plan must have act_steps={wanted} rows and latency={latency} more; it has {rows}. Lower one "
-            f"of them, or train with a longer horizon."
+            f"a plan of {rows} rows must last for act_steps={wanted} steps and latency={latency} more; lower "
+            f"one of them, or train with a longer horizon."
         )
     if steps < wanted:
         _log.warning(
-            "plans of %d rows last for act_steps=%d with latency=%d, not for the policy's %d. To decide less "
-            "often, train with a longer horizon.",
-            *(rows, steps, latency, wanted),
+            "plans of %d rows cannot last for act_steps=%d with latency=%d; using act_steps=%d. To decide "
+            "less often, train with a longer horizon.",
+            *(rows, wanted, latency, steps),
         )
     return steps
 

@@ -64,9 +64,8 @@ class Replanner:
 
     def __init__(self, policy: Any, warm_start: WarmStart) -> None:
         if not isinstance(policy, DenoisingPolicy):
-            raise CapabilityError(
-                f"warm_start needs a policy that denoises; {type(policy).__name__} does not."
-            )
+            kind = type(policy).__name__
+            raise CapabilityError(f"warm_start needs a policy that denoises its plan; {kind} does not.")
         self.chunk: ChunkSpec = policy.chunk
         _check(warm_start, policy)
         self._warm_start = warm_start
@@ -157,13 +156,13 @@ def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
         )
     if chunk.executed.stop >= chunk.horizon:
         raise ConfigError(
-            f"warm_start needs planned rows after the executed ones: action_start={chunk.action_start} plus "
-            f"act_steps={chunk.act_steps} must be below horizon={chunk.horizon}. Lower act_steps, or train "
-            f"with a longer horizon."
+            f"warm_start needs planned actions that were not executed; of horizon={chunk.horizon} rows "
+            f"{chunk.action_start} are past and act_steps={chunk.act_steps} executed. Lower act_steps, or "
+            f"train with a longer horizon."
         )
     if not all(0 <= i < chunk.action_dim for i in warm_start.gripper):
         raise ConfigError(
-            f"warm_start.gripper must list action dimensions, 0 to {chunk.action_dim - 1}; got "
+            f"warm_start.gripper must name action dimensions, 0 to {chunk.action_dim - 1}; got "
             f"{list(warm_start.gripper)}."
         )
 

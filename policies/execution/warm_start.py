@@ -32,8 +32,8 @@ class WarmStart(Checked):
         self.levels, self.gripper = tuple(self.levels), tuple(self.gripper)
         if self.levels and (self.steps, self.start) != (None, None):
             raise ConfigError(
-                f"warm_start.levels excludes warm_start.steps and start; got {list(self.levels)}, "
-                f"{self.steps} and {self.start}."
+                f"warm_start.levels and warm_start.steps both choose the short run; got {list(self.levels)} "
+                f"and {self.steps}, start={self.start}. Leave one of them out."
             )
         if self.start is not None and self.steps is None:
             raise ConfigError(f"warm_start.start={self.start} needs warm_start.steps; got null.")

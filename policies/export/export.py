@@ -117,7 +117,7 @@ def export_onnx(
 def _require_exportable(policy: Policy, graph: str) -> None:
     if not isinstance(policy, Policy):
         raise ExportError(
-            f"{type(policy).__name__} cannot be exported: it decides in Python. Export its policy itself."
+            f"{type(policy).__name__} cannot be exported: it is decided in Python. Export the policy itself."
         )
     if graph not in GRAPHS:
         raise ExportError(f"graph must be one of {', '.join(GRAPHS)}; got '{graph}'.")

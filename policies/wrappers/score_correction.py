@@ -128,8 +128,8 @@ class CorrectedPolicy(WrappedPolicy):
         if act_steps == self.chunk.act_steps:
             return self
         raise CapabilityError(
-            f"act_steps must be {self.chunk.act_steps}, as this correction was trained; got {act_steps}. "
-            f"Leave act_steps out, or train another one (algo=cdsa)."
+            f"this correction was trained for {self.chunk.act_steps} executed steps; got "
+            f"act_steps={act_steps}. Leave act_steps out, or train another one (algo=cdsa)."
         )
 
     def decode(

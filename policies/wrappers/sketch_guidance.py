@@ -127,7 +127,8 @@ class SteeredPolicy(BestOfN):
 
     def __init__(self, policy: Any, sketch: Sketch, steering: Steering) -> None:
         if not isinstance(policy, DenoisingPolicy):
-            raise CapabilityError(f"steer needs a policy that denoises; {type(policy).__name__} does not.")
+            kind = type(policy).__name__
+            raise CapabilityError(f"steer needs a policy that denoises its plan; {kind} does not.")
         recipe = steering.recipe
         if recipe.resample_steps > 1:
             noise = steering.resample_noise

@@ -256,8 +256,12 @@ class Runner:
         self.signature: dict[str, Any] = _read_facts(place / SIGNATURE)
         self.inputs: dict[str, Any] = self.signature["inputs"]
         self._is_noisy = is_noisy
-        is_whole = self.signature["graph"] == "whole"
-        self._graphs: Any = (_Whole if is_whole else _Stepwise)(place, threads)
+        self._predict: Callable[[Mapping[str, Array]], Actions]
+        if self.signature["graph"] == "whole":
+            session = open_session(place / MODEL, threads=threads)
+            self._predict = lambda inputs: Actions(*run(session, inputs))
+        else:
+            self._predict = _Stepwise(place, threads).predict
         limits = self.signature["outputs"]["action"]
         self.limits = Limits(_array(limits["low"]), _array(limits["high"]), max_jump)
         self.track = Track(self.signature["act_steps"], ensemble=ensemble, limits=self.limits)
@@ -326,17 +330,7 @@ class Runner:
             if list(value.shape[1:]) != self.inputs[name]["shape"][1:]:
                 expected = ", ".join(map(str, self.inputs[name]["shape"]))
                 raise ValueError(f"{name} must have shape ({expected}); got {value.shape}.")
-        return self._graphs.predict(inputs)
-
-
-class _Whole:
-    """One graph with the sampler inside."""
-
-    def __init__(self, folder: Path, threads: int) -> None:
-        self._session = open_session(folder / MODEL, threads=threads)
-
-    def predict(self, inputs: Mapping[str, Array]) -> Actions:
-        return Actions(*run(self._session, inputs))
+        return self._predict(inputs)
 
 
 class _Stepwise:
@@ -502,12 +496,7 @@ def run(session: Any, inputs: Mapping[str, Array]) -> list[Array]:
 
 
 def open_session(path: str | Path, *, threads: int = 1) -> Any:
-    """Open an ONNX file with onnxruntime on the CPU.
-
-    Raises:
-        ImportError: If onnxruntime is not installed.
-        ValueError: If the file is no graph, holds loops or branches, or keeps numbers in other files.
-    """
+    """Open an ONNX file with onnxruntime on the CPU; ValueError if it holds more than a plain graph."""
     with open(path, "rb") as file:
         content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     _refuse_more_than_a_graph(content, "model", path)

@@ -191,14 +191,7 @@ class Sum:
 
 
 class BoundMixture:
-    """The network of a mixture along one chain; `bound(k, x)` must be called in the order of the steps.
-
-    Args:
-        table: Steps of the sampler.
-        members: Bound networks, in the parametrisation of the table.
-        shares: Shares of the members, all positive.
-        temperature: See `Composition`.
-    """
+    """The network of a mixture of bound networks along one chain; called in the order of the steps."""
 
     log_density: Tensor  # (N, B), relative to each other, of the last state; (N, 1) at first
 

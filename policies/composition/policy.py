@@ -116,11 +116,11 @@ class ComposedPolicy(DenoisingPolicy):
     def _use_sampler(self, sampler: Any, *, tuned_steps: int | None, log_prob_min_std: float | None) -> None:
         super()._use_sampler(sampler, tuned_steps=tuned_steps, log_prob_min_std=log_prob_min_std)
         t = torch.tensor(self.table.times, dtype=torch.float64)
-        self._bindable = tuple(self._member(member, t) for member in self.fields)
+        self._member_views = tuple(self._member(member, t) for member in self.fields)
         if self.composition.operator == "or":
             require_ancestral(self.table)
         self._active = self.composition.active
-        reached = torch.stack([part.reached for part in self._bindable])
+        reached = torch.stack([part.reached for part in self._member_views])
         self._sums = _sums(self.composition, self.process, t[:-1], reached)
 
     def _member(self, member: DenoisingPolicy, t: Tensor) -> _Member:
@@ -161,7 +161,7 @@ class ComposedPolicy(DenoisingPolicy):
 
     def bind(self, cond: Cond) -> BoundField:
         conds = member_conds(cond)
-        bound = {i: self._bindable[i].bind(conds[i]) for i in self._active}
+        bound = {i: self._member_views[i].bind(conds[i]) for i in self._active}
         if self.composition.operator == "or":
             shares = [float(self.composition.weights[i]) for i in bound]  # type: ignore[arg-type]
             return BoundMixture(self.table, list(bound.values()), shares, self.composition.temperature)

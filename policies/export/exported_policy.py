@@ -21,9 +21,6 @@ from policies.storage.strict_json import own_file
 class ExportedPolicy:
     """Act by the exported graph, with the same noise as the policy.
 
-    Args:
-        folder: Output of `burnish export`.
-
     Raises:
         CheckpointError: If it is no exported folder.
         ExportError: If signature and graph disagree, or the graph cannot be run.

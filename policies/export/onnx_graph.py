@@ -121,11 +121,7 @@ def write_checked_graph(
     """Write a graph that reproduces the model at every batch size; returns the parity table.
 
     Tracing at a fixed batch size and freeing the dimension afterwards takes a third of the time of symbolic
-    tracing, but fails for networks that compute with their batch size. Symbolic tracing is the fallback, and
-    the first choice for graphs with energy gradients.
-
-    Raises:
-        ExportError: If neither graph reproduces the model.
+    tracing, but fails for networks that compute with their batch size, or with energy gradients.
     """
     traced = _ready_to_trace(model, seed)
     for is_symbolic in (True,) if traced.has_gradients else (False, True):

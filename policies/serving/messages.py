@@ -158,12 +158,7 @@ def _is_size(value: Any) -> bool:
 
 
 def read_observation(data: Any, schema: Schema, max_abs: float) -> dict[str, Array]:
-    """Parse and validate the observation of a request.
-
-    Args:
-        data: Received value.
-        schema: Expected inputs.
-        max_abs: Magnitude above which a number counts as a sensor error.
+    """Parse and validate the observation of a request; `max_abs` bounds its magnitudes.
 
     Raises:
         ServingError: `malformed`, `missing`, `dtype`, `shape`, `nan` or `range`; names the entry.

@@ -93,16 +93,7 @@ class ServerSettings(Checked):
 
 
 class Server:
-    """Serve a policy until `stop` is called; use as a context manager.
-
-    Args:
-        served: The policy.
-        settings: Limits and address.
-        clock: Returns the time [s].
-
-    Attributes:
-        endpoint: Address, `tcp://host:port`.
-        metrics: Counters.
+    """Serve a policy at `endpoint` until `stop` is called; use as a context manager.
 
     Raises:
         ConfigError: If the address cannot be bound.
@@ -118,16 +109,14 @@ class Server:
         self._fingerprint = served.schema.fingerprint
         self._instance = uuid.uuid4().hex
         self._max_message = served.schema.max_message
-        self._queue = Batcher(
-            settings.max_queue, settings.max_per_client, settings.max_batch, settings.max_wait_ms / 1e3
-        )
+        per_client, wait_s = settings.max_per_client, settings.max_wait_ms / 1e3
+        self._queue = Batcher(settings.max_queue, per_client, settings.max_batch, wait_s)
         self.metrics = Metrics()
         self._stopping = False
         self._listener: _Listener | None = None
         self._context = self._zmq.Context()
-        self._authenticator = (
-            None if settings.keys is None else start_authenticator(self._context, settings.keys)
-        )
+        keys = settings.keys
+        self._authenticator = None if keys is None else start_authenticator(self._context, keys)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.endpoint = f"tcp://{host}:{settings.port or '*'}"
         try:

@@ -74,11 +74,7 @@ class Draft(io.FileIO):
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Draft]:
-    """Write a file through a library, flush it to disk, and rename it into place on success.
-
-    Raises:
-        WriteError: If the disk is full, whatever the library raises.
-    """
+    """Write a file through a library, flush it to disk, and rename it into place on success."""
     aside = _draft_path(path)
     try:
         with write_errors(path), Draft(aside) as draft, _locked(draft.fileno()):
@@ -97,11 +93,7 @@ def atomic_file(path: Path) -> Iterator[Draft]:
 
 @contextlib.contextmanager
 def draft_folder(target: Path) -> Iterator[Path]:
-    """Create a temporary folder beside a target; its remaining content is removed on exit.
-
-    Raises:
-        WriteError: If the disk is full.
-    """
+    """Create a temporary folder beside a target; its remaining content is removed on exit."""
     draft = _draft_path(target)
     with write_errors(target):
         draft.mkdir()
@@ -173,11 +165,7 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; pipes and devices are written directly.
-
-    Raises:
-        WriteError: If the disk is full.
-    """
+    """Write a file atomically; pipes and devices are written directly."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

@@ -25,11 +25,13 @@ from policies.wrappers.base import WrappedPolicy
 FORMAT = 1
 
 _SIZES = ("obs_dim", "goal_dim", "action_dim", "obs_steps", "horizon", "act_steps", "action_start")
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(_SIZES, int),
-    **dict.fromkeys(("parts", "normalizer", "images", "provenance"), dict[str, Any]),
-    **dict.fromkeys(("switch_time", "observation_clip", "goal_dropout", "guidance"), float | None),
-    "tuned_above": bool,
+_TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(_SIZES, (int, "a whole number")),
+    **dict.fromkeys(("parts", "normalizer", "images", "provenance"), (dict[str, Any], "an object")),
+    **dict.fromkeys(
+        ("switch_time", "observation_clip", "goal_dropout", "guidance"), (float | None, "a number or null")
+    ),
+    "tuned_above": (bool, "true or false"),
 }
 _KEYS = {*_TYPES, "format", "composition", "members", "wrappers"}
 _MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
@@ -78,10 +80,9 @@ def check_description(data: Any, nested: int = 0) -> None:
     if unknown := sorted(set(data) - _KEYS):
         raise ConfigError(f"unknown keys {[name[:80] for name in unknown[:4]]}; it has {sorted(_KEYS)}.")
     _check_values({name: value for name, value in data.items() if name not in ("provenance", "members")})
-    for name, hint in _TYPES.items():
+    for name, (hint, words) in _TYPES.items():
         if (name in data or name in _SIZES) and not fits(data[name], hint):
-            wanted = hint.__name__ if isinstance(hint, type) else str(hint)
-            raise ConfigError(f"{name} must be of type {wanted}; got {str(data[name])[:80]}.")
+            raise ConfigError(f"{name} must be {words}; got {str(data[name])[:80]}.")
     for group, part in data["parts"].items():
         if group not in PART_GROUPS or not isinstance(part, dict):
             raise ConfigError(f"parts must hold objects for {', '.join(PART_GROUPS)}; got '{group[:80]}'.")

@@ -41,12 +41,8 @@ def is_on_hub(name: object) -> bool:
 def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -> Path:
     """Download `hub://org/name[@revision]` to the hub's cache and return the directory.
 
-    Only the four files of a policy directory are downloaded; none is executed.
-
-    Args:
-        name: Hub address.
-        endpoint: URL of the hub; None: the default.
-        token: Read token for private repositories; None: that of `hf auth login`, if any.
+    Only the four files of a policy directory are downloaded; none is executed. `endpoint` is the URL of the
+    hub, `token` reads private repositories (None: that of `hf auth login`, if any).
 
     Raises:
         ConfigError: If the name is no hub address.

@@ -1,7 +1,4 @@
-"""The model card of a policy directory, rendered from facts.
-
-The front matter is what the Hugging Face hub indexes (YAML, written as JSON values, a subset of YAML).
-"""
+"""The model card of a policy directory; its front matter is indexed by the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -24,15 +21,7 @@ def render_card(
     repository: str | None = None,
     licence: str | None = None,
 ) -> str:
-    """Return README.md.
-
-    Args:
-        description: Contents of config.json.
-        num_parameters: Number of network weights.
-        evaluations: Outputs of `burnish eval` for this policy, newest last.
-        repository: Name on the hub; None: the card shows loading by path.
-        licence: Licence identifier of the weights; None: omitted.
-    """
+    """Return README.md for a config.json and outputs of `burnish eval`; `repository` is on the hub."""
     facts = description["provenance"]
     name, task = _plain(facts.get("name", "policy")), task_of(facts)
     where = "<this directory>" if repository is None else f"hub://{repository}"
@@ -74,7 +63,7 @@ def _front_matter(
         entries["license"] = licence
     if evaluations:
         entries["model-index"] = [{"name": name, "results": [_indexed(one) for one in evaluations]}]
-    return ["---", *(f"{key}: {json.dumps(value)}" for key, value in entries.items()), "---"]
+    return ["---", *(f"{key}: {json.dumps(value)}" for key, value in entries.items()), "---"]  # JSON is YAML
 
 
 def _indexed(evaluation: Mapping[str, Any]) -> dict[str, Any]:

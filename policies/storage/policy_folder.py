@@ -97,11 +97,7 @@ def _weights_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Return the contents of config.json.
-
-    Raises:
-        CheckpointError: If it is missing, is not JSON of finite numbers, or has another format version.
-    """
+    """Return the contents of config.json; `CheckpointError` for a bad file or another format version."""
     path = Path(directory) / CONFIG
     if not path.is_file():
         hint = interrupted_replacement(directory)

@@ -20,11 +20,7 @@ MAX_INTEGER = 2**63
 
 
 def own_file(path: Path) -> Path:
-    """Return a path if it is missing, or a regular file of its folder or of the hub's cache.
-
-    Raises:
-        ValueError: Otherwise; names the file.
-    """
+    """Return a path that is missing, or a regular file of its folder or of the hub's cache."""
     real, home = path.resolve(), path.parent.resolve()
     blobs = home.parent.parent / "blobs"  # files of the hub's cache are links to here
     if home not in real.parents and not (home.parent.name == "snapshots" and real.parent == blobs):
@@ -35,12 +31,7 @@ def own_file(path: Path) -> Path:
 
 
 def read_small(path: Path, most: int = MAX_BYTES) -> str:
-    """Read a text file of at most `most` bytes.
-
-    Raises:
-        OSError: If it is missing or cannot be read.
-        ValueError: If it is no regular file, too large, or not UTF-8; names the file.
-    """
+    """Read a regular UTF-8 file of at most `most` bytes; a ValueError names the file."""
     try:
         return _small_content(path, most).decode("utf-8")
     except UnicodeDecodeError as error:

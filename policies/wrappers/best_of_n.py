@@ -92,13 +92,9 @@ class BestOfN(nn.Module):
     def candidates(
         self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the normalised plans (B, N, Th, Da) of observations with B rows.
+        """Return normalised plans (B, N, Th, Da) for physical observations and noise (B, N or more, *noise).
 
-        Args:
-            obs: Physical observations.
-            noise: (B, N or more, *noise of one plan).
-            start: (x (B, Th, Da) or (B N, Th, Da), t): see `NoiseDecoder.decode`.
-            hooks: Hooks of the loop over B N rows, the candidates of an observation contiguous.
+        `start` has B or B N rows and `hooks` see B N rows, the candidates of an observation contiguous.
         """
         count = self.selection.candidates
         cond = self.policy.encode(obs).repeat(count)

@@ -455,16 +455,16 @@ def run_at_rate(
     with contextlib.ExitStack() as stack:
         if submit is None:
             submit = stack.enter_context(ThreadPoolExecutor(1)).submit
-        report, pending, asked = RateReport(), None, 0.0
+        report, pending, submitted = RateReport(), None, 0.0
         start, goes_on = None, True
         while goes_on:
             observation = read()
             if track.is_due:
                 track.begin()
-                pending, asked = submit(decide, observation), clock()
+                pending, submitted = submit(decide, observation), clock()
             if pending is not None and (pending.done() or not track.has_plan):
                 track.deliver(pending.result())
-                report.decision_s.append(clock() - asked)
+                report.decision_s.append(clock() - submitted)
                 pending = None
                 if len(report.decision_s) == 1 and not track.spare:
                     _warn_of_gaps(track)

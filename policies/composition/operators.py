@@ -184,8 +184,8 @@ class Sum:
     surplus: float  # by how much they add up to more than 1
     noise_free: float  # p / x for eps = 0: what the surplus is measured from
 
-    def __call__(self, ask: Callable[[int], Tensor], x: Tensor) -> Tensor:
-        predictions = [ask(member) for member in self.chosen]
+    def __call__(self, predict: Callable[[int], Tensor], x: Tensor) -> Tensor:
+        predictions = [predict(member) for member in self.chosen]
         out = combine(predictions, self.weights)
         return out + self.surplus * (predictions[0] - self.noise_free * x) if self.surplus else out
 

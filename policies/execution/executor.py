@@ -100,7 +100,7 @@ class Executor:
         if execution.inpaint and not isinstance(policy, DenoisingPolicy):
             kind = type(policy).__name__
             raise CapabilityError(f"inpaint needs a policy that denoises its plan; {kind} does not.")
-        self._start, self._rows = policy.chunk.action_start, _rows_of(policy.chunk)
+        self._start, self._rows = policy.chunk.action_start, policy.chunk.horizon - policy.chunk.action_start
         self._act_steps = _decision_interval(policy.chunk, execution)
         low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
         self._limits = Limits(low, high, execution.max_jump)
@@ -198,17 +198,14 @@ class Executor:
             lane.track.deliver(plan)
 
 
-def _rows_of(chunk: ChunkSpec) -> int:
-    return chunk.horizon - chunk.action_start
-
-
 def _decision_interval(chunk: ChunkSpec, execution: Execution) -> int:
     """Return n, the control steps between decisions.
 
     The next plan arrives n + d steps after the previous observation, and the previous rows must last until
     then. The policy's own n is lowered accordingly; `execution.act_steps` is not, and may be refused.
     """
-    rows, latency, wanted = _rows_of(chunk), execution.latency, execution.act_steps or chunk.act_steps
+    rows, latency = chunk.horizon - chunk.action_start, execution.latency
+    wanted = execution.act_steps or chunk.act_steps
     steps = wanted
     if execution.act_steps is None and rows - latency >= max(1, latency):
         steps = min(wanted, rows - latency)

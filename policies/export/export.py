@@ -176,6 +176,3 @@ def _median_s(call: Callable[[], object], rounds: int = 30) -> float:
         call()
         times.append(time.perf_counter() - start)
     return float(np.median(times))
-
-
-__all__ = ["GRAPHS", "export_onnx"]

@@ -18,11 +18,9 @@ from policies.runner import ENCODER, LOOP, MODEL, STEP
 from policies.storage.atomic_write import draft_folder, move_into
 
 REPORT, CARD, RUNNER = "report.json", "README.md", "runner.py"
-MODELS = (MODEL, ENCODER, STEP, LOOP)
-"""Files that hold the policy."""
+MODELS = (MODEL, ENCODER, STEP, LOOP)  # files that hold the policy
 
-Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]
-"""Inputs by name -> actions (B, Ta, Da) and plan (B, R, Da)."""
+Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]  # inputs -> actions (B, Ta, Da), plan (B, R, Da)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,8 @@ from policies.runner import SIGNATURE
 from policies.storage.features import Feature, short
 from policies.storage.strict_json import own_file, read_json
 
-GRAPHS = ("whole", "step")
-"""The sampler inside one graph, or one evaluation of the network and a table of the loop."""
-
-MAX_NUMBERS = 2**26
-"""Of one row of one input or output; a camera of 1080 by 1920 pixels has 2**23."""
+GRAPHS = ("whole", "step")  # sampler inside one graph, or one network evaluation and a table of the loop
+MAX_NUMBERS = 2**26  # of one row of an input or output; a camera of 1080 by 1920 pixels has 2**23
 
 _DTYPES = ("float32", "uint8")
 

@@ -17,8 +17,7 @@ from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
 from policies.samplers.ddpm import DDPM
 
-_RANGE_EPS = 1e-6
-"""Added to the range of an observation."""
+_RANGE_EPS = 1e-6  # added to the range of an observation
 
 _SKIPPED = {
     "network.": "the frozen network under its other name",

@@ -21,10 +21,8 @@ from policies.networks.attention import causal_mask
 
 Weights = Mapping[str, Tensor]
 
-_PREFIXES = {"mlp": "mlp_mean.", "unet": "down_modules.", "transformer": "decoder.layers."}
-"""Of a tensor that each kind of network has."""
-_TIME = {"dppo": "time_mlp", "diffusion_policy": "diffusion_step_encoder"}
-"""Time embedding of the U-Net, by program."""
+_PREFIXES = {"mlp": "mlp_mean.", "unet": "down_modules.", "transformer": "decoder.layers."}  # of its tensors
+_TIME = {"dppo": "time_mlp", "diffusion_policy": "diffusion_step_encoder"}  # of the U-Net
 
 
 def kind_of(weights: Weights, **released: str) -> str:

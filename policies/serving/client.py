@@ -101,22 +101,22 @@ class Client:
         noise = None if key is None else list(key)
         body = {"type": "act", "obs": arrays, "key": noise, "deadline_ms": 1e3 * self._timeout_s}
         try:
-            answer = self.ask({**body, "schema": self._fingerprint})
+            answer = self.request({**body, "schema": self._fingerprint})
         except ServingError as error:
             if error.reason != "schema":
                 raise
             self._greet()  # the server was restarted with other weights
-            answer = self.ask({**body, "schema": self._fingerprint})
+            answer = self.request({**body, "schema": self._fingerprint})
         actions = from_wire("actions", answer.get("actions"))
         if actions.shape != schema.action.shape or not np.isfinite(actions).all():
             raise ServingError("malformed", f"the server gave actions {actions.shape}, or not finite ones.")
         return actions
 
     def metrics(self) -> dict[str, Any]:
-        metrics: dict[str, Any] = self.ask({"type": "metrics"})["metrics"]
+        metrics: dict[str, Any] = self.request({"type": "metrics"})["metrics"]
         return metrics
 
-    def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message and return its answer; resends after a timeout."""
         self._id += 1
         frame = pack({**body, "id": self._id})
@@ -136,7 +136,7 @@ class Client:
 
     def _greet(self) -> None:
         """Request the schema; a compatible one replaces the first."""
-        answer = self.ask({"type": "hello"})
+        answer = self.request({"type": "hello"})
         schema = Schema.from_wire(answer.get("schema"))
         if self._schema is not None and _shapes(schema) != _shapes(self._schema):
             found = f"observations {schema.inputs} and actions {schema.action}"

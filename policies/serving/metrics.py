@@ -18,8 +18,7 @@ from policies.errors import ConfigError
 from policies.serving.messages import REASONS
 
 _COUNTS = ("messages", "decisions", "batches", "gone", "slow", "reopened", "crowded")
-RECENT = 4096
-"""Decisions over which percentiles are taken."""
+RECENT = 4096  # decisions over which percentiles are taken
 
 
 def resident_mb() -> float:

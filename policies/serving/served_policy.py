@@ -16,8 +16,7 @@ from policies.serving.messages import Schema, floats_of
 from policies.storage.checksums import sha256
 from policies.storage.features import Feature
 
-STATE = "observation"
-"""Name of the state in messages and exported folders; policies call it `state`."""
+STATE = "observation"  # name in messages and exported folders of what policies call `state`
 
 
 class ServedPolicy:

@@ -128,7 +128,9 @@ class Server:
         self._warm_up()
         self._memory = resident_mb()
         own = _open_descriptors()
-        self._most_in_use = max(own + 1, min(own + settings.max_connections, _descriptor_limit() - _SPARE))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = sys.maxsize if soft == resource.RLIM_INFINITY else soft
+        self._most_in_use = max(own + 1, min(own + settings.max_connections, limit - _SPARE))
 
     def __enter__(self) -> Server:
         return self
@@ -445,11 +447,6 @@ def _open_descriptors() -> int:
         return len(os.listdir("/dev/fd")) - 1
     except OSError:
         return sys.maxsize
-
-
-def _descriptor_limit() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def _trim_memory() -> None:

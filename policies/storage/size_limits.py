@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from policies.errors import ConfigError
 
-_SIZED = ("new_", "repeat", "resize", "empty_strided")
-"""Operations on tensors that are given sizes."""
+_SIZED = ("new_", "repeat", "resize", "empty_strided")  # operations that take sizes
 
 
 class Budget(TorchDispatchMode):

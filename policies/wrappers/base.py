@@ -7,9 +7,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import nn
 
-from policies.errors import CapabilityError
 from policies.policy import Policy
-from policies.protocols import Cond, Hooks, Start
+from policies.protocols import Cond
 
 
 class WrapperConfig(Protocol):
@@ -64,8 +63,3 @@ class WrappedPolicy(Policy):
         view = self._view()
         view.base = self.base.with_act_steps(act_steps)
         return view
-
-    def refuse_hooks(self, start: Start, hooks: Hooks) -> None:
-        """Refuse starts and hooks for policies without a loop."""
-        if start is not None or hooks:
-            raise CapabilityError(f"{type(self).__name__} takes no hooks or start; give them to its `base`.")

@@ -34,8 +34,7 @@ from policies.protocols import Cond, Hooks, Start
 from policies.registry import register
 from policies.wrappers.base import WrappedPolicy
 
-Score = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""(s (B, C), a (B, A), sigma) -> (f_s (B, C), f_a (B, A))."""
+Score = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]  # (s, a, sigma) -> (f_s, f_a)
 
 _TIME_SCALE = 10.0  # the network receives 10 log sigma
 
@@ -203,6 +202,7 @@ class PerturbedPolicy(WrappedPolicy):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        self.refuse_hooks(start, hooks)
+        if start is not None or hooks:
+            raise CapabilityError("a perturbed policy takes no hooks or start; give them to its `base`.")
         chunk = self.base.decode(cond, noise, grad=grad)
         return (chunk + self.wrapper.std * noise).clamp(-1, 1)

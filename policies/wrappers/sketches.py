@@ -33,8 +33,7 @@ from policies.errors import ConfigError
 from policies.policy_config import ChunkSpec
 from policies.protocols import Observation
 
-Points = tuple[tuple[float, ...], ...]
-"""A polyline: n points of one width, in physical units."""
+Points = tuple[tuple[float, ...], ...]  # a polyline: n points of one width, in physical units
 
 
 class Sketch(Protocol):

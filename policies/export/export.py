@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,7 +109,8 @@ def export_onnx(
         latency = [latency_of(model, run, batch, generator) for batch in latency_batches]
         report = ExportReport(str(target), graph, OPSET, tolerance, parity, latency)
         inputs = random_inputs(model.policy, 2, generator)
-        np.savez(draft / SAMPLE, **{**arrays_of(inputs), "action": run(inputs)[0]})
+        sample: dict[str, Any] = {**arrays_of(inputs), "action": run(inputs)[0]}
+        np.savez(draft / SAMPLE, **sample)
         (draft / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
         (draft / CARD).write_text(card_of(facts, asdict(report)))
     return report

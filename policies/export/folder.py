@@ -91,9 +91,9 @@ def signature(policy: Policy, around: Surroundings, *, graph: str = "whole") -> 
         inputs["goal"] = feature(policy.goal_dim, names=None)
     for camera, shape in policy.images.items():
         inputs[camera] = feature(chunk.obs_steps, *shape, units="0 to 255, red green blue", dtype="uint8")
-    facts = {"names": around.action_names, "low": around.action_low, "high": around.action_high}
-    facts = {name: _entries(values) for name, values in facts.items()}
-    action = feature(chunk.act_steps, chunk.action_dim, **facts)
+    limits: dict[str, Any] = {"low": _entries(around.action_low), "high": _entries(around.action_high)}
+    names = _entries(around.action_names)
+    action = feature(chunk.act_steps, chunk.action_dim, names=names, **limits)
     plan = feature(chunk.horizon - chunk.action_start, chunk.action_dim)
     return {
         "format": "onnx",

@@ -53,7 +53,7 @@ def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -
     repo, revision = _split(name)
     try:
         files = [CONFIG, WEIGHTS, CHECKSUMS, CARD]
-        options = {"revision": revision, "endpoint": endpoint, "token": token}
+        options: dict[str, Any] = {"revision": revision, "endpoint": endpoint, "token": token}
         return Path(snapshot_download(repo, allow_patterns=files, **options))
     except Exception as error:  # error classes depend on the hub client's HTTP library
         raise CheckpointError(

@@ -15,7 +15,7 @@ from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Hooks, Kind, Reduction, Start
+from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Hooks, Kind, Reduction, Rng, Start
 from policies.registry import register
 from policies.samplers.loop import denoise
 from policies.samplers.step_table import StepTable, transition
@@ -120,9 +120,8 @@ class DenoisingPolicy(Policy):
     def with_guidance(self, guidance: float) -> Self:
         """Return a view with another goal guidance weight.
 
-        Source:
-            Classifier-free guidance, arXiv 2207.12598, as BESO (arXiv 2304.02532) applies it to goals:
-            free + guidance (given - free), exact in every parametrisation since all are linear in each other.
+        Source: Classifier-free guidance, arXiv 2207.12598, as BESO (arXiv 2304.02532) applies it to goals:
+        free + guidance (given - free), exact in every parametrisation since all are linear in each other.
 
         Raises:
             ConfigError: If the policy was not trained with `goal_dropout`.
@@ -134,7 +133,7 @@ class DenoisingPolicy(Policy):
 
     # -- MatchingLoss ---------------------------------------------------------------------------------
 
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+    def sample_te(self, n: int, *, generator: Rng = None) -> TE:
         times = self.process.levels(device=self.device, dtype=self.dtype)
         level = None
         if times is None:
@@ -171,9 +170,7 @@ class DenoisingPolicy(Policy):
         """The network of the recorded steps: the fine-tuned copy where one exists."""
         return self.field.tuned if isinstance(self.field, SwitchedField) else self.field
 
-    def sample_chain(
-        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Chain:
+    def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
         """Sample chunks and record the last S transitions with their densities.
 
         Shapes:

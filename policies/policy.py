@@ -21,7 +21,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.weight_cache import forget
 from policies.normalizer import Normalizer
 from policies.policy_config import PolicyConfig
-from policies.protocols import Cond, Hooks, Observation, Reduction, Start
+from policies.protocols import Cond, Hooks, Observation, Reduction, Rng, Start
 
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 """Where a module keeps what is assigned to it."""
@@ -105,7 +105,7 @@ class Policy(nn.Module):
         types = {name: None if name in self.images else self.dtype for name in items}  # not images
         return {k: torch.as_tensor(v, dtype=types[k], device=self.device) for k, v in items.items()}
 
-    def encode(self, obs: Observation, *, generator: torch.Generator | None = None) -> Cond:
+    def encode(self, obs: Observation, *, generator: Rng = None) -> Cond:
         """Encode physical observations: `state` (B, To, Do), and what else the encoder reads.
 
         `generator` drives image augmentation during training; without it there is no augmentation. The
@@ -148,9 +148,7 @@ class Policy(nn.Module):
         return self.physical(chunk[:, self.chunk.executed])
 
     @torch.no_grad()
-    def act(
-        self, obs: Any, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def act(self, obs: Any, *, noise: Tensor | None = None, generator: Rng = None) -> Tensor:
         """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
 
         Args:
@@ -168,7 +166,7 @@ class Policy(nn.Module):
     def noise_shape(self) -> tuple[int, ...]:
         return self.chunk.shape
 
-    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+    def sample_noise(self, n: int, *, generator: Rng = None) -> Tensor:
         return self._randn((n, *self.noise_shape), generator)
 
     def decode(
@@ -211,11 +209,11 @@ class Policy(nn.Module):
         """Return the policy itself on the CPU, else a CPU copy; worker processes compute on the CPU."""
         return self if self.device.type == "cpu" else self.clone().cpu()
 
-    def _randn(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    def _randn(self, shape: tuple[int, ...], generator: Rng) -> Tensor:
         device = self.device if generator is None else generator.device
         return torch.randn(shape, generator=generator, device=device, dtype=self.dtype).to(self.device)
 
-    def _rand(self, n: int, generator: torch.Generator | None) -> Tensor:
+    def _rand(self, n: int, generator: Rng) -> Tensor:
         device = self.device if generator is None else generator.device
         return torch.rand(n, generator=generator, device=device).to(self.device)
 

@@ -117,7 +117,6 @@ class Evaluate(Protocol):
             until: End times of the step (B,), for processes whose network takes two times; None: t.
             level: Index of each t in `Process.levels` (B,), if known; each level is embedded once.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,9 @@ class SampleHook(Protocol):
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (x0, eps) that replace the network's prediction; both (B, Th, Da)."""
-        ...
 
     def on_state(self, step: Step, x: Tensor) -> Tensor:
         """Return the state (B, Th, Da) from which the loop continues."""
-        ...
 
 
 Hooks = Sequence[SampleHook]
@@ -180,52 +177,42 @@ class NoiseDecoder(Protocol):
     @property
     def noise_shape(self) -> tuple[int, ...]:
         """(Th, Da) for a deterministic sampler, (K+1, Th, Da) for a stochastic one (start, then steps)."""
-        ...
 
     def encode(self, obs: Observation) -> Cond:
         """Encode physical observations; called once per action."""
-        ...
 
-    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+    def sample_noise(self, n: int, *, generator: Rng = None) -> Tensor:
         """Draw noise (n, *noise_shape)."""
-        ...
 
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the normalised chunk (B, Th, Da); `grad` keeps the graph."""
-        ...
 
 
 @runtime_checkable
 class MatchingLoss(Protocol):
     """Policies trained by regression on corrupted actions."""
 
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+    def sample_te(self, n: int, *, generator: Rng = None) -> TE:
         """Draw times and noise for n rows."""
-        ...
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """Return the loss of normalised actions (B, Th, Da), reduced by `reduce`."""
-        ...
 
 
 @runtime_checkable
 class ChainPolicy(Protocol):
     """Policies with a stochastic denoising chain whose transitions have densities."""
 
-    def sample_chain(
-        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Chain:
+    def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
         """Sample chunks and record the fine-tuned transitions; noise is (B, K+1, Th, Da)."""
-        ...
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Score all recorded steps, or the columns `steps` (L,), of a chain x (B, S+1, Th, Da).
 
         Returns unreduced (log_prob, entropy), each (B, S or L, Th, Da).
         """
-        ...
 
     def transition_log_prob(
         self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
@@ -235,7 +222,6 @@ class ChainPolicy(Protocol):
         `cond_row` (M,) maps transitions to rows of `cond`; a shared observation is encoded and projected
         once. Returns unreduced (log_prob, entropy), (M, Th, Da).
         """
-        ...
 
 
 @runtime_checkable
@@ -244,4 +230,3 @@ class Field(Protocol):
 
     def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
         """Return the prediction at x (B, Th, Da), sampling time t (B,), as `kind`."""
-        ...

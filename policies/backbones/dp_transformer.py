@@ -147,11 +147,10 @@ class DecoderBlock(nn.Module):
 class DpTransformer(nn.Module):
     """See `DpTransformerConfig`; satisfies `policies.backbones.Backbone`.
 
-    Source:
-        Diffusion Policy (arXiv 2303.04137), `TransformerForDiffusion` of the released code with time and
-        observations as condition; equal up to rounding. Deviations: a second time has an embedding of its
-        own, added to the time token; no dropout of embeddings (zero in the published settings); the variant
-        without a memory, which sees no observation, is left out.
+    Source: Diffusion Policy (arXiv 2303.04137), `TransformerForDiffusion` of the released code with time and
+    observations as condition; equal up to rounding. Deviations: a second time has an embedding of its own,
+    added to the time token; no dropout of embeddings (zero in the published settings); the variant without a
+    memory, which sees no observation, is left out.
     """
 
     mask: Tensor | None

@@ -86,8 +86,7 @@ class _Plan(NamedTuple):
 class MlpBackbone(nn.Module):
     """See `MlpConfig`; satisfies `policies.backbones.Backbone`.
 
-    Source:
-        DPPO (arXiv 2409.00588), `DiffusionMLP` of the released code; equal up to rounding.
+    Source: DPPO (arXiv 2409.00588), `DiffusionMLP` of the released code; equal up to rounding.
     """
 
     def __init__(

@@ -155,12 +155,11 @@ class TransformerBackbone(nn.Module):
     Beyond the protocol, `forward` takes a time for every action of a chunk, (M, Th) or (K, Th) with
     `time_row`.
 
-    Source:
-        DiT with adaLN-zero (arXiv 2212.09748, section 3.2), whose sizes 256 x 8 x 4 and 384 x 12 x 6 are
-        used for actions. Deviations: tokens are actions and positions are learned; time and condition enter
-        the modulation as a sum of two projections instead of a projection of their sum, which is what makes
-        it a table; tokens of the condition are attended to between self-attention and feed-forward,
-        modulated like these.
+    Source: DiT with adaLN-zero (arXiv 2212.09748, section 3.2), whose sizes 256 x 8 x 4 and 384 x 12 x 6 are
+    used for actions. Deviations: tokens are actions and positions are learned; time and condition enter the
+    modulation as a sum of two projections instead of a projection of their sum, which is what makes it a
+    table; tokens of the condition are attended to between self-attention and feed-forward, modulated like
+    these.
     """
 
     mask: Tensor | None

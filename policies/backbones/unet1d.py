@@ -125,12 +125,11 @@ class Unet1dBackbone(nn.Module):
     A time per row of the chunk, (M, Th), modulates every row by its own; at coarser levels rows share the
     mean of their embedded times.
 
-    Source:
-        Diffusion Policy (arXiv 2303.04137), `ConditionalUnet1D`, and DPPO (arXiv 2409.00588), `Unet1D`, of
-        the released code; equal up to rounding where their weights fit. Deviations: any horizon is accepted;
-        by default the scale is 1 + what a linear layer gives, so that blocks start out unscaled, and the
-        last convolution is normalised in as many groups as the others, not always in 8. Diffusion Policy's
-        conditions per row, half of which the released code drops, are left out.
+    Source: Diffusion Policy (arXiv 2303.04137), `ConditionalUnet1D`, and DPPO (arXiv 2409.00588), `Unet1D`,
+    of the released code; equal up to rounding where their weights fit. Deviations: any horizon is accepted;
+    by default the scale is 1 + what a linear layer gives, so that blocks start out unscaled, and the last
+    convolution is normalised in as many groups as the others, not always in 8. Diffusion Policy's conditions
+    per row, half of which the released code drops, are left out.
     """
 
     def __init__(

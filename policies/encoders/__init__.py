@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.normalizer import Normalizer
-from policies.protocols import Cond, Observation
+from policies.protocols import Cond, Observation, Rng
 
 ImageShape = tuple[int, int, int]
 """(H, W, 3), the shape of one image of a camera."""
@@ -47,11 +46,8 @@ class Encoder(Protocol):
     @property
     def cond_dim(self) -> int:
         """C, width of `Cond.vec`."""
-        ...
 
-    def __call__(
-        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
-    ) -> Cond:
+    def __call__(self, obs: Observation, normalizer: Normalizer, generator: Rng = None) -> Cond:
         """Encode physical observations; only the last entries of `Cond.vec` depend on the goal.
 
         Args:
@@ -59,7 +55,6 @@ class Encoder(Protocol):
             normalizer: Normaliser of `state` and `goal`.
             generator: Generator of image augmentation, in training only; None: no augmentation.
         """
-        ...
 
 
 class EncoderConfig(Protocol):
@@ -67,7 +62,6 @@ class EncoderConfig(Protocol):
 
     def build(self, sizes: ObservationSizes) -> Encoder:
         """Build an encoder for observations of given sizes."""
-        ...
 
 
 def read(obs: Observation, name: str, shape: tuple[int, ...]) -> Tensor:

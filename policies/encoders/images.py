@@ -73,9 +73,8 @@ def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) ->
 def random_shift(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
     """Shift images (B, To, H, W, 3) by up to `pad` pixels in each direction, drawn per row.
 
-    Source:
-        DrQ (arXiv 2004.13649); the released code of DPPO (arXiv 2409.00588), whose interpolation at whole
-        pixels this is without rounding.
+    Source: DrQ (arXiv 2004.13649); the released code of DPPO (arXiv 2409.00588), whose interpolation at whole
+    pixels this is without rounding.
     """
     top, left = _drawn(len(images), (2 * pad + 1, 2 * pad + 1), generator, images.device) - pad
     return windows(images, top, left, (images.shape[2], images.shape[3]))

@@ -7,10 +7,9 @@
 
 Legend: M images, B batch, To observation history, C channels, N keypoints.
 
-Source:
-    Diffusion Policy (arXiv 2303.04137), "visual encoder"; ResNet (arXiv 1512.03385); group normalisation
-    (arXiv 1803.08494) where ResNet has batch normalisation, whose running averages do not agree with averaged
-    weights; spatial softmax (arXiv 1504.00702). Deviation: all images of a history are cropped alike.
+Source: Diffusion Policy (arXiv 2303.04137), "visual encoder"; ResNet (arXiv 1512.03385); group normalisation
+(arXiv 1803.08494) where ResNet has batch normalisation, whose running averages do not agree with averaged
+weights; spatial softmax (arXiv 1504.00702). Deviation: all images of a history are cropped alike.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from policies.encoders.images import centre_crop, chosen, in_unit_range, pixels,
 from policies.encoders.state import encoded_state, with_goal
 from policies.errors import ConfigError
 from policies.normalizer import Normalizer
-from policies.protocols import Cond, Observation
+from policies.protocols import Cond, Observation, Rng
 from policies.registry import register
 
 _SMALLEST = 33
@@ -94,9 +93,7 @@ class ResNetEncoder(nn.Module):
         per_step = len(self.crops) * self.config.features + self.sizes.obs_dim
         return per_step * self.sizes.obs_steps + self.sizes.goal_dim
 
-    def forward(
-        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
-    ) -> Cond:
+    def forward(self, obs: Observation, normalizer: Normalizer, generator: Rng = None) -> Cond:
         state = encoded_state(obs, normalizer, self.sizes)
         parts = []
         for i, camera in enumerate(self.crops):
@@ -106,9 +103,7 @@ class ResNetEncoder(nn.Module):
         vec = rearrange(torch.cat([*parts, state], dim=-1), "B To F -> B (To F)")
         return Cond(with_goal(vec, obs, normalizer, self.sizes))
 
-    def _seen(
-        self, images: Tensor, camera: str, dtype: torch.dtype, generator: torch.Generator | None
-    ) -> Tensor:
+    def _seen(self, images: Tensor, camera: str, dtype: torch.dtype, generator: Rng) -> Tensor:
         """Crop images (B, To, H, W, 3) and lay them out for a network, (B To, 3, h, w) in [-1, 1]."""
         size = self.crops[camera]
         crop = centre_crop(images, size) if generator is None else random_crop(images, size, generator)
@@ -135,8 +130,7 @@ class KeypointNet(nn.Module):
 def expected_places(maps: Tensor) -> Tensor:
     """Return the mean position under each map's softmax: (M, N, H, W) -> (M, N, 2), x and y in [-1, 1].
 
-    Source:
-        arXiv 1504.00702, "spatial softmax" and "feature points".
+    Source: arXiv 1504.00702, "spatial softmax" and "feature points".
     """
     height, width = maps.shape[2:]
     share = rearrange(maps, "M N H W -> M N (H W)").softmax(dim=-1)

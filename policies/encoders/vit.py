@@ -6,10 +6,9 @@
 
 Legend: B batch, To observation history, P patches, D width of a patch, F features.
 
-Source:
-    DPPO (arXiv 2409.00588), `VitEncoder` and `SpatialEmb` of the released code, which are IBRL's
-    (arXiv 2311.02198); equal up to rounding. Deviation: a policy has one encoder for its frozen and its tuned
-    network, which runs once per action; DPPO's is inside each network and runs at every denoising step.
+Source: DPPO (arXiv 2409.00588), `VitEncoder` and `SpatialEmb` of the released code, which are IBRL's (arXiv
+2311.02198); equal up to rounding. Deviation: a policy has one encoder for its frozen and its tuned network,
+which runs once per action; DPPO's is inside each network and runs at every denoising step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from policies.encoders.state import encoded_state, with_goal
 from policies.errors import ConfigError
 from policies.networks.attention import Attention, FeedForward, LayerNorm, check_heads
 from policies.normalizer import Normalizer
-from policies.protocols import Cond, Observation
+from policies.protocols import Cond, Observation, Rng
 from policies.registry import register
 
 _KINDS = ("weight", "bias")
@@ -99,9 +98,7 @@ class VitEncoder(nn.Module):
     def token_dim(self) -> int:
         return self.config.width if self.config.tokens else 0
 
-    def forward(
-        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
-    ) -> Cond:
+    def forward(self, obs: Observation, normalizer: Normalizer, generator: Rng = None) -> Cond:
         state = encoded_state(obs, normalizer, self.sizes).flatten(1)
         patches = [
             self._patches(pixels(obs, camera, self.sizes), state.dtype, generator)
@@ -111,7 +108,7 @@ class VitEncoder(nn.Module):
         vec = with_goal(torch.cat([*features, state], dim=-1), obs, normalizer, self.sizes)
         return Cond(vec, torch.cat(patches, dim=1) if self.config.tokens else None)
 
-    def _patches(self, images: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+    def _patches(self, images: Tensor, dtype: torch.dtype, generator: Rng) -> Tensor:
         """Return the patches (B, P, D) of a history of images (B, To, H, W, 3)."""
         if generator is not None and self.config.shift:
             images = random_shift(images, self.config.shift, generator)

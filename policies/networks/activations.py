@@ -73,8 +73,7 @@ class _Mish(torch.autograd.Function):
 def mish(x: Tensor) -> Tensor:
     """Return x tanh(softplus(x)).
 
-    Source:
-        Mish (arXiv 1908.08681). Deviation: none; an algebraically equal form on a CPU.
+    Source: Mish (arXiv 1908.08681). Deviation: none; an algebraically equal form on a CPU.
     """
     compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if compiled or not x.is_cpu or x.numel() < _FEW or x.dtype not in (torch.float32, torch.float64):

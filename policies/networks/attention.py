@@ -34,8 +34,7 @@ def explicit_attention(
         query: (M, H, T, D/H). key, value: (M or 1, H, S, D/H). attn_mask: (T, S) bool, True where a query may
         look; every query needs a key. Returns (M, H, T, D/H).
 
-    Source:
-        arXiv 1706.03762, equation 1.
+    Source: arXiv 1706.03762, equation 1.
     """
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
     if attn_mask is not None:
@@ -52,8 +51,7 @@ def explicit_layer_norm(
     Shapes:
         h: (..., D) -> (..., D). weight, bias: (D,).
 
-    Source:
-        arXiv 1607.06450, equation 4.
+    Source: arXiv 1607.06450, equation 4.
     """
     variance, mean = torch.var_mean(h, dim=-1, correction=0, keepdim=True)
     normal = (h - mean) * torch.rsqrt(variance + eps)
@@ -86,8 +84,7 @@ class Attention(nn.Module):
         heads: H, a divisor of the width.
         dropout: Dropout rate of the attention weights in training, by PyTorch's global generator.
 
-    Source:
-        arXiv 1706.03762, section 3.2.2; the layout of the weights is that of `nn.MultiheadAttention`.
+    Source: arXiv 1706.03762, section 3.2.2; the layout of the weights is that of `nn.MultiheadAttention`.
     """
 
     how = "auto"

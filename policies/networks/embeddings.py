@@ -17,8 +17,8 @@ def sinusoid(time: Tensor, dim: int) -> Tensor:
 
     Returns:
         (..., dim), dim even and at least 4.
-    Source:
-        Diffusion Policy (arXiv 2303.04137) and DPPO (arXiv 2409.00588), released code.
+
+    Source: Diffusion Policy (arXiv 2303.04137) and DPPO (arXiv 2409.00588), released code.
     """
     half = dim // 2
     index = torch.arange(half, device=time.device, dtype=time.dtype)
@@ -44,8 +44,7 @@ class TimeEmbedding(nn.Module):
 class OctaveEmbedding(nn.Module):
     """Cosines, then sines of t, 2 t, 4 t, …: for times in [0, 1], and without weights.
 
-    Source:
-        FPO (arXiv 2507.21053), released code.
+    Source: FPO (arXiv 2507.21053), released code.
     """
 
     frequency: Tensor

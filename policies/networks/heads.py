@@ -33,8 +33,7 @@ class CriticConfig(TrunkConfig):
 class Critic(nn.Module):
     """Value of an observation.
 
-    Source:
-        DPPO (arXiv 2409.00588), `CriticObs` of the released code; equal up to rounding.
+    Source: DPPO (arXiv 2409.00588), `CriticObs` of the released code; equal up to rounding.
     """
 
     def __init__(self, config: CriticConfig, obs_dim: int) -> None:
@@ -103,8 +102,7 @@ class GaussianHead(nn.Module):
     The parameter is the log-variance, as in the released code, so that published learning rates keep their
     meaning. Outside the limits it receives no gradient.
 
-    Source:
-        DPPO (arXiv 2409.00588), `Gaussian_MLP` of the released code with a learned fixed deviation.
+    Source: DPPO (arXiv 2409.00588), `Gaussian_MLP` of the released code with a learned fixed deviation.
     """
 
     log_var: Tensor
@@ -148,9 +146,8 @@ class Mixture(NamedTuple):
 class MixtureHead(nn.Module):
     """Shares and means of all modes from the condition by one trunk, a deviation per mode and dimension.
 
-    Source:
-        DPPO (arXiv 2409.00588), mixture baseline: five modes, means within [-1, 1], learned fixed deviations.
-        Deviation: shares and means have one trunk, not two, so released weights do not load.
+    Source: DPPO (arXiv 2409.00588), mixture baseline: five modes, means within [-1, 1], learned fixed
+    deviations. Deviation: shares and means have one trunk, not two, so released weights do not load.
     """
 
     log_var: Tensor

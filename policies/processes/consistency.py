@@ -59,8 +59,7 @@ class Consistency(Edm):
             More levels follow trajectories more closely and train more slowly.
         huber: c per square root of the number of elements of a chunk; far larger errors count as l1.
 
-    Source:
-        arXiv 2303.01469, 2310.14189.
+    Source: arXiv 2303.01469, 2310.14189.
     """
 
     is_integrable: ClassVar[bool] = False
@@ -129,8 +128,7 @@ class Consistency(Edm):
     def taught(self, action: Tensor, te: TE, teacher: Predict) -> TE:
         """Return the draws with the next cleaner state on the teacher's trajectory, one Heun step ahead.
 
-        Source:
-            arXiv 2303.01469, algorithm 2.
+        Source: arXiv 2303.01469, algorithm 2.
         """
         t, t_near = te.t, self.cleaner(te.t)
         (alpha, sigma), (alpha_near, sigma_near) = self.alpha_sigma(t), self.alpha_sigma(t_near)

@@ -34,8 +34,7 @@ BETA_START, BETA_END = 0.1, 20.0
 class VPContinuous(Checked, GaussianPath):
     """Denoising diffusion with continuous training times.
 
-    Source:
-        arXiv 2011.13456 (variance-preserving SDE), 2202.00512 (v prediction).
+    Source: arXiv 2011.13456 (variance-preserving SDE), 2202.00512 (v prediction).
     """
 
     schedule: str = bounded("cosine", choices=("cosine", "linear"))

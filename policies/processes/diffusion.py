@@ -42,8 +42,7 @@ class VPDiffusion(Checked, GaussianPath):
             num_levels is near 1000 or beta_end is raised.
         prediction: Prediction kind: `eps`, `x0` or `v`; for velocities use process=flow.
 
-    Source:
-        arXiv 2006.11239 (process), 2102.09672 (cosine schedule), 2202.00512 (v prediction).
+    Source: arXiv 2006.11239 (process), 2102.09672 (cosine schedule), 2202.00512 (v prediction).
     """
 
     num_levels: int = bounded(20, ge=2)  # K

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.processes.base import over_rows
-from policies.protocols import TE
+from policies.protocols import TE, Rng
 from policies.registry import register
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ class EnergyDescent(Checked):
         batch_coupled: Normalise and stop by the whole batch, as the released code does; actions then depend
             on the other rows.
 
-    Source:
-        arXiv 2510.27545. Deviations: rows are normalised and stop independently, and exp(E) is bounded.
+    Source: arXiv 2510.27545. Deviations: rows are normalised and stop independently, and exp(E) is bounded.
     """
 
     policy_class: ClassVar[str] = "descent"
@@ -116,7 +115,7 @@ class EnergyDescent(Checked):
 
     # -- training -------------------------------------------------------------------------------------
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
         """Draw step counts `num_steps` (B,), `ratio` u (B, S) and `langevin` xi (B, S, Th, Da)."""
         batch, most = len(te.eps), self.most_steps
         device = te.eps.device if generator is None else generator.device

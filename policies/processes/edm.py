@@ -42,8 +42,7 @@ class Edm(Checked, GaussianPath):
         density: Density of ln s in training, truncated to the range: `log_logistic` (around ln sd),
             `log_normal` or `log_uniform`.
 
-    Source:
-        arXiv 2206.00364; 2304.02532 for the log-logistic density. The loss weight is EDM's: one for F.
+    Source: arXiv 2206.00364; 2304.02532 for the log-logistic density. The loss weight is EDM's: one for F.
     """
 
     data_std: float = bounded(0.5, gt=0)  # sd, standard deviation of normalised actions

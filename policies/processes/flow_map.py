@@ -30,7 +30,7 @@ from policies.backbones import Backbone
 from policies.bounds import bounded
 from policies.processes.average import AveragePath, allow_derivatives, derivative
 from policies.processes.base import over_rows
-from policies.protocols import TE, Evaluate
+from policies.protocols import TE, Evaluate, Rng
 from policies.registry import register
 
 
@@ -124,10 +124,9 @@ class FlowMap(AveragePath):
             end's velocity instead of the start's, both non-zero at the exact flow map; psd and lsd with
             gradients through their targets.
 
-    Source:
-        arXiv 2505.18825 and 2512.01809. Deviations: starts and ends are uniform from the first step on,
-        without a curriculum of growing steps; errors are averaged over the elements of a chunk, not summed
-        over Da.
+    Source: arXiv 2505.18825 and 2512.01809. Deviations: starts and ends are uniform from the first step on,
+    without a curriculum of growing steps; errors are averaged over the elements of a chunk, not summed over
+    Da.
     """
 
     time_scale: float = bounded(20.0, gt=0)
@@ -137,7 +136,7 @@ class FlowMap(AveragePath):
     def field_of(self, backbone: Backbone) -> Backbone:
         return backbone if self.objective == "psd" else allow_derivatives(backbone, trained=True)
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
         """Draw start, end and intermediate time of each row's step; (B,) each."""
         source = te.t.device if generator is None else generator.device
         draws = torch.rand(3, len(te.t), generator=generator, device=source, dtype=te.t.dtype)
@@ -164,10 +163,9 @@ class MeanFlow(AveragePath):
         flow_share: Fraction of training rows with s = t, plain flow matching.
         weight_power: p, weight 1 / (e + c)^p of a row with mean squared error e; 0: equal weights.
 
-    Source:
-        arXiv 2505.13447, algorithm 1 with equation 22 and its share of s = t; p of MP1 (arXiv 2507.10543).
-        Deviations: e is a mean over the elements of a chunk, not a sum; logit-normal times have mean 0, not
-        0.4; times are uniform by default.
+    Source: arXiv 2505.13447, algorithm 1 with equation 22 and its share of s = t; p of MP1 (arXiv
+    2507.10543). Deviations: e is a mean over the elements of a chunk, not a sum; logit-normal times have mean
+    0, not 0.4; times are uniform by default.
     """
 
     time_scale: float = bounded(20.0, gt=0)
@@ -178,7 +176,7 @@ class MeanFlow(AveragePath):
     def field_of(self, backbone: Backbone) -> Backbone:
         return allow_derivatives(backbone, trained=False)
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
         """Draw the other end (B,) of the step that a row learns; at its time itself for flow rows."""
         n, device, dtype = len(te.t), te.t.device, te.t.dtype
         source = device if generator is None else generator.device

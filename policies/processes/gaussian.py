@@ -15,7 +15,7 @@ from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.networks.heads import GaussianHead, GaussianHeadConfig
 from policies.policy import PolicyConfig, reduce_elements
 from policies.processes.one_step import OneStepPolicy, OneStepSampler, trunk_of
-from policies.protocols import TE, Chain, Cond, Reduction
+from policies.protocols import TE, Chain, Cond, Reduction, Rng
 from policies.registry import register
 
 
@@ -67,9 +67,7 @@ class GaussianPolicy(OneStepPolicy):
         mean, std = self.head(cond.vec)
         return reduce_elements(-gaussian_log_prob(action, mean, std), reduce)
 
-    def sample_chain(
-        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Chain:
+    def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
         """Draw chunks; the chain starts at zero and has one transition. Noise is (B, 2, Th, Da)."""
         if noise is None:
             noise = self._randn((len(cond), 2, *self.chunk.shape), generator)

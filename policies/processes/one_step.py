@@ -16,7 +16,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
 from policies.processes.base import incompatible
-from policies.protocols import TE, Cond, Hooks, Start
+from policies.protocols import TE, Cond, Hooks, Rng, Start
 from policies.registry import lookup, name_of
 
 
@@ -74,7 +74,7 @@ class OneStepPolicy(Policy):
     @abstractmethod
     def _chunk(self, cond: Cond, noise: Tensor) -> Tensor: ...
 
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+    def sample_te(self, n: int, *, generator: Rng = None) -> TE:
         """Return empty draws; regression and likelihood use none."""
         return TE(torch.zeros(n, device=self.device), torch.zeros(n, *self.chunk.shape, device=self.device))
 

@@ -85,8 +85,7 @@ class Regression(RegressionPath):
     Args:
         start_noise: Whether the network's first input is noise, which it learns to ignore, instead of zero.
 
-    Source:
-        arXiv 2512.01809, regression; `straight_flow` of its code with start_noise.
+    Source: arXiv 2512.01809, regression; `straight_flow` of its code with start_noise.
     """
 
     start_noise: bool = False
@@ -120,8 +119,7 @@ class Mip(RegressionPath):
             begins with noise and aims at a noisy chunk. As published, the guess of `origin` is trained
             towards t* a and then scaled by t* again.
 
-    Source:
-        arXiv 2512.01809 and its code.
+    Source: arXiv 2512.01809 and its code.
     """
 
     variant: str = bounded("mip", choices=("mip", "origin", "tsd"))
@@ -147,7 +145,7 @@ class Mip(RegressionPath):
         """Return 1 where the start is noise; else 0 at the start, and sigma elsewhere."""
         return float(self.variant == "tsd") if t == 0 else super().start_std(t)
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
         """Draw the noise that `tsd` starts from, `start` (B, Th, Da)."""
         if self.variant != "tsd":
             return {}

@@ -43,8 +43,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def cosine_betas(num_levels: int) -> Tensor:
     """Return the squared-cosine betas (K,) in float64.
 
-    Source:
-        arXiv 2102.09672, eq. 17, with betas limited to 0.999; `squaredcos_cap_v2` in diffusers.
+    Source: arXiv 2102.09672, eq. 17, with betas limited to 0.999; `squaredcos_cap_v2` in diffusers.
     """
     grid = [(i / num_levels + COSINE_OFFSET) / (1 + COSINE_OFFSET) for i in range(num_levels + 1)]
     bar = [math.cos(u * math.pi / 2) ** 2 for u in grid]
@@ -108,8 +107,7 @@ def spaced_levels(
     Raises:
         ConfigError: If steps does not fit or the spacing is unknown.
 
-    Source:
-        The timestep spacings of diffusers (arXiv 2305.08891, table 2).
+    Source: The timestep spacings of diffusers (arXiv 2305.08891, table 2).
     """
     if not 1 <= steps <= num_levels:
         raise ConfigError(
@@ -139,8 +137,7 @@ GRIDS = ("auto", "uniform", "karras", "exponential", "linear")
 def noise_grid(kind: str, steps: int, first: float, last: float, rho: float = 7.0) -> Tensor:
     """Return noise levels sigma / alpha (steps,) in float64, falling from first to last (`rho`: of `karras`).
 
-    Source:
-        arXiv 2206.00364, eq. 5; BESO (arXiv 2304.02532) for `exponential` and `linear`.
+    Source: arXiv 2206.00364, eq. 5; BESO (arXiv 2304.02532) for `exponential` and `linear`.
     """
     share = torch.linspace(0, 1, steps, dtype=torch.float64)
     if kind == "karras":

@@ -27,7 +27,7 @@ from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.processes.average import AveragePath
 from policies.processes.base import over_rows
-from policies.protocols import TE, Evaluate
+from policies.protocols import TE, Evaluate, Rng
 from policies.registry import register
 
 _CLOSE = 1e-9
@@ -38,10 +38,9 @@ _CLOSE = 1e-9
 class Shortcut(AveragePath):
     """Flow matching that also learns to take steps of 1, 1/2, … at once.
 
-    Source:
-        arXiv 2410.12557, algorithm 1. Deviations: the finest step is asked for as 0; the rows of either kind
-        are drawn one by one; targets come from the trained weights and are not clipped (as in ReinFlow, whose
-        released code never trains its finest length).
+    Source: arXiv 2410.12557, algorithm 1. Deviations: the finest step is asked for as 0; the rows of either
+    kind are drawn one by one; targets come from the trained weights and are not clipped (as in ReinFlow,
+    whose released code never trains its finest length).
     """
 
     max_steps: int = bounded(16, ge=2)  # M, a power of two; sampling takes 1, 2, 4, … or M steps
@@ -73,7 +72,7 @@ class Shortcut(AveragePath):
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "euler", "steps": min(4, self.max_steps)}
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
         """Draw the length (B,) of the step that a row learns from its halves; 0 for flow rows."""
         n, device = len(te.t), te.t.device
         source = device if generator is None else generator.device

@@ -25,8 +25,7 @@ class Renoise(PathRules):
         start_noise: Deviation of the start in units of the data; null: that of the first level. Consistency
             Policy starts from 1 where the first level is 80, for less varied chunks.
 
-    Source:
-        arXiv 2303.01469, algorithm 1; Consistency Policy, arXiv 2405.07503, for start_noise.
+    Source: arXiv 2303.01469, algorithm 1; Consistency Policy, arXiv 2405.07503, for start_noise.
     """
 
     steps: int = bounded(2, ge=1)  # network evaluations

@@ -40,8 +40,7 @@ class DDPM(StepRules):
             by one step of the process, even where the list skips levels (RTI-DP, arXiv 2508.05396).
             Empty: derived from steps and spacing.
 
-    Source:
-        arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
+    Source: arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
     """
 
     min_std: float = bounded(1e-3, ge=0)
@@ -86,9 +85,8 @@ class DDIM(StepRules):
         recompute_eps: Recompute eps from the clipped x0 (DPPO, `use_clipped_model_output`).
         final_alpha: Alpha after the last step: `one` (clean) or `first` (the cleanest level).
 
-    Source:
-        arXiv 2010.02502, eq. 12; DPPO (arXiv 2409.00588) for recomputation and noise floor. The mean uses
-        the standard deviation before the floor.
+    Source: arXiv 2010.02502, eq. 12; DPPO (arXiv 2409.00588) for recomputation and noise floor. The mean uses
+    the standard deviation before the floor.
     """
 
     steps: int = bounded(10, ge=1)  # number of noise levels to visit

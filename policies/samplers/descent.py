@@ -24,7 +24,7 @@ from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.processes.base import incompatible
 from policies.processes.ebt import EnergyDescent, where_on
 from policies.processes.one_step import require_own_sampler
-from policies.protocols import TE, Cond, Hooks, Reduction, Start
+from policies.protocols import TE, Cond, Hooks, Reduction, Rng, Start
 from policies.registry import register
 
 
@@ -149,7 +149,7 @@ class DescentPolicy(Policy):
 
     # -- MatchingLoss ---------------------------------------------------------------------------------
 
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+    def sample_te(self, n: int, *, generator: Rng = None) -> TE:
         """Draw start states and step sizes; the times (n,) are zero."""
         t = torch.zeros(n, device=self.device, dtype=self.dtype)
         te = TE(t, self._randn((n, *self.chunk.shape), generator))

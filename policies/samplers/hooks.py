@@ -31,8 +31,7 @@ class Inpaint(Hook):
     The known values replace x0, so the next state holds them at its noise level. After the last step they
     are exact, also with final noise, unless `clip_action` bounds them.
 
-    Source:
-        Replacement of the clean estimate, as in arXiv 2201.09865 (RePaint) without resampling.
+    Source: Replacement of the clean estimate, as in arXiv 2201.09865 (RePaint) without resampling.
     """
 
     known: Tensor  # (B, Th, Da) or broadcastable, normalised
@@ -55,8 +54,7 @@ class Guidance(Hook):
     Args:
         cost_gradient: (x0 (B, Th, Da), cond) -> gradient of the cost (B, Th, Da), normalised units.
 
-    Source:
-        Guidance of the clean estimate, arXiv 2302.07121, §3.1 (forward guidance), evaluated at x0.
+    Source: Guidance of the clean estimate, arXiv 2302.07121, §3.1 (forward guidance), evaluated at x0.
     """
 
     cost_gradient: Callable[[Tensor, Cond], Tensor]

@@ -33,7 +33,6 @@ class Sampler(Protocol):
 
     def table(self, process: Any) -> StepTable:
         """Return the steps for a process."""
-        ...
 
 
 class Denoised(NamedTuple):

@@ -72,7 +72,6 @@ class PathRules(StepRules, ABC):
     @abstractmethod
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
         """Build the step table for given times, from noise to 1."""
-        ...
 
     def times(self, process: Process) -> list[float]:
         if self.grid == "auto":
@@ -126,8 +125,7 @@ class Euler(PathRules):
         released_times: Evaluate the network at k / (steps - 1) while stepping by 1 / steps, as ReinFlow's
             released rectified flows were sampled; for evaluation of those weights, not for training.
 
-    Source:
-        arXiv 2209.03003; ReinFlow (arXiv 2505.22094).
+    Source: arXiv 2209.03003; ReinFlow (arXiv 2505.22094).
     """
 
     clip_x0: float | None = bounded(None, gt=0)
@@ -159,8 +157,7 @@ class Euler(PathRules):
 class Ancestral(PathRules):
     """First order with part of the noise redrawn after every step.
 
-    Source:
-        arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
+    Source: arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
     """
 
     eta: float = bounded(1.0, ge=0, le=1)  # share of the reverse chain's noise, 0 (`euler`) to 1
@@ -196,8 +193,7 @@ class SmoothRules(PathRules, ABC):
 class Heun(SmoothRules):
     """Second order by a corrector: two evaluations per step, one in the last.
 
-    Source:
-        arXiv 2206.00364, algorithm 1 without churn; in flow time on a linear path.
+    Source: arXiv 2206.00364, algorithm 1 without churn; in flow time on a linear path.
     """
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
@@ -216,8 +212,7 @@ class Midpoint(SmoothRules):
 
     The midpoint is the geometric mean of the noise levels, or of the times on a linear path.
 
-    Source:
-        DPM-Solver-2 (arXiv 2206.00927) in the form of EDM's code, `dpm_2`; the midpoint rule on a flow.
+    Source: DPM-Solver-2 (arXiv 2206.00927) in the form of EDM's code, `dpm_2`; the midpoint rule on a flow.
     """
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
@@ -238,8 +233,7 @@ class DPMpp2M(SmoothRules):
     Args:
         solver: `midpoint` or `heun`: how the trend of x0 over a step is weighted.
 
-    Source:
-        DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
+    Source: DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
     """
 
     solver: str = bounded("midpoint", choices=("midpoint", "heun"))

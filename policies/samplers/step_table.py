@@ -265,9 +265,8 @@ def resampled(
     Raises:
         ConfigError: If a number is out of range or the table has a memory.
 
-    Source:
-        arXiv 2411.16627 (inference-time policy steering), with `noise` = 1; resampling of RePaint
-        (arXiv 2201.09865).
+    Source: arXiv 2411.16627 (inference-time policy steering), with `noise` = 1; resampling of RePaint (arXiv
+    2201.09865).
     """
     if steps < 1 or not 0 <= noise <= 1:
         raise ConfigError(

@@ -53,8 +53,8 @@ def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
     if trained and fused:
         raise CapabilityError(
             "this objective backpropagates through a derivative, which PyTorch's LayerNorm computes wrongly; "
-            f"{type(backbone).__name__} has it in {', '.join(fused)}. Use policies.networks.attention.LayerNorm, "
-            "process=meanflow, or process.objective=psd."
+            f"{type(backbone).__name__} has it in {', '.join(fused)}. Use "
+            "policies.networks.attention.LayerNorm there, process=meanflow, or process.objective=psd."
         )
     return backbone
 

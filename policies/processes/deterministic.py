@@ -1,7 +1,4 @@
-"""Deterministic policy: a network from observation to chunk, squashed by tanh to the action box.
-
-Trained by offline actor-critic methods, and by regression in cloning as their baseline.
-"""
+"""Deterministic policy: tanh of a network, trained by offline actor-critic methods or by regression."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from policies.registry import register
 @register("process", "deterministic")
 @dataclass(frozen=True)
 class DeterministicProcess:
-    """One chunk per observation: tanh of a network, without noise.
+    """One chunk per observation, without noise.
 
     Source: the actors of TD3+BC (arXiv 2106.06860), PRDC and A2PR.
     """

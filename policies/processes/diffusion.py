@@ -73,7 +73,6 @@ class VPDiffusion(Checked, GaussianPath):
         return (-slope * phi.sin()).to(t.dtype), (slope * phi.cos()).to(t.dtype)
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return the level tau as a float of t's dtype; fractional between levels."""
         return level_of_time(t, self.num_levels).to(t.dtype)
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
@@ -90,8 +89,7 @@ class VPDiffusion(Checked, GaussianPath):
         return time_of_level(levels, self.num_levels).tolist()
 
     def start_std(self, t: float) -> float:
-        """Return 1: published samplers start from unit noise at every level."""
-        return 1.0
+        return 1.0  # published samplers start from unit noise at every level
 
     def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Tensor:
         return time_of_level(torch.arange(self.num_levels, device=device, dtype=dtype), self.num_levels)
@@ -99,7 +97,6 @@ class VPDiffusion(Checked, GaussianPath):
     def sample_time(
         self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Draw n training times (n,), uniform over the K levels."""
         source = device if generator is None else generator.device
         tau = torch.randint(0, self.num_levels, (n,), generator=generator, device=source)
         return self.levels(device=device, dtype=dtype)[tau.to(device)]

@@ -30,7 +30,7 @@ class ScoreEnergy(VPDiffusion):
     Args:
         form: Energy as a function of the backbone output: `dot`, <x, f>, or `dae`, |x - f|^2 / 2.
 
-    Source: arXiv 2302.11552. The loss is the diffusion loss; deviation: not contrastive.
+    Source: arXiv 2302.11552. Deviation: the loss is that of diffusion, not contrastive.
     """
 
     policy_class: ClassVar[str] = "energy"

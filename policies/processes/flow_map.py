@@ -35,11 +35,9 @@ from policies.registry import register
 
 
 class _Step(NamedTuple):
-    """Steps to learn, B rows.
+    """Steps to learn: states x (B, Th, Da), velocities of their lines, start and end times (B,).
 
-    Shapes:
-        x: (B, Th, Da), start states. velocity: (B, Th, Da), velocity of the line through x.
-        start, end: (B,). share: (B,), fraction of the second of two sub-steps.
+    `share` (B,) is the fraction of the second of two sub-steps.
     """
 
     net: Evaluate
@@ -177,7 +175,7 @@ class MeanFlow(AveragePath):
         return allow_derivatives(backbone, trained=False)
 
     def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
-        """Draw the other end (B,) of the step that a row learns; at its time itself for flow rows."""
+        """Draw the other end (B,) of each row's step; flow rows end where they start."""
         n, device, dtype = len(te.t), te.t.device, te.t.dtype
         source = device if generator is None else generator.device
         other = self.sample_time(n, generator=generator, device=device, dtype=dtype)
@@ -185,7 +183,6 @@ class MeanFlow(AveragePath):
         return {"other": torch.where(share < self.flow_share, te.t, other)}
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the weighted squared error of the average velocity, (B, Th, Da)."""
         start, end = torch.minimum(te.t, te.more["other"]), torch.maximum(te.t, te.more["other"])
         x, velocity = self.corrupt(action, te.eps, start), self.target(action, te.eps, start)
         with torch.no_grad():

@@ -1,7 +1,4 @@
-"""The Gaussian policy: the baseline that every denoising policy is compared with.
-
-It satisfies the same protocols: its chain has one step, so the same PPO core fine-tunes it.
-"""
+"""Gaussian policy, the baseline of denoising policies; its chain has one step, so PPO fine-tunes it too."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ class GaussianPolicy(OneStepPolicy):
         return mean
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """Negative log-likelihood of normalised actions (B, Th, Da)."""
         mean, std = self.head(cond.vec)
         return reduce_elements(-gaussian_log_prob(action, mean, std), reduce)
 
@@ -77,14 +73,12 @@ class GaussianPolicy(OneStepPolicy):
         return Chain(x, gaussian_log_prob(action, mean, std).unsqueeze(1))
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score chunks x[:, 1] (B, Th, Da)."""
         log_prob, entropy = self.transition_log_prob(cond, x[:, 0], x[:, 1], torch.zeros(0))
         return log_prob.unsqueeze(1), entropy.unsqueeze(1)
 
     def transition_log_prob(
         self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Score chunks x_next (M, Th, Da); there is one step only."""
         mean, std = self.head(cond.vec)
         std = std.expand_as(mean)
         if cond_row is not None:

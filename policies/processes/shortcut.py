@@ -38,9 +38,8 @@ _CLOSE = 1e-9
 class Shortcut(AveragePath):
     """Flow matching that also learns to take steps of 1, 1/2, … at once.
 
-    Source: arXiv 2410.12557, algorithm 1. Deviations: the finest step is asked for as 0; the rows of either
-    kind are drawn one by one; targets come from the trained weights and are not clipped (as in ReinFlow,
-    whose released code never trains its finest length).
+    Source: arXiv 2410.12557, algorithm 1. Deviations: the finest step is requested as 0; the kind of each row
+    is drawn; targets come from the trained weights and are not clipped (as in ReinFlow).
     """
 
     max_steps: int = bounded(16, ge=2)  # M, a power of two; sampling takes 1, 2, 4, … or M steps
@@ -55,7 +54,6 @@ class Shortcut(AveragePath):
         return torch.where(length * self.max_steps > 1.5, self.time_scale * length, 0.0)
 
     def check_steps(self, times: Sequence[float]) -> None:
-        """Refuse steps that were not trained."""
         for t, t_next in pairwise(times):
             if t_next == t:  # asks for the flow
                 continue
@@ -65,8 +63,8 @@ class Shortcut(AveragePath):
                 choices = ", ".join(str(2**j) for j in range(self.max_steps.bit_length()))
                 raise ConfigError(
                     f"process=shortcut learned even steps, {choices} of them (process.max_steps="
-                    f"{self.max_steps}); got a step from t={t:.4g} to {t_next:.4g}. Use sampler.grid=auto "
-                    f"and set sampler.steps to one of these numbers."
+                    f"{self.max_steps}); got a step from t={t:.4g} to {t_next:.4g}. Use sampler.grid=auto and "
+                    "one of these numbers for sampler.steps."
                 )
 
     def default_sampler(self) -> dict[str, Any]:
@@ -82,11 +80,7 @@ class Shortcut(AveragePath):
         return {"length": length.to(device)}
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the squared error of the network's output, (B, Th, Da).
-
-        All rows pass through all evaluations: which ones are needed is known on the device only.
-        """
-        length = te.more["length"]
+        length = te.more["length"]  # all rows pass all evaluations: only the device knows which need them
         learns_step = length > 0
         t = torch.where(learns_step, torch.floor(te.t / length) * length, te.t)
         x = self.corrupt(action, te.eps, t)

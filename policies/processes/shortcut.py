@@ -63,8 +63,8 @@ class Shortcut(AveragePath):
                 choices = ", ".join(str(2**j) for j in range(self.max_steps.bit_length()))
                 raise ConfigError(
                     f"process=shortcut learned even steps, {choices} of them (process.max_steps="
-                    f"{self.max_steps}); got a step from t={t:.4g} to {t_next:.4g}. Use sampler.grid=auto and "
-                    "one of these numbers for sampler.steps."
+                    f"{self.max_steps}); got a step from t={t:.4g} to {t_next:.4g}. Use sampler.grid=auto "
+                    "and one of these numbers for sampler.steps."
                 )
 
     def default_sampler(self) -> dict[str, Any]:

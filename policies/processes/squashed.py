@@ -92,7 +92,7 @@ class TanhGaussianPolicy(OneStepPolicy):
 
 
 def squashed_nll(action: Tensor, mean: Tensor, log_std: Tensor, edge: float) -> Tensor:
-    """Return -log density (B, Th, Da) of actions clamped to ± edge, under tanh of N(mean, std), (B, Th Da)."""
+    """Return -log density (B, Th, Da) of actions clamped to ± edge under tanh of N(mean, std), (B, Th Da)."""
     inside = action.clamp(-edge, edge).flatten(1)
     z = (torch.atanh(inside) - mean) * (-log_std).exp()
     nll = 0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi) + torch.log1p(-inside.square())

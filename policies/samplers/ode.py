@@ -63,7 +63,6 @@ class PathRules(StepRules, ABC):
             )
 
     def table(self, process: Any) -> StepTable:
-        """Build the step table for a Gaussian path."""
         has_path = isinstance(process, GaussianPath) and process.is_integrable
         if not has_path or (process.has_second_time and not self.takes_whole_steps):
             raise incompatible(self, process, needs="diffusion, flow or edm")
@@ -78,7 +77,8 @@ class PathRules(StepRules, ABC):
             return process.grid(self.steps)
         if self.grid == "uniform":
             return [k / self.steps for k in range(self.steps + 1)]
-        own = _noise_over_signal(process, torch.tensor(process.grid(self.steps)[:-1], dtype=torch.float64))
+        alpha, sigma = process.alpha_sigma(torch.tensor(process.grid(self.steps)[:-1], dtype=torch.float64))
+        own = sigma / alpha
         first = float(own[0]) if self.noise_max is None else self.noise_max
         last = float(own[-1]) if self.noise_min is None else self.noise_min
         if not math.isfinite(first):
@@ -105,11 +105,6 @@ class _Path(NamedTuple):
         alpha, sigma = process.alpha_sigma(torch.tensor(times, dtype=torch.float64))
         noise = sigma / alpha
         return _Path(alpha[:-1], sigma[:-1], noise[:-1], alpha[1:], sigma[1:], noise[1:])
-
-
-def _noise_over_signal(process: Process, t: Tensor) -> Tensor:
-    alpha, sigma = process.alpha_sigma(t)
-    return sigma / alpha
 
 
 @register("sampler", "euler")
@@ -139,10 +134,9 @@ class Euler(PathRules):
         to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
         zeros = torch.zeros_like(to_x0)
         table = build_step_table(process, self, times, to_x0, to_eps, zeros, clip_state=self.clip_state)
-        return self._asked_late(table, process) if self.released_times else table
+        return self._with_released_times(table, process) if self.released_times else table
 
-    def _asked_late(self, table: StepTable, process: Process) -> StepTable:
-        """Replace the evaluation times of the network; step sizes are unchanged."""
+    def _with_released_times(self, table: StepTable, process: Process) -> StepTable:
         if not isinstance(process, LinearPath) or process.has_second_time or self.clip_x0 is not None:
             raise ConfigError(
                 "sampler.released_times is for rectified flows (process=flow) with sampler.clip_x0=null; got "
@@ -173,11 +167,7 @@ class Ancestral(PathRules):
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothRules(PathRules, ABC):
-    """Settings of deterministic multi-evaluation methods: all but noise.
-
-    Raises:
-        ConfigError: If noise is requested; the next evaluation would treat it as slope.
-    """
+    """Settings of deterministic multi-evaluation methods: without noise, which would count as slope."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -305,16 +295,9 @@ class _Rows:
         self.memory.append((scale, 0.0, 0.0))
 
     def table(self, rules: PathRules) -> StepTable:
-        """Return the collected rows as a step table."""
         to_x0, to_eps = torch.tensor(self.to, dtype=torch.float64).unbind(1)
         columns = (tuple(column) for column in zip(*self.memory, strict=True))
-        return build_step_table(
-            self.process,
-            rules,
-            [*self.times, 1.0],
-            to_x0[:, None],
-            to_eps[:, None],
-            torch.zeros_like(to_x0)[:, None],
-            memory=Memory(*columns),
-            entries=[not row[0] for row in self.memory],
-        )
+        parts = (to_x0[:, None], to_eps[:, None], torch.zeros_like(to_x0)[:, None])
+        memory, entries = Memory(*columns), [not row[0] for row in self.memory]
+        times = [*self.times, 1.0]
+        return build_step_table(self.process, rules, times, *parts, memory=memory, entries=entries)

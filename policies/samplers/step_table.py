@@ -108,14 +108,12 @@ class StepTable:
     _copies: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Cache the coefficients as Python floats."""
         columns = self.coefficients[:, :, 0].T.tolist() if self.coefficients.shape[-1] == 1 else []
         object.__setattr__(self, "rows", tuple(Coefficients(*column) for column in columns))
         object.__setattr__(self, "noisy", tuple((self.std > 0).any(dim=-1).tolist()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop device copies; the device may not exist where the table is unpickled."""
-        return {**self.__dict__, "_copies": {}}
+        return {**self.__dict__, "_copies": {}}  # their devices may not exist where it is unpickled
 
     @property
     def num_steps(self) -> int:
@@ -133,17 +131,13 @@ class StepTable:
         return Coefficients(*(picked if isinstance(k, int) else picked.unsqueeze(2)).unbind(0))
 
     def step_at(self, t: float) -> int:
-        """Return the first step whose sampling time is at least t.
-
-        Raises:
-            ConfigError: If every step starts before t.
-        """
+        """Return the first step whose sampling time is at least t."""
         for k in range(self.num_steps):
             if self.times[k] >= t - 1e-6 and (not self.entries or self.entries[k]):
                 return k
         raise ConfigError(
-            f"a start time must be at most {self.times[-2]:.4g}, where the last of {self.num_steps} "
-            f"denoising steps begins; got {t:.4g}. Start earlier or use more steps."
+            f"a start time must be at most {self.times[-2]:.4g}, the last of {self.num_steps} denoising "
+            f"steps; got {t:.4g}. Start earlier or use more steps."
         )
 
     def to_device(self, name: str, like: Tensor) -> Tensor:
@@ -194,9 +188,6 @@ def build_step_table(
 
     Shapes:
         times: K+1 sampling times. to_x0, to_eps, schedule_std (noise before floors): (K, D) float64.
-
-    Raises:
-        ConfigError: If the network was not trained at these times.
     """
     process.check_steps(times)
     t = torch.tensor(times[:-1], dtype=torch.float64)
@@ -256,26 +247,20 @@ def resampled(
     are Langevin steps, x + (noise sigma)^2 / 2 score + noise sigma draw, which keep the level's distribution.
 
     Args:
-        table: Rows of one evaluation each.
+        table: Rows of one evaluation each, of `process` and the sampler `rules`.
         process: Process of the table.
         rules: Sampler of the table.
         steps: Evaluations per level, at least 1.
         noise: Fraction of the noise that is redrawn, 0 to 1.
 
-    Raises:
-        ConfigError: If a number is out of range or the table has a memory.
-
-    Source: arXiv 2411.16627 (inference-time policy steering), with `noise` = 1; resampling of RePaint (arXiv
-    2201.09865).
+    Source: inference-time policy steering, arXiv 2411.16627 (`noise` = 1); RePaint, arXiv 2201.09865.
     """
     if steps < 1 or not 0 <= noise <= 1:
-        raise ConfigError(
-            f"resampling needs steps of at least 1 and a noise in [0, 1]; got {steps} and {noise}."
-        )
+        raise ConfigError(f"resampling needs steps >= 1 and noise in [0, 1]; got {steps} and {noise}.")
     if table.memory is not None:
         raise ConfigError(
-            "levels can be resampled only with a sampler of one evaluation per step; heun, midpoint and "
-            "dpmpp_2m use several. Use ddpm, ddim, ancestral or euler."
+            "resampling needs a sampler of one evaluation per step: ddpm, ddim, ancestral or euler, not "
+            "heun, midpoint or dpmpp_2m."
         )
     own = Coefficients(*table.coefficients)
     alpha, sigma = (torch.tensor(a, dtype=torch.float64)[:, None] for a in (table.alpha, table.sigma))
@@ -304,8 +289,7 @@ def transition(
     """Return the mean of the next state, plus an optional term (scaled noise).
 
     Shapes:
-        k: one step, or (M,) one step per transition.
-        x: (M, Th, Da) state, pred: (M, Th, Da) network output at (k, x).
+        k: one step, or (M,) one step per transition. x: (M, Th, Da) state. pred: (M, Th, Da) network output.
     """
     if table.eps_clip is not None:
         mean = merge_prediction(table, k, *split_prediction(table, k, x, pred))
@@ -314,7 +298,11 @@ def transition(
     if table.clip_x0 is None:
         mean = c.mean_x * x if plus is None else _axpy(plus, x, c.mean_x)
         return _axpy(mean, pred, c.mean_pred)
-    y = pred.clamp(-c.limit, c.limit) if table.predicts_x0 else _clamp_(_axpy(x, pred, c.ratio), c.limit)
+    y = (
+        pred.clamp(-c.limit, c.limit)
+        if table.predicts_x0
+        else _axpy(x, pred, c.ratio).clamp_(-c.limit, c.limit)
+    )
     mean = c.mean_y * y if plus is None else _axpy(plus, y, c.mean_y)
     mean = _axpy(mean, x, c.mean_x)
     return _axpy(mean, pred, c.mean_pred) if table.uses_pred else mean
@@ -322,10 +310,6 @@ def transition(
 
 def _axpy(base: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
     return torch.add(base, x, alpha=factor) if isinstance(factor, float) else torch.addcmul(base, x, factor)
-
-
-def _clamp_(x: Tensor, limit: Any) -> Tensor:
-    return x.clamp_(-limit, limit)
 
 
 def split_prediction(table: StepTable, k: int | Tensor, x: Tensor, pred: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,10 +328,7 @@ def merge_prediction(table: StepTable, k: int | Tensor, x0: Tensor, eps: Tensor)
 def recall_prediction(
     table: StepTable, k: int, x0: Tensor, eps: Tensor, memory: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Clip (x0, eps) and return the mean of the next state and the new memory.
-
-    Without a memory, x0 is used.
-    """
+    """Clip (x0, eps) and return the mean of the next state and the new memory (None: x0)."""
     assert table.memory is not None
     c, m = table.at(k, x0), table.memory
     x0, eps = clip_prediction(table, k, x0, eps)

@@ -33,6 +33,9 @@ Device = torch.device | str | None
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
 
+Features = tuple[Tensor, Tensor]
+"""Embedded times (K, T) and conditions (B, C') of a backbone."""
+
 
 @dataclass(frozen=True)
 class Cond:

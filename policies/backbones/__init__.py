@@ -1,7 +1,7 @@
 """Denoising backbones: networks that map (noisy chunk, network time, condition) to a chunk.
 
-Backbones are independent of noise schedules. One file per architecture; each registers its configuration in
-the group `backbone`.
+They are independent of noise schedules. One file per architecture registers its configuration in the group
+`backbone`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from policies.protocols import BoundField, Cond
+from policies.protocols import BoundField, Cond, Features
 
 
 @runtime_checkable
@@ -47,9 +47,7 @@ class Backbone(Protocol):
             change.
         """
 
-    def features(
-        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         """Return embedded times (K, T) and conditions (B, C'), e.g. for the noise network of ReinFlow."""
 
     def parameters(self) -> Iterator[Any]: ...

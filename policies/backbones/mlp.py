@@ -2,8 +2,8 @@
 
 Its input is [flattened chunk, time embedding, condition or encoded condition], its body a trunk
 (`policies/networks/mlp_blocks.py`). The first layer is linear in its three parts, z = Wx x + (We e + b) + Ws
-s: `forward` projects a part once per distinct row where rows are shared, and `bind` makes the bracket a
-table over denoising steps (kept until a weight changes) and Ws s once per action. Both are exact.
+s: `forward` projects a part once per distinct row, and `bind` tabulates the bracket over denoising steps
+(until a weight changes) and computes Ws s once per action. Both are exact.
 
 Legend: M rows, B batch, K times, H' width of the first layer (see `Fold`), C condition width.
 """
@@ -23,11 +23,10 @@ from policies.errors import CapabilityError
 from policies.networks.embeddings import OctaveEmbedding, TimeEmbedding, embed_times
 from policies.networks.mlp_blocks import Fold, PlainTrunk, TrunkConfig, official_plain_keys
 from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond
+from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
-_FEW_NUMBERS = 1 << 17
-"""Up to this many numbers the first layer's offsets of all steps are laid out before the loop."""
+_FEW_NUMBERS = 1 << 17  # up to this many, the first layer's offsets of all steps are computed before the loop
 
 
 @register("backbone", "mlp")
@@ -54,8 +53,7 @@ class MlpConfig(TrunkConfig):
     ) -> MlpBackbone:
         if token_dim:
             raise CapabilityError(
-                "backbone=mlp cannot attend to tokens, and the encoder gives some. Use a backbone with "
-                "attention, or an encoder that gives one vector."
+                "backbone=mlp cannot attend to tokens. Use backbone=transformer, or an encoder without them."
             )
         return MlpBackbone(self, chunk_shape, cond_dim, second_time=second_time)
 
@@ -71,11 +69,7 @@ class MlpConfig(TrunkConfig):
 
 
 class _Plan(NamedTuple):
-    """Precomputed values of `bind` that depend only on weights and times.
-
-    Shapes:
-        table: (K, H'), time projections plus bias. chunk: (Th Da, H'), contiguous. cond: (C, H').
-    """
+    """What `bind` keeps: table (K, H') of times and bias, weights of chunk (Th Da, H') and cond (C, H')."""
 
     table: Tensor
     chunk: Tensor
@@ -152,9 +146,7 @@ class MlpBackbone(nn.Module):
 
         return bound
 
-    def features(
-        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_encoder(cond.vec)
 
@@ -167,11 +159,7 @@ class MlpBackbone(nn.Module):
 
 
 def _offsets(table: Tensor, cond: Tensor) -> Callable[[int], Tensor]:
-    """Return k -> table[k] + cond, (B, H'), precomputed before the loop if small.
-
-    Shapes:
-        table: (K, H'). cond: (B, H').
-    """
+    """Return k -> table[k] + cond, (B, H'), of a table (K, H') and cond (B, H'); precomputed if small."""
     compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not compiled and table.shape[0] * cond.numel() <= _FEW_NUMBERS:
         return (table.unsqueeze(1) + cond).unbind(0).__getitem__

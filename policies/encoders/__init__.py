@@ -1,8 +1,7 @@
 """Encoders: map physical observations to the backbone's condition, once per action.
 
-One file per encoder; each registers its configuration in the group `encoder`. An encoder belongs to the
-policy, not to its backbone: frozen and fine-tuned copies of a backbone share it, and its condition is
-computed once for all of them.
+One file per encoder registers its configuration in the group `encoder`. Frozen and fine-tuned copies of a
+backbone share the policy's encoder.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ from policies.normalizer import Normalizer
 from policies.protocols import Cond, Observation, Rng
 from policies.registry import register
 
-_SMALLEST = 33
-"""Pixels from which on the last features stand at more than one place."""
+_SMALLEST = 33  # pixels from which on the last features have more than one position
 
 
 @register("encoder", "resnet")
@@ -62,8 +61,7 @@ class ResNetEncoderConfig(Checked):
 class ResNetEncoder(nn.Module):
     """See `ResNetEncoderConfig`; satisfies `policies.encoders.Encoder`.
 
-    The condition is [features, state] of each step, oldest first, and then the goal: backbones that read one
-    token per observation find them side by side.
+    The condition is [features, state] of each step, oldest first, then the goal: one token per observation.
     """
 
     token_dim = 0
@@ -77,14 +75,12 @@ class ResNetEncoder(nn.Module):
         self.nets = nn.ModuleList(KeypointNet(config) for _ in range(num_nets))
 
     def _crop_of(self, camera: str) -> tuple[int, int]:
-        """Return height and width of an image's crop."""
         height, width, _ = self.sizes.images[camera]
         crop = (round(self.config.crop * height), round(self.config.crop * width))
         if min(crop) < _SMALLEST:
             raise ConfigError(
-                f"encoder=resnet needs at least {_SMALLEST} x {_SMALLEST} pixels; camera '{camera}' has "
-                f"{height} x {width}, of which encoder.crop={self.config.crop:g} leaves {crop[0]} x "
-                f"{crop[1]}. Use larger images, or encoder=vit."
+                f"encoder=resnet needs at least {_SMALLEST} x {_SMALLEST} pixels; of camera '{camera}' "
+                f"encoder.crop={self.config.crop:g} leaves {crop[0]} x {crop[1]}. Use encoder=vit."
             )
         return crop
 
@@ -98,13 +94,13 @@ class ResNetEncoder(nn.Module):
         parts = []
         for i, camera in enumerate(self.crops):
             net = self.nets[0 if self.config.shared else i]
-            features = net(self._seen(pixels(obs, camera, self.sizes), camera, state.dtype, generator))
+            features = net(self._inputs(pixels(obs, camera, self.sizes), camera, state.dtype, generator))
             parts.append(rearrange(features, "(B To) F -> B To F", To=self.sizes.obs_steps))
         vec = rearrange(torch.cat([*parts, state], dim=-1), "B To F -> B (To F)")
         return Cond(with_goal(vec, obs, normalizer, self.sizes))
 
-    def _seen(self, images: Tensor, camera: str, dtype: torch.dtype, generator: Rng) -> Tensor:
-        """Crop images (B, To, H, W, 3) and lay them out for a network, (B To, 3, h, w) in [-1, 1]."""
+    def _inputs(self, images: Tensor, camera: str, dtype: torch.dtype, generator: Rng) -> Tensor:
+        """Crop images (B, To, H, W, 3) and rearrange them to (B To, 3, h, w) in [-1, 1]."""
         size = self.crops[camera]
         crop = centre_crop(images, size) if generator is None else random_crop(images, size, generator)
         x = rearrange(2 * in_unit_range(crop, dtype) - 1, "B To H W rgb -> (B To) rgb H W")
@@ -124,14 +120,11 @@ class KeypointNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(M, 3, H, W) in [-1, 1] -> (M, features)."""
-        return torch.relu(self.outlet(expected_places(self.keypoints(self.trunk(x))).flatten(1)))
+        return torch.relu(self.outlet(spatial_softmax(self.keypoints(self.trunk(x))).flatten(1)))
 
 
-def expected_places(maps: Tensor) -> Tensor:
-    """Return the mean position under each map's softmax: (M, N, H, W) -> (M, N, 2), x and y in [-1, 1].
-
-    Source: arXiv 1504.00702, "spatial softmax" and "feature points".
-    """
+def spatial_softmax(maps: Tensor) -> Tensor:
+    """Return the mean (x, y) under each map's softmax (arXiv 1504.00702): (M, N, H, W) -> (M, N, 2)."""
     height, width = maps.shape[2:]
     share = rearrange(maps, "M N H W -> M N (H W)").softmax(dim=-1)
     share = rearrange(share, "M N (H W) -> M N H W", H=height)
@@ -172,12 +165,10 @@ class ResidualBlock(nn.Module):
         self.norm1, self.norm2 = _norm(channels), _norm(channels)
         self.shortcut: nn.Module = nn.Identity()
         if before != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(before, channels, 1, stride=stride, bias=False), _norm(channels)
-            )
+            projection = nn.Conv2d(before, channels, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, _norm(channels))
 
     def forward(self, h: Tensor) -> Tensor:
-        """(M, C, H, W) -> (M, C', H', W')."""
         inner = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(h)))))
         return torch.relu(inner + self.shortcut(h))
 

@@ -27,9 +27,6 @@ class StateEncoder(nn.Module):
 
     A learned state encoder is part of the backbone (`backbone.cond_dims`), so that frozen and fine-tuned
     copies of a backbone have their own.
-
-    Args:
-        sizes: Sizes of an observation; images are ignored.
     """
 
     token_dim = 0

@@ -9,7 +9,7 @@ from policies.errors import ConfigError
 
 
 class _Program(NamedTuple):
-    """What the two programs name differently."""
+    """Names that differ between the two programs."""
 
     time: str
     norm: int  # place of the normalisation behind a convolution

@@ -23,8 +23,7 @@ from policies.normalizer import Normalizer
 from policies.policy_config import PolicyConfig
 from policies.protocols import Cond, Hooks, Observation, Reduction, Rng, Start
 
-_REGISTERED = ("_modules", "_parameters", "_buffers")
-"""Where a module keeps what is assigned to it."""
+_REGISTERED = ("_modules", "_parameters", "_buffers")  # where a module keeps what is assigned to it
 
 
 def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
@@ -88,7 +87,6 @@ class Policy(nn.Module):
 
     @property
     def _like(self) -> Tensor:
-        """A tensor with the device and dtype of the policy."""
         return self.normalizer.get_buffer("action_scale")
 
     @property
@@ -108,8 +106,8 @@ class Policy(nn.Module):
     def encode(self, obs: Observation, *, generator: Rng = None) -> Cond:
         """Encode physical observations: `state` (B, To, Do), and what else the encoder reads.
 
-        `generator` drives image augmentation during training; without it there is no augmentation. The
-        train/eval mode of the module has no effect.
+        `generator` drives image augmentation during training; without it there is none. The train/eval mode
+        of the module has no effect.
         """
         cond = self.encoder(obs, self.normalizer, generator)
         if not self.config.goal_dropout:
@@ -124,16 +122,13 @@ class Policy(nn.Module):
             raise ConfigError(f"policy.goal_dropout must lie in [0, 1); got {dropout}.")
         if guidance != 1 and not dropout:
             raise ConfigError(
-                f"policy.guidance={guidance} needs a policy that was trained with policy.goal_dropout > 0 "
-                "(e.g. 0.1), so that its network knows what no goal means; got 0."
+                f"policy.guidance={guidance} needs a policy trained with policy.goal_dropout > 0; got 0."
             )
         if dropout and not (self.goal_dim and self.can_drop_goals):
-            reason = (
+            lacks = (
                 "this policy has no goal" if self.can_drop_goals else f"{type(self).__name__} has no field"
             )
-            raise ConfigError(
-                f"policy.goal_dropout={dropout} needs a goal and a denoising process; {reason}."
-            )
+            raise ConfigError(f"policy.goal_dropout={dropout} needs a goal and a denoising process; {lacks}.")
 
     def normalize_action(self, action: Tensor) -> Tensor:
         """Physical -> normalised; (..., Da)."""
@@ -178,18 +173,14 @@ class Policy(nn.Module):
         return copy.deepcopy(self)
 
     def _view(self) -> Self:
-        """Return a shallow copy that shares networks and weights.
-
-        Assigning an attribute of the copy leaves the original unchanged, and vice versa.
-        """
+        """Return a shallow copy that shares networks and weights; assigned attributes are its own."""
         view = copy.copy(self)
         view.__dict__.update({name: self.__dict__[name].copy() for name in _REGISTERED})
         return view
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or convert all weights; clears the caches computed from them."""
         moved = super()._apply(fn, recurse)
-        forget(self)
+        forget(self)  # what was computed from the weights is elsewhere
         return moved
 
     def with_act_steps(self, act_steps: int) -> Self:

@@ -136,16 +136,12 @@ class Chain:
 
     @property
     def action(self) -> Tensor:
-        """The denoised chunk (B, Th, Da), normalised."""
         return self.x[:, -1]
 
 
 @dataclass(frozen=True)
 class Step:
-    """Denoising step passed to hooks.
-
-    `alpha` and `sigma` are the signal and noise amplitudes at t: x = alpha x0 + sigma eps.
-    """
+    """Denoising step passed to hooks; alpha and sigma at t: x = alpha x0 + sigma eps."""
 
     k: int
     num_steps: int
@@ -156,17 +152,19 @@ class Step:
     sigma: float
 
 
-class SampleHook(Protocol):
-    """Hook of the denoising loop: guidance, inpainting, composition, warm start."""
+class Hook:
+    """Hook of the denoising loop, e.g. guidance or inpainting; subclasses override methods."""
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (x0, eps) that replace the network's prediction; both (B, Th, Da)."""
+        return x0, eps
 
     def on_state(self, step: Step, x: Tensor) -> Tensor:
         """Return the state (B, Th, Da) from which the loop continues."""
+        return x
 
 
-Hooks = Sequence[SampleHook]
+Hooks = Sequence[Hook]
 Start = tuple[Tensor, float] | None
 """(x, t): begin at a state x (B, Th, Da) at sampling time t instead of at the noise (warm start)."""
 

@@ -11,17 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.protocols import Cond, Step
-
-
-class Hook:
-    """Identity hook; subclasses override methods."""
-
-    def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        return x0, eps
-
-    def on_state(self, step: Step, x: Tensor) -> Tensor:
-        return x
+from policies.protocols import Cond, Hook, Step
 
 
 @dataclass(frozen=True, eq=False)

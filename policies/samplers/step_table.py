@@ -256,7 +256,7 @@ def resampled(
     Source: inference-time policy steering, arXiv 2411.16627 (`noise` = 1); RePaint, arXiv 2201.09865.
     """
     if steps < 1 or not 0 <= noise <= 1:
-        raise ConfigError(f"resampling needs steps >= 1 and noise in [0, 1]; got {steps} and {noise}.")
+        raise ConfigError(f"resampling needs steps of at least 1, noise in [0, 1]; got {steps}, {noise}.")
     if table.memory is not None:
         raise ConfigError(
             "resampling needs a sampler of one evaluation per step: ddpm, ddim, ancestral or euler, not "

@@ -18,10 +18,9 @@ from policies.errors import ConfigError
 from policies.networks.distributions import gaussian_log_prob
 from policies.processes import Process, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
-from policies.protocols import Cond
+from policies.protocols import Cond, Hook
 from policies.registry import from_json, to_json
 from policies.samplers.ddpm import DDIM, DDPM
-from policies.samplers.hooks import Hook
 from policies.samplers.loop import denoise
 from policies.samplers.ode import Euler
 from policies.samplers.step_table import StepTable, transition

@@ -205,7 +205,7 @@ class DenoisingPolicy(Policy):
         """Refuse a sampler without chain density, or with a density other than the scored one."""
         if self.guidance != 1:
             raise CapabilityError(
-                f"guidance={self.guidance:g} leaves the chain no density under one network. Use with_guidance(1)."
+                f"with guidance={self.guidance:g} the chain has no density. Use with_guidance(1)."
             )
         clip, final, floor = self.table.clip_action, self.sampler.final_std, self.log_prob_min_std
         scored = self.table.schedule_std[-1].clamp(min=floor)

@@ -90,9 +90,9 @@ class TE:
 
     Shapes:
         t: (B,), sampling times. eps: (B, Th, Da), noise.
-        level: (B,) int64, index of each time in `Process.levels`; None for continuous times. Networks
+        level: (B,) int64, index of each time in `GaussianPath.levels`; None for continuous times. Networks
             then embed each level once instead of each row.
-        more: Extra draws of the process's loss (`Process.more_draws`), B rows each.
+        more: Extra draws of the process's loss (`GaussianPath.more_draws`), B rows each.
     """
 
     t: Tensor
@@ -118,7 +118,7 @@ class Evaluate(Protocol):
             x: States.
             t: Sampling times.
             until: End times of the step (B,), for processes whose network takes two times; None: t.
-            level: Index of each t in `Process.levels` (B,), if known; each level is embedded once.
+            level: Index of each t in `GaussianPath.levels` (B,), if known; each level is embedded once.
         """
 
 

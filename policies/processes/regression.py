@@ -21,9 +21,10 @@ Source: MIP, arXiv 2512.01809.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,11 +51,10 @@ class RegressionPath(Checked, GaussianPath):
     error: str = bounded("l2", choices=tuple(ERRORS))  # measure of an error
     time_scale: float = bounded(100.0, gt=0)  # the network receives time_scale * t
 
-    if TYPE_CHECKING:
-
-        @property
-        def stops(self) -> tuple[float, ...]:
-            """The times of evaluation."""
+    @property
+    @abstractmethod
+    def stops(self) -> tuple[float, ...]:
+        """Times of evaluation."""
 
     @property
     def kind(self) -> Kind:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from policies.bounds import bounded
 from policies.errors import ConfigError
-from policies.processes.base import GaussianPath, Process, incompatible
+from policies.processes.base import GaussianPath, incompatible
 from policies.processes.flow import LinearPath
 from policies.processes.schedules import GRIDS, noise_grid
 from policies.registry import name_of, register
@@ -69,10 +69,10 @@ class PathRules(StepRules, ABC):
         return self.over(process, self.times(process))
 
     @abstractmethod
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         """Build the step table for given times, from noise to 1."""
 
-    def times(self, process: Process) -> list[float]:
+    def times(self, process: GaussianPath) -> list[float]:
         if self.grid == "auto":
             return process.grid(self.steps)
         if self.grid == "uniform":
@@ -101,7 +101,7 @@ class _Path(NamedTuple):
     noise_next: Tensor
 
     @staticmethod
-    def of(process: Process, times: Sequence[float]) -> _Path:
+    def of(process: GaussianPath, times: Sequence[float]) -> _Path:
         alpha, sigma = process.alpha_sigma(torch.tensor(times, dtype=torch.float64))
         noise = sigma / alpha
         return _Path(alpha[:-1], sigma[:-1], noise[:-1], alpha[1:], sigma[1:], noise[1:])
@@ -129,14 +129,14 @@ class Euler(PathRules):
     released_times: bool = False
     takes_whole_steps: ClassVar[bool] = True
 
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
         to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
         zeros = torch.zeros_like(to_x0)
         table = build_step_table(process, self, times, to_x0, to_eps, zeros, clip_state=self.clip_state)
         return self._with_released_times(table, process) if self.released_times else table
 
-    def _with_released_times(self, table: StepTable, process: Process) -> StepTable:
+    def _with_released_times(self, table: StepTable, process: GaussianPath) -> StepTable:
         if not isinstance(process, LinearPath) or process.has_second_time or self.clip_x0 is not None:
             raise ConfigError(
                 "sampler.released_times is for rectified flows (process=flow) with sampler.clip_x0=null; got "
@@ -156,7 +156,7 @@ class Ancestral(PathRules):
 
     eta: float = bounded(1.0, ge=0, le=1)  # share of the reverse chain's noise, 0 (`euler`) to 1
 
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
         share = (1 - (path.noise_next / path.noise).square()).clamp(min=0).sqrt()
         fresh = (self.eta * path.noise_next * share).clamp(max=path.noise_next)
@@ -186,7 +186,7 @@ class Heun(SmoothRules):
     Source: arXiv 2206.00364, algorithm 1 without churn; in flow time on a linear path.
     """
 
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             rows.add(t, ends=t_next)
@@ -205,7 +205,7 @@ class Midpoint(SmoothRules):
     Source: DPM-Solver-2 (arXiv 2206.00927) in the form of EDM's code, `dpm_2`; the midpoint rule on a flow.
     """
 
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             middle = rows.middle(t, t_next)
@@ -228,7 +228,7 @@ class DPMpp2M(SmoothRules):
 
     solver: str = bounded("midpoint", choices=("midpoint", "heun"))
 
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
         gap = path.noise.log() - path.noise_next.log()  # the last entry is infinite
         shrink = path.noise_next / path.noise
@@ -250,7 +250,7 @@ class _Rows:
         y = (1 - w s) x0 + s eps,    dy/ds = eps - w x0
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: GaussianPath) -> None:
         self.process = process
         self.w = 1.0 if isinstance(process, LinearPath) else 0.0
         self.times: list[float] = []

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
-from policies.processes.base import Process
+from policies.processes.base import GaussianPath
 from policies.protocols import BoundField
 
 
@@ -171,7 +171,7 @@ class StepRules(Checked):
 
 
 def build_step_table(
-    process: Process,
+    process: GaussianPath,
     rules: StepRules,
     times: Sequence[float],
     to_x0: Tensor,
@@ -235,7 +235,7 @@ def build_step_table(
 
 
 def resampled(
-    table: StepTable, process: Process, rules: StepRules, *, steps: int, noise: float = 1.0
+    table: StepTable, process: GaussianPath, rules: StepRules, *, steps: int, noise: float = 1.0
 ) -> StepTable:
     """Evaluate the network several times per level; the last evaluation takes the table's own step.
 
@@ -248,7 +248,7 @@ def resampled(
 
     Args:
         table: Rows of one evaluation each, of `process` and the sampler `rules`.
-        process: Process of the table.
+        process: GaussianPath of the table.
         rules: Sampler of the table.
         steps: Evaluations per level, at least 1.
         noise: Fraction of the noise that is redrawn, 0 to 1.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.networks.distributions import gaussian_log_prob
-from policies.processes import Process, RectifiedFlow, VPDiffusion
+from policies.processes import GaussianPath, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.protocols import Cond, Hook
 from policies.registry import from_json, to_json
@@ -60,7 +60,7 @@ def draw(table: StepTable, dtype: torch.dtype = torch.float64, n: int = B) -> Te
 
 
 def gaussian_field(
-    process: Process, table: StepTable, mean: float, std: float
+    process: GaussianPath, table: StepTable, mean: float, std: float
 ) -> Callable[[int, Tensor], Tensor]:
     """The exact predictor for data ~ Normal(mean, std^2)."""
 

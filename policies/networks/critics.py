@@ -6,7 +6,7 @@ Legend: E members, B batch, C condition width, A width of a flattened chunk. Wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -109,10 +109,12 @@ class Ensemble(nn.Module):
         return x.device.type == "cpu" and len(x) * min(self.config.hidden_dims) >= _LARGE
 
     def _evaluate_batched(self, h: Tensor, count: int, frozen: bool) -> Tensor:
-        return self._evaluate(torch.baddbmm, h, *self._stacks(count, frozen))
+        stacks = (self._stacks(part, count, frozen) for part in self._parts)
+        return self._evaluate(torch.baddbmm, h, *stacks)
 
     def _evaluate_each(self, x: Tensor, count: int, frozen: bool) -> Tensor:
-        parts = [[stack.unbind(0) for stack in part] for part in self._stacks(count, frozen)]
+        stacks = (self._stacks(part, count, frozen) for part in self._parts)
+        parts = [[stack.unbind(0) for stack in part] for part in stacks]
         members = ([[layer[e] for layer in part] for part in parts] for e in range(count))
         return torch.stack([self._evaluate(torch.addmm, x, *member) for member in members])
 
@@ -154,11 +156,13 @@ class Ensemble(nn.Module):
             return torch.stack([self._normalized(*part) for part in parts])
         return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=eps), scale)
 
-    def _stacks(self, count: int, frozen: bool) -> Iterator[list[Tensor]]:
-        """Yield weights, biases, scales and shifts of the layers."""
-        for parts in (self.weight, self.bias, self.scale, self.shift):
-            stacks = (part if count == self.members else part[:count] for part in parts)
-            yield [stack.detach() if frozen else stack for stack in stacks]
+    @property
+    def _parts(self) -> tuple[nn.ParameterList, ...]:
+        return self.weight, self.bias, self.scale, self.shift
+
+    def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
+        stacks = (part if count == self.members else part[:count] for part in parts)
+        return [stack.detach() if frozen else stack for stack in stacks]
 
     @torch.no_grad()
     def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:

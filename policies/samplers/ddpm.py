@@ -108,8 +108,8 @@ class DDIM(StepRules):
         std = eta * (path.var_next / path.var * (1 - path.bar / path.bar_next)).clamp(min=0).sqrt()
         to_eps = (path.var_next - std.square()).clamp(min=0).sqrt()
         to_x0 = path.bar_next.sqrt().expand_as(std)
-        clips = {"recompute": self.recompute_eps, "eps_clip": self.eps_clip}
-        return build_step_table(process, self, path.times, to_x0, to_eps, std, **clips)
+        rows, recompute = (to_x0, to_eps, std), self.recompute_eps
+        return build_step_table(process, self, path.times, *rows, recompute=recompute, eps_clip=self.eps_clip)
 
 
 class _LevelPath(NamedTuple):

@@ -26,23 +26,18 @@ from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
+EMBEDDINGS = {"learned": TimeEmbedding, "octaves": OctaveEmbedding}
 _FEW_NUMBERS = 1 << 17  # up to this many, the first layer's offsets of all steps are computed before the loop
 
 
 @register("backbone", "mlp")
 @dataclass(frozen=True)
 class MlpConfig(TrunkConfig):
-    """Residual or plain MLP over the flattened chunk.
-
-    Attributes:
-        times: Time embedding: `learned`, sines and cosines through two layers, or `octaves`, cosines and
-            sines of t, 2 t, 4 t, …, for `process.time_scale=1`.
-        cond_dims: Layer widths of a plain condition encoder (the last is its output); empty: no encoder.
-    """
+    """Residual or plain MLP over the flattened chunk."""
 
     time_dim: int = bounded(16, ge=4)  # width of the time embedding, even
-    times: str = bounded("learned", choices=("learned", "octaves"))
-    cond_dims: tuple[int, ...] = bounded((), ge=1)
+    times: str = bounded("learned", choices=tuple(EMBEDDINGS))  # of the time; octaves: process.time_scale=1
+    cond_dims: tuple[int, ...] = bounded((), ge=1)  # widths of a condition encoder, output last; empty: none
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,8 +85,7 @@ class MlpBackbone(nn.Module):
         self.config = config
         self.chunk_shape = tuple(chunk_shape)
         chunk = chunk_shape[0] * chunk_shape[1]
-        embedding = TimeEmbedding if config.times == "learned" else OctaveEmbedding
-        self.time_embedding = embedding(config.time_dim)
+        self.time_embedding = EMBEDDINGS[config.times](config.time_dim)
         self.second_embedding = TimeEmbedding(config.time_dim) if second_time else None
         cond_dims = (cond_dim, *config.cond_dims)
         self.cond_encoder = PlainTrunk(cond_dims, config.activation) if config.cond_dims else nn.Identity()

@@ -38,12 +38,11 @@ class Unet1dConfig(UnetConfig):
     of Diffusion Policy and DPPO require `film` `scale` or `bias`; Diffusion Policy also `final_groups` 8.
 
     Attributes:
-        time_dim: Width of the time embedding, even; published sizes are 256, 128 and 16.
         cond_dims: Layer widths of a residual condition encoder before all blocks: an odd number of equal
             hidden widths, then its output; empty: no encoder.
     """
 
-    time_dim: int = bounded(64, ge=4)
+    time_dim: int = bounded(64, ge=4)  # width of the time embedding, even; published: 256, 128 and 16
     time_expansion: int = bounded(4, ge=1)  # width inside the time embedding over its width
     cond_dims: tuple[int, ...] = bounded((), ge=1)
 

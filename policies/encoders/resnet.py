@@ -36,17 +36,12 @@ _SMALLEST = 33  # pixels from which on the last features have more than one posi
 @register("encoder", "resnet")
 @dataclass(frozen=True)
 class ResNetEncoderConfig(Checked):
-    """ResNet-18 with spatial softmax for every camera, beside state and goal.
-
-    Attributes:
-        crop: Cropped fraction of height and width: random in training, else the centre; 1: no crop.
-        width: Channels of the first stage, doubled in each of the next three; a multiple of 16.
-    """
+    """ResNet-18 with spatial softmax for every camera, beside state and goal."""
 
     cameras: tuple[str, ...] = ()  # cameras in this order; empty: all, sorted by name
-    crop: float = bounded(0.9, gt=0, le=1)
+    crop: float = bounded(0.9, gt=0, le=1)  # cropped fraction: random in training, else the centre; 1: none
     shared: bool = False  # one network for all cameras instead of one each
-    width: int = bounded(64, ge=16)
+    width: int = bounded(64, ge=16)  # channels of the first of four stages, each doubles; a multiple of 16
     keypoints: int = bounded(32, ge=1)  # number of keypoints
     features: int = bounded(64, ge=1)  # features per image
 

@@ -27,11 +27,7 @@ _LARGE = 32_768  # rows times width
 
 @dataclass(frozen=True)
 class EnsembleConfig(Checked):
-    """Shape and initialisation of an ensemble of action values Q(s, a).
-
-    Attributes:
-        last_bound: Limit of the last layer's initial weights and biases; null: PyTorch's.
-    """
+    """Shape and initialisation of an ensemble of action values Q(s, a)."""
 
     key: ClassVar[str] = "critic"
 
@@ -42,7 +38,9 @@ class EnsembleConfig(Checked):
     norm_after: bool = False  # normalise after each activation instead
     norm_eps: float = bounded(1e-5, gt=0)  # added to variances
     hidden_bias: float | None = None  # initial biases of hidden layers; null: as PyTorch draws them
-    last_bound: float | None = bounded(None, ge=0)
+    last_bound: float | None = bounded(
+        None, ge=0
+    )  # limit of the last layer's initial values; null: PyTorch's
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,10 +31,7 @@ class CriticConfig(TrunkConfig):
 
 
 class Critic(nn.Module):
-    """Value of an observation.
-
-    Source: DPPO (arXiv 2409.00588), `CriticObs` of the released code; equal up to rounding.
-    """
+    """Value of an observation: `CriticObs` of DPPO (arXiv 2409.00588), equal up to rounding."""
 
     def __init__(self, config: CriticConfig, obs_dim: int) -> None:
         super().__init__()

@@ -40,19 +40,14 @@ Finish = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TrunkConfig(Checked):
-    """Shape of a trunk.
-
-    Attributes:
-        num_blocks: Residual blocks of two linear layers each; DPPO's [512, 512, 512] is one block of 512.
-        hidden_dims: Hidden widths of the plain stack; empty for a residual trunk.
-    """
+    """Shape of a trunk."""
 
     width: int = bounded(512, ge=1)  # of the residual stream
-    num_blocks: int = bounded(1, ge=1)
+    num_blocks: int = bounded(1, ge=1)  # residual blocks of two layers; DPPO's [512, 512, 512] is one of 512
     activation: str = bounded("relu", choices=tuple(ACTIVATIONS))
     layer_norm: bool = False  # normalise before each activation
     residual: bool = True  # false: a plain stack of `hidden_dims`
-    hidden_dims: tuple[int, ...] = bounded((), ge=1)
+    hidden_dims: tuple[int, ...] = bounded((), ge=1)  # widths of the plain stack; empty: residual trunk
 
     def __post_init__(self) -> None:
         super().__post_init__()

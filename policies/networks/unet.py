@@ -49,21 +49,17 @@ class UnetConfig(Checked):
     """Shape of a temporal U-Net.
 
     Attributes:
-        widths: Channels of the levels, finest first; published sizes are 256, 512, 1024.
-        groups: Number of normalisation groups, a divisor of every width; 0: no normalisation.
-        final_groups: Groups of the last convolution, which has the first of the widths; null: as `groups`.
         film: Modulation of a block by time and condition: `one_plus_scale` (h (1 + scale) + bias), `scale`
             (h scale + bias) or `bias` (h + bias).
-        film_layers: Linear layers from time and condition to scale and bias, per block: 1 or 3.
     """
 
-    widths: tuple[int, ...] = bounded((64, 128, 256), ge=1)
+    widths: tuple[int, ...] = bounded((64, 128, 256), ge=1)  # channels per level; published: 256, 512, 1024
     kernel: int = bounded(5, ge=1)  # kernel size in rows, odd
-    groups: int = bounded(8, ge=0)
-    final_groups: int | None = bounded(None, ge=0)
+    groups: int = bounded(8, ge=0)  # normalisation groups, a divisor of every width; 0: no normalisation
+    final_groups: int | None = bounded(None, ge=0)  # groups of the last convolution; null: as `groups`
     norm_eps: float = bounded(1e-5, gt=0)  # added to the variance of a group
     film: str = bounded("one_plus_scale", choices=("one_plus_scale", "scale", "bias"))
-    film_layers: int = bounded(1, choices=(1, 3))
+    film_layers: int = bounded(1, choices=(1, 3))  # linear layers from time and condition to scale and bias
     activation: str = bounded("mish", choices=tuple(ACTIVATIONS))
 
     def __post_init__(self) -> None:

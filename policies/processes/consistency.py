@@ -52,22 +52,16 @@ Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Consistency(Edm):
     """Consistency training, or distillation where `algo.teacher` names a policy.
 
-    Path, network time and densities are those of `edm`.
-
-    Args:
-        num_levels: N, levels from noise_max to noise_min; the two states of a loss are adjacent levels.
-            More levels follow trajectories more closely and train more slowly.
-        huber: c per square root of the number of elements of a chunk; far larger errors count as l1.
-
-    Source: arXiv 2303.01469, 2310.14189.
+    Path, network time and densities are those of `edm`. More levels follow trajectories more closely and
+    train more slowly. Source: arXiv 2303.01469, 2310.14189.
     """
 
     is_integrable: ClassVar[bool] = False
     density: str = bounded("log_normal", choices=NOISE_DENSITIES)  # as in `edm`; default of iCT
     density_mean: float = -1.1
     density_scale: float = bounded(2.0, gt=0)
-    num_levels: int = bounded(20, ge=2)
-    huber: float = bounded(0.00054, gt=0)
+    num_levels: int = bounded(20, ge=2)  # N, levels from noise_max to noise_min; a loss compares neighbours
+    huber: float = bounded(0.00054, gt=0)  # c per sqrt(elements of a chunk); far larger errors count as l1
 
     @property
     def kind(self) -> Kind:

@@ -17,7 +17,7 @@ from policies.registry import register
 @register("process", "deterministic")
 @dataclass(frozen=True)
 class DeterministicProcess:
-    """One chunk per observation, without noise.
+    """One chunk per observation: tanh of a network, without noise.
 
     Source: the actors of TD3+BC (arXiv 2106.06860), PRDC and A2PR.
     """

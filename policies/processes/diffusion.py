@@ -40,14 +40,13 @@ class VPDiffusion(Checked, GaussianPath):
     Args:
         schedule: `cosine`, `linear` or `scaled_linear`. The linear schedules end far from pure noise unless
             num_levels is near 1000 or beta_end is raised.
-        prediction: Prediction kind: `eps`, `x0` or `v`; for velocities use process=flow.
 
     Source: arXiv 2006.11239 (process), 2102.09672 (cosine schedule), 2202.00512 (v prediction).
     """
 
     num_levels: int = bounded(20, ge=2)  # K
     schedule: str = bounded("cosine", choices=SCHEDULES)
-    prediction: str = bounded("eps", choices=PREDICTIONS)
+    prediction: str = bounded("eps", choices=PREDICTIONS)  # prediction kind; for velocities use process=flow
     beta_start: float = bounded(1e-4, gt=0)  # first beta of the linear schedules
     beta_end: float = bounded(0.02, lt=1)  # last beta of the linear schedules
 

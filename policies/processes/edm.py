@@ -42,18 +42,14 @@ class Edm(Checked, GaussianPath):
     The network input is sd c_in y instead of EDM's c_in y; its first layer absorbs the constant. The time
     input is time_scale ln(s) / 4 instead of ln(s) / 4, which low-frequency sinusoids resolve better.
 
-    Args:
-        density: Density of ln s in training, truncated to the range: `log_logistic` (around ln sd),
-            `log_normal` or `log_uniform`.
-
     Source: arXiv 2206.00364; 2304.02532 for the log-logistic density. The loss weight is EDM's: one for F.
     """
 
     data_std: float = bounded(0.5, gt=0)  # sd, standard deviation of normalised actions
     noise_min: float = bounded(0.005, gt=0)  # smallest trained s
     noise_max: float = bounded(10.0, gt=0)  # largest trained s, start of sampling
-    density: str = bounded("log_logistic", choices=NOISE_DENSITIES)
-    density_mean: float = -1.2  # mean of `log_normal`
+    density: str = bounded("log_logistic", choices=NOISE_DENSITIES)  # density of ln s in training, truncated
+    density_mean: float = -1.2  # mean of `log_normal`; that of `log_logistic` is ln data_std
     density_scale: float = bounded(0.5, gt=0)  # scale of `log_logistic` or `log_normal`
     rho: float = bounded(7.0, gt=0)  # exponent of the karras sampling grid
     time_scale: float = bounded(100.0, gt=0)  # factor of the network's time input

@@ -158,8 +158,6 @@ class MeanFlow(AveragePath):
     Args:
         time_scale: Factor of both time inputs, t and t - s. Derivatives with respect to time scale with it;
             above about 20 the method trains badly.
-        flow_share: Fraction of training rows with s = t, plain flow matching.
-        weight_power: p, weight 1 / (e + c)^p of a row with mean squared error e; 0: equal weights.
 
     Source: arXiv 2505.13447, algorithm 1 with equation 22 and its share of s = t; p of MP1 (arXiv
     2507.10543). Deviations: e is a mean over the elements of a chunk, not a sum; logit-normal times have mean
@@ -167,8 +165,8 @@ class MeanFlow(AveragePath):
     """
 
     time_scale: float = bounded(20.0, gt=0)
-    flow_share: float = bounded(0.75, gt=0, lt=1)
-    weight_power: float = bounded(0.5, ge=0)
+    flow_share: float = bounded(0.75, gt=0, lt=1)  # fraction of training rows with s = t, flow matching
+    weight_power: float = bounded(0.5, ge=0)  # p, weight 1 / (e + c)^p of a row with mean squared error e
     weight_offset: float = bounded(1e-3, gt=0)  # c
 
     def field_of(self, backbone: Backbone) -> Backbone:

@@ -58,16 +58,13 @@ class MixtureProcess:
 class ModeMean(OneStepSampler, Checked):
     """Draw a mode of a mixture and act with its mean, or near it.
 
-    Attributes:
-        temperature: Factor of the mode's deviation; 0: act with its mean, 1: draw from the mixture.
-
     Source: robomimic (arXiv 2108.03298), which evaluates its mixtures with almost no deviation.
     """
 
     belongs_to: ClassVar[str] = "mixture"
 
     likeliest: bool = False  # take the mode of the largest share instead of drawing one
-    temperature: float = bounded(0.0, ge=0, le=1, was="spread")
+    temperature: float = bounded(0.0, ge=0, le=1, was="spread")  # factor of the mode's deviation; 0: mean
 
 
 @register("policy_class", "mixture")

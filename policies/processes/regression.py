@@ -81,13 +81,10 @@ class RegressionPath(Checked, GaussianPath):
 class Regression(RegressionPath):
     """Plain regression of chunks, the baseline without iteration.
 
-    Args:
-        start_noise: Whether the network's first input is noise, which it learns to ignore, instead of zero.
-
     Source: arXiv 2512.01809, regression; `straight_flow` of its code with start_noise.
     """
 
-    start_noise: bool = False
+    start_noise: bool = False  # start from noise, which the network learns to ignore, instead of zero
 
     @property
     def stops(self) -> tuple[float, ...]:

@@ -24,7 +24,7 @@ from policies.registry import register
 @register("process", "tanh_gaussian")
 @dataclass(frozen=True)
 class TanhGaussianProcess(Checked):
-    """tanh of one normal distribution per element of the chunk, with deviations from the observation.
+    """tanh of one normal distribution per element, with deviations that depend on the observation.
 
     Source: the actor of SAC (arXiv 1812.05905).
     """
@@ -47,15 +47,11 @@ class TanhGaussianProcess(Checked):
 @register("sampler", "squashed")
 @dataclass(frozen=True)
 class Squashed(OneStepSampler, Checked):
-    """Act with tanh of the mean, or of a draw near it.
-
-    Attributes:
-        temperature: Factor of the deviation; 0: act with tanh of the mean, 1: draw from the distribution.
-    """
+    """Act with tanh of the mean, or of a draw near it."""
 
     belongs_to: ClassVar[str] = "tanh_gaussian"
 
-    temperature: float = bounded(0.0, ge=0, le=1, was="spread")
+    temperature: float = bounded(0.0, ge=0, le=1, was="spread")  # factor of the deviation; 0: the mean
 
 
 @register("policy_class", "tanh_gaussian")

@@ -80,11 +80,6 @@ class DDIM(StepRules):
     As in diffusers, a step leads from level tau to tau - K // steps; for `linspace`, and for `trailing` where
     steps does not divide K, this is not the next visited level.
 
-    Args:
-        eta_per_dim: Eta per action dimension; overrides `eta`.
-        recompute_eps: Recompute eps from the clipped x0 (DPPO, `use_clipped_model_output`).
-        final_alpha: Alpha after the last step: `one` (clean) or `first` (the cleanest level).
-
     Source: arXiv 2010.02502, eq. 12; DPPO (arXiv 2409.00588) for recomputation and noise floor. The mean uses
     the standard deviation before the floor.
     """
@@ -92,10 +87,12 @@ class DDIM(StepRules):
     steps: int = bounded(10, ge=1)  # number of noise levels to visit
     spacing: str = bounded("leading", choices=SPACINGS)  # level spacing: `leading`, `trailing` or `linspace`
     eta: float = bounded(0.0, ge=0, le=1)  # noise scale: 0 deterministic (DDIM), 1 ancestral (DDPM)
-    eta_per_dim: tuple[float, ...] = bounded((), ge=0, le=1)
-    recompute_eps: bool = True
+    eta_per_dim: tuple[float, ...] = bounded((), ge=0, le=1)  # eta per action dimension; overrides `eta`
+    recompute_eps: bool = True  # recompute eps from the clipped x0 (DPPO, `use_clipped_model_output`)
     eps_clip: float | None = bounded(None, gt=0)  # bound on eps; None: no bound
-    final_alpha: str = bounded("one", choices=("one", "first"))
+    final_alpha: str = bounded(
+        "one", choices=("one", "first")
+    )  # alpha after the last step: 1, or that of level 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

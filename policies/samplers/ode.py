@@ -39,17 +39,15 @@ class PathRules(StepRules, ABC):
     """Settings of all path samplers.
 
     Args:
-        grid: Step spacing: `auto` (the process's own), `uniform` in sampling time, or between
-            `noise_max` and `noise_min` in sigma / alpha: `karras` (arXiv 2206.00364, eq. 5), `exponential`,
-            `linear`.
-        noise_min: Last sigma / alpha before the clean end; null: that of the process's grid.
+        grid: Step spacing: `auto` (the process's own), `uniform` in sampling time, or between `noise_max` and
+            `noise_min` in sigma / alpha: `karras` (arXiv 2206.00364, eq. 5), `exponential`, `linear`.
     """
 
     steps: int = bounded(10, ge=1)  # steps from noise to data
     grid: str = bounded("auto", choices=GRIDS)
     rho: float = bounded(7.0, gt=0)  # exponent of the `karras` grid
     noise_max: float | None = bounded(None, gt=0)  # first sigma / alpha; null: that of the process's grid
-    noise_min: float | None = bounded(None, gt=0)
+    noise_min: float | None = bounded(None, gt=0)  # last sigma / alpha; null: that of the process's grid
     takes_whole_steps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -149,10 +147,7 @@ class Euler(PathRules):
 @register("sampler", "ancestral")
 @dataclass(frozen=True, kw_only=True)
 class Ancestral(PathRules):
-    """First order with part of the noise redrawn after every step.
-
-    Source: arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
-    """
+    """First order with part of the noise redrawn after every step (arXiv 2010.02502, eq. 16; BESO)."""
 
     eta: float = bounded(1.0, ge=0, le=1)  # share of the reverse chain's noise, 0 (`euler`) to 1
 
@@ -181,10 +176,7 @@ class SmoothRules(PathRules, ABC):
 @register("sampler", "heun")
 @dataclass(frozen=True, kw_only=True)
 class Heun(SmoothRules):
-    """Second order by a corrector: two evaluations per step, one in the last.
-
-    Source: arXiv 2206.00364, algorithm 1 without churn; in flow time on a linear path.
-    """
+    """Second order by a corrector (arXiv 2206.00364, algorithm 1), two evaluations per step but the last."""
 
     def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         rows = _Rows(process)
@@ -198,11 +190,9 @@ class Heun(SmoothRules):
 @register("sampler", "midpoint")
 @dataclass(frozen=True, kw_only=True)
 class Midpoint(SmoothRules):
-    """Second order by a half step: two evaluations per step, one in the last.
+    """Second order by a half step (DPM-Solver-2, arXiv 2206.00927; EDM's `dpm_2`), two evaluations per step.
 
     The midpoint is the geometric mean of the noise levels, or of the times on a linear path.
-
-    Source: DPM-Solver-2 (arXiv 2206.00927) in the form of EDM's code, `dpm_2`; the midpoint rule on a flow.
     """
 
     def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
@@ -220,13 +210,10 @@ class Midpoint(SmoothRules):
 class DPMpp2M(SmoothRules):
     """Second order by extrapolation from the previous evaluation; first and last step are first order.
 
-    Args:
-        solver: `midpoint` or `heun`: how the trend of x0 over a step is weighted.
-
     Source: DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
     """
 
-    solver: str = bounded("midpoint", choices=("midpoint", "heun"))
+    solver: str = bounded("midpoint", choices=("midpoint", "heun"))  # weight of the trend of x0 over a step
 
     def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)

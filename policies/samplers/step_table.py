@@ -153,21 +153,15 @@ class StepTable:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules(Checked):
-    """Bounds common to all samplers, in normalised units.
-
-    Args:
-        clip_x0: Bound on the predicted clean chunk at every step; null: no bound.
-        noise_clip: Bound on standard-normal draws before scaling; null: no bound.
-        final_std: Noise of the last step; null: from the schedule and the floor.
-    """
+    """Bounds common to all samplers, in normalised units."""
 
     key: ClassVar[str] = "sampler"
 
-    clip_x0: float | None = bounded(1.0, gt=0)
+    clip_x0: float | None = bounded(1.0, gt=0)  # bound on the clean chunk of every step; null: no bound
     clip_action: float | None = bounded(None, gt=0)  # bound on the final chunk; null: no bound
-    noise_clip: float | None = bounded(3.0, gt=0)
+    noise_clip: float | None = bounded(3.0, gt=0)  # bound on standard-normal draws; null: no bound
     min_std: float = bounded(0.0, ge=0)  # floor on the noise std of every step
-    final_std: float | None = bounded(None, ge=0)
+    final_std: float | None = bounded(None, ge=0)  # noise of the last step; null: schedule and floor
 
 
 def build_step_table(

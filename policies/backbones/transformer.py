@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,12 +59,8 @@ class TransformerConfig(Checked):
         return TransformerBackbone(self, chunk_shape, cond_dim, token_dim=token_dim, second_time=second_time)
 
 
-class Adaptation(NamedTuple):
-    """Modulation of one sublayer by time and condition; each (M or 1, Th or 1, D)."""
-
-    scale: Tensor
-    shift: Tensor
-    gate: Tensor
+Adaptation = tuple[Tensor, Tensor, Tensor]
+"""Scale, shift and gate of one sublayer, each (M or 1, Th or 1, D)."""
 
 
 class Modulation(nn.Module):
@@ -96,7 +92,7 @@ class Modulation(nn.Module):
         scales, shifts, gates = numbers.unflatten(-1, (sum(sizes), self.width)).split(sizes, dim=-2)
         *scale, scale_out = (1 + scales).unbind(-2)
         *shift, shift_out = shifts.unbind(-2)
-        return list(map(Adaptation, scale, shift, gates.unbind(-2))), (scale_out, shift_out)
+        return list(zip(scale, shift, gates.unbind(-2), strict=True)), (scale_out, shift_out)
 
 
 class Modulated(LayerNorm):

@@ -38,9 +38,7 @@ class EnsembleConfig(Checked):
     norm_after: bool = False  # normalise after each activation instead
     norm_eps: float = bounded(1e-5, gt=0)  # added to variances
     hidden_bias: float | None = None  # initial biases of hidden layers; null: as PyTorch draws them
-    last_bound: float | None = bounded(
-        None, ge=0
-    )  # limit of the last layer's initial values; null: PyTorch's
+    last_bound: float | None = bounded(None, ge=0)  # bound of the last layer's initial weights; null: default
 
     def __post_init__(self) -> None:
         super().__post_init__()

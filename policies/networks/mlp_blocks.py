@@ -195,7 +195,8 @@ class ResidualTrunk(nn.Module):
         return finish
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return evaluate(self, inputs)
+        fold = self.fold()
+        return self.finish_of(fold)(F.linear(inputs, fold.weight, fold.bias))
 
 
 class PlainTrunk(nn.Module):
@@ -228,9 +229,3 @@ class PlainTrunk(nn.Module):
 
 
 Trunk = ResidualTrunk | PlainTrunk
-
-
-def evaluate(trunk: Trunk, inputs: Tensor) -> Tensor:
-    """Evaluate a trunk on concatenated inputs (B, in); (B, out)."""
-    fold = trunk.fold()
-    return trunk.finish_of(fold)(F.linear(inputs, fold.weight, fold.bias))

@@ -38,6 +38,7 @@ from torch import Tensor
 from policies.bounds import bounded
 from policies.processes.base import over_rows
 from policies.processes.edm import NOISE_DENSITIES, Edm
+from policies.processes.schedules import noise_grid
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 
@@ -100,8 +101,6 @@ class Consistency(Edm):
 
     def grid(self, steps: int) -> list[float]:
         """Return times evenly spaced on the karras scale, from noise_max, then 1."""
-        from policies.processes.schedules import noise_grid
-
         noise = noise_grid("karras", steps + 1, self.noise_max, self.noise_min, self.rho)[:-1]
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath, over_rows
+from policies.processes.schedules import noise_grid
 from policies.protocols import Device, Kind, Rng
 from policies.registry import register
 
@@ -93,8 +94,6 @@ class Edm(Checked, GaussianPath):
 
     def grid(self, steps: int) -> list[float]:
         """Return the times of the karras noise levels from noise_max to noise_min, then 1."""
-        from policies.processes.schedules import noise_grid
-
         noise = noise_grid("karras", steps, self.noise_max, self.noise_min, self.rho)
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
 

@@ -90,9 +90,7 @@ class DDIM(StepRules):
     eta_per_dim: tuple[float, ...] = bounded((), ge=0, le=1)  # eta per action dimension; overrides `eta`
     recompute_eps: bool = True  # recompute eps from the clipped x0 (DPPO, `use_clipped_model_output`)
     eps_clip: float | None = bounded(None, gt=0)  # bound on eps; None: no bound
-    final_alpha: str = bounded(
-        "one", choices=("one", "first")
-    )  # alpha after the last step: 1, or that of level 0
+    final_alpha: str = bounded("one", choices=("one", "first"))  # after the last step: 1, or that of level 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -132,9 +132,8 @@ class Euler(PathRules):
         to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
         zeros = torch.zeros_like(to_x0)
         table = build_step_table(process, self, times, to_x0, to_eps, zeros, clip_state=self.clip_state)
-        return self._with_released_times(table, process) if self.released_times else table
-
-    def _with_released_times(self, table: StepTable, process: GaussianPath) -> StepTable:
+        if not self.released_times:
+            return table
         if not isinstance(process, LinearPath) or process.has_second_time or self.clip_x0 is not None:
             raise ConfigError(
                 "sampler.released_times is for rectified flows (process=flow) with sampler.clip_x0=null; got "

@@ -23,7 +23,6 @@ class SwitchedField(nn.Module):
         base: Frozen network; `requires_grad` is disabled.
         tuned: Trained network, without parameters of `base`.
         switch_time: Network time: for diffusion the integer timestep, `tuned` covers 0 ... switch_time - 1.
-        tuned_above: See above.
     """
 
     def __init__(

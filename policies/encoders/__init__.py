@@ -32,15 +32,10 @@ class ObservationSizes:
 
 @runtime_checkable
 class Encoder(Protocol):
-    """Interface of an encoder (an `nn.Module`).
+    """Interface of an encoder (an `nn.Module`)."""
 
-    Attributes:
-        sizes: Its inputs; only the cameras it uses.
-        token_dim: Ct, width of `Cond.tokens`; 0: no tokens.
-    """
-
-    sizes: ObservationSizes
-    token_dim: int
+    sizes: ObservationSizes  # its inputs; only the cameras it uses
+    token_dim: int  # Ct, width of `Cond.tokens`; 0: no tokens
 
     @property
     def cond_dim(self) -> int:

@@ -162,11 +162,9 @@ class Ensemble(nn.Module):
 
     @torch.no_grad()
     def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:
-        """Set the weights from layers as `nn.Linear` holds them.
+        """Set the weights of members, each a list of layers as `nn.Linear` holds them.
 
-        Args:
-            members: Per member and layer `weight` (out, in) and `bias` (out,), and `scale` and `shift` (out,)
-                of its normalisation, if any.
+        A layer has `weight` (out, in), `bias` (out,) and, if normalised, `scale` and `shift` (out,).
         """
         for e, layers in enumerate(members):
             for i, layer in enumerate(layers):
@@ -194,11 +192,8 @@ def _full_precision(device: str) -> AbstractContextManager[Any]:
 def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimism: float = 0.5) -> Tensor:
     """Reduce values (E, ...) over the members to (...).
 
-    Args:
-        values: (E, ...).
-        how: `min`, `mean`, `subset_min` (over the members `subset`), or `mean_std` (mean - pessimism * std).
-        subset: Indices (S,) of members, for `subset_min`.
-        pessimism: Weight of the uncorrected deviation, for `mean_std`.
+    `how`: `min`, `mean`, `subset_min` over the members `subset` (S,), or `mean_std`, the mean minus
+    `pessimism` uncorrected deviations.
     """
     match how:
         case "min":

@@ -171,9 +171,9 @@ def over_rows(value: Tensor, x: Tensor) -> Tensor:
     return value.to(x.dtype).reshape(value.shape + (1,) * (x.dim() - value.dim()))
 
 
-def unknown_kind(kind: str, known: Sequence[str] = KINDS) -> ConfigError:
+def unknown_kind(kind: str) -> ConfigError:
     """Return the error for a prediction kind that a path lacks."""
-    return ConfigError(f"prediction kind must be one of {', '.join(known)}; got '{kind}'.")
+    return ConfigError(f"prediction kind must be one of {', '.join(KINDS)}; got '{kind}'.")
 
 
 def incompatible(sampler: Any, process: Any, *, needs: str) -> ConfigError:

@@ -231,21 +231,15 @@ def build_step_table(
 def resampled(
     table: StepTable, process: GaussianPath, rules: StepRules, *, steps: int, noise: float = 1.0
 ) -> StepTable:
-    """Evaluate the network several times per level; the last evaluation takes the table's own step.
+    """Evaluate the network `steps` times per level; the last evaluation takes the table's own step.
 
-    The others stay at their level and redraw part of the noise around the predicted x0::
+    The others stay at their level and redraw the fraction `noise` of the noise around the predicted x0::
 
         x <- alpha x0 + sigma (sqrt(1 - noise^2) eps + noise draw)
 
     With `noise` = 1 only x0 remains of the state, whose spread is below that of clean chunks. Small values
     are Langevin steps, x + (noise sigma)^2 / 2 score + noise sigma draw, which keep the level's distribution.
-
-    Args:
-        table: Rows of one evaluation each, of `process` and the sampler `rules`.
-        process: GaussianPath of the table.
-        rules: Sampler of the table.
-        steps: Evaluations per level, at least 1.
-        noise: Fraction of the noise that is redrawn, 0 to 1.
+    The table, of `process` and the sampler `rules`, has one evaluation per row.
 
     Source: inference-time policy steering, arXiv 2411.16627 (`noise` = 1); RePaint, arXiv 2201.09865.
     """

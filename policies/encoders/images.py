@@ -24,7 +24,9 @@ def chosen(sizes: ObservationSizes, cameras: Sequence[str]) -> dict[str, ImageSh
     if not sizes.images:
         raise ConfigError("this encoder needs images; got none. Use data with cameras, or encoder=state.")
     if len(set(cameras)) < len(cameras) or not set(cameras) <= set(sizes.images):
-        raise ConfigError(f"encoder.cameras must be distinct and among {there}; got {', '.join(cameras)}.")
+        raise ConfigError(
+            f"encoder.cameras must be distinct cameras that there are ({there}); got {', '.join(cameras)}."
+        )
     shapes = {camera: sizes.images[camera] for camera in cameras or sorted(sizes.images)}
     for camera, shape in shapes.items():
         if camera in RESERVED:

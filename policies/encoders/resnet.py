@@ -74,8 +74,8 @@ class ResNetEncoder(nn.Module):
         crop = (round(self.config.crop * height), round(self.config.crop * width))
         if min(crop) < _SMALLEST:
             raise ConfigError(
-                f"encoder=resnet needs at least {_SMALLEST} x {_SMALLEST} pixels; of camera '{camera}' "
-                f"encoder.crop={self.config.crop:g} leaves {crop[0]} x {crop[1]}. Use encoder=vit."
+                f"encoder=resnet needs {_SMALLEST} x {_SMALLEST} pixels; '{camera}' has {height} x {width}, "
+                f"of which encoder.crop={self.config.crop:g} leaves {crop[0]} x {crop[1]}. Use encoder=vit."
             )
         return crop
 

@@ -139,8 +139,8 @@ class Euler(PathRules):
                 "sampler.released_times is for rectified flows (process=flow) with sampler.clip_x0=null; got "
                 f"process={name_of('process', process)} and clip_x0={self.clip_x0}. Leave it out."
             )
-        times = torch.linspace(0, 1, self.steps, dtype=torch.float64)
-        return replace(table, net_time=process.net_time(times).to(torch.float32))
+        released = torch.linspace(0, 1, self.steps, dtype=torch.float64)
+        return replace(table, net_time=process.net_time(released).to(torch.float32))
 
 
 @register("sampler", "ancestral")

@@ -236,7 +236,7 @@ def _searched(names: Sequence[str], search: Search) -> Section:
     for trial in search.trials:
         behind = ""
         if trial.round == search.trials[-1].round and trial.weights != search.best:
-            behind = _shown(search.behind(trial), "difference")
+            behind = _shown(search.compare_with_best(trial), "difference")
         rows.append(
             (
                 str(trial.round + 1),

@@ -180,7 +180,7 @@ class Policy(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         moved = super()._apply(fn, recurse)
-        forget(self)  # what was computed from the weights is elsewhere
+        forget(self)  # cached values have the old device and dtype
         return moved
 
     def with_act_steps(self, act_steps: int) -> Self:

@@ -1,9 +1,12 @@
 """The multilayer perceptron of DPPO as denoising backbone, without repeated computation.
 
 Its input is [flattened chunk, time embedding, condition or encoded condition], its body a trunk
-(`policies/networks/mlp_blocks.py`). The first layer is linear in its three parts, z = Wx x + (We e + b) + Ws
-s: `forward` projects a part once per distinct row, and `bind` tabulates the bracket over denoising steps
-(until a weight changes) and computes Ws s once per action. Both are exact.
+(`policies/networks/mlp_blocks.py`). The first layer is linear in its three parts::
+
+    z = Wx x + (We e + b) + Ws s
+
+`forward` projects a part once per distinct row, and `bind` tabulates the bracket over denoising steps (until
+a weight changes) and computes Ws s once per action. Both are exact.
 
 Legend: M rows, B batch, K times, H' width of the first layer (see `Fold`), C condition width.
 """
@@ -36,7 +39,7 @@ class MlpConfig(TrunkConfig):
     """Residual or plain MLP over the flattened chunk."""
 
     time_dim: int = bounded(16, ge=4)  # width of the time embedding, even
-    times: str = bounded("learned", choices=tuple(EMBEDDINGS))  # of the time; octaves: process.time_scale=1
+    times: str = bounded("learned", choices=tuple(EMBEDDINGS))  # embedding; octaves fit process.time_scale=1
     cond_dims: tuple[int, ...] = bounded((), ge=1)  # widths of a condition encoder, output last; empty: none
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ class Unet1dConfig(UnetConfig):
     ) -> Unet1dBackbone:
         if token_dim:
             raise CapabilityError(
-                "backbone=unet1d cannot attend to tokens. Use backbone=transformer, or one without them."
+                "backbone=unet1d cannot attend to tokens. Use backbone=transformer, or another encoder."
             )
         return Unet1dBackbone(self, chunk_shape, cond_dim, second_time=second_time)
 

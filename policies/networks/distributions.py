@@ -39,8 +39,10 @@ class TanhGaussianConfig:
     zero_init: bool = False  # initialise to mean 0 and standard deviation 1
 
     def build(self, cond_dim: int, latent_dim: int) -> TanhGaussian:
-        shape = {"activation": self.activation, "layer_norm": self.layer_norm}
-        trunk = TrunkConfig(**shape, residual=False, hidden_dims=tuple(self.hidden_dims))  # type: ignore[arg-type]
+        dims = tuple(self.hidden_dims)
+        trunk = TrunkConfig(
+            activation=self.activation, layer_norm=self.layer_norm, residual=False, hidden_dims=dims
+        )
         net = TanhGaussian(trunk, cond_dim, latent_dim)
         if self.zero_init:
             outlet = net.trunk.get_submodule(f"layers.{len(self.hidden_dims) - 1}")

@@ -134,10 +134,8 @@ class ResidualBlock(nn.Module):
         self, config: UnetConfig, dims: tuple[int, int], rows: int, parts: tuple[int, int], *, level: int
     ) -> None:
         super().__init__()
-        (before, after), film = (
-            dims,
-            Film(config, parts, dims[1]),
-        )  # drawn first: initial weights depend on it
+        before, after = dims
+        film = Film(config, parts, after)  # the first draws of initial weights
         self.first = ConvBlock(config, dims, rows)
         self.second = ConvBlock(config, (after, after), rows)
         self.film, self.level = film, level

@@ -286,11 +286,10 @@ def transition(
     if table.clip_x0 is None:
         mean = c.mean_x * x if plus is None else _axpy(plus, x, c.mean_x)
         return _axpy(mean, pred, c.mean_pred)
-    y = (
-        pred.clamp(-c.limit, c.limit)
-        if table.predicts_x0
-        else _axpy(x, pred, c.ratio).clamp_(-c.limit, c.limit)
-    )
+    if table.predicts_x0:
+        y = pred.clamp(-c.limit, c.limit)
+    else:
+        y = _axpy(x, pred, c.ratio).clamp_(-c.limit, c.limit)
     mean = c.mean_y * y if plus is None else _axpy(plus, y, c.mean_y)
     mean = _axpy(mean, x, c.mean_x)
     return _axpy(mean, pred, c.mean_pred) if table.uses_pred else mean

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
+from envs.fit import require_fit
 from envs.spec import EnvConfig
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
@@ -72,6 +73,22 @@ class Setup:
         if number < 1:
             raise ConfigError(f"num_threads must be at least 1, or null; got {number}.")
         return number
+
+
+def dataset_of(setup: Setup, algo: str, needs: str) -> EpisodeDataset:
+    """Return the dataset of a setup, after a comparison with its task and `init`.
+
+    Raises:
+        ConfigError: If there is none (`needs` names what it must hold), or their sizes or cameras differ.
+    """
+    if setup.dataset is None:
+        raise ConfigError(f"algo={algo} needs {needs}; got none. Give dataset=<file>.")
+    dataset, advice = setup.dataset, "Use a dataset of the same task."
+    if setup.env is not None:
+        require_fit(f"env={setup.env.spec.name}", setup.env.spec, dataset.source, dataset, advice=advice)
+    if setup.init is not None:
+        require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
+    return dataset
 
 
 def require_states_only(policy: Policy, algo: str) -> None:

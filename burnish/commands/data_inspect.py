@@ -20,7 +20,7 @@ from envs.datasets import quality as measure
 from envs.datasets.catalogue import find_dataset
 from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.recorded_task import describe_task
-from envs.datasets.scores import normalized_score, reference
+from envs.evaluation.scores import normalized_score, reference
 from envs.evaluation.settings import check_seeds
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, DatasetError

@@ -22,12 +22,12 @@ from envs.datasets.files.npz import peek_npz
 from envs.datasets.formats.d4rl import read as read_d4rl
 from envs.datasets.formats.robomimic import read as read_robomimic
 from envs.datasets.options import Option, fitting, lasting, options_of
-from envs.datasets.scores import normalized_score
 from envs.datasets.windows import Batch, Windows
 from envs.datasets.writers import write_dataset
 from envs.datasets.writers.d4rl import write_d4rl
 from envs.datasets.writers.minari import write_minari
 from envs.datasets.writers.robomimic import write_robomimic
+from envs.evaluation.scores import normalized_score
 from policies.errors import BurnishError, DatasetError
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from envs.datasets.scores import expand
+from envs.evaluation.scores import expand
 from policies.errors import DatasetError
 
 FOLDER_VARIABLE = "BURNISH_DATASETS"

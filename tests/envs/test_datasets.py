@@ -22,7 +22,7 @@ from envs.datasets import (
 )
 from envs.datasets.files.hdf5 import read_hdf5
 from envs.datasets.formats.d4rl import load_d4rl, qlearning_dataset
-from envs.datasets.scores import reference
+from envs.evaluation.scores import reference
 from policies.errors import DatasetError
 
 

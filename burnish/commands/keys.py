@@ -252,7 +252,8 @@ def _documented(docstring: str) -> Iterator[tuple[str, str]]:
     sections = re.split(r"^(\w+):\n", inspect.cleandoc(docstring), flags=re.MULTILINE)
     for title, body in zip(sections[1::2], sections[2::2], strict=True):
         if title in ("Args", "Attributes"):
-            for entry in re.split(r"\n(?=\w+:)", textwrap.dedent(body)):
+            entries = textwrap.dedent(re.split(r"\n(?=\S)", body)[0])  # up to the next paragraph
+            for entry in re.split(r"\n(?=\w+:)", entries):
                 name, _, text = entry.partition(":")
                 yield name.strip(), " ".join(text.split("\n\n")[0].split())
 

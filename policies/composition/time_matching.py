@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from policies.normalizer import Normalizer
-from policies.processes.base import Process
+from policies.processes.base import GaussianPath
 
 _RATIO_TOLERANCE = 1e-3  # of the signal-to-noise ratio
 
@@ -93,20 +93,24 @@ class TimeMatch(NamedTuple):
         return out + self.out_x0 * (x0.clamp(-limit, limit) - x0)
 
 
-def matched_time(lead: Process, member: Process, units: UnitChange, t: Tensor) -> Tensor:
+def matched_time(lead: GaussianPath, member: GaussianPath, units: UnitChange, t: Tensor) -> Tensor:
     """Return the times (N,) of the member's path with the ratio of the lead's at t (N,), float64."""
     alpha, sigma = lead.alpha_sigma(t)
     return member.time_of_lambda(alpha.log() - sigma.log() - units.log_ratio)
 
 
-def is_reached(lead: Process, member: Process, units: UnitChange, t: Tensor, t_member: Tensor) -> Tensor:
+def is_reached(
+    lead: GaussianPath, member: GaussianPath, units: UnitChange, t: Tensor, t_member: Tensor
+) -> Tensor:
     """Return where (N,) the member's path is as noisy as the lead's; arguments as for `time_matches`."""
     alpha, sigma = lead.alpha_sigma(t)
     alpha_m, sigma_m = member.alpha_sigma(t_member)
     return alpha_m * sigma * math.exp(units.log_ratio) <= (1 + _RATIO_TOLERANCE) * alpha * sigma_m
 
 
-def time_matches(lead: Process, member: Process, units: UnitChange, t: Tensor, t_member: Tensor) -> Tensor:
+def time_matches(
+    lead: GaussianPath, member: GaussianPath, units: UnitChange, t: Tensor, t_member: Tensor
+) -> Tensor:
     """Return the coefficients of `TimeMatch`, (8, N, D) float64."""
     scale, offset = units.scale.to(t.device), units.offset.to(t.device)
     one, zero = torch.ones_like(t), torch.zeros_like(t)

@@ -25,7 +25,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.execution.warm_start import WarmStart
 from policies.policy import Policy
 from policies.policy_config import ChunkSpec
-from policies.processes.base import Process
+from policies.processes.base import GaussianPath
 from policies.samplers.ddpm import DDPM
 from policies.samplers.ode import Euler
 from policies.samplers.step_table import StepRules
@@ -39,7 +39,7 @@ class EulerFrom(Euler):
 
     start: float = 0.0
 
-    def times(self, process: Process) -> list[float]:
+    def times(self, process: GaussianPath) -> list[float]:
         return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
 
 

@@ -27,8 +27,7 @@ from torch import Tensor
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
-from policies.protocols import Observation, SampleHook, Step
-from policies.samplers.hooks import Hook
+from policies.protocols import Hook, Observation, Step
 from policies.samplers.step_table import StepTable, resampled
 from policies.wrappers.best_of_n import BestOfN, Selection
 from policies.wrappers.sketches import AnySketch, Sketch, read_sketch
@@ -164,7 +163,7 @@ class SteeredPolicy(BestOfN):
         first = flat if policy.is_deterministic else flat[:, 0]
         return guide + self.steering.noise_share * first, policy.table.times[self._first]
 
-    def _hooks(self, guide: Tensor) -> list[SampleHook]:
+    def _hooks(self, guide: Tensor) -> list[Hook]:
         if not self.recipe.scale:
             return []
         steering, recipe = self.steering, self.recipe

@@ -34,7 +34,6 @@ class Task:
     command: str
 
     def __call__(self, node: DictConfig) -> float | None:
-        """Run the command on a composed configuration; return the objective of sweepers."""
         hydra_config = HydraConfig.get()
         context = RunContext(
             Path(hydra_config.runtime.output_dir), Overrides.parse(hydra_config.overrides.task)
@@ -94,7 +93,6 @@ class NewFolders(Callback):
     noted: ClassVar[list[Path]] = []  # innermost first
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Record the job's folder."""
         HydraConfig.instance().set_config(config)  # as Hydra does next; the folder name may refer to it
         folder = Path(config.hydra.run.dir).absolute()
         self.noted[:] = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -148,11 +146,7 @@ def _close_logs_in(folder: Path) -> None:
 
 
 def _continuing(command: str, words: list[str], typed: Overrides) -> list[str]:
-    """Compose with the parts of the resumed run, and use its directory as the job folder.
-
-    Raises:
-        ConfigError: If another directory is requested.
-    """
+    """Compose with the parts of the resumed run, and use its directory as the job folder."""
     resumed = typed.value("resume")
     if command != "train" or resumed in (None, ""):
         return words

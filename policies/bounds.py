@@ -46,7 +46,6 @@ class Bounds:
         return low and high and (math.isfinite(value) or self.le == math.inf)
 
     def __str__(self) -> str:
-        """Return the range as text, e.g. `in [0, 1)`, `at least 1`, `above 0`, `one of a, b`."""
         if self.choices:
             return ("one of " if len(self.choices) > 1 else "") + ", ".join(map(str, self.choices))
         low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
@@ -117,11 +116,6 @@ class Checked:
     key: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Check all field ranges.
-
-        Raises:
-            ConfigError: If a value is out of range; names key, range and value.
-        """
         for one in fields(self):  # type: ignore[arg-type]
             bounds, value = bounds_of(one), getattr(self, one.name)
             if bounds is not None and not all(map(bounds.admits, _entries(value))):

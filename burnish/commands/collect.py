@@ -41,7 +41,6 @@ class CollectConfig(Checked):
     overwrite: bool = False  # replace an existing file
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         check_seeds("first_seed", self.first_seed, MAX_ATTEMPTS * self.episodes)
         if self.valid_fraction and self.episodes == 1:

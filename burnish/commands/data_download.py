@@ -38,7 +38,6 @@ class DataDownloadConfig(Checked):
     attempts: int = bounded(3, ge=1)  # connections per file before giving up
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.name is not None and self.url is not None:
             raise ConfigError("data download takes name= or url=, not both.")
@@ -84,7 +83,6 @@ def download(config: DataDownloadConfig) -> Path:
 
 
 def _entry(config: DataDownloadConfig) -> Entry:
-    """Return the requested entry."""
     if config.url is None:
         if config.name is None:
             raise ConfigError("data download needs name=<dataset> or url=<address>; without, it lists names.")
@@ -113,7 +111,6 @@ def _mirrored(url: str, mirror: str) -> str:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    """Return the checksums of earlier downloads."""
     path = folder / SUMS
     if not path.is_file():
         return {}

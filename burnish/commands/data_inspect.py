@@ -51,7 +51,6 @@ class DataInspectConfig(Checked):
     seed: int = 0  # seed of the sampled frames
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.against is not None and not self.measures:
             raise ConfigError("against= is for measuring coverage; leave it out, or measures=false.")
@@ -102,7 +101,6 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
 
 
 def _reference(data: EpisodeDataset, against: str, options: dict[str, Any]) -> EpisodeDataset:
-    """Read the reference dataset of the coverage, with the reader options that its format supports."""
     found = read_dataset(against, **fitting_options(against, options))
     measure.check_widths(data, found)
     return found
@@ -152,7 +150,6 @@ def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
-    """Return summary statistics."""
     quartiles = np.quantile(values, [0.0, 0.25, 0.5, 0.75, 1.0]).tolist()
     return dict(zip(("min", "q25", "median", "q75", "max"), quartiles, strict=True)) | {
         "mean": float(values.mean()),
@@ -161,7 +158,6 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 
 
 def _dimensions(values: np.ndarray) -> dict[str, Any]:
-    """Describe every column, and list the constant ones."""
     low, high = values.min(axis=0), values.max(axis=0)
     return {
         "width": values.shape[1],
@@ -215,7 +211,6 @@ def _finite(value: float) -> float | None:
 
 
 def _remarks(facts: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
-    """Yield remarks on properties that matter for training."""
     for what in ("observation", "action"):
         if constant := facts[what]["constant"]:
             yield f"{what} dimensions that do not move (scale 1 in the normaliser): {constant}"

@@ -73,7 +73,6 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Compare the requirements of the core with the installed packages."""
     for requirement in _requirements():
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
             name, problem = requirement.name, _problem(requirement)
@@ -93,13 +92,12 @@ def _threads() -> Iterator[Finding]:
 
 
 def _ours() -> Iterator[Finding]:
-    """Check that the top-level packages belong to this project."""
     for name, is_ours, detail in found_packages():
         yield Finding(f"package {name}", is_ours, detail, True)
 
 
 def _parts() -> Iterator[Finding]:
-    from burnish.config.parts import GROUPS
+    from burnish.config.schema import GROUPS
     from policies import registry
 
     try:
@@ -111,7 +109,6 @@ def _parts() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    """Compare the requirements of each extra with the installed packages."""
     known = _requirements()
     if not known:
         yield Finding("extras", False, "unknown: running from a checkout; pip install -e . makes them known")
@@ -143,7 +140,6 @@ def _requirements() -> list[Requirement]:
 
 
 def _of_extra(extra: str, known: Sequence[Requirement]) -> Iterator[Requirement]:
-    """Yield the packages of an extra, including those of nested extras."""
     for requirement in known:
         marker = requirement.marker
         if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
@@ -186,14 +182,12 @@ def _rendering() -> Iterator[Finding]:
 
 
 def _why_by_itself(backend: str) -> str:
-    """Return why a backend is chosen without configuration."""
     if backend == "osmesa":
         return "MUJOCO_GL is not set, libEGL is not installed and libOSMesa is"
     return "MUJOCO_GL is not set, and it is the first that works"
 
 
 def _try_renderer(backend: str) -> tuple[bool, str]:
-    """Return whether rendering succeeded, and the renderer or the error."""
     home = Path(burnish.__file__).resolve().parents[1]
     environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
     environment["MUJOCO_GL"] = backend
@@ -212,7 +206,6 @@ def _try_renderer(backend: str) -> tuple[bool, str]:
 
 
 def _missing_for(backend: str) -> str | None:
-    """Return the missing library of a failed backend; None if unknown."""
     library, package = GL_LIBRARIES.get(backend, ("", ""))
     if library and not has_library(library):
         return f"lib{library} is not installed ({package})"

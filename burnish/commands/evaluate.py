@@ -65,7 +65,6 @@ def run(config: EvalConfig, context: RunContext) -> float:
 
 
 def _print_result(result: CompositionResult) -> None:
-    """Print the tables of a composition."""
     for section in result.sections():
         output().print(section.shown())
     for name, comparison in result.comparisons.items():
@@ -178,5 +177,4 @@ def _file_name(mine: Located, other: Located | None, protocol_hash: str) -> str:
 
 
 def _identified(one: Located) -> str:
-    """Return a label unique to the policy's path: it ends with a hash of the path."""
     return f"{one.label}-{hashlib.sha256(str(one.path.resolve()).encode()).hexdigest()[:6]}"

@@ -70,12 +70,10 @@ def convert(config: ImportConfig) -> Imported:
 
 
 def _print_result(imported: Imported) -> None:
-    """Print the path, imported and skipped tensors."""
     console, facts = output(), imported.conversion.facts()
     console.print(f"written: {imported.directory}", markup=False, soft_wrap=True)
     console.print(table("", ("import", ""), [(name, _shown(value)) for name, value in facts.items()]))
 
 
 def _shown(value: Any) -> str:
-    """Format a fact in one line."""
     return ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

@@ -26,7 +26,7 @@ import omegaconf
 from burnish.commands.list import summary
 from burnish.config.commands import COMMANDS
 from burnish.config.overrides import default_options
-from burnish.config.parts import GROUPS
+from burnish.config.schema import GROUPS
 from burnish.config.train import PolicyShape
 from burnish.console import output
 from envs.datasets import reader_options
@@ -88,7 +88,6 @@ class Key:
     text: str
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of its row."""
         return f"`{self.name}`", self.type, self.range, f"`{self.default}`", _escaped(self.text)
 
 
@@ -113,7 +112,6 @@ def page() -> str:
 
 
 def _group(group: str) -> Iterator[str]:
-    """Yield the parts of a group and the table of their keys."""
     parts = {
         name: part
         for name, part in registry.parts(group).items()
@@ -131,7 +129,6 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _group_row(having: Mapping[str, Key], parts: Sequence[str]) -> str:
-    """Return the row of a key shared by several parts."""
     cells = zip(*(key.cells() for key in having.values()), strict=True)
     shown = [_joint(dict(zip(having, values, strict=True))) for values in cells]
     return GROUP_ROW.format(*shown, _owners(list(having), parts))
@@ -144,7 +141,6 @@ def _joint(values: Mapping[str, str]) -> str:
 
 
 def _owners(having: Sequence[str], parts: Sequence[str]) -> str:
-    """Return the names of the parts with a key."""
     lacking = [name for name in parts if name not in having]
     if len(lacking) < len(having):
         return f"all but {', '.join(lacking)}" if lacking else "all"
@@ -152,7 +148,6 @@ def _owners(having: Sequence[str], parts: Sequence[str]) -> str:
 
 
 def _reader_options() -> list[str]:
-    """Return the section of the reader options per dataset format."""
     found: dict[str, dict[str, Key]] = {}
     every = reader_options()
     for form, options in every.items():
@@ -208,7 +203,6 @@ def _evaluation(name: str, value: EvaluationSettings) -> Key:
 
 
 def _shown(value: Any) -> str:
-    """Format a value for the command line."""
     if value == omegaconf.MISSING:
         return "–"
     if value is None or isinstance(value, bool):
@@ -221,7 +215,6 @@ def _shown(value: Any) -> str:
 
 
 def _type(hint: Any) -> str:
-    """Return the name of a type."""
     options = typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return " or ".join("null" if option is type(None) else _type(option) for option in options)
@@ -248,7 +241,6 @@ def explanations(kind: type) -> dict[str, str]:
 
 
 def _documented(docstring: str) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of the sections `Args` and `Attributes`."""
     sections = re.split(r"^(\w+):\n", inspect.cleandoc(docstring), flags=re.MULTILINE)
     for title, body in zip(sections[1::2], sections[2::2], strict=True):
         if title in ("Args", "Attributes"):
@@ -258,7 +250,6 @@ def _documented(docstring: str) -> Iterator[tuple[str, str]]:
 
 
 def _commented(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield the fields declared by a class itself, with their comments."""
     try:
         source = textwrap.dedent(inspect.getsource(kind))
     except OSError:  # a `variant` without fields of its own
@@ -277,14 +268,12 @@ def _commented(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _in_yaml(text: str) -> str:
-    """Replace Python literals by their command-line form."""
     for python, ours in (("None", "null"), ("True", "true"), ("False", "false")):
         text = re.sub(rf"\b{python}\b", ours, text)
     return text
 
 
 def _escaped(text: str) -> str:
-    """Escape text for a Markdown table cell."""
     pieces = re.split(r"(`[^`]*`)", text.replace("|", "\\|").rstrip("."))
     return "".join(piece if piece.startswith("`") else piece.replace("<", "&lt;") for piece in pieces)
 

@@ -51,17 +51,10 @@ class ReportConfig(Checked):
     overwrite: bool = False  # replace the report in an existing directory
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         check_seeds("first_seed", self.first_seed, self.episodes)
 
     def runs(self) -> list[RunDirectory]:
-        """Open the runs.
-
-        Raises:
-            ConfigError: If none is given.
-            CheckpointError: If one is not a run, or a folder of seeds lacks one.
-        """
         given = self.run if isinstance(self.run, list) else [self.run]
         if given in ([], [None]):
             raise ConfigError("report needs run=<run directory>, or run=[<run>,<run>].")
@@ -70,7 +63,6 @@ class ReportConfig(Checked):
         return [RunDirectory.open(run) for path in given for run in seed_folders(path) or [Path(str(path))]]
 
     def folder(self, runs: Sequence[RunDirectory]) -> Path:
-        """Return the output folder."""
         if self.out is not None:
             return Path(self.out)
         if isinstance(self.run, list) and len(runs) > 1:
@@ -106,22 +98,12 @@ def report(config: ReportConfig) -> Path:
 
 
 def _refuse_to_replace(target: Path, overwrite: bool) -> None:
-    """Refuse to overwrite existing files, before any work.
-
-    Raises:
-        ConfigError: If the target is a file, below one, or a non-empty directory without `overwrite`.
-    """
     check_folder_to_write(target)
     if not overwrite and target.is_dir() and any(target.iterdir()):
         raise ConfigError(f"out={target} exists; choose another directory or say overwrite=true.")
 
 
 def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
-    """Write the page and its pictures, and remove those of an earlier report.
-
-    Raises:
-        WriteError: If the disk is full; an earlier report is unchanged.
-    """
     with draft_folder(target) as draft:
         for name, png in pictures.items():
             (draft / name).write_bytes(png)
@@ -134,7 +116,6 @@ def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
 
 
 def _named(runs: Sequence[RunDirectory]) -> dict[str, RunDirectory]:
-    """Return the runs by unique names."""
     named: dict[str, RunDirectory] = {}
     for one in runs:
         named[_unused(name_of_run(one.path), named)] = one
@@ -142,7 +123,6 @@ def _named(runs: Sequence[RunDirectory]) -> dict[str, RunDirectory]:
 
 
 def _unused(name: str, taken: Mapping[str, object]) -> str:
-    """Append a number to a name that is taken."""
     unused, number = name, 2
     while unused in taken:
         unused, number = f"{name} ({number})", number + 1
@@ -181,12 +161,10 @@ def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
 
 
 def _part(directory: RunDirectory, group: str) -> str:
-    """Return the registered name of a run's part; empty if missing."""
     return str(directory.section(group).get("name", ""))
 
 
 def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
-    """Add the configuration of the runs."""
     rows = []
     for name, one in runs.items():
         config = one.config
@@ -221,14 +199,12 @@ def _curves(page: Page, named: Mapping[str, RunDirectory], groups: Sequence[Grou
 
 
 def _unit(directory: RunDirectory) -> str:
-    """Return the unit of a run's steps, from its last checkpoint."""
     if directory.latest() is None:
         return "steps"
     return str(locate(directory.path, "run").provenance().get("unit", "steps"))
 
 
 def _numbers(page: Page, groups: Sequence[Group]) -> None:
-    """Tabulate the last evaluation of every run, and the pooled runs of each group."""
     found = {
         group.title: {name: e for name, one in group.runs.items() if (e := _last_evaluation(one)) is not None}
         for group in groups
@@ -246,7 +222,6 @@ def _numbers(page: Page, groups: Sequence[Group]) -> None:
 
 
 def _say_last_and_best(page: Page, runs: Sequence[tuple[str, RunDirectory]]) -> None:
-    """Add the last and the best evaluation during training."""
     for name, directory in runs:
         if (both := best_evaluation(directory)) is not None and both.count > 1:
             page.text(f"{name}, {both.last.quantity} while training: {both}.")
@@ -282,7 +257,6 @@ def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def _is_same(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two descriptions refer to one task."""
     return bool(own["name"] == other["name"]) and not options_that_differ(own, other)
 
 

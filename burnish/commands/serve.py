@@ -41,7 +41,6 @@ class ServeConfig(ServerSettings):
     new_client: str | None = None  # create keys for this client in keys=<folder>, and exit
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.new_client is not None and self.keys is None:
             raise ConfigError("new_client needs keys=<folder>, where the keys are put.")

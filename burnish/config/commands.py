@@ -32,11 +32,9 @@ class Command:
         return self.name.replace(" ", "_")
 
     def load(self) -> ModuleType:
-        """Import the module of the command."""
         return importlib.import_module(f"burnish.commands.{self.module}")
 
     def config_class(self) -> type:
-        """Return the configuration dataclass; imports its module only."""
         home, _, name = str(self.schema).rpartition(":")
         found: type = getattr(importlib.import_module(home) if home else self.load(), name)
         return found

@@ -83,21 +83,14 @@ class Overrides:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Overrides:
-        """Read texts in Hydra's grammar.
-
-        Raises:
-            ConfigError: If one cannot be read.
-        """
         return cls(tuple(map(_parse, texts)))
 
     @property
     def texts(self) -> list[str]:
-        """All overrides as typed."""
         return [item.text for item in self.items]
 
     @property
     def keys(self) -> list[str]:
-        """Key or group of each."""
         return [item.key for item in self.items]
 
     def value(self, key: str) -> Any:
@@ -109,11 +102,9 @@ class Overrides:
         return Overrides(tuple(item for item in self.items if item.key not in keys))
 
     def __add__(self, other: Overrides) -> Overrides:
-        """Return these overrides followed by others."""
         return Overrides(self.items + other.items)
 
     def renamed(self, former: str, present: str) -> Overrides:
-        """Return the overrides with a key, or all keys below it, renamed."""
         return Overrides(tuple(map(_parse, (with_name(text, former, present) for text in self.texts))))
 
 
@@ -227,7 +218,6 @@ def quoted(value: Any, key: str = "") -> str:
 
 
 def _refused_object(key: str, value: Any) -> str:
-    """Return the message for a Python object as a value, with the supported alternative."""
     wanted, kind = "text, a path, a number, or a list of these", type(value).__name__
     given = f"{key or 'a key'}= must be {wanted}; got an object {kind}."
     names = {cls.__name__ for cls in type(value).__mro__}
@@ -241,7 +231,6 @@ def _refused_object(key: str, value: Any) -> str:
 
 
 def _unknown_option(command: str, option: str, arguments: Sequence[str]) -> str:
-    """Return the message for a key typed as an option."""
     name, _, value = option.lstrip("-").partition("=")
     name = name.replace("-", "_")
     behind = list(arguments)[list(arguments).index(option) + 1 :]
@@ -253,7 +242,6 @@ def _unknown_option(command: str, option: str, arguments: Sequence[str]) -> str:
 
 
 def _key_for(command: str, text: str) -> str:
-    """Return the key that a bare word probably belongs to."""
     for group in groups_of(command):
         if text in options_of(group):
             return group

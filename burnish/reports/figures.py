@@ -104,7 +104,6 @@ def learning_curves(
 def _draw_panel(
     axes: Axes, curves: Sequence[Curve], colours: Mapping[str, Any], means: Mapping[str, Sequence[str]]
 ) -> None:
-    """Plot one metric: a curve per run in its colour, and the means."""
     for curve in curves:
         mark = "o" if len(curve.steps) <= 40 else None
         style: dict[str, Any] = {"marker": mark, "markersize": 3, "linewidth": 1.3, "label": curve.label}

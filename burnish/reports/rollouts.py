@@ -59,7 +59,6 @@ class ReportRollouts:
         return env, {title: self._rows(one, env, settings) for title, one in {**before, after: found}.items()}
 
     def _rows(self, found: Located, env: Any, settings: EvaluationSettings) -> tuple[EpisodeRow, ...]:
-        """Run episodes and return their rows."""
         key = (found.path.resolve(), repr(env), repr(settings))
         if key not in self._played:
             with Counting(f"playing {found.label}", settings.episodes) as counting:

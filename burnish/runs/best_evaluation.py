@@ -24,7 +24,6 @@ class Judged:
 
     @property
     def value(self) -> float:
-        """Mean over episodes."""
         return float(self.summary[self.quantity]["value"])
 
 
@@ -37,7 +36,6 @@ class BestEvaluation:
     count: int
 
     def __str__(self) -> str:
-        """Format both in one line."""
         unit, scale = (" %", 100.0) if self.last.quantity == "success" else ("", 1.0)
         last, best = (f"{scale * one.value:.4g}{unit} at step {one.step}" for one in (self.last, self.best))
         episodes = self.last.summary["episodes"]

@@ -34,7 +34,6 @@ class Built:
     advance: Callable[[], Sequence[Metrics]]
 
     def close(self) -> None:
-        """Close the algorithms."""
         for algorithm in self.algorithms:
             algorithm.close()
 
@@ -87,14 +86,12 @@ def prepare(run: ResolvedRun) -> Setup:
 
 
 def _dataset(config: TrainConfig) -> EpisodeDataset:
-    """Read the dataset in the task's format."""
     assert config.dataset is not None
     dataset = read_dataset(config.dataset, **config.reader)
     return dataset if config.env is None else as_shown(config.env, dataset)
 
 
 def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:
-    """Warn of settings of a new policy that differ from those of `init`."""
     wanted, default = config.policy_config(), complete(PolicyConfig())
     unused = [
         f.name

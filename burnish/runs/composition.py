@@ -51,11 +51,9 @@ class Section:
     rows: tuple[tuple[str, ...], ...]
 
     def shown(self) -> Table:
-        """Return it for the terminal."""
         return table(self.title, self.columns, self.rows)
 
     def markdown(self) -> str:
-        """Return it for a file."""
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         return "\n".join([f"## {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
@@ -83,7 +81,6 @@ class CompositionResult:
     path: Path
 
     def sections(self) -> Iterator[Section]:
-        """Yield the tables of the report."""
         names = tuple(self.members)
         if self.search is not None:
             yield _searched(names, self.search)
@@ -122,11 +119,6 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
 
 
 def _members(config: EvalConfig) -> dict[str, Located]:
-    """Locate the members, each under a distinct name.
-
-    Raises:
-        ConfigError: If there are fewer than two, or given keys conflict with `compose`.
-    """
     paths = config.compose
     if not isinstance(paths, list) or len(paths) < 2:
         raise ConfigError(f"compose needs a list of two or more policies, compose=[a,b]; got {paths}.")
@@ -155,11 +147,6 @@ def _members(config: EvalConfig) -> dict[str, Located]:
 
 
 def _require_used(config: EvalConfig) -> None:
-    """Refuse settings that the weight selection or the operator does not use.
-
-    Raises:
-        ConfigError: Names the first one.
-    """
     default = type(config)()
     unused = {
         "search": ("weights are given", config.weights is not None),
@@ -178,7 +165,6 @@ def _check_out(target: Path) -> None:
 
 
 def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
-    """Compose the members with the given or initial weights."""
     weights = config.weights
     if weights is None or weights == ESTIMATE:
         weights = config.search.weights(len(members), config.operator)[0]
@@ -199,7 +185,6 @@ def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[Weig
 
 
 def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:
-    """Search the weights by rollouts, with the evaluation protocol."""
     settings, kept = config.search, len(config.search.weights(len(policy.fields), config.operator))
     rounds = (kept, *(min(kept, n) for n in settings.keep))
     total = sum(n * episodes for n, episodes in zip(rounds, settings.episodes, strict=True))
@@ -231,7 +216,6 @@ def _episodes(policy: Policy, env: Any, config: EvalConfig, on_progress: Any) ->
 
 
 def _searched(names: Sequence[str], search: Search) -> Section:
-    """Tabulate the rounds of a search: every trial with its interval and its distance to the best."""
     rows = []
     for trial in search.trials:
         behind = ""
@@ -251,7 +235,6 @@ def _searched(names: Sequence[str], search: Search) -> Section:
 
 
 def _estimated(names: Sequence[str], estimate: Sequence[WeightEstimate]) -> Section:
-    """Tabulate estimated weights, all levels together and per level."""
     rows = [
         (
             "all" if one.t is None else f"{one.t:.2f}",
@@ -268,7 +251,6 @@ def _estimated(names: Sequence[str], estimate: Sequence[WeightEstimate]) -> Sect
 
 
 def _measured(result: CompositionResult) -> Section:
-    """Tabulate the fresh episodes of the composition and its members."""
     rows: list[tuple[str, ...]] = [("composition", "", *_headline(result.evaluation), "", "")]
     for name, weight in zip(result.members, result.policy.composition.weights, strict=True):
         comparison = result.comparisons[name]
@@ -281,7 +263,6 @@ def _measured(result: CompositionResult) -> Section:
 
 
 def _headline(evaluation: Evaluation) -> tuple[str, str]:
-    """Return mean and interval of the task's main quantity."""
     return format_interval(evaluation.quantity, evaluation.summary()[evaluation.quantity])
 
 
@@ -298,7 +279,6 @@ def _numbers(weights: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Located], env: Any) -> None:
-    """Write policy, episodes, results and page."""
     target, composition = result.path, asdict(result.policy.composition)
     (target / "eval").mkdir(parents=True, exist_ok=True)
     write_text(target / "eval" / "composition.json", result.evaluation.to_json() + "\n")
@@ -324,7 +304,6 @@ def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Locat
 
 
 def _origin(config: EvalConfig) -> str:
-    """Return a description of the source of the weights."""
     if config.weights is None:
         return "searched by rollouts"
     return "estimated from demonstrations" if config.weights == ESTIMATE else "given"

@@ -41,7 +41,6 @@ class Located:
         return name if self.step is None else f"{name}@{self.step}"
 
     def load(self) -> Policy:
-        """Load the policy."""
         return policy_folder.load_policy(self.path)
 
     def provenance(self) -> Mapping[str, Any]:
@@ -55,11 +54,9 @@ class LocatedExport(Located):
     """A folder written by `burnish export`."""
 
     def load(self) -> Any:
-        """Load the exported policy."""
         return ExportedPolicy(self.path)
 
     def provenance(self) -> Mapping[str, Any]:
-        """Facts stored with the exported policy."""
         return read_signature(self.path).provenance
 
 
@@ -174,7 +171,6 @@ def seed_folders(place: str | Path | None) -> list[Path]:
 
 
 def _perhaps_on_hub(given: Path) -> str:
-    """Return a hint about `hub://` if the path resembles a hub name."""
     looks_so = len(given.parts) == 2 and not given.is_absolute() and not given.parent.exists()
     return f" One on the hub is written {PREFIX}{given.as_posix()}." if looks_so else ""
 

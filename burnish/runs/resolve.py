@@ -1,7 +1,7 @@
 """First stage of training: from overrides to one immutable description of the run.
 
 Paths become absolute, policies are located, and every check that needs no policy or dataset runs here. The
-next stages are `burnish.runs.build` and `burnish.runs.launch`.
+next stages are `burnish.runs.build` and `burnish.commands.train`.
 """
 
 from __future__ import annotations
@@ -167,7 +167,6 @@ def parts_of(directory: RunDirectory) -> Overrides:
 def _continued(
     runs: Sequence[RunDirectory], context: RunContext, *, has_folders: bool = False
 ) -> ResolvedRun:
-    """Resolve resumed runs with their overrides."""
     configs, typed, places = [], [], []
     for run in runs:
         known = parts_of(run).texts
@@ -201,12 +200,6 @@ def _require_together(configs: Sequence[TrainConfig]) -> None:
 
 
 def _runs_below(config: TrainConfig) -> list[RunDirectory]:
-    """Return the resumed runs by seed.
-
-    Raises:
-        ConfigError: If other seeds are requested, or there are none.
-        CheckpointError: If one is missing.
-    """
     folders = seed_folders(config.resume)
     there = [folder.name for folder in folders]
     if config.seeds is not None and sorted(f"seed-{seed}" for seed in config.seeds) != sorted(there):
@@ -224,11 +217,6 @@ def _runs_below(config: TrainConfig) -> list[RunDirectory]:
 
 
 def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
-    """Check that the run's `init` and teacher exist; errors name the override to relocate them.
-
-    Raises:
-        CheckpointError: If one is missing.
-    """
     for key, path in (("init", config.init), ("algo.teacher", getattr(config.algo, "teacher", None))):
         if path is None or is_on_hub(path):
             continue
@@ -262,11 +250,6 @@ def _with_lasting_paths(config: TrainConfig) -> tuple[TrainConfig, Located | Non
 
 
 def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
-    """Refuse inconsistent values, warn of those without effect; return the device.
-
-    Raises:
-        ConfigError: If values are inconsistent.
-    """
     if config.algo is None:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.names('algo'))}.")
     device = device_of(config.device)
@@ -290,11 +273,6 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
 
 
 def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
-    """Refuse overrides of a new policy if `init` is set or the algorithm builds its policy.
-
-    Raises:
-        ConfigError: If there are any.
-    """
     keys = [key for key in typed.keys if key.partition(".")[0] in (*PART_GROUPS, "policy")]
     if keys and config.init is not None:
         raise ConfigError(
@@ -310,7 +288,6 @@ def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
 
 
 def _warn_of_unused_evaluation(config: TrainConfig, typed: Overrides) -> None:
-    """Warn of evaluation overrides without a task."""
     if config.env is not None or config.evaluation.episodes == 0:
         return
     if unused := [key for key in typed.keys if key.startswith(("evaluation.", "trainer.eval_"))]:

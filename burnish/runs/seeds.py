@@ -103,7 +103,6 @@ def require_alike(configs: Sequence[TrainConfig]) -> None:
 
 
 def _settings_of(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that must be equal between runs, by key."""
     found = settings_of("", describe(config))
     return {key.removeprefix("."): value for key, value in found.items() if key[1:] not in _OF_EACH}
 

@@ -17,13 +17,12 @@ from burnish.commands import importing as import_command
 from burnish.commands import report as report_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
-from burnish.config.overrides import Overrides, quoted, with_home
+from burnish.config.overrides import Overrides, RunContext, quoted, with_home
 from burnish.config.schema import compose_command, compose_config
 from burnish.console import log_lines
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.context import RunContext, goes_on_in_place
 from burnish.runs.locate import locate, place_now
-from burnish.runs.resolve import with_resumed_parts
+from burnish.runs.resolve import goes_on_in_place, with_resumed_parts
 from policies import registry
 from policies.errors import ConfigError
 from policies.export.folder import ExportReport

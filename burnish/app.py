@@ -20,9 +20,8 @@ from omegaconf import DictConfig, flag_override
 
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import USER_ERRORS, error_message
-from burnish.config.overrides import Overrides, check_arguments, quoted, with_home
+from burnish.config.overrides import Overrides, RunContext, check_arguments, quoted, with_home
 from burnish.config.schema import compose_renamed, register_configs, to_command
-from burnish.runs.context import RunContext, goes_on_in_place
 
 EXIT_USER_ERROR = 2
 
@@ -150,7 +149,7 @@ def _continuing(command: str, words: list[str], typed: Overrides) -> list[str]:
     resumed = typed.value("resume")
     if command != "train" or resumed in (None, ""):
         return words
-    from burnish.runs.resolve import with_resumed_parts
+    from burnish.runs.resolve import goes_on_in_place, with_resumed_parts
 
     run, chosen = Path(str(resumed)).expanduser(), typed.value("hydra.run.dir")
     if chosen is not None and Path(str(chosen)).expanduser().absolute() != run.absolute():

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
-from burnish.runs.context import RunContext
 from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.writers import FOLDERS, format_to_write

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
+from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
-from burnish.runs.context import RunContext
 from burnish.runs.locate import check_folder_to_write
 from envs.datasets.catalogue import Entry, RemoteFile, catalogue, download_folder, lookup
 from envs.datasets.download import fetch, file_sum

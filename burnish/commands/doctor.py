@@ -56,19 +56,15 @@ def main(arguments: Sequence[str]) -> int:
     findings = [*_python(), *_packages(), *_threads(), *_ours(), *_parts(), *_extras()]
     if not options.no_render:
         findings += _rendering()
-    marks = {True: "ok", False: "--"}
-    rows = [
-        ("FAIL" if f.needed and not f.is_good else marks[f.is_good], f.subject, f.detail) for f in findings
-    ]
+    marks = ["ok" if f.is_good else "FAIL" if f.needed else "--" for f in findings]
+    rows = [(mark, f.subject, f.detail) for mark, f in zip(marks, findings, strict=True)]
     output().print(table("", ("", "what", "found"), rows))
-    return int(any(f.needed and not f.is_good for f in findings))
+    return int("FAIL" in marks)
 
 
 def _python() -> Iterator[Finding]:
-    version = platform.python_version()
-    yield Finding(
-        "python", sys.version_info >= (3, 11), f"{version} on {platform.platform()} (needs 3.11)", True
-    )
+    detail = f"{platform.python_version()} on {platform.platform()} (needs 3.11)"
+    yield Finding("python", sys.version_info >= (3, 11), detail, True)
     yield Finding("burnish", True, burnish.__version__)
 
 
@@ -170,32 +166,26 @@ def _rendering() -> Iterator[Finding]:
     working = [backend for backend, (works, _) in tried.items() if works]
     usable = working if chosen else [backend for backend in gl_backends() if backend in working]
     if usable:
-        why = "MUJOCO_GL says so" if chosen else _why_by_itself(usable[0])
+        only = usable[0] == "osmesa"
+        why = "libEGL is not installed and libOSMesa is" if only else "it is the first that works"
+        why = "MUJOCO_GL says so" if chosen else f"MUJOCO_GL is not set, and {why}"
         yield Finding("pictures", True, f"drawn by {usable[0]}: {why}")
     elif working:
-        hint = "only OSMesa works, and libEGL comes before it: set MUJOCO_GL=osmesa"
-        yield Finding("pictures", False, hint)
+        yield Finding(
+            "pictures", False, "only OSMesa works, and libEGL comes before it: set MUJOCO_GL=osmesa"
+        )
     else:
-        hint = "none works: reports leave pictures of MuJoCo scenes out; "
-        hint += "unset MUJOCO_GL to try all" if chosen else "install libegl1 or libosmesa6"
-        yield Finding("pictures", False, hint)
-
-
-def _why_by_itself(backend: str) -> str:
-    if backend == "osmesa":
-        return "MUJOCO_GL is not set, libEGL is not installed and libOSMesa is"
-    return "MUJOCO_GL is not set, and it is the first that works"
+        hint = "unset MUJOCO_GL to try all" if chosen else "install libegl1 or libosmesa6"
+        yield Finding("pictures", False, f"none works: reports leave pictures of MuJoCo scenes out; {hint}")
 
 
 def _try_renderer(backend: str) -> tuple[bool, str]:
     home = Path(burnish.__file__).resolve().parents[1]
     environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
     environment["MUJOCO_GL"] = backend
-    command = [sys.executable, "-c", _RENDER]
+    command, options = [sys.executable, "-c", _RENDER], {"env": environment, "cwd": home}
     try:
-        done = subprocess.run(
-            command, env=environment, cwd=home, capture_output=True, text=True, timeout=GL_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GL_TIMEOUT_S, **options)
     except subprocess.TimeoutExpired:
         return False, f"no picture within {GL_TIMEOUT_S} s"
     if done.returncode == 0:

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from algos.training.run_directory import RunDirectory, eval_name
 from burnish.config.evaluate import OF_COMPOSE, EvalConfig
+from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.context import RunContext
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
 from burnish.runs.tasks import say_what_differs, task_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from burnish.config.overrides import RunContext
 from burnish.console import output, table
-from burnish.runs.context import RunContext
 from burnish.runs.locate import Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.protocol import with_steps

@@ -40,10 +40,7 @@ KINDS = {bool: "bool", int: "int", float: "float", str: "text", Path: "file", An
 ROW = "| {} | {} | {} | {} | {} |"
 HEAD = [ROW.format("key", "type", "range", "default", "what it decides"), "|---|---|---|---|---|"]
 GROUP_ROW = f"{ROW} {{}} |"
-GROUP_HEAD = [
-    GROUP_ROW.format("key", "type", "range", "default", "what it decides", "of"),
-    "|---|---|---|---|---|---|",
-]
+GROUP_HEAD = [f"{HEAD[0]} of |", f"{HEAD[1]}---|"]
 
 INTRODUCTION = """# Keys
 
@@ -54,10 +51,9 @@ compares the two. What the keys of an algorithm mean together is on its page ([B
 experiment changes defaults: `--cfg job` prints what a command would take.
 """
 
-READERS = (
-    "How a dataset is read, for every command that takes `dataset=`. The format follows from the content of\n"
-    "the file; an option of another format is refused."
-)
+READERS = """\
+How a dataset is read, for every command that takes `dataset=`. The format follows from the content of
+the file; an option of another format is refused."""
 
 EXTRA = {
     "train": "Beside these: `experiment=<name>` (`burnish list experiments`), and `hydra.run.dir=<folder>`, "
@@ -67,9 +63,7 @@ EXTRA = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m burnish.commands.keys", description="Write the page of keys."
-    )
+    parser = argparse.ArgumentParser("python -m burnish.commands.keys", description="Write the page of keys.")
     parser.add_argument("path", nargs="?", default=PAGE)
     path = Path(parser.parse_args(arguments).path)
     path.write_text(page(), encoding="utf-8")
@@ -97,14 +91,8 @@ def page() -> str:
     for command in COMMANDS.values():
         if command.schema is not None:
             rows = rows_of(command.config_class()(), "", default_options(command.name))
-            lines += [
-                f"### burnish {command.name}",
-                "",
-                *_sentence(EXTRA.get(command.name)),
-                *HEAD,
-                *rows,
-                "",
-            ]
+            extra = [EXTRA[command.name], ""] if command.name in EXTRA else []
+            lines += [f"### burnish {command.name}", "", *extra, *HEAD, *rows, ""]
     for group in GROUPS:
         lines += [f"## {group}", "", *_group(group), ""]
     lines += _reader_options()
@@ -112,11 +100,7 @@ def page() -> str:
 
 
 def _group(group: str) -> Iterator[str]:
-    parts = {
-        name: part
-        for name, part in registry.parts(group).items()
-        if part.__module__.split(".")[0] in registry.PACKAGES
-    }
+    parts = {name: registry.lookup(group, name) for name in sorted(registry.sources(group))}
     found: dict[str, dict[str, Key]] = {}
     for name, part in parts.items():
         yield f"- `{group}={name}`: {_escaped(summary(part))}"
@@ -157,10 +141,6 @@ def _reader_options() -> list[str]:
             found.setdefault(key.name, {})[form] = key
     lines = ["## reader", "", READERS, "", *GROUP_HEAD]
     return lines + [_group_row(having, list(every)) for having in found.values()]
-
-
-def _sentence(text: str | None = None) -> list[str]:
-    return [text, ""] if text else []
 
 
 def rows_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | None = None) -> Iterator[str]:

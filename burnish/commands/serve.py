@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from algos.base import device_of
 from burnish.commands.export import surroundings_of
+from burnish.config.overrides import RunContext
 from burnish.console import output
-from burnish.runs.context import RunContext
 from burnish.runs.locate import locate
 from envs.evaluation.protocol import with_steps
 from policies.errors import ConfigError

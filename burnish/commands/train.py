@@ -16,12 +16,12 @@ from algos.training.provenance import processor_name
 from algos.training.run_directory import RunDirectory, eval_name
 from algos.training.signals import Interrupted
 from algos.training.trainer import Member, train_together
+from burnish.config.overrides import RunContext
 from burnish.config.schema import describe, describe_part
 from burnish.config.train import TrainConfig
 from burnish.console import output, table
 from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.build import build, opened_directories
-from burnish.runs.context import RunContext
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.resolve import ResolvedRun, has_seeds, resolve, resolve_seeds
 from policies import registry

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -109,6 +110,15 @@ class Overrides:
 
 
 NOTHING_TYPED = Overrides()
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a command is given beside its configuration."""
+
+    directory: Path  # default output directory
+    overrides: Overrides = NOTHING_TYPED
+    is_proposed: bool = False  # the directory was generated; if it exists, a number is appended
 
 
 def with_name(text: str, former: str, present: str) -> str:

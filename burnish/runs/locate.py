@@ -102,6 +102,18 @@ def check_folder_to_write(path: str | os.PathLike[str], key: str = "out") -> Non
     _check_parents(target, key)
 
 
+def check_folder_to_fill(target: Path, overwrite: bool | None = None) -> None:
+    """Refuse a folder that cannot be created or holds files; None: the command has no `overwrite`.
+
+    Raises:
+        ConfigError: If it does.
+    """
+    check_folder_to_write(target)
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        remedy = "" if overwrite is None else " or say overwrite=true"
+        raise ConfigError(f"out={target} exists; choose another directory{remedy}.")
+
+
 def _check_parents(target: Path, key: str) -> None:
     parent = next(place for place in target.absolute().parents if place.exists())
     if not parent.is_dir():

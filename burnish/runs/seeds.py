@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algos.training.resume_checks import settings_of
-from burnish.config.overrides import Overrides
 from burnish.config.schema import describe
 from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
 from envs.evaluation.settings import check_seeds
@@ -79,11 +77,6 @@ def require_complete(place: str | Path, key: str = "resume") -> None:
             f"{key}={place} is for the seeds {seeds}; seed-{missing[0]} is missing or has no {RUN_CONFIG}. "
             f"Restore it, or take the others one by one, such as {runs[0]}."
         )
-
-
-def of_one_seed(config: TrainConfig, typed: Overrides, seed: int) -> tuple[TrainConfig, Overrides]:
-    """Return configuration and overrides of the run of one seed, as for a single run."""
-    return replace(config, seed=seed, seeds=None), typed.but("seeds") + Overrides.parse([f"seed={seed}"])
 
 
 def require_alike(configs: Sequence[TrainConfig]) -> None:

@@ -15,10 +15,9 @@ from pairwise import representatives
 
 import configs
 from burnish.commands import train as train_command
-from burnish.config.overrides import experiments
+from burnish.config.overrides import RunContext, experiments
 from burnish.config.schema import GROUPS, compose_config, node_of
 from burnish.config.train import TrainConfig
-from burnish.runs.context import RunContext
 from burnish.runs.resolve import resolve
 from envs.datasets import EpisodeDataset, write_robomimic
 from envs.datasets.episode import Episode

@@ -25,10 +25,10 @@ from burnish.commands import evaluate as evaluate_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import describe_comparison
 from burnish.commands.export import surroundings_of
+from burnish.config.overrides import RunContext
 from burnish.config.schema import compose_config
 from burnish.console import log_lines
 from burnish.runs.build import prepare
-from burnish.runs.context import RunContext
 from burnish.runs.locate import locate
 from burnish.runs.resolve import resolve
 from burnish.runs.tasks import task_of

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
@@ -62,14 +62,16 @@ def download(config: DataDownloadConfig) -> Path:
     """Download a dataset; return the value for `dataset=`: a file or a folder.
 
     Raises:
-        ConfigError: If name and address are missing, or the folder cannot be created.
         DatasetError: If the name is unknown, or the download fails; partial files are kept.
     """
     folder = download_folder() if config.out is None else Path(config.out)
     check_folder_to_write(folder)
     entry = _entry(config)
     for file in entry.files:
-        address = file.url if config.mirror is None else _mirrored(file.url, config.mirror)
+        address = file.url
+        if config.mirror is not None:
+            address = urlunsplit(urlsplit(file.url)._replace(scheme="", netloc="", fragment=""))
+            address = f"{config.mirror.rstrip('/')}{address}"
         is_here = (folder / file.path).is_file()
         known = file.sha256 or (_sums(folder).get(file.path) if is_here else None)
         with Counting(f"fetching {Path(file.path).name} (MiB)", 1) as counting:
@@ -103,11 +105,6 @@ def _path_of(url: str) -> str:
     host = parts.netloc.rpartition("@")[2].lower().replace(":", "_")
     query = [hashlib.sha256(parts.query.encode()).hexdigest()[:8]] if parts.query else []
     return str(PurePosixPath("url", host, path.parent, *query, path.name))
-
-
-def _mirrored(url: str, mirror: str) -> str:
-    parts = urlsplit(url)
-    return f"{mirror.rstrip('/')}{parts.path}{f'?{parts.query}' if parts.query else ''}"
 
 
 def _sums(folder: Path) -> dict[str, str]:

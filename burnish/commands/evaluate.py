@@ -96,12 +96,7 @@ class ResolvedEval:
 
 
 def resolve(config: EvalConfig) -> ResolvedEval:
-    """Locate the policies and the task.
-
-    Raises:
-        ConfigError: If the configuration is inconsistent, or the task is unknown.
-        CheckpointError: If a policy is missing.
-    """
+    """Locate the policies and the task."""
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
     default = EvalConfig()

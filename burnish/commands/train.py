@@ -47,21 +47,13 @@ def run(config: TrainConfig, context: RunContext) -> float | None:
 
 
 def train(config: TrainConfig, context: RunContext) -> TrainResult:
-    """Resolve, build and run a training, or resume one.
-
-    Raises:
-        ConfigError: If the configuration is refused, e.g. for several seeds; see `train_seeds`.
-    """
+    """Resolve, build and run a training, or resume one."""
     (result,) = launch(resolve(config, context))
     return result
 
 
 def train_seeds(config: TrainConfig, context: RunContext) -> list[TrainResult]:
-    """Train several seeds at once, or resume those in the folder `config.resume`.
-
-    Raises:
-        ConfigError: See `resolve_seeds`.
-    """
+    """Train several seeds at once, or resume those in the folder `config.resume`."""
     return launch(resolve_seeds(config, context))
 
 

@@ -29,19 +29,15 @@ HELP_WIDTH = 110  # columns of help pages
 def experiments() -> tuple[str, ...]:
     """Return the names of the packaged experiments, sorted."""
     folder = resources.files("configs") / "experiment"
-    return tuple(
-        sorted(path.name[: -len(".yaml")] for path in folder.iterdir() if path.name.endswith(".yaml"))
-    )
+    return tuple(sorted(Path(one.name).stem for one in folder.iterdir() if one.name.endswith(".yaml")))
 
 
 @cache
 def default_options(command: str) -> dict[str, str | None]:
     """Return the groups of a command, in order, with their default options."""
     text = (resources.files("configs") / f"{COMMANDS[command].config_name}.yaml").read_text()
-    entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
-    return {
-        group: name for one in entries for group, name in one.items() if not group.startswith("override ")
-    }
+    entries = [entry.items() for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
+    return {group: name for ((group, name),) in entries if not group.startswith("override ")}
 
 
 def groups_of(command: str) -> tuple[str, ...]:
@@ -155,10 +151,7 @@ def check_overrides(command: str, texts: Sequence[str]) -> Overrides:
 
 
 def with_home(override: str) -> str:
-    """Expand a `~/` at the start of a value, or of a list item, to the home folder.
-
-    Hydra's grammar has no bare `~` in values, and most shells do not expand `~` after `key=`.
-    """
+    """Expand `~/` at the start of a value or list item: Hydra and most shells do not after `key=`."""
     key, equals, value = override.partition("=")
     is_quoted = "'" in value or '"' in value
     home = os.path.expanduser("~/")
@@ -166,13 +159,7 @@ def with_home(override: str) -> str:
 
 
 def check_arguments(command: str, arguments: Sequence[str]) -> Overrides:
-    """Refuse options unknown to the command and to Hydra, and check overrides as `check_overrides`.
-
-    Returns the typed overrides.
-
-    Raises:
-        ConfigError: If there are any; the message shows the correct form.
-    """
+    """Return the typed overrides; refuse as `check_overrides`, and options unknown to Hydra."""
     parser = get_args_parser()
     parser.allow_abbrev = False  # otherwise --experiment would abbreviate --experimental-rerun
 
@@ -198,14 +185,10 @@ def keys_of(command: str) -> tuple[str, ...]:
 
 
 def quoted(value: Any, key: str = "") -> str:
-    """Write a value in Hydra's grammar; numpy and torch numbers and arrays become plain ones.
-
-    Args:
-        value: Text, path, number, bool, None, or lists and dicts of these.
-        key: Key of the value, for errors.
+    """Write a value in Hydra's grammar: text, path, number, bool, None, or lists, arrays and dicts of these.
 
     Raises:
-        ConfigError: If it is anything else, such as a loaded policy.
+        ConfigError: If it is anything else, such as a loaded policy; names `key`.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -14,9 +14,9 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hydra import compose, initialize_config_module
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -164,8 +164,7 @@ def register_configs() -> None:
     OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)
 
 
-@dataclass(frozen=True)
-class Composed:
+class Composed(NamedTuple):
     """Composed configuration of a command, and its overrides (with present key names)."""
 
     config: Any
@@ -197,10 +196,7 @@ def compose_command(command: str, overrides: Sequence[str]) -> Composed:
 
 
 def compose_renamed(overrides: Overrides, compose: Callable[[Overrides], T]) -> T:
-    """Compose overrides after renaming former keys to present ones.
-
-    Warns once per former name.
-    """
+    """Compose overrides after renaming former keys to present ones, with one warning each."""
     renamed: dict[str, str] = {}
     token = RENAMED.set(renamed)
     try:
@@ -342,12 +338,7 @@ def _plain(value: Any) -> Any:
 
 
 def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NOTHING_TYPED) -> Any:
-    """Rebuild a configuration from `describe`, also from that of an earlier version.
-
-    Args:
-        kind: The dataclass of the configuration.
-        data: Its description.
-        overrides: Values to change; group options are fixed.
+    """Rebuild a configuration from `describe`, of this or an earlier version; overrides change values only.
 
     Raises:
         ConfigError: If a part, a key or a value is unknown, or the description contains a reference.
@@ -380,8 +371,8 @@ def _refuse_references(data: Any, key: str = "") -> None:
     """Refuse `${…}`: descriptions come from files, which must not read environment variables."""
     if isinstance(data, str) and "${" in data:
         raise ConfigError(
-            f"{key} must be a plain value in a saved configuration; got '{data[:80]}'. What a file says is "
-            f"never looked up: write the value itself there, or give {key}=<value>."
+            f"{key} must be a plain value in a saved configuration; got '{data[:80]}'. Write it there "
+            f"itself, or give {key}=<value>."
         )
     items = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
     for name, item in items:
@@ -421,8 +412,7 @@ def _require_value(item: Override) -> None:
         raise ConfigError(f"'{item.text}' cannot be used here; write key=value.")
     if item.key == "experiment":
         raise ConfigError(
-            f"'{item.text}' would replace the whole configuration, and a run is resumed with its own. Leave "
-            f"it out, or start a new run with it."
+            f"'{item.text}' would replace the configuration of the run; start a new run with it."
         )
     if item.key in GROUPS:
         raise ConfigError(f"'{item.text}' would replace a part; only values (key=value) can be changed here.")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 
 from algos.base import Algorithm, Metrics, Setup
 from algos.training.run_directory import RunDirectory, new_folder
@@ -39,13 +38,7 @@ class Built:
 
 
 def build(run: ResolvedRun) -> Built:
-    """Build the algorithms, and check that evaluation during training is possible.
-
-    Raises:
-        ConfigError: If the parts do not fit each other, or the evaluation is impossible.
-        CapabilityError: If the policy lacks a capability that algorithm or evaluation requires.
-        MissingExtraError: If rendering is required and unavailable.
-    """
+    """Build the algorithms, and check that evaluation during training is possible."""
     config, setup = run.config, prepare(run)
     if len(run.configs) == 1:
         algorithm = config.algo.build(setup)
@@ -107,12 +100,7 @@ def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:
 
 @contextmanager
 def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Iterator[None]:
-    """Create or open the run directories; new ones are removed if still bare at the end.
-
-    Args:
-        run: The resolved run.
-        directories: An empty list, extended by the directories.
-    """
+    """Append the created or opened run directories to a list; new ones still bare at the end are removed."""
     place = run.folder
     directories += run.continued
     try:
@@ -126,13 +114,9 @@ def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Ite
         yield
     except BaseException:
         if not run.continued:
-            _remove_unused(run, directories, place)
+            if all(directory.is_bare() for directory in directories):
+                for directory in directories:
+                    directory.remove_if_bare()
+            if run.has_folders and not seed_folders(place):
+                forget_seeds(place)
         raise
-
-
-def _remove_unused(run: ResolvedRun, directories: Sequence[RunDirectory], place: Path) -> None:
-    if all(directory.is_bare() for directory in directories):
-        for directory in directories:
-            directory.remove_if_bare()
-    if run.has_folders and not seed_folders(place):
-        forget_seeds(place)

@@ -74,11 +74,7 @@ def load_policy(policy: str | os.PathLike[str]) -> Policy:
 
 
 def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
-    """Refuse a path where no file can be written, before any work.
-
-    Raises:
-        ConfigError: If it is a folder, or below a file.
-    """
+    """Refuse, with ConfigError, a path where no file can be written."""
     target = Path(path)
     if target.is_dir():
         raise ConfigError(f"{key}={target} is a folder; give the name of a file, e.g. {target / 'name'}.")
@@ -91,11 +87,7 @@ def place_now(name: str) -> Path:
 
 
 def check_folder_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
-    """Refuse a path where no folder can be created, before any work.
-
-    Raises:
-        ConfigError: If it is a file, or below one.
-    """
+    """Refuse, with ConfigError, a path where no folder can be created."""
     target = Path(path)
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{key}={target} is a file; choose another directory.")
@@ -103,11 +95,7 @@ def check_folder_to_write(path: str | os.PathLike[str], key: str = "out") -> Non
 
 
 def check_folder_to_fill(target: Path, overwrite: bool | None = None) -> None:
-    """Refuse a folder that cannot be created or holds files; None: the command has no `overwrite`.
-
-    Raises:
-        ConfigError: If it does.
-    """
+    """Refuse, with ConfigError, a folder that cannot be created or holds files; None: no key `overwrite`."""
     check_folder_to_write(target)
     if not overwrite and target.is_dir() and any(target.iterdir()):
         remedy = "" if overwrite is None else " or say overwrite=true"

@@ -41,31 +41,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A resolved run, or several that differ in their seeds only.
+    """A resolved run, or several that differ in their seeds only."""
 
-    Attributes:
-        configs: Configurations by seed; paths are absolute, policies are single checkpoints.
-        overrides: Overrides of each run; for a resumed run, its changes.
-        folder: Run directory, or folder of several runs.
-        device: Device of gradients.
-        init: Policy to start from.
-        teacher: Policy to distil from.
-        is_proposed: A number may be appended to the folder's name.
-        has_folders: Each run has a folder `seed-<n>` in `folder`.
-        order: Seeds in the requested order of results; empty: order of the runs.
-        continued: Directories of resumed runs; empty for new runs.
-    """
-
-    configs: tuple[TrainConfig, ...]
-    overrides: tuple[Overrides, ...]
-    folder: Path
-    device: torch.device
-    init: Located | None = None
-    teacher: Located | None = None
-    is_proposed: bool = False
-    has_folders: bool = False
-    order: tuple[int, ...] = ()
-    continued: tuple[RunDirectory, ...] = ()
+    configs: tuple[TrainConfig, ...]  # by seed; paths are absolute, policies are single checkpoints
+    overrides: tuple[Overrides, ...]  # of each run; for a resumed run, its changes
+    folder: Path  # run directory, or folder of several runs
+    device: torch.device  # of gradients
+    init: Located | None = None  # policy to start from
+    teacher: Located | None = None  # policy to distil from
+    is_proposed: bool = False  # a number may be appended to the folder's name
+    has_folders: bool = False  # each run has a folder `seed-<n>` in `folder`
+    order: tuple[int, ...] = ()  # seeds in the requested order of results; empty: order of the runs
+    continued: tuple[RunDirectory, ...] = ()  # directories of resumed runs; empty for new runs
 
     @property
     def config(self) -> TrainConfig:
@@ -134,11 +121,7 @@ def with_resumed_parts(overrides: Overrides) -> Overrides:
 
 
 def parts_of(directory: RunDirectory) -> Overrides:
-    """Return the group options of a run, e.g. `algo=dppo` and `env=avoid`.
-
-    Raises:
-        ConfigError: If a part is unknown.
-    """
+    """Return the group options of a run, e.g. `algo=dppo` and `env=avoid`."""
     names = {group: directory.section(group).get("name") for group in GROUPS if directory.section(group)}
     for group, name in names.items():
         registry.lookup(group, str(name))
@@ -242,9 +225,7 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
             f"a policy from it with algo=bc and give that as init."
         )
     if config.reader and config.dataset is None:
-        raise ConfigError(
-            f"reader={config.reader} are options of a dataset's reader; give dataset=<file> with them."
-        )
+        raise ConfigError(f"reader={config.reader} needs dataset=<file>, whose reader has these options.")
     _warn_of_unused_evaluation(config, typed)
     if config.requires_init and config.init is None:
         _log.warning("these settings tune a policy: give init=<policy>. Without it a new one is trained.")

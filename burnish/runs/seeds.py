@@ -24,11 +24,7 @@ _OF_EACH = ("seed", "name", "progress", "num_workers")
 
 
 def require_distinct(seeds: Sequence[int]) -> None:
-    """Refuse seeds that are empty, not integers, duplicates, or out of range.
-
-    Raises:
-        ConfigError: If they are.
-    """
+    """Refuse, with ConfigError, seeds that are empty, not integers, duplicates, or out of range."""
     if not seeds or any(type(seed) is not int for seed in seeds) or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds must be one or more different seeds, such as [0,1,2]; got {list(seeds)}.")
     for seed in seeds:
@@ -36,17 +32,12 @@ def require_distinct(seeds: Sequence[int]) -> None:
 
 
 def require_room(place: Path, seeds: Sequence[int]) -> None:
-    """Refuse a folder that holds runs, or where runs cannot be created.
-
-    Raises:
-        ConfigError: If it does.
-    """
+    """Refuse, with ConfigError, a folder that holds runs, or where runs cannot be created."""
     for folder in (place, *(folder_of(place, seed) for seed in seeds)):
         check_folder_to_write(folder, "hydra.run.dir")
     if (place / RUN_CONFIG).is_file() or seed_folders(place):
         raise ConfigError(
-            f"hydra.run.dir={place} holds a run already, or several. Continue with resume={place}, or choose "
-            f"another folder."
+            f"hydra.run.dir={place} holds runs already. Give resume={place}, or another folder."
         )
 
 
@@ -64,11 +55,7 @@ def forget_seeds(place: Path) -> None:
 
 
 def require_complete(place: str | Path, key: str = "resume") -> None:
-    """Refuse a folder without the run of one of its seeds.
-
-    Raises:
-        CheckpointError: If a run is missing.
-    """
+    """Refuse, with CheckpointError, a folder without the run of one of its seeds."""
     note = Path(place) / _NOTE
     seeds = [int(line) for line in note.read_text().split()] if note.is_file() else []
     runs = seed_folders(place)
@@ -80,18 +67,14 @@ def require_complete(place: str | Path, key: str = "resume") -> None:
 
 
 def require_alike(configs: Sequence[TrainConfig]) -> None:
-    """Refuse runs that differ in more than their seeds and display settings.
-
-    Raises:
-        ConfigError: If they do.
-    """
+    """Refuse, with ConfigError, runs that differ in more than their seeds and display settings."""
     first, *others = (_settings_of(config) for config in configs)
     for config, other in zip(configs[1:], others, strict=True):
         for key in sorted(key for key in {*first, *other} if first.get(key) != other.get(key)):
             raise ConfigError(
-                f"runs that are continued together must differ in their seeds only; {key} of seed "
-                f"{configs[0].seed} is {first.get(key)}, of seed {config.seed} {other.get(key)}. Give one "
-                f"value for all on the command line, or continue them one by one: resume=<folder>/seed-<n>."
+                f"{key} must be equal in runs that are continued together; of seed {configs[0].seed} it is "
+                f"{first.get(key)}, of seed {config.seed} {other.get(key)}. Give {key}=<value>, or continue "
+                f"them one by one: resume=<folder>/seed-<n>."
             )
 
 
@@ -101,11 +84,7 @@ def _settings_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def require_together(config: TrainConfig) -> None:
-    """Refuse algorithms that train one seed at a time; log if batching has no benefit.
-
-    Raises:
-        ConfigError: If the algorithm is one, or `init` is set.
-    """
+    """Refuse, with ConfigError, `init` and algorithms that train one seed at a time."""
     from algos.offline.batched_seeds import ONE_BY_ONE  # not needed for a single run
     from algos.offline.config import OfflineConfig
 

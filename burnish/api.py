@@ -21,8 +21,8 @@ from burnish.config.overrides import Overrides, RunContext, quoted, with_home
 from burnish.config.schema import compose_command, compose_config
 from burnish.console import log_lines
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.locate import locate, place_now
-from burnish.runs.resolve import goes_on_in_place, with_resumed_parts
+from burnish.runs.locate import dated_folder, locate
+from burnish.runs.resolve import resume_directory_error, with_resumed_parts
 from policies import registry
 from policies.errors import ConfigError
 from policies.export.folder import ExportReport
@@ -157,8 +157,8 @@ def _composed(
     composed = compose_command("train", typed.texts)
     config = composed.config
     if directory is not None and config.resume is not None:
-        raise goes_on_in_place(config.resume, f"directory={directory}")
-    place = directory or config.resume or place_now(config.name or registry.name_of("algo", config.algo))
+        raise resume_directory_error(config.resume, f"directory={directory}")
+    place = directory or config.resume or dated_folder(config.name or registry.name_of("algo", config.algo))
     is_proposed = directory is None and config.resume is None
     return config, RunContext(Path(place).expanduser(), composed.overrides, is_proposed)
 

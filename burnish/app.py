@@ -43,7 +43,7 @@ class Task:
             NewFolders.remove_unused()
             if wants_traceback() or hydra_config.mode != RunMode.RUN:
                 raise
-            raise SystemExit(complain(error)) from None
+            raise SystemExit(print_error(error)) from None
         except (Exception, KeyboardInterrupt, SystemExit):  # formatted by `main`
             NewFolders.remove_unused()
             raise
@@ -149,11 +149,11 @@ def _continuing(command: str, words: list[str], typed: Overrides) -> list[str]:
     resumed = typed.value("resume")
     if command != "train" or resumed in (None, ""):
         return words
-    from burnish.runs.resolve import goes_on_in_place, with_resumed_parts
+    from burnish.runs.resolve import resume_directory_error, with_resumed_parts
 
     run, chosen = Path(str(resumed)).expanduser(), typed.value("hydra.run.dir")
     if chosen is not None and Path(str(chosen)).expanduser().absolute() != run.absolute():
-        raise goes_on_in_place(run, f"hydra.run.dir={chosen}")
+        raise resume_directory_error(run, f"hydra.run.dir={chosen}")
     known = with_resumed_parts(typed).texts
     return [*known[: len(known) - len(typed.texts)], *words, f"hydra.run.dir={quoted(str(run))}"]
 
@@ -164,7 +164,7 @@ def wants_traceback() -> bool:
     return verbose or os.environ.get("BURNISH_TRACEBACK", "") == "1"
 
 
-def complain(error: BaseException) -> int:
+def print_error(error: BaseException) -> int:
     """Write one line to standard error and return the exit code."""
     sys.stderr.write(f"burnish: error: {error_message(error)}\n")
     return EXIT_USER_ERROR

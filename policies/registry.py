@@ -143,16 +143,6 @@ def is_known(group: str, name: str) -> bool:
     return name in sources(group) or name in names(group)
 
 
-def module_of(group: str, name: str) -> str:
-    """Return the module that registers a part.
-
-    Raises:
-        ConfigError: If the name is unknown.
-    """
-    source = sources(group).get(name)
-    return source.module if source is not None else lookup(group, name).__module__
-
-
 def parts(group: str) -> dict[str, type]:
     """Return the classes of a group by name, sorted; imports all of their modules."""
     return {name: lookup(group, name) for name in names(group)}

@@ -18,7 +18,7 @@ from burnish.console import Counting, output, table
 from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
-from burnish.runs.tasks import say_what_differs, task_of
+from burnish.runs.tasks import task_of, warn_of_task_differences
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import Interval
@@ -107,7 +107,7 @@ def resolve(config: EvalConfig) -> ResolvedEval:
     mine = locate_actor(config.policy, "policy")
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
     if config.env is not None:
-        say_what_differs(mine, config.env)
+        warn_of_task_differences(mine, config.env)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
     return ResolvedEval(config, mine, other, env)
 

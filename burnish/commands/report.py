@@ -19,7 +19,7 @@ from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.reports.figures import learning_curves, run_colours
 from burnish.reports.html import Page
-from burnish.reports.rollouts import ReportRollouts, describe_ways, draw_behaviour
+from burnish.reports.rollouts import ReportRollouts, describe_modes, draw_behaviour
 from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.locate import check_folder_to_fill, locate, name_of_run, seed_folders
 from burnish.runs.seeds import require_complete
@@ -272,6 +272,6 @@ def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirector
         pictures["behaviour.png" if len(named) == 1 else f"behaviour-{number}.png"] = png
         page.picture(png, f"{subject}{caption}")
         for title, rows in played.items():
-            if ways := describe_ways(env, rows):
+            if ways := describe_modes(env, rows):
                 page.text(f"{subject}{title}: {ways}")
     return pictures

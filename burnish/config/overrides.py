@@ -94,7 +94,7 @@ class Overrides:
         """Return the last value of a key; None if not typed."""
         return next((item.value for item in reversed(self.items) if item.key == key), None)
 
-    def but(self, *keys: str) -> Overrides:
+    def without(self, *keys: str) -> Overrides:
         """Return all overrides except those of the given keys."""
         return Overrides(tuple(item for item in self.items if item.key not in keys))
 
@@ -105,7 +105,7 @@ class Overrides:
         return Overrides(tuple(map(_parse, (with_name(text, former, present) for text in self.texts))))
 
 
-NOTHING_TYPED = Overrides()
+NO_OVERRIDES = Overrides()
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class RunContext:
     """What a command is given beside its configuration."""
 
     directory: Path  # default output directory
-    overrides: Overrides = NOTHING_TYPED
+    overrides: Overrides = NO_OVERRIDES
     is_proposed: bool = False  # the directory was generated; if it exists, a number is appended
 
 

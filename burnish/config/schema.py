@@ -34,7 +34,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import error_message, unknown_key
-from burnish.config.overrides import NOTHING_TYPED, Override, Overrides, check_overrides, describe_groups
+from burnish.config.overrides import NO_OVERRIDES, Override, Overrides, check_overrides, describe_groups
 from policies import registry
 from policies.bounds import former_names, with_present_names
 from policies.errors import ConfigError
@@ -337,7 +337,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NOTHING_TYPED) -> Any:
+def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NO_OVERRIDES) -> Any:
     """Rebuild a configuration from `describe`, of this or an earlier version; overrides change values only.
 
     Raises:

@@ -77,7 +77,7 @@ def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tupl
     return film_strip(frames, title=caption), caption
 
 
-def describe_ways(env: Any, rows: Sequence[EpisodeRow]) -> str:
+def describe_modes(env: Any, rows: Sequence[EpisodeRow]) -> str:
     """Count the solution modes used, for tasks that name them; empty otherwise."""
     if not hasattr(env, "mode_names"):
         return ""

@@ -14,7 +14,7 @@ from burnish.config.schema import describe
 from burnish.config.train import TrainConfig
 from burnish.runs.locate import folder_of, seed_folders
 from burnish.runs.resolve import ResolvedRun
-from burnish.runs.seeds import forget_seeds, note_seeds
+from burnish.runs.seeds import remove_seeds, write_seeds
 from envs.datasets import EpisodeDataset, read_dataset
 from envs.evaluation.protocol import as_evaluated, prepare_eval
 from envs.fit import as_shown
@@ -107,7 +107,7 @@ def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Ite
         if not run.continued:
             place = new_folder(run.folder) if run.is_proposed else run.folder
             if run.has_folders:
-                note_seeds(place, [config.seed for config in run.configs])
+                write_seeds(place, [config.seed for config in run.configs])
             for config, typed in zip(run.configs, run.overrides, strict=True):
                 folder = folder_of(place, config.seed) if run.has_folders else place
                 directories.append(RunDirectory.create_at(folder, describe(config), typed.texts))
@@ -118,5 +118,5 @@ def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Ite
                 for directory in directories:
                     directory.remove_if_bare()
             if run.has_folders and not seed_folders(place):
-                forget_seeds(place)
+                remove_seeds(place)
         raise

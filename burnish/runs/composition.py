@@ -19,7 +19,7 @@ from algos.training.run_directory import new_folder
 from burnish.config.schema import describe_part
 from burnish.console import Counting, table
 from burnish.runs.evaluation import evaluate_with
-from burnish.runs.locate import Located, check_folder_to_fill, locate, place_now
+from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate
 from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
@@ -111,7 +111,7 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     evaluation = _play("composition", policy, env, config)
     alone = {name: _play(name, member, env, config) for name, member in members.items()}
     comparisons = {name: compare(one, evaluation) for name, one in alone.items()}
-    target = Path(config.out) if config.out is not None else new_folder(place_now("compose"))
+    target = Path(config.out) if config.out is not None else new_folder(dated_folder("compose"))
     result = CompositionResult(policy, search, estimate, evaluation, alone, comparisons, target)
     _write(config, result, found, env)
     return result

@@ -81,7 +81,7 @@ def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
     _check_parents(target, key)
 
 
-def place_now(name: str) -> Path:
+def dated_folder(name: str) -> Path:
     """Return runs/<date>/<time>-<name>, which may exist (`algos.training.run_directory.new_folder`)."""
     return Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
 

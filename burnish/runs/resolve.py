@@ -24,7 +24,7 @@ from burnish.runs.seeds import (
     require_alike,
     require_complete,
     require_distinct,
-    require_room,
+    require_new_folders,
     require_together,
 )
 from envs.datasets import lasting_options
@@ -94,11 +94,11 @@ def resolve_seeds(config: TrainConfig, context: RunContext) -> ResolvedRun:
     require_distinct(config.seeds or [])
     if "seed" in context.overrides.keys:
         raise ConfigError(f"seed would have no effect beside seeds={config.seeds}. Leave one of them out.")
-    require_room(context.directory, config.seeds or [])
+    require_new_folders(context.directory, config.seeds or [])
     return _new(config, context, has_folders=True, order=tuple(config.seeds or ()))
 
 
-def goes_on_in_place(run: str | Path, got: str) -> ConfigError:
+def resume_directory_error(run: str | Path, got: str) -> ConfigError:
     """Return the error for a directory given together with `resume`."""
     key = got.partition("=")[0]
     return ConfigError(
@@ -117,7 +117,7 @@ def with_resumed_parts(overrides: Overrides) -> Overrides:
     if not (run / RUN_CONFIG).is_file():
         return overrides
     parts = parts_of(RunDirectory.open(run))
-    return parts.but(*overrides.keys) + overrides
+    return parts.without(*overrides.keys) + overrides
 
 
 def parts_of(directory: RunDirectory) -> Overrides:
@@ -130,10 +130,10 @@ def parts_of(directory: RunDirectory) -> Overrides:
 
 def _new(config: TrainConfig, context: RunContext, **facts: Any) -> ResolvedRun:
     _refuse_unused_policy(config, context.overrides)
-    config, *policies = _with_lasting_paths(config)
+    config, *policies = _with_absolute_paths(config)
     runs = [(config, context.overrides)]
     if config.seeds is not None:  # sorted, as when resumed: the order in a stack affects the last bits
-        rest = context.overrides.but("seeds")
+        rest = context.overrides.without("seeds")
         runs = [
             (replace(config, seed=seed, seeds=None), rest + Overrides.parse([f"seed={seed}"]))
             for seed in sorted(config.seeds)
@@ -147,9 +147,9 @@ def _continued(
     found, policies = [], []
     for run in runs:
         known = parts_of(run).texts
-        typed = [item for item in context.overrides.but("resume").items if item.text not in known]
+        typed = [item for item in context.overrides.without("resume").items if item.text not in known]
         changes = Overrides(tuple(typed))
-        config, *located = _with_lasting_paths(at_home(restore(TrainConfig, run.config, changes)), run)
+        config, *located = _with_absolute_paths(at_home(restore(TrainConfig, run.config, changes)), run)
         found.append((config, changes))
         policies.append(located)
     folder = runs[0].path.parent if has_folders else runs[0].path
@@ -184,7 +184,7 @@ def _runs_below(config: TrainConfig) -> list[RunDirectory]:
     return [RunDirectory.open(folder) for folder in folders]
 
 
-def _with_lasting_paths(
+def _with_absolute_paths(
     config: TrainConfig, run: RunDirectory | None = None
 ) -> tuple[TrainConfig, Located | None, Located | None]:
     """Return the configuration with absolute paths, its policy to start from, and its teacher.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from burnish.config.train import TrainConfig
 
 _log = logging.getLogger(__name__)
-_NOTE = "seeds.txt"
-_OF_EACH = ("seed", "name", "progress", "num_workers")
+_SEEDS_FILE = "seeds.txt"
+_MAY_DIFFER = ("seed", "name", "progress", "num_workers")
 
 
 def require_distinct(seeds: Sequence[int]) -> None:
@@ -31,7 +31,7 @@ def require_distinct(seeds: Sequence[int]) -> None:
         check_seeds("seeds", seed)
 
 
-def require_room(place: Path, seeds: Sequence[int]) -> None:
+def require_new_folders(place: Path, seeds: Sequence[int]) -> None:
     """Refuse, with ConfigError, a folder that holds runs, or where runs cannot be created."""
     for folder in (place, *(folder_of(place, seed) for seed in seeds)):
         check_folder_to_write(folder, "hydra.run.dir")
@@ -41,22 +41,22 @@ def require_room(place: Path, seeds: Sequence[int]) -> None:
         )
 
 
-def note_seeds(place: Path, seeds: Sequence[int]) -> None:
+def write_seeds(place: Path, seeds: Sequence[int]) -> None:
     """Write the seeds of a folder."""
     place.mkdir(parents=True, exist_ok=True)
-    write_text(place / _NOTE, "".join(f"{seed}\n" for seed in seeds))
+    write_text(place / _SEEDS_FILE, "".join(f"{seed}\n" for seed in seeds))
 
 
-def forget_seeds(place: Path) -> None:
-    """Remove the file of `note_seeds`, and the folder if empty."""
-    (place / _NOTE).unlink(missing_ok=True)
+def remove_seeds(place: Path) -> None:
+    """Remove the file of `write_seeds`, and the folder if empty."""
+    (place / _SEEDS_FILE).unlink(missing_ok=True)
     if place.is_dir() and not any(place.iterdir()):
         place.rmdir()
 
 
 def require_complete(place: str | Path, key: str = "resume") -> None:
     """Refuse, with CheckpointError, a folder without the run of one of its seeds."""
-    note = Path(place) / _NOTE
+    note = Path(place) / _SEEDS_FILE
     seeds = [int(line) for line in note.read_text().split()] if note.is_file() else []
     runs = seed_folders(place)
     if missing := [seed for seed in seeds if folder_of(Path(place), seed) not in runs]:
@@ -80,7 +80,7 @@ def require_alike(configs: Sequence[TrainConfig]) -> None:
 
 def _settings_of(config: TrainConfig) -> dict[str, Any]:
     found = settings_of("", describe(config))
-    return {key.removeprefix("."): value for key, value in found.items() if key[1:] not in _OF_EACH}
+    return {key.removeprefix("."): value for key, value in found.items() if key[1:] not in _MAY_DIFFER}
 
 
 def require_together(config: TrainConfig) -> None:

@@ -46,7 +46,7 @@ def options_that_differ(own: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     return [name for name in one if name in two and one[name] != two[name]]
 
 
-def say_what_differs(found: Located, env: Any) -> None:
+def warn_of_task_differences(found: Located, env: Any) -> None:
     """Log the options in which the requested task differs from the policy's."""
     own, asked = description_of(found), describe_task(env)
     if own is None or own["name"] != asked["name"]:

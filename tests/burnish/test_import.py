@@ -13,7 +13,7 @@ import burnish
 from burnish.commands import importing as command
 from burnish.config.overrides import RunContext
 from burnish.config.schema import compose_config
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import ConfigError
 from policies.protocols import Cond
 from policies.storage.policy_folder import read_config
 

@@ -183,9 +183,11 @@ def _try_renderer(backend: str) -> tuple[bool, str]:
     home = Path(burnish.__file__).resolve().parents[1]
     environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
     environment["MUJOCO_GL"] = backend
-    command, options = [sys.executable, "-c", _RENDER], {"env": environment, "cwd": home}
+    command = [sys.executable, "-c", _RENDER]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GL_TIMEOUT_S, **options)
+        done = subprocess.run(
+            command, env=environment, cwd=home, capture_output=True, text=True, timeout=GL_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         return False, f"no picture within {GL_TIMEOUT_S} s"
     if done.returncode == 0:

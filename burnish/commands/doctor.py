@@ -167,8 +167,8 @@ def _rendering() -> Iterator[Finding]:
     usable = working if chosen else [backend for backend in gl_backends() if backend in working]
     if usable:
         only = usable[0] == "osmesa"
-        why = "libEGL is not installed and libOSMesa is" if only else "it is the first that works"
-        why = "MUJOCO_GL says so" if chosen else f"MUJOCO_GL is not set, and {why}"
+        reason = "libEGL is not installed and libOSMesa is" if only else "and it is the first that works"
+        why = "MUJOCO_GL says so" if chosen else f"MUJOCO_GL is not set, {reason}"
         yield Finding("pictures", True, f"drawn by {usable[0]}: {why}")
     elif working:
         yield Finding(

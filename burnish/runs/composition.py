@@ -202,7 +202,7 @@ def _searched(names: Sequence[str], search: Search) -> Section:
     rows = []
     for trial in search.trials:
         is_behind = trial.round == search.trials[-1].round and trial.weights != search.best
-        behind = _difference(search.behind(trial)) if is_behind else ""
+        behind = _difference(search.compare_with_best(trial)) if is_behind else ""
         found, count = _headline(trial.evaluation), str(len(trial.evaluation.rows))
         rows.append((str(trial.round + 1), *_numbers(trial.weights), count, *found, behind))
     head = ("round", *names, "episodes", search.trials[0].evaluation.quantity, "95 %", "winner − this")

@@ -15,12 +15,12 @@ from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.reports.dataset_figure import draw_dataset
 from burnish.runs.locate import check_folder_to_write
-from envs.datasets import EpisodeDataset, fitting_options, read_dataset
+from envs.datasets import EpisodeDataset, read_dataset, supported_options
 from envs.datasets import quality as measure
 from envs.datasets.catalogue import find_dataset
 from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.recorded_task import describe_task
-from envs.datasets.scores import normalized_score, reference
+from envs.evaluation.scores import normalized_score, reference
 from envs.evaluation.settings import check_seeds
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, DatasetError
@@ -92,7 +92,7 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
         raise
     other = None
     if config.against is not None:
-        other = read_dataset(config.against, **fitting_options(config.against, config.reader))
+        other = read_dataset(config.against, **supported_options(config.against, config.reader))
         measure.check_widths(data, other)
     facts |= describe(data, config.task)
     if config.measures:

@@ -24,7 +24,7 @@ from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
-from envs.fit import as_shown
+from envs.fit import with_task_observations
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError
 from policies.policy import Policy
@@ -164,7 +164,7 @@ def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
 def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[WeightEstimate]:
     if config.dataset is None:
         return []
-    dataset = as_shown(env, read_dataset(config.dataset, **config.reader))
+    dataset = with_task_observations(env, read_dataset(config.dataset, **config.reader))
     return estimate_weights(policy, dataset, config.estimate)
 
 

@@ -18,7 +18,7 @@ from policies.policy import Policy
 from policies.storage import policy_folder
 from policies.storage.hub import PREFIX, fetch, is_on_hub
 from policies.storage.policy_folder import CONFIG as POLICY_CONFIG
-from policies.storage.policy_folder import read_config, where_it_was_left
+from policies.storage.policy_folder import interrupted_replacement, read_config
 
 RUN_CONFIG = "config.yaml"
 _SEED_FOLDER = re.compile(r"seed-(\d+)")
@@ -130,7 +130,7 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
     if not given.exists():
         raise CheckpointError(
             f"{key}={path} does not exist; give a policy directory or a run directory."
-            f"{where_it_was_left(given)}{_perhaps_on_hub(given)}"
+            f"{interrupted_replacement(given)}{_perhaps_on_hub(given)}"
         )
     if (given / RUN_CONFIG).is_file():
         run = RunDirectory.open(given)

@@ -27,7 +27,7 @@ from burnish.runs.seeds import (
     require_new_folders,
     require_together,
 )
-from envs.datasets import lasting_options
+from envs.datasets import absolute_options
 from envs.datasets.catalogue import find_dataset
 from envs.evaluation.settings import check_seeds
 from policies import registry
@@ -206,7 +206,7 @@ def _with_absolute_paths(
     fixed = replace(
         config,
         dataset=None if config.dataset is None else str(find_dataset(config.dataset).absolute()),
-        reader=lasting_options(config.reader) if config.reader else {},
+        reader=absolute_options(config.reader) if config.reader else {},
         init=None if init is None else str(init.path.resolve()),
         algo=config.algo if teacher is None else replace(config.algo, teacher=str(teacher.path.resolve())),
     )

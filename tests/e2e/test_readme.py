@@ -78,9 +78,7 @@ def test_the_python_path_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         code = code.replace(
             f'"experiment={begin}"', ", ".join(f'"{x}"' for x in (f"experiment={begin}", *more))
         )
-    code = code.replace("episodes=20", "episodes=4, num_workers=0").replace(
-        "episodes=100", "episodes=3, num_workers=0"
-    )
+    code = code.replace("episodes=20", "episodes=4").replace("episodes=100", "episodes=3, num_workers=0")
     code = code.replace("burnish.report(tuned)", "burnish.report(tuned, episodes=2, num_workers=0)")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})

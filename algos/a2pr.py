@@ -37,13 +37,9 @@ from policies.registry import register
 
 
 class ActionVae(nn.Module):
-    """Conditional variational auto-encoder of actions given conditions.
+    """Conditional variational auto-encoder of actions (B, A) within `limit`, given conditions (B, C).
 
-    Args:
-        cond_dim: C.
-        action_dim: A; the latent has 2 A entries.
-        width: Width of both hidden layers, in encoder and decoder.
-        limit: Bound of decoded actions.
+    The latent has 2 A entries; encoder and decoder have two hidden layers of `width`.
     """
 
     def __init__(self, cond_dim: int, action_dim: int, width: int = 750, limit: float = 1.0) -> None:
@@ -100,16 +96,13 @@ class AdvantageGuide(Regulariser):
         self.vae, self.value, self.weight, self.vae_weight = vae, value, weight, vae_weight
         self.value_optimizer = torch.optim.Adam(value.parameters(), lr=value_lr, fused=True)
         self.vae_optimizer = torch.optim.Adam(vae.parameters(), lr=vae_lr, fused=True)
-        self._before: Tensor | None = None  # V of the batch before its update, and q1 of the data actions
-        self._data_value: Tensor | None = None
+        self._state_value: Tensor | None = None  # V of the batch before its update
+        self._data_value: Tensor | None = None  # q1 of the data actions
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         shape, device = (n, self.vae.latent_dim), self.vae.outlet.weight.device
-        names = ("vae_data", "vae_policy")
-        return {
-            name: torch.randn(shape, generator=generator, device=generator.device).to(device)
-            for name in names
-        }
+        noise = (torch.randn(shape, generator=generator, device=generator.device) for _ in range(2))
+        return {name: eps.to(device) for name, eps in zip(("vae_data", "vae_policy"), noise, strict=True)}
 
     def learn(self, batch: Batch, backup: Backup, critic: Ensemble, draws: Draws) -> Quantities:
         aim = self.value_target(batch, backup, critic)
@@ -119,8 +112,8 @@ class AdvantageGuide(Regulariser):
             value = self._value_of(batch.cond)
         value_loss = (value - aim).square().mean(dim=-1)
         descend(self.value_optimizer, value_loss)
-        self._before = value.detach()
-        keep = (self._data_value > self._before).to(value.dtype)
+        self._state_value = value.detach()
+        keep = (self._data_value > self._state_value).to(value.dtype)
         with self._precision():
             rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"])
         error = (self.vae_weight * keep[..., None] * (rebuilt - batch.action).square()).mean(dim=(-2, -1))
@@ -157,12 +150,12 @@ class AdvantageGuide(Regulariser):
     @torch.no_grad()
     def judged(self, batch: Batch, rebuilt: Tensor, critic: Ensemble) -> tuple[Tensor, Tensor]:
         """Return a mask (..., B) where the guide is `rebuilt` (..., B, A), and the constraint weight."""
-        assert self._before is not None and self._data_value is not None, "learn comes before penalty"
+        value, data = self._state_value, self._data_value
+        assert value is not None and data is not None, "learn comes before penalty"
         with self._precision():
-            promise = critic(batch.cond, rebuilt, members=1)[0]
-        value, data = self._before, self._data_value
-        follows = promise - value >= data - value
-        return follows, self.weight * ((promise >= value) | (data > value)).to(value.dtype)
+            rebuilt_value = critic(batch.cond, rebuilt, members=1)[0]
+        follows = rebuilt_value - value >= data - value
+        return follows, self.weight * ((rebuilt_value >= value) | (data > value)).to(value.dtype)
 
     def _precision(self) -> AbstractContextManager[Any]:
         return precision(self._autocast, self.vae.outlet.weight.device)
@@ -170,13 +163,13 @@ class AdvantageGuide(Regulariser):
     def _value_of(self, cond: Tensor) -> Tensor:
         return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
+    _parts = ("vae", "value", "vae_optimizer", "value_optimizer")
+
     def state_dict(self) -> dict[str, Any]:
         return save_parts(self, self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_parts(self, self._parts, state)
-
-    _parts = ("vae", "value", "vae_optimizer", "value_optimizer")
 
 
 @register("algo", "a2pr")
@@ -206,9 +199,9 @@ class A2prConfig(ConstrainedTd3Config):
         self.require("value_dims", bool(self.value_dims), "one or more widths")
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> AdvantageGuide:
-        like, width = table.cond, table.action.shape[1]
+        like = table.cond
         value = EnsembleConfig(members=1, hidden_dims=self.value_dims).build(like.shape[1], 0)
-        vae = ActionVae(like.shape[1], width, self.vae_width)
+        vae = ActionVae(like.shape[1], table.action.shape[1], self.vae_width)
         return AdvantageGuide(
             vae.to(like.device, like.dtype),
             value.to(like.device, like.dtype),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
+from envs.fit import require_fit
 from envs.spec import EnvConfig
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
@@ -19,15 +20,9 @@ from policies.policy import Policy, PolicyConfig
 
 AT_BOUND = 0.98  # fraction of the action or latent bounds beyond which an entry counts as saturated
 
-Metrics = dict[str, float | Tensor]
-"""`component/quantity` -> value; only the logger converts tensors to numbers."""
-
-
-Draws = Mapping[str, Tensor]
-"""Random numbers of a step by name."""
-
-Quantities = dict[str, Tensor]
-"""`component/quantity` -> detached scalar."""
+Metrics = dict[str, float | Tensor]  # `component/quantity` -> value; only the logger converts tensors
+Quantities = dict[str, Tensor]  # `component/quantity` -> detached scalar
+Draws = Mapping[str, Tensor]  # random numbers of a step by name
 
 
 class OnFirstUse:
@@ -37,7 +32,6 @@ class OnFirstUse:
         self._place = f"_{name}"
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        """Return the value; on the class, None (the field's default)."""
         if instance is None:
             return None
         value = vars(instance)[self._place]
@@ -46,7 +40,6 @@ class OnFirstUse:
         return value
 
     def __set__(self, instance: Any, value: Any) -> None:
-        """Store the value, or the function that returns it."""
         vars(instance)[self._place] = value
 
 
@@ -70,14 +63,11 @@ class Setup:
             self.init = self.init.without_provenance()
 
     def threads(self, default: int) -> int:
-        """Return `num_threads`, or the algorithm's `default`.
+        """Return `num_threads`, or the algorithm's `default`; ConfigError if it is not positive.
 
         On-policy algorithms compute parts of a gradient on this many threads with one torch thread each;
         results are the same for any number. Other algorithms set torch's intra-op threads: more than one
         rarely helps small networks and changes results in the last bits.
-
-        Raises:
-            ConfigError: If the number is not positive.
         """
         number = default if self.num_threads is None else self.num_threads
         if number < 1:
@@ -85,12 +75,24 @@ class Setup:
         return number
 
 
-def require_states_only(policy: Policy, algo: str) -> None:
-    """Refuse a policy with images or goals, for algorithms that store states only.
+def dataset_of(setup: Setup, algo: str, needs: str) -> EpisodeDataset:
+    """Return the dataset of a setup, after a comparison with its task and `init`.
 
     Raises:
-        CapabilityError: If the policy uses images or goals.
+        ConfigError: If there is none (`needs` names what it must hold), or their sizes or cameras differ.
     """
+    if setup.dataset is None:
+        raise ConfigError(f"algo={algo} needs {needs}; got none. Give dataset=<file>.")
+    dataset, advice = setup.dataset, "Use a dataset of the same task."
+    if setup.env is not None:
+        require_fit(f"env={setup.env.spec.name}", setup.env.spec, dataset.source, dataset, advice=advice)
+    if setup.init is not None:
+        require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
+    return dataset
+
+
+def require_states_only(policy: Policy, algo: str) -> None:
+    """Refuse a policy with images or goals (CapabilityError), for algorithms that store states only."""
     if policy.goal_dim:
         raise CapabilityError(
             f"algo={algo} learns from states; the policy is conditioned on goals too. Use one whose goal "
@@ -98,17 +100,13 @@ def require_states_only(policy: Policy, algo: str) -> None:
         )
     if policy.images:
         raise CapabilityError(
-            f"algo={algo} learns from states; the policy also looks through the cameras "
-            f"{', '.join(policy.images)}. Use one with encoder=state, or clone with algo=bc."
+            f"algo={algo} learns from states; the policy has the cameras {', '.join(policy.images)}. "
+            f"Use one with encoder=state, or clone with algo=bc."
         )
 
 
 def require_one_policy(policy: Policy, algo: str) -> None:
-    """Refuse a composition, which has no network of its own.
-
-    Raises:
-        CapabilityError: If the policy is a composition.
-    """
+    """Refuse a composition (CapabilityError), which has no network of its own."""
     if isinstance(policy, ComposedPolicy):
         raise CapabilityError(
             f"algo={algo} trains one policy; init is a composition. Train its members, then compose them."
@@ -148,9 +146,7 @@ class Algorithm(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def close(self) -> None:
-        """Release processes and files."""
-        ...
+    def close(self) -> None: ...
 
 
 class AlgoConfig(Protocol):
@@ -162,11 +158,7 @@ class AlgoConfig(Protocol):
 
 
 def device_of(name: str) -> torch.device:
-    """Return the torch device of a name.
-
-    Raises:
-        ConfigError: If the device type is unsupported or the device is unavailable.
-    """
+    """Return the torch device of a name; ConfigError if it is unsupported or unavailable."""
     device: torch.device | None = None
     with suppress(RuntimeError):
         device = torch.device(name)

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from algos.base import Metrics, Setup, require_one_policy
+from algos.base import Metrics, Setup, dataset_of, require_one_policy
 from algos.cloning.batches import CloningBatch, Shuffle, WindowSampler
 from algos.cloning.distillation import Teacher
 from algos.cloning.validation import Validation, masked_mean, matching_of
@@ -33,7 +33,6 @@ from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimi
 from algos.training.resume_checks import facts_of, init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
-from envs.fit import require_fit
 from policies.bounds import Checked, bounded
 from policies.build import build_policy
 from policies.errors import CheckpointError, ConfigError
@@ -45,11 +44,10 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
-EMA_RULES: Mapping[str, Callable[[float, int, int], DecayRule]] = {
+_EMA_RULES: Mapping[str, Callable[[float, int, int], DecayRule]] = {  # of ema_decay, ema_start, ema_every
     "power": lambda decay, start, every: PowerDecay(max_value=decay, update_after=start, every=every),
     "delayed": DelayedDecay,
 }
-"""EMA decay rules by name; arguments `ema_decay`, `ema_start` and `ema_every`."""
 THREADS = 1  # torch threads, unless `num_threads` is set
 
 
@@ -70,7 +68,7 @@ class BcConfig(Checked):
     warmup_steps: int = bounded(100, ge=0)  # gradient steps of linear warm-up
     weight_decay: float = bounded(1e-6, ge=0)  # AdamW
     max_grad_norm: float | None = bounded(None, gt=0, le=math.inf)  # gradient clipping; null: off
-    ema: str = bounded("power", choices=tuple(EMA_RULES))  # power: decay 1 - (1 + n)^-3/4; delayed: constant
+    ema: str = bounded("power", choices=tuple(_EMA_RULES))  # power: decay 1 - (1 + n)^-3/4; delayed: constant
     ema_decay: float = bounded(0.9999, ge=0, lt=1)  # EMA decay of the weights (power: its maximum)
     ema_start: int = bounded(0, ge=0)  # gradient steps before averaging starts; until then weights are copied
     ema_every: int = bounded(5, ge=1)  # gradient steps between EMA updates
@@ -99,50 +97,42 @@ class BcConfig(Checked):
         with torch_threads(setup.threads(THREADS)):
             return Bc(self, setup)
 
-    def num_steps(self, num_windows: int) -> int:
-        """Return the gradient steps of a run on `num_windows` windows."""
-        if self.epochs is None:
-            return self.steps
-        return max(math.ceil(self.epochs * num_windows / self.batch_size), 1)
-
-    def ema_rule(self) -> DecayRule:
-        """Return the EMA decay rule."""
-        return EMA_RULES[self.ema](self.ema_decay, self.ema_start, self.ema_every)
-
 
 class Bc:
-    """A behaviour-cloning run; see `BcConfig`.
-
-    Attributes:
-        policy: Policy in training; `snapshot` returns its EMA.
-    """
+    """A behaviour-cloning run; see `BcConfig`. `policy` is in training, `snapshot` returns its EMA."""
 
     unit = "gradient_steps"
 
     def __init__(self, config: BcConfig, setup: Setup) -> None:
         self.config, self._num_threads = config, setup.threads(THREADS)
-        dataset = _dataset_of(config, setup)
+        dataset = dataset_of(setup, name_of("algo", config), "demonstrations")
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
         facts = init_facts(setup.init, self.policy) | facts_of("teacher", setup.teacher)
-        self._lasting = {"seed": setup.seed, **facts}
+        self._invariants = {"seed": setup.seed, **facts}
         self._matching = matching_of(self.policy)
         dataset = dataset.with_cameras(self.policy.images)  # skips decoding of unused cameras
         self._digest, self._dataset_name = dataset.digest(), dataset.source
         self._teacher = _teacher_of(config, setup, self.policy)
         train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
         self._source = self._windows(train)
-        self._done, self._total = 0, config.num_steps(self._source.num)
+        self._done, self._total = 0, config.steps
+        if config.epochs is not None:
+            self._total = max(math.ceil(config.epochs * self._source.num / config.batch_size), 1)
         config.require("warmup_steps", config.warmup_steps < self._total, f"below {self._total} steps")
-        self._validation = self._validation_on(held_out, setup.seed)
-        self._shuffle = Shuffle(
-            self._source.num, seeded_generator(setup.seed, "windows", device=setup.device)
-        )
+        self._validation = None
+        if held_out is not None:
+            count, samples = config.validation_windows, config.validation_samples
+            windows = self._windows(held_out)
+            self._validation = Validation(windows, num_windows=count, num_samples=samples, seed=setup.seed)
+        order = seeded_generator(setup.seed, "windows", device=setup.device)
+        self._shuffle = Shuffle(self._source.num, order)
         self._generator = seeded_generator(setup.seed, "matching", device=setup.device)
         self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True
         )
-        self._ema = Ema(self.policy, config.ema_rule())
+        rule = _EMA_RULES[config.ema](config.ema_decay, config.ema_start, config.ema_every)
+        self._ema = Ema(self.policy, rule)
 
     @property
     def progress(self) -> int:
@@ -160,7 +150,6 @@ class Bc:
             return metrics | self._validate_if_due(before)
 
     def _block(self, count: int) -> Metrics:
-        """Take `count` gradient steps."""
         start = time.perf_counter()
         loss = torch.zeros((), device=self._source.device)
         for _ in range(count):
@@ -191,7 +180,7 @@ class Bc:
         cond = self.policy.encode(batch.obs, generator=self._generator)
         action = self.policy.normalize_action(batch.action)
         if self._teacher is not None:
-            te = self._teacher.instruct(batch.obs, action, te)
+            te = self._teacher.add_targets(batch.obs, action, te)
         if self.config.dp_compat_mean:
             return self._matching.matching_loss(cond, action, te, reduce="mean")
         loss = self._matching.matching_loss(cond, action, te, reduce="step")  # (B, Th)
@@ -227,7 +216,7 @@ class Bc:
             "optimizer": self._optimizer.state_dict(),
             "shuffle": self._shuffle.state_dict(),
             "generator": capture_generator(self._generator),
-            **self._lasting,
+            **self._invariants,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -247,13 +236,10 @@ class Bc:
                 f"the checkpoint belongs to a run on other data than {self._dataset_name} holds now. Resume "
                 f"with the file as it was, or start a run from its policy (init=<policy directory>)."
             )
-        require_unchanged(state, self._lasting)
+        require_unchanged(state, self._invariants)
         if state.get("num_threads", self._num_threads) != self._num_threads:
-            _log.warning(
-                "this run used num_threads=%d, now it is %d: results may differ in the last bits.",
-                state["num_threads"],
-                self._num_threads,
-            )
+            before, now = state["num_threads"], self._num_threads
+            _log.warning("the run used num_threads=%d, now it is %d: last bits may differ.", before, now)
         self._shuffle.load_state_dict(state["shuffle"])
         self.policy.load_state_dict(state["policy"])
         self._ema.load_state_dict(state["ema"])
@@ -265,35 +251,15 @@ class Bc:
         """Do nothing: there are no resources to release."""
 
     def _windows(self, dataset: EpisodeDataset) -> WindowSampler:
-        chunk, pad = self.policy.chunk, self.config.pad_end
+        policy, pad = self.policy, self.config.pad_end
         return WindowSampler(
-            dataset, chunk, pad_end=pad, goal_dim=self.policy.goal_dim, cameras=self.policy.images
+            dataset, policy.chunk, pad_end=pad, goal_dim=policy.goal_dim, cameras=policy.images
         )
-
-    def _validation_on(self, held_out: EpisodeDataset | None, seed: int) -> Validation | None:
-        if held_out is None:
-            return None
-        windows, samples = self.config.validation_windows, self.config.validation_samples
-        return Validation(self._windows(held_out), num_windows=windows, num_samples=samples, seed=seed)
-
-
-def _dataset_of(config: BcConfig, setup: Setup) -> EpisodeDataset:
-    if setup.dataset is None:
-        algo = name_of("algo", config)
-        raise ConfigError(f"algo={algo} needs demonstrations; got none. Give dataset=<file>.")
-    dataset, advice = setup.dataset, "Use a dataset of the same task."
-    if setup.env is not None:
-        spec = setup.env.spec
-        require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
-    if setup.init is not None:
-        require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
-    return dataset
 
 
 def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
     """Return a new policy with the dataset's statistics, or a copy of `init`."""
     goal_dim = _goal_dim(setup, dataset)
-    _require_goals(goal_dim, dataset)
     if setup.init is not None:
         require_one_policy(setup.init, "bc")
         return setup.init.clone().requires_grad_(True)
@@ -310,34 +276,26 @@ def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
 
 def _goal_dim(setup: Setup, dataset: EpisodeDataset) -> int:
     """Return Dg of `init`, else of the task, else of the dataset if goals are dropped."""
+    recorded = dataset.extras["goal"].shape[-1] if "goal" in dataset.extras else 0
+    goal_dim = recorded if setup.policy.goal_dropout else 0
     if setup.init is not None:
-        return setup.init.goal_dim
-    if setup.env is not None:
-        return setup.env.spec.goal_dim
-    return _goal_width(dataset) if setup.policy.goal_dropout else 0
-
-
-def _goal_width(dataset: EpisodeDataset) -> int:
-    """Return the width of the recorded goals; 0 without goals."""
-    return dataset.extras["goal"].shape[-1] if "goal" in dataset.extras else 0
-
-
-def _require_goals(goal_dim: int, dataset: EpisodeDataset) -> None:
-    width = _goal_width(dataset)
-    if goal_dim and not width:
+        goal_dim = setup.init.goal_dim
+    elif setup.env is not None:
+        goal_dim = setup.env.spec.goal_dim
+    if goal_dim and not recorded:
         raise ConfigError(
             f"the policy is conditioned on goals; {dataset.source} has no key 'goal'. Use a dataset that "
             f"records them, or a task whose goal is part of the state (env.goal=appended in mazes)."
         )
-    if goal_dim and goal_dim != width:
+    if goal_dim and goal_dim != recorded:
         raise ConfigError(
             f"the policy is conditioned on goals of width {goal_dim}; those of {dataset.source} have width "
-            f"{width}. Use a dataset of the same task."
+            f"{recorded}. Use a dataset of the same task."
         )
+    return goal_dim
 
 
 def _teacher_of(config: BcConfig, setup: Setup, student: Policy) -> Teacher | None:
-    """Return the teacher, or None."""
     if setup.teacher is not None:
         return Teacher(setup.teacher, student)
     config.require("teacher", config.teacher is None, "loaded into setup.teacher, or null")
@@ -350,8 +308,7 @@ def _hold_out(
     """Split off whole episodes for validation; none if the fraction is below one episode."""
     count = int(config.validation_fraction * dataset.num_episodes)
     if count == 0:
-        _log.info(
-            "no validation: %.3g of %d episodes is none.", config.validation_fraction, dataset.num_episodes
-        )
+        share, episodes = config.validation_fraction, dataset.num_episodes
+        _log.info("no validation: %.3g of %d episodes is none.", share, episodes)
         return dataset, None
     return dataset.split(count / dataset.num_episodes, seed=seed)

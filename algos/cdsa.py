@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algos.base import Setup, require_states_only
+from algos.base import Setup, dataset_of, require_states_only
 from algos.offline.config import warn_of_clipped_actions
 from algos.offline.loop import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
-from envs.fit import require_fit
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.registry import name_of, register
@@ -36,13 +35,7 @@ _PROBES = 4096  # rows for calibrating the gate
 
 
 class CorrectionLearner:
-    """Trains the networks of a corrected policy.
-
-    Args:
-        policy: Policy whose correction is trained.
-        table: Transitions in the encoding of its inner policy.
-        config: Learning rates and lengths.
-    """
+    """Trains the correction of a policy on transitions in the encoding of its inner policy."""
 
     def __init__(self, policy: CorrectedPolicy, table: TransitionTable, config: CdsaConfig) -> None:
         self._policy, self.config, self.steps = policy, config, 0
@@ -69,14 +62,12 @@ class CorrectionLearner:
         policy.gate.copy_(found.quantile(quantile) if quantile else found.new_tensor(-1.0))
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw noise and noise levels."""
         device, width = self._sigmas.device, self._probes.cond.shape[1] + self._probes.action.shape[1]
         eps = torch.randn(n, width, generator=generator, device=generator.device).to(self._sigmas)
         level = torch.randint(len(self._sigmas), (n,), generator=generator, device=generator.device)
         return {"eps": eps, "level": level.to(device)}
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take a gradient step of both networks; return metrics."""
         policy, rate = self._policy, self.config
         lr = warmup_cosine(self.steps, lr=rate.lr, min_lr=0.1 * rate.lr, warmup=0, cycle=rate.steps)
         for group in self.optimizer.param_groups:
@@ -131,19 +122,13 @@ class CdsaConfig(Checked):
         algo = name_of("algo", self)
         if setup.init is None:
             raise ConfigError(f"algo={algo} corrects a policy; got none. Give init=<policy directory>.")
-        if setup.dataset is None:
-            raise ConfigError(f"algo={algo} learns where data are; got none. Give dataset=<file>.")
         require_states_only(setup.init, algo)
-        dataset, advice = setup.dataset, "Use a dataset of the same task."
-        require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
-        spec = None if setup.env is None else setup.env.spec
-        if spec is not None:
-            require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
-        dataset = actions_for(dataset, setup.init, spec)
+        dataset = dataset_of(setup, algo, "transitions")
+        dataset = actions_for(dataset, setup.init, None if setup.env is None else setup.env.spec)
         with torch_threads(setup.threads(THREADS)):
             base = setup.init.clone().eval().requires_grad_(False)
             with seeded_weights(derive_seed(setup.seed, "correction")):
                 policy = self.correction.wrap(base).to(setup.device)
             table = tabulate(dataset.to(setup.device), policy.base, Rewarding())
-            warn_of_clipped_actions(table, setup, name_of("algo", self))
+            warn_of_clipped_actions(table, setup, algo)
             return OfflineRun(self, setup, CorrectionLearner(policy, table, self), table, dataset)

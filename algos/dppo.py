@@ -43,7 +43,6 @@ from policies.processes.diffusion import VPDiffusion
 from policies.registry import name_of, register
 from policies.samplers.ddpm import DDIM, DDPM
 
-SAMPLERS = ("ddpm", "ddim")
 _MAX_CLIP_RATE = 100.0  # above this rate growth is a step function and overflows
 
 
@@ -54,7 +53,7 @@ class DppoConfig(PpoConfig):
 
     batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch: (environment step, denoising step) pairs
     tuned_steps: int = bounded(10, ge=1)  # S, fine-tuned denoising steps, counted from the last
-    sampler: str = bounded("ddpm", choices=SAMPLERS)  # exploration sampler; evaluation uses it without noise
+    sampler: str = bounded("ddpm", choices=("ddpm", "ddim"))  # of exploration; evaluation uses no noise
     denoising_steps: int | None = bounded(None, ge=1)  # K; null: all levels (ddpm), the policy's own (ddim)
     eta: float = bounded(1.0, gt=0, le=1)  # eta of DDIM in exploration; 0 in evaluation
     gamma_denoising: float = bounded(0.99, ge=0, le=1)  # discount per denoising step, towards noisier ones
@@ -69,13 +68,10 @@ class DppoConfig(PpoConfig):
         self.require("entropy_coef", self.entropy_coef == 0, "0: the noise of denoising steps is not learned")
 
     def clip_range_of(self, inner_steps: int) -> Tensor:
-        """Return the clip range of each tuned denoising step, (S,)."""
-        return clip_ranges(
-            inner_steps, base=self.clip_range_base, last=self.clip_range, rate=self.clip_range_rate
-        )
+        base, last, rate = self.clip_range_base, self.clip_range, self.clip_range_rate
+        return clip_ranges(inner_steps, base=base, last=last, rate=rate)
 
     def discount_of(self, inner_steps: int) -> Tensor:
-        """Return the denoising discount of each tuned step, (S,)."""
         return denoising_discounts(inner_steps, self.gamma_denoising)
 
     def build(self, setup: Setup) -> OnPolicy:
@@ -133,17 +129,12 @@ class DppoConfig(PpoConfig):
 
 
 def require_diffusion(policy: Policy, algo: str) -> DenoisingPolicy:
-    """Return the policy if its denoising steps have densities.
-
-    Raises:
-        CapabilityError: If it is not a diffusion policy.
-    """
+    """Return the policy if its denoising steps have densities (else CapabilityError)."""
     require_one_policy(policy, algo)
     if isinstance(policy, DenoisingPolicy) and isinstance(policy.process, VPDiffusion):
         return policy
     raise CapabilityError(
-        f"algo={algo} needs a policy with process=diffusion, whose denoising steps have densities; got "
-        f"{type(policy).__name__} with process '{type(policy.config.process).__name__}' and sampler "
-        f"'{type(policy.config.sampler).__name__}'. Clone one with process=diffusion; for a Gaussian use "
-        f"algo=ppo."
+        f"algo={algo} needs a policy with process=diffusion; got {type(policy).__name__} with process "
+        f"'{type(policy.config.process).__name__}' and sampler '{type(policy.config.sampler).__name__}'. "
+        f"Clone one with process=diffusion; for a Gaussian use algo=ppo."
     )

@@ -22,7 +22,6 @@ density has no floor (`paper_compat`).
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Mapping
@@ -37,9 +36,8 @@ from algos.base import Draws, Quantities, Setup, require_states_only
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
-from algos.offpolicy.noise_sensitivity import look_at_noise
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
-from algos.offpolicy.sac_update import SacUpdate, half_squared_error
+from algos.offpolicy.sac_update import LatentActor, SacUpdate, half_squared_error
 from algos.onpolicy.loop import check_setup
 from algos.optim import descend, load_parts, save_parts
 from policies.bounds import bounded
@@ -62,13 +60,15 @@ from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 _log = logging.getLogger(__name__)
 
-VARIANTS = ("na", "sac")
 DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
-STILL = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
-"""Settings that make a sampler deterministic given its start noise, if it has them."""
+# Settings that make a sampler deterministic given its start noise, if it has them.
+NOISE_FREE = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
+NOISES = 16  # noise samples per condition
+LOW_RATIO = 0.05  # ratio of the std over noises to the std over states, below which a warning is logged
+ROUNDING = 16  # units in the last place of the largest entry, tolerated as equal
 
 
-class SteeredActor:
+class SteeredActor(LatentActor):
     """Noise actor of a steered policy; see `algos.offpolicy.sac_update.LatentActor`.
 
     Args:
@@ -79,6 +79,8 @@ class SteeredActor:
         is_fresh: Warm up with standard normal noise of the frozen policy, in latent form (lower-dimensional
             for adapters other than `full`), instead of with the actor's samples.
     """
+
+    policy: SteeredPolicy
 
     def __init__(
         self, policy: SteeredPolicy, form: str = "exact", *, within_box: bool = False, is_fresh: bool = True
@@ -101,24 +103,13 @@ class SteeredActor:
         is_squashed = self.policy.wrapper.density == "tanh"
         return self.latent_dim * (highest_entropy() if is_squashed else highest_gaussian_entropy())
 
-    def on_cpu(self) -> SteeredActor:
-        """Return the actor on the CPU, for rollout workers."""
-        twin = copy.copy(self)
-        twin.policy = self.policy.on_cpu()
-        return twin
-
     def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
-        """Return warm-up latents (B, L): standard normal noise, or samples of the trained actor.
-
-        Standard normal latents are clipped to the bounds with `within_box`.
-        """
         if not self._is_fresh:
             return self.draw(cond, eps)[0]
         latent = eps / self.bound
         return latent.clamp(-1, 1) if self._within_box else latent
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the actor's parameters."""
         return list(self.policy.actor.parameters())
 
     def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,34 +125,50 @@ class SteeredActor:
         return self.policy.chunk_of(cond, latent)[:, self.policy.chunk.executed].flatten(1)
 
 
-class NoiseAliasedUpdate(SacUpdate):
-    """SAC with critics over chunks, distilled into noise critics for the actor update.
+@torch.no_grad()
+def noise_sensitivity(actor: LatentActor, cond: Tensor, generator: torch.Generator) -> Quantities:
+    """Return the std of executed chunks over noises and over states, normalised units; warns if low.
 
-    Args:
-        actor: Noise actor in training.
-        critic: QA.
-        noise_critic: QW, with as many members.
-        config: Hyper-parameters.
+    `cond` (B, C) holds at least two visited conditions; the noise is that of the actor's warm-up.
+
+    Raises:
+        CapabilityError: If chunks are independent of the noise.
     """
+    seen = cond.repeat(NOISES, 1)
+    eps = torch.randn(len(seen), actor.latent_dim, generator=generator, device=generator.device)
+    chunks = actor.chunk(seen, actor.warmup_latent(seen, eps.to(seen.device)))
+    chunks = chunks.view(NOISES, -1, chunks.shape[1])
+    over_noise = chunks.std(dim=0).mean()
+    over_states = chunks.mean(dim=0).std(dim=0).mean()
+    if over_noise <= ROUNDING * torch.finfo(chunks.dtype).eps * chunks.abs().max():
+        raise CapabilityError(
+            "steering needs a policy whose executed rows depend on its noise; the chunks of this one deviate "
+            f"by {over_noise:.3g} over noises, by {over_states:.3g} over states."
+        )
+    if over_noise < LOW_RATIO * over_states:
+        _log.warning(
+            "the frozen policy does nearly the same from every noise: chunks deviate by %.3g over noises, by "
+            "%.3g over states. Steering has little to choose from; clone demonstrations that differ more.",
+            over_noise, over_states,
+        )  # fmt: skip
+    return {"frozen/noise_spread": over_noise, "frozen/state_spread": over_states}
+
+
+class NoiseAliasedUpdate(SacUpdate):
+    """SAC with critics QA over chunks, distilled into noise critics QW, as many, for the actor update."""
 
     actor: SteeredActor
 
     def __init__(
-        self,
-        actor: SteeredActor,
-        critic: Ensemble,
-        noise_critic: Ensemble,
-        config: DsrlConfig,
+        self, actor: SteeredActor, critic: Ensemble, noise_critic: Ensemble, config: DsrlConfig
     ) -> None:
         super().__init__(actor, critic, config, of_chunks=True)
-        self.noise_critic, self._owed = noise_critic, 0.0
+        self.noise_critic, self._pending_updates = noise_critic, 0.0
         self._latents, self._share = config.distillation_latents, config.distillation_share
-        self.noise_critic_optimizer = torch.optim.Adam(
-            noise_critic.parameters(), lr=config.critic_lr, fused=True
-        )
+        weights = noise_critic.parameters()
+        self.noise_critic_optimizer = torch.optim.Adam(weights, lr=config.critic_lr, fused=True)
 
     def next_values(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Return the target values (E, B) of the chunks of latents (B, L)."""
         return self.target_critic(cond, self.actor.chunk(cond, latent))
 
     def actor_values(self, cond: Tensor, latent: Tensor) -> Tensor:
@@ -193,9 +200,9 @@ class NoiseAliasedUpdate(SacUpdate):
     def finish_round(
         self, count: int, size: int, source: Mixture, generator: torch.Generator
     ) -> list[Quantities]:
-        self._owed += count * self._share
-        steps = math.floor(self._owed)
-        self._owed -= steps
+        self._pending_updates += count * self._share
+        steps = math.floor(self._pending_updates)
+        self._pending_updates -= steps
         found = []
         for _ in range(steps):
             batch = source.draw(size, generator)
@@ -205,11 +212,11 @@ class NoiseAliasedUpdate(SacUpdate):
     _own_parts = ("noise_critic", "noise_critic_optimizer")
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"owed": self._owed} | save_parts(self, self._own_parts)
+        return super().state_dict() | {"owed": self._pending_updates} | save_parts(self, self._own_parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._owed = float(state["owed"])
+        self._pending_updates = float(state["owed"])
         load_parts(self, self._own_parts, state)
 
 
@@ -219,7 +226,7 @@ class DsrlConfig(OffPolicyConfig):
     """DSRL: reinforcement learning over the noise of a frozen policy."""
 
     target_entropy: float | None = bounded(0.0, ge=-math.inf)  # of a latent; null: minus half its width
-    variant: str = bounded("na", choices=VARIANTS)  # na: noise-aliased critics | sac: critics over noise only
+    variant: str = bounded("na", choices=("na", "sac"))  # na: noise-aliased critics | sac: critics over noise
     distillation_share: float = bounded(0.5, gt=0)  # distillation steps per critic update, for na
     distillation_latents: str = bounded("gaussian", choices=DISTILLATION_LATENTS)  # where to distil, for na
     denoising_steps: int | None = bounded(None, ge=1)  # of the frozen policy; null: its saved sampler
@@ -249,14 +256,13 @@ class DsrlConfig(OffPolicyConfig):
                 learner = self.learner_of(policy, is_fresh=not isinstance(init, SteeredPolicy))
             # Replay and critics depend on the map from latents to chunks: a resume invariant.
             names = ("bound", "adapter", "density", "activation")
-            meaning = {name: getattr(policy.wrapper, name) for name in names}
-            meaning |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
-            resume_invariants = meaning | {"variant": self.variant}
+            invariants = {name: getattr(policy.wrapper, name) for name in names}
+            invariants |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
+            invariants |= {"variant": self.variant}
             offline = offline_table(self, setup, policy)
             # Standard normal noise, even where a trained actor warms up with its own samples.
             normal = SteeredActor(policy, within_box=self.variant == "sac")
-            look = partial(look_at_noise, normal)
-            return OffPolicyRun(self, setup, learner, offline, resume_invariants, look)
+            return OffPolicyRun(self, setup, learner, offline, invariants, partial(noise_sensitivity, normal))
 
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; a steered policy keeps its actor."""
@@ -266,58 +272,52 @@ class DsrlConfig(OffPolicyConfig):
             policy.actor.requires_grad_(True)
             return policy
         try:
-            return self.steering.wrap(self._deciding(init).clone().eval())
+            return self.steering.wrap(self._deterministic(init).clone().eval())
         except CapabilityError as error:
             raise CapabilityError(f"algo={name_of('algo', self)}: {error}") from None
 
     def _warn_of_unused(self, init: SteeredPolicy) -> None:
         asked, has = asdict(self.steering), asdict(init.wrapper)
-        unused = [
-            f"steering.{name}={asked[name]}, it has {has[name]}" for name in has if asked[name] != has[name]
-        ]
+        differing = [name for name in has if asked[name] != has[name]]
+        unused = [f"steering.{name}={asked[name]}, it has {has[name]}" for name in differing]
         steps = getattr(init.sampler, "steps", None)
         if self.denoising_steps not in (None, steps):
             unused.append(f"denoising_steps={self.denoising_steps}, it has {steps}")
         if unused:
             _log.warning(
-                "init is steered already and stays as it is made; not used: algo.%s.", "; ".join(unused)
+                "init is steered already and keeps its settings; not used: algo.%s.", "; ".join(unused)
             )
 
-    def _deciding(self, init: Policy) -> Policy:
+    def _deterministic(self, init: Policy) -> Policy:
         """Return the policy with a deterministic sampler of `denoising_steps`, if set."""
         steps = self.denoising_steps
         if steps is None or not init.noise_sensitive:
             return init
         if not isinstance(init, DenoisingPolicy):
             raise CapabilityError(
-                f"algo.denoising_steps={steps} is for a policy that denoises; got {type(init).__name__}. "
-                f"Leave it out."
+                f"algo.denoising_steps={steps} is for a policy that denoises; leave it out for a "
+                f"{type(init).__name__}."
             )
         own: Any = init.sampler
         if isinstance(init.process, VPDiffusion) and not isinstance(own, DDIM):
             own = DDIM(clip_x0=own.clip_x0, clip_action=getattr(own, "clip_action", None))
-        name, known = name_of("sampler", own), {f.name for f in fields(own)}
+        sampler, known = name_of("sampler", own), {f.name for f in fields(own)}
         if "steps" not in known:
             raise CapabilityError(
-                f"algo.denoising_steps={steps} is for a sampler that takes any number of steps; "
-                f"sampler={name} does not. Leave it out."
+                f"algo.denoising_steps={steps} is for a sampler with any number of steps; leave it out for "
+                f"sampler={sampler}."
             )
-        still = {word: value for word, value in STILL.items() if word in known}
-        policy = init.with_sampler(replace(own, steps=steps, **still))
+        noise_free = {name: value for name, value in NOISE_FREE.items() if name in known}
+        policy = init.with_sampler(replace(own, steps=steps, **noise_free))
         if not policy.is_deterministic:
             raise CapabilityError(
-                f"algo.denoising_steps={steps} leaves the policy its sampler={name}, which draws noise at "
-                f"every step. Use algo.denoising_steps=1, or an init with a deterministic sampler."
+                f"algo.denoising_steps={steps} needs an init with a deterministic sampler, or "
+                f"algo.denoising_steps=1: sampler={sampler} draws noise at every step."
             )
         return policy
 
     def learner_of(self, policy: SteeredPolicy, *, is_fresh: bool = True) -> SacUpdate:
-        """Return the learner; initial weights use torch's global generator.
-
-        Args:
-            policy: Policy to train.
-            is_fresh: Whether its actor is untrained.
-        """
+        """Return the learner; initial weights use torch's global generator."""
         chunk, cond, device = policy.chunk, policy.encoder.cond_dim, policy.device
         within_box = self.variant == "sac"
         actor = SteeredActor(policy, self.density_form, within_box=within_box, is_fresh=is_fresh)

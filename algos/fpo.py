@@ -5,8 +5,8 @@ log-likelihood in PPO. The regression target is the executed action. `algo=fpo` 
 new policy from the reward alone.
 
 Source:
-    FPO, arXiv 2507.21053, and FPO++, arXiv 2602.02481. Defaults are those of FPO's released code; FPO++
-    settings are marked.
+    FPO, arXiv 2507.21053, FPO++, arXiv 2602.02481, and AWM, arXiv 2509.25050. Defaults are those of FPO's
+    released code; FPO++ settings are marked.
 
 Deviations from the released code:
     * Times of zero weight (pure noise, for the eps loss) are not drawn.
@@ -21,14 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from algos.onpolicy.flow_setup import RectifiedConfig
-from algos.onpolicy.fpo_ratio import (
-    PREDICTIONS,
-    REDUCTIONS,
-    TIMES,
-    AwmRatio,
-    FpoRatio,
-    Matching,
-)
+from algos.onpolicy.fpo_ratio import PREDICTIONS, REDUCTIONS, TIMES, AwmRatio, FpoRatio, Matching
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.registry import register
@@ -59,11 +52,8 @@ class FpoConfig(RectifiedConfig):
         super().__post_init__()
         self.require("entropy_coef", self.entropy_coef == 0, "0: the entropy of a flow is not known")
         bounds = self.difference_range
-        self.require(
-            "difference_range",
-            bounds is None or (len(bounds) == 2 and bounds[0] < 0 < bounds[1]),
-            "a negative and a positive number, or empty",
-        )
+        has_both = bounds is None or (len(bounds) == 2 and bounds[0] < 0 < bounds[1])
+        self.require("difference_range", has_both, "a negative and a positive number, or empty")
 
     needs = "compares matching losses"
 
@@ -82,14 +72,8 @@ class FpoConfig(RectifiedConfig):
 
     @property
     def drawing(self) -> dict[str, Any]:
-        """Return the draw settings, as arguments of the ratio."""
-        return {
-            "num_draws": self.num_draws,
-            "per_draw": self.per_draw,
-            "times": self.times,
-            "time_power": self.time_power,
-            "action_noise": self.action_noise,
-        }
+        names = ("num_draws", "per_draw", "times", "time_power", "action_noise")
+        return {name: getattr(self, name) for name in names}
 
     def estimator(self, policy: DenoisingPolicy) -> FpoRatio:
         return FpoRatio(policy, self.matching, **self.drawing)
@@ -98,11 +82,7 @@ class FpoConfig(RectifiedConfig):
 @register("algo", "awm")
 @dataclass
 class AwmConfig(FpoConfig):
-    """Advantage-weighted matching: FPO without stored losses, for one pass over fresh data.
-
-    Source:
-        AWM, arXiv 2509.25050.
-    """
+    """Advantage-weighted matching (AWM): FPO without stored losses, for one pass over fresh data."""
 
     target_kl: float | None = bounded(None, gt=0, le=math.inf)  # limit of the loss decrease; null: off
     update_epochs: int = bounded(1, ge=1)  # passes over the rows; ratios are not clipped

@@ -45,9 +45,6 @@ NUM_RESAMPLES = 1000
 SMALLEST_WEIGHT = 1e-9
 
 
-# -- search by rollouts ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Trial:
     """Weights and their episodes in one round of a search."""
@@ -57,7 +54,7 @@ class Trial:
     evaluation: Evaluation
 
     @property
-    def worth(self) -> tuple[float, float]:
+    def sort_key(self) -> tuple[float, float]:
         """Sort key of trials: success (0 if undefined), then return."""
         is_solved = self.evaluation.quantity == "success"
         success = float(self.evaluation.values("success").mean()) if is_solved else 0.0
@@ -66,11 +63,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """Result of a search.
-
-    Attributes:
-        trials: Trials in order of evaluation, round by round.
-    """
+    """Trials of a search in order of evaluation, round by round."""
 
     trials: tuple[Trial, ...]
 
@@ -83,14 +76,14 @@ class Search:
     def best(self) -> tuple[float, ...]:
         return self.final[0].weights
 
-    def behind(self, trial: Trial) -> Comparison:
+    def compare_with_best(self, trial: Trial) -> Comparison:
         """Compare a trial of the last round with the winner on the same episodes: winner - trial."""
         return compare(trial.evaluation, self.final[0].evaluation)
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials sorted, best first."""
-    return sorted(trials, key=lambda trial: (*trial.worth, -max(trial.weights)), reverse=True)
+    return sorted(trials, key=lambda trial: (*trial.sort_key, -max(trial.weights)), reverse=True)
 
 
 def search_weights(
@@ -100,43 +93,41 @@ def search_weights(
     *,
     on_trial: Callable[[Trial], None] | None = None,
 ) -> Search:
-    """Search the weights of a composition by rollouts.
+    """Search the weights of a composition by rollouts; its own weights are ignored.
 
     Args:
-        policy: The composition; its own weights are ignored.
+        policy: The composition.
         settings: Grid, rounds and seeds.
         play: (policy, first seed, episodes) -> evaluation.
         on_trial: Called after every trial.
     """
-    going = settings.weights(len(policy.fields), policy.composition.operator)
+    candidates = settings.weights(len(policy.fields), policy.composition.operator)
     trials: list[Trial] = []
     first_seed = settings.first_seed
     for number, episodes in enumerate(settings.episodes):
-        played = []
-        for weights in going:
+        evaluated = []
+        for weights in candidates:
             trial = Trial(number, weights, play(policy.with_weights(*weights), first_seed, episodes))
-            played.append(trial)
+            evaluated.append(trial)
             if on_trial is not None:
                 on_trial(trial)
-        trials += played
+        trials += evaluated
         first_seed += episodes
-        going = [trial.weights for trial in ranked(played)[: (*settings.keep, len(played))[number]]]
+        candidates = [
+            trial.weights for trial in ranked(evaluated)[: (*settings.keep, len(evaluated))[number]]
+        ]
     return Search(tuple(trials))
-
-
-# -- estimate from demonstrations -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WeightEstimate:
     """Weights with the lowest noise-prediction error on demonstrations.
 
+    `t` is the sampling time of the lead; None: all levels together.
+
     Shapes:
         weights, low, high: (N,), with bounds of 95 % intervals (over episodes).
         error: (N, N), G of the module; the diagonal holds the errors of the members.
-
-    Attributes:
-        t: Sampling time of the lead; None: all levels together.
     """
 
     t: float | None
@@ -151,21 +142,15 @@ def estimate_weights(
 ) -> list[WeightEstimate]:
     """Estimate the weights of a convex composition from held-out demonstrations.
 
-    Args:
-        policy: The composition; its own weights are ignored.
-        dataset: Held-out demonstrations.
-        settings: Windows, levels, seed.
-
-    Returns:
-        All levels together, then each level from noise to data.
+    The composition's own weights are ignored. All levels together come first, then each from noise to data.
 
     Raises:
         CapabilityError: If the composition is not a convex sum.
     """
     if policy.composition.operator != "convex":
         raise CapabilityError(
-            f"weights can be estimated from demonstrations for operator=convex only; got "
-            f"operator={policy.composition.operator}. Search them by rollouts."
+            f"weights are estimated for operator=convex only; got operator={policy.composition.operator}. "
+            f"Search them by rollouts."
         )
     settings = settings or EstimateSettings()
     levels = torch.linspace(0, 1, settings.levels + 2, dtype=torch.float64)[1:-1]
@@ -183,9 +168,8 @@ def error_products(
 
     Averages cover recorded actions; all levels share the noise; errors are in the lead's units.
     """
-    source = WindowSampler(
-        dataset, policy.chunk, pad_end=True, goal_dim=policy.goal_dim, cameras=policy.images
-    )
+    goal_dim, cameras = policy.goal_dim, policy.images
+    source = WindowSampler(dataset, policy.chunk, pad_end=True, goal_dim=goal_dim, cameras=cameras)
     index = torch.linspace(0, source.num - 1, min(settings.windows, source.num), dtype=torch.float64).round()
     data = source.gather(index.long())
     generator = seeded_generator(settings.seed, "estimate", device=policy.device)

@@ -60,16 +60,12 @@ class PolicyLoss:
 
     Negative log-likelihoods and squared errors of a deterministic policy are summed over the entries of a
     chunk; other matching losses are averaged.
-
-    Args:
-        policy: Policy in training.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self._cloning = policy, ChunkLoss(policy)
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return times and noise of the matching loss, empty for a density."""
         return self._cloning.draw(n, generator)
 
     def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
@@ -81,14 +77,7 @@ class PolicyLoss:
 
 
 class IqlLearner:
-    """Critics, value network, policy and optimisers.
-
-    Args:
-        policy: Policy in training.
-        critic: Q ensemble.
-        value: V, an ensemble of one member over states.
-        config: Hyper-parameters.
-    """
+    """Policy, Q ensemble, V (an ensemble of one member over states), and their optimisers."""
 
     def __init__(self, policy: Policy, critic: Ensemble, value: Ensemble, config: IqlConfig) -> None:
         self.policy, self.critic, self.value, self.config = policy, critic, value, config
@@ -101,7 +90,6 @@ class IqlLearner:
         self.steps = 0
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return times and noise of the matching loss, empty for a density."""
         return self.policy_loss.draw(n, generator)
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -188,16 +176,8 @@ class IqlConfig(OfflineConfig):
         self.require("value_dims", bool(self.value_dims), "one or more widths")
 
     def prepare(self, setup: Setup) -> OfflineData:
-        """Return the transitions; see `OfflineConfig.prepare`.
-
-        Raises:
-            ConfigError: Also if `deterministic` is set together with `init`.
-        """
         if self.deterministic and setup.init is not None:
-            raise ConfigError(
-                "algo.deterministic must be false with init: it decides what a new actor is; got true. Set "
-                "algo.deterministic=false, or leave out init."
-            )
+            raise ConfigError("algo.deterministic must be false with init: it is for a new actor; got true.")
         return super().prepare(setup)
 
     def actor_config(self) -> PolicyConfig:
@@ -207,7 +187,6 @@ class IqlConfig(OfflineConfig):
         return plain_actor(process, self.hidden_dims)
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> IqlLearner:
-        """Return the learner; see `OfflineConfig.learner`."""
         like = table.cond
         critic = EnsembleConfig(hidden_dims=self.critic_dims).build(like.shape[1], table.action.shape[1])
         value = EnsembleConfig(members=1, hidden_dims=self.value_dims).build(like.shape[1], 0)

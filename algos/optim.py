@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +23,27 @@ def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: in
 
     Linear warm-up from `min_lr` to `lr` over `warmup` steps, cosine decay to `min_lr` at the end of the
     cycle, then restart. Step 0 is always `min_lr`, also without warm-up. `min_lr > lr` makes the decay a
-    rise, as in some published configurations; it is refused unless allowed.
+    rise, as in some published configurations.
 
-    Source:
-        Loshchilov & Hutter, arXiv 1608.03983, equation 5, with the warm-up of the DPPO reference.
+    Source: Loshchilov & Hutter, arXiv 1608.03983, equation 5, with the warm-up of the DPPO reference.
     """
     if step == 0:
         return min_lr
-    place = step % cycle
-    if place < warmup:
-        return min_lr + (lr - min_lr) * place / warmup
-    return min_lr + (lr - min_lr) * (1.0 + math.cos(math.pi * (place - warmup) / (cycle - warmup))) / 2.0
+    position = step % cycle
+    if position < warmup:
+        return min_lr + (lr - min_lr) * position / warmup
+    return min_lr + (lr - min_lr) * (1.0 + math.cos(math.pi * (position - warmup) / (cycle - warmup))) / 2.0
 
 
 def check_schedule(
     name: str, *, lr: float, min_lr: float, warmup: int, cycle: int, may_rise: bool = False
 ) -> None:
-    """Refuse an inconsistent schedule.
-
-    Raises:
-        ConfigError: If rates are not positive, `min_lr > lr` (unless it `may_rise`), or the warm-up does not
-            fit into the cycle.
-    """
+    """Refuse rates that are not positive or rise (unless allowed), and a warm-up beyond the cycle."""
     if lr <= 0 or min_lr < 0:
         raise ConfigError(f"{name}_lr must be > 0 and {name}_min_lr >= 0; got {lr} and {min_lr}.")
     if min_lr > lr and not may_rise:
         raise ConfigError(
-            f"{name}_min_lr must not exceed {name}_lr={lr}; got {min_lr}, so the rate would rise over "
-            f"training. Swap the two, or leave {name}_min_lr empty for a constant rate."
+            f"{name}_min_lr must not exceed {name}_lr={lr}; got {min_lr}. Leave it empty for a constant rate."
         )
     if not 0 <= warmup < cycle:
         raise ConfigError(f"{name}_lr_warmup must lie in 0..{name}_lr_cycle-1={cycle - 1}; got {warmup}.")
@@ -65,10 +58,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore an optimiser's moments; learning rates and weight decays keep their configured values.
-
-    `load_state_dict` alone would restore those of the saved run.
-    """
+    """Restore an optimiser's moments; learning rates and weight decays keep their configured values."""
     configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, values in zip(optimizer.param_groups, configured, strict=True):
@@ -90,20 +80,11 @@ def load_parts(owner: object, names: Sequence[str], state: Mapping[str, Any]) ->
             part.load_state_dict(state[name])
 
 
-class DecayRule(Protocol):
-    """EMA decay schedule."""
-
-    def decay(self, count: int) -> float | None:
-        """Return the EMA decay of the `count`-th update (0-based); None skips the update."""
-        ...
-
-
 @dataclass(frozen=True)
 class DelayedDecay(Checked):
     """Copy the weights until `start`, then constant decay at every `every`-th update.
 
-    Source:
-        DPPO (arXiv 2409.00588), reference implementation of pre-training.
+    Source: DPPO (arXiv 2409.00588), reference implementation of pre-training.
     """
 
     key: ClassVar[str] = "ema"
@@ -122,8 +103,7 @@ class DelayedDecay(Checked):
 class PowerDecay(Checked):
     """EMA decay 1 - (1 + count / inv_gamma)^-power, within limits.
 
-    Source:
-        Diffusion Policy (arXiv 2303.04137), reference implementation.
+    Source: Diffusion Policy (arXiv 2303.04137), reference implementation.
     """
 
     key: ClassVar[str] = "ema"
@@ -149,12 +129,13 @@ class PowerDecay(Checked):
         return min(max(value, self.min_value), self.max_value)
 
 
+DecayRule = DelayedDecay | PowerDecay  # `decay(n)` of the n-th update, from 0; None skips the update
+
+
 class Ema:
     """Exponential moving average of a module's parameters; buffers are copied.
 
-    Attributes:
-        module: The averaged copy, in evaluation mode and without gradients.
-        count: Number of updates.
+    `module` is the averaged copy, in evaluation mode and without gradients; `count` the number of updates.
     """
 
     def __init__(self, module: nn.Module, rule: DecayRule) -> None:

@@ -15,13 +15,14 @@ during an iteration; resuming is exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from algos.base import Setup
 from algos.onpolicy.config import OnPolicyConfig, rising
 from algos.onpolicy.loop import OnPolicy, check_setup
 from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
 from algos.onpolicy.running_normalizer import RunningMeanStd
+from policies.bounds import bounded
 from policies.errors import CapabilityError
 from policies.processes.gaussian import GaussianPolicy
 from policies.registry import name_of, register
@@ -32,15 +33,11 @@ from policies.registry import name_of, register
 class PpoConfig(OnPolicyConfig):
     """PPO with a Gaussian policy; also the shared settings of algorithms with log-densities."""
 
-    reductions: ClassVar[tuple[str, ...]] = REDUCTIONS
-
     log_prob_range: tuple[float, float] | None = (-5.0, 2.0)  # clamp of each element's log-density
-    log_prob_reduction: str = "mean"  # mean | per_step | joint, over executed steps and dims
+    log_prob_reduction: str = bounded("mean", choices=REDUCTIONS)  # over executed steps and dims
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = self.reductions
-        self.require("log_prob_reduction", self.log_prob_reduction in known, f"one of {', '.join(known)}")
         bounds = self.log_prob_range
         self.require("log_prob_range", bounds is None or rising(bounds), "two rising numbers, or empty")
 
@@ -64,7 +61,7 @@ class PpoConfig(OnPolicyConfig):
         policy = init.clone().to(setup.device)
         policy.requires_grad_(False).head.requires_grad_(True)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
-        adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
+        fits_normalizer = is_fresh and policy.normalizer.modes["state"] == "gaussian"
         return OnPolicy(
             self,
             setup,
@@ -72,9 +69,8 @@ class PpoConfig(OnPolicyConfig):
             trainable=policy.head,
             bc_term=None if frozen is None else CloningTerm(frozen, ratio),
             export_policy=policy.clone,
-            moments=RunningMeanStd(policy.obs_dim) if adapts else None,
+            moments=RunningMeanStd(policy.obs_dim) if fits_normalizer else None,
         )
 
     def ratio(self, policy: Any) -> ChainRatio:
-        """Return the ratio estimator of a policy."""
         return ChainRatio(policy, log_prob_range=self.log_prob_range, reduction=self.log_prob_reduction)

@@ -67,14 +67,14 @@ class NearestRow(Regulariser):
         query = action.detach()
         found = self.search.nearest(batch.row, state, query)
         neighbour = self._action[found.row]
-        own = self._own(batch, state, found.row, neighbour)
+        own = self._is_own(batch, state, found.row, neighbour)
         return mean_square(action, neighbour), {
             "constraint/own_row": own.float().mean(dim=-1),
             "constraint/certified": found.certified.float().mean(dim=-1),
             "constraint/own_distance": mean_square(neighbour, batch.action).sqrt(),
         }
 
-    def _own(self, batch: Batch, state: Tensor, found: Tensor, neighbour: Tensor) -> Tensor:
+    def _is_own(self, batch: Batch, state: Tensor, found: Tensor, neighbour: Tensor) -> Tensor:
         """Return a mask (B,) bool: found row equals the batch row in index, or in state and action."""
         own = found == batch.row
         if self._state is None:
@@ -83,8 +83,7 @@ class NearestRow(Regulariser):
         return own | (alike & (neighbour == batch.action).all(dim=-1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the search method, which determines how ties break."""
-        return {"search": self.search.name}
+        return {"search": self.search.name}  # determines how ties break
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         name = state.get("search", self.search.name)
@@ -110,12 +109,10 @@ class PrdcConfig(ConstrainedTd3Config):
     list_length: int = bounded(64, ge=2)  # neighbours per list, 8 bytes each
 
     def resume_invariants(self) -> dict[str, Any]:
-        """Add the search settings to `OfflineConfig.resume_invariants`."""
-        nearness = {"algo.beta": self.beta, "algo.neighbor_rank": self.neighbor_rank}
-        return super().resume_invariants() | nearness
+        distance = {"algo.beta": self.beta, "algo.neighbor_rank": self.neighbor_rank}
+        return super().resume_invariants() | distance
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
-        """Return the nearest-row penalty; one search per table."""
         return table.cached("nearest rows", lambda: self._nearest_row(table, setup))
 
     def _nearest_row(self, table: TransitionTable, setup: Setup) -> NearestRow:

@@ -40,12 +40,7 @@ _NORM_EPS = 1e-6
 
 
 class BothActions(Regulariser):
-    """Squared-distance penalties towards the recorded action and next action; see the module docstring.
-
-    Args:
-        actor_weight: beta1.
-        critic_weight: beta2.
-    """
+    """Squared-distance penalties towards the recorded action (beta1) and next action (beta2)."""
 
     def __init__(self, actor_weight: float, critic_weight: float) -> None:
         self.actor_weight, self.critic_weight = actor_weight, critic_weight
@@ -62,10 +57,7 @@ class BothActions(Regulariser):
 
 @torch.no_grad()
 def begin_actor(policy: Policy) -> None:
-    """Initialise a new actor as published; see the module docstring.
-
-    Uses torch's global CPU generator, as all initial weights do.
-    """
+    """Initialise a new actor as published, with torch's global CPU generator, as all initial weights."""
     *hidden, last = (layer for layer in policy.modules() if isinstance(layer, nn.Linear))
     for layer in hidden:  # PyTorch's default weights are the published ones
         layer.bias.fill_(_HIDDEN_BIAS)
@@ -115,7 +107,6 @@ class RebracConfig(ConstrainedTd3Config):
         )
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
-        """Return the learner; a new actor is initialised as published."""
         if setup.init is None:
             begin_actor(policy)
         return super().learner(policy, table, setup)

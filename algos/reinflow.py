@@ -24,16 +24,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 
 from algos.base import Setup, require_one_policy
-from algos.onpolicy.exploration_noise import NoiseConfig
 from algos.onpolicy.flow_setup import on_even_times
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy, check_setup
-from algos.onpolicy.reinflow_ratio import REDUCTIONS, PathTerm, ReinflowRatio
+from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoiseConfig, PathTerm, ReinflowRatio
 from algos.ppo import PpoConfig
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
@@ -51,12 +51,10 @@ from policies.threads import torch_threads
 class ReinFlowConfig(PpoConfig):
     """ReinFlow with the published hyper-parameters of Hopper, for a rectified flow or a shortcut model."""
 
-    reductions: ClassVar[tuple[str, ...]] = REDUCTIONS
-
     batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch; a row is one chain
     entropy_coef: float = bounded(0.03, ge=-math.inf)  # weight of the noise entropy, reduced like densities
     log_prob_range: tuple[float, float] | None = None  # clamp of the reduced log-density; published: [-1, 1]
-    log_prob_reduction: str = "mean"  # mean | per_step | per_dim | joint, over steps, rows and dims
+    log_prob_reduction: str = bounded("mean", choices=REDUCTIONS)  # over steps, rows and dims
     bc_weight: float = bounded(0.0, ge=0)  # weight of the squared distance to the initial policy's chunks
     actor_lr: float = bounded(4.5e-5, gt=0)  # AdamW, peak
     actor_min_lr: float | None = bounded(2e-5, ge=0)  # learning rate at the ends of a cycle; null: constant
@@ -138,20 +136,13 @@ class ReinFlowConfig(PpoConfig):
         for camera, shape in policy.images.items():
             obs[camera] = torch.zeros(1, steps, *shape, dtype=torch.uint8)
         cond = policy.encode(policy.observation(obs))
-        second = policy.table.second_time
-        return (
-            cond,
-            policy.table.to_device("net_time", cond.vec),
-            (None if second is None else policy.table.to_device("second_time", cond.vec)),
-        )
+        times = partial(policy.table.to_device, like=cond.vec)
+        second = None if policy.table.second_time is None else times("second_time")
+        return cond, times("net_time"), second
 
 
 def require_flow(policy: Policy, algo: str) -> DenoisingPolicy:
-    """Return the policy if it is a straight-path flow or a model of finite steps of one.
-
-    Raises:
-        CapabilityError: If it is not.
-    """
+    """Return a straight-path flow or a model of finite steps of one (else CapabilityError)."""
     require_one_policy(policy, algo)
     if isinstance(policy, DenoisingPolicy) and isinstance(policy.process, LinearPath):
         return policy

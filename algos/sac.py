@@ -11,7 +11,6 @@ two match the publication.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,7 +22,7 @@ from algos.base import Setup, require_states_only
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
-from algos.offpolicy.sac_update import SacUpdate
+from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.running_normalizer import fresh_policy
 from envs.fit import require_fit
@@ -63,8 +62,7 @@ class SacConfig(OffPolicyConfig):
         if not isinstance(init, TanhGaussianPolicy):
             raise CapabilityError(
                 f"algo={algo} trains a squashed Gaussian policy; got {type(init).__name__} with process "
-                f"'{type(init.config.process).__name__}'. Use process=tanh_gaussian, or steer this one with "
-                "algo=dsrl."
+                f"'{type(init.config.process).__name__}'. Use process=tanh_gaussian, or algo=dsrl."
             )
         require_states_only(init, algo)
         with torch_threads(setup.threads(THREADS)):
@@ -77,7 +75,6 @@ class SacConfig(OffPolicyConfig):
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
-        """Return an untrained policy; observations are normalised by dataset statistics, if available."""
         if setup.dataset is not None and setup.env is not None:
             spec, source = setup.env.spec, setup.dataset.source
             advice = "Use a dataset of the same task."
@@ -86,24 +83,22 @@ class SacConfig(OffPolicyConfig):
         mode = setup.policy.normalizer["state"]
         if setup.env is not None and mode != "identity":
             raise ConfigError(
-                f"algo={algo} without init and dataset has no statistics of observations, "
-                f"which it remembers scaled; got policy.normalizer.state={mode}. Use "
-                "policy.normalizer.state=identity. Give init=<policy directory> to go on from a policy, or "
-                "dataset=<file>, for the statistics."
+                f"algo={algo} without init and dataset has no statistics for policy.normalizer.state={mode}. "
+                "Use policy.normalizer.state=identity, or give init=<policy directory> or dataset=<file>."
             )
         return fresh_policy(setup, algo)
 
 
-class SquashedActor:
-    """Executed rows of a squashed Gaussian policy; see `algos.offpolicy.sac_update.LatentActor`.
-
-    Latents are chunks: L = A = Ta Da.
+class SquashedActor(LatentActor):
+    """Executed rows of a squashed Gaussian policy; latents are chunks, L = A = Ta Da.
 
     Args:
         policy: Policy whose network is trained.
         form: Squashed density, one of `policies.networks.distributions.FORMS`.
         is_fresh: Warm up with uniform chunks instead of the policy's samples.
     """
+
+    policy: TanhGaussianPolicy
 
     def __init__(self, policy: TanhGaussianPolicy, form: str = "exact", *, is_fresh: bool = True) -> None:
         self.policy, self._form, self._is_fresh = policy, form, is_fresh
@@ -116,17 +111,9 @@ class SquashedActor:
 
     @property
     def highest_entropy(self) -> float:
-        """Maximum entropy of an executed chunk [nats] that the network can represent."""
         return self.latent_dim * highest_entropy(self.policy.process.max_log_std)
 
-    def on_cpu(self) -> SquashedActor:
-        """Return the actor on the CPU, for rollout workers."""
-        twin = copy.copy(self)
-        twin.policy = self.policy.on_cpu()
-        return twin
-
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the network's parameters."""
         return list(self.policy.head.parameters())
 
     def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +122,6 @@ class SquashedActor:
         return tanh_draw(mean[:, self._executed], log_std[:, self._executed], eps, form=self._form)
 
     def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Return the latent, which is the chunk."""
         return latent
 
     def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:

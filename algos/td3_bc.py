@@ -32,15 +32,7 @@ class OwnAction(Regulariser):
 
 
 class OwnLikelihood(Regulariser):
-    """Penalty of a sampling policy: its matching loss at the recorded chunks.
-
-    Args:
-        policy: Policy in training.
-        autocast: See `OfflineConfig`.
-
-    Raises:
-        CapabilityError: If the policy has no matching loss.
-    """
+    """Penalty of a sampling policy: its matching loss at the recorded chunks."""
 
     def __init__(self, policy: Policy, autocast: str | None = None) -> None:
         self._cloning, self._autocast = ChunkLoss(policy), autocast

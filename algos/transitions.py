@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from policies.policy import Policy
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _ENCODED_AT_ONCE = 65_536
-_STILL = 1e-4  # std below which an entry counts as constant
+_CONSTANT_STD = 1e-4  # std below which an entry counts as constant
 _ROUNDING = 1e-5  # tolerance outside the action bounds for rounding, relative to their width
 _CLIPPED = {
     True: ("the task", "as the simulator does"),
@@ -59,24 +59,13 @@ class Batch:
     row: Tensor
 
     def __len__(self) -> int:
-        """Return B."""
         return len(self.row)
 
 
 class TransitionTable:
-    """All transitions, one row each, on one device.
+    """All transitions, one row each, on one device; shapes as in `Batch`, M rows.
 
-    Args:
-        cond: (M, C).
-        action: (M, A).
-        reward: (M,).
-        next_cond: (M, C).
-        discount: (M,).
-        next_action: (M, A); None: not used.
-        has_next: (M,).
-        plan: (M, Th Da).
-        real: (M, Th).
-        frame: (M,) int64, start frames of the transitions in the dataset, if any.
+    `frame` (M,) holds the start frames of the transitions in the dataset, if any.
     """
 
     def __init__(
@@ -104,7 +93,6 @@ class TransitionTable:
         self._rows = torch.cat(parts, dim=1)
 
     def __len__(self) -> int:
-        """Return M."""
         return len(self._rows)
 
     @property
@@ -151,45 +139,42 @@ class Rewarding:
 def deviations(cond: Tensor) -> Tensor:
     """Return the std (C,) of each entry of conditions (M, C); 1 for near-constant entries."""
     std = cond.double().std(dim=0, correction=0)
-    return torch.where(std < _STILL, torch.ones_like(std), std).to(cond)
+    return torch.where(std < _CONSTANT_STD, torch.ones_like(std), std).to(cond)
 
 
 def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> TransitionTable:
-    """Return the transitions of a dataset in a policy's encoding.
+    """Return the transitions of a dataset on the policy's device, in the policy's encoding.
 
-    Args:
-        dataset: Dataset on the policy's device.
-        policy: Policy on states; its history, executed steps, encoding and normalisation are used.
-        rewarding: Reward transform.
+    The policy's history, executed steps, encoding and normalisation are used.
 
     Raises:
         DatasetError: If there is no transition.
     """
-    stretch = _stretches(dataset, policy.chunk.act_steps)
-    if not len(stretch.start):
+    segment = _segments(dataset, policy.chunk.act_steps)
+    if not len(segment.start):
         raise DatasetError(
-            f"{dataset.source}: no stretch of {policy.chunk.act_steps} frames has a known successor, so "
-            "there is no transition. Use longer episodes or a policy with fewer act_steps."
+            f"{dataset.source}: no {policy.chunk.act_steps} frames in a row have a known successor. "
+            "Use longer episodes or a policy with fewer act_steps."
         )
-    _require_memory(dataset, policy, len(stretch.start))
-    rewards = (rewarding.scale * dataset.rewards.double() + rewarding.shift)[stretch.frames]
-    weight = rewarding.gamma ** torch.arange(stretch.frames.shape[1], device=rewards.device).double()
-    reward = (rewards * weight * stretch.real).sum(dim=1).float()
-    discount = rewarding.gamma ** stretch.length.double() * ~stretch.over
+    _require_memory(dataset, policy, len(segment.start))
+    rewards = (rewarding.scale * dataset.rewards.double() + rewarding.shift)[segment.frames]
+    weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
+    reward = (rewards * weight * segment.real).sum(dim=1).float()
+    discount = rewarding.gamma ** segment.length.double() * ~segment.over
     actions = policy.normalize_action(dataset.actions)
-    following, has_next = _following(dataset, stretch)
-    planned, real = _planned(dataset, stretch, policy)
+    following, has_next = _next_chunks(dataset, segment)
+    planned, real = _plan_frames(dataset, segment, policy)
     return TransitionTable(
-        cond=_encode(policy, dataset, stretch.start),
-        action=actions[stretch.frames].flatten(1),
+        cond=_encode(policy, dataset, segment.start),
+        action=actions[segment.frames].flatten(1),
         reward=reward,
-        next_cond=_encode(policy, dataset, stretch.last, successor=True),
+        next_cond=_encode(policy, dataset, segment.last, successor=True),
         discount=discount.float(),
         next_action=actions[following].flatten(1),
         has_next=has_next.float(),
         plan=actions[planned].flatten(1),
         real=real.float(),
-        frame=stretch.start,
+        frame=segment.start,
     )
 
 
@@ -204,7 +189,7 @@ def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Stretches:
+class _Segments:
     """Frames of the transitions: start, last (M,), frames (M, Ta), length, over (M,), real (M, Ta)."""
 
     start: Tensor
@@ -215,8 +200,8 @@ class _Stretches:
     real: Tensor
 
 
-def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
-    """Return every stretch that ends with the task or has a known successor."""
+def _segments(dataset: EpisodeDataset, steps: int) -> _Segments:
+    """Return every segment that ends with the task or has a known successor."""
     over, end = dataset.over, _episode_end(dataset)
     start = torch.arange(dataset.num_frames, device=over.device)
     wanted = start[:, None] + torch.arange(steps, device=over.device)
@@ -225,14 +210,11 @@ def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
     real = (wanted <= end[:, None]) & ~ended_before
     length = real.sum(dim=1)
     last = start + length - 1
+    keep = (length == steps) | over[last]
     if dataset.next_observations is None:
-        known = (last < end) | dataset.terminated[last]  # a last frame with mask 0 may lack an action
-    else:
-        known = torch.ones_like(over)
-    keep = ((length == steps) | over[last]) & known
-    frames = torch.minimum(wanted, last[:, None])
-    parts = (start, last, frames, length, over[last], real)
-    return _Stretches(*(part[keep] for part in parts))
+        keep &= (last < end) | dataset.terminated[last]  # a last frame with mask 0 may lack an action
+    parts = (start, last, torch.minimum(wanted, last[:, None]), length, over[last], real)
+    return _Segments(*(part[keep] for part in parts))
 
 
 def _episode_end(dataset: EpisodeDataset) -> Tensor:
@@ -240,21 +222,21 @@ def _episode_end(dataset: EpisodeDataset) -> Tensor:
     return (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
 
 
-def _following(dataset: EpisodeDataset, stretch: _Stretches) -> tuple[Tensor, Tensor]:
+def _next_chunks(dataset: EpisodeDataset, segment: _Segments) -> tuple[Tensor, Tensor]:
     """Return the frames (M, Ta) of the next recorded chunk, and whether it exists (M,)."""
-    end = _episode_end(dataset)[stretch.start]
-    offset = torch.arange(stretch.frames.shape[1], device=end.device)
-    frames = torch.minimum(stretch.last[:, None] + 1 + offset, end[:, None])
-    return frames, (stretch.last < end) & ~stretch.over
+    end = _episode_end(dataset)[segment.start]
+    offset = torch.arange(segment.frames.shape[1], device=end.device)
+    frames = torch.minimum(segment.last[:, None] + 1 + offset, end[:, None])
+    return frames, (segment.last < end) & ~segment.over
 
 
-def _planned(dataset: EpisodeDataset, stretch: _Stretches, policy: Policy) -> tuple[Tensor, Tensor]:
+def _plan_frames(dataset: EpisodeDataset, segment: _Segments, policy: Policy) -> tuple[Tensor, Tensor]:
     """Return the window frames (M, Th) around executed chunks, and which were recorded (M, Th)."""
     chunk, episode = policy.chunk, dataset.episode_start[:-1].repeat_interleave(dataset.lengths)
-    first, end = episode[stretch.start], _episode_end(dataset)[stretch.start]
-    end = torch.where(stretch.over, stretch.last, end)
+    first, end = episode[segment.start], _episode_end(dataset)[segment.start]
+    end = torch.where(segment.over, segment.last, end)
     offset = torch.arange(chunk.horizon, device=end.device) - chunk.action_start
-    wanted = stretch.start[:, None] + offset
+    wanted = segment.start[:, None] + offset
     inside = torch.minimum(torch.maximum(wanted, first[:, None]), end[:, None])
     return inside, inside == wanted
 
@@ -305,11 +287,6 @@ def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDa
     """Return the dataset with actions clipped to the task's bounds or, without a task, to the policy's.
 
     Policies with mean-std action normalisation have no bounds: actions are unchanged.
-
-    Args:
-        dataset: The data.
-        policy: Policy in training.
-        spec: Task specification; None: no task.
     """
     if spec is not None:
         return clipped_actions(dataset, box_of(dataset, spec))
@@ -325,22 +302,13 @@ def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDa
 def clipped_actions(
     dataset: EpisodeDataset, box: dict[str, Tensor], *, of_task: bool = True
 ) -> EpisodeDataset:
-    """Return the dataset with clipped actions; warns if any were outside.
-
-    Args:
-        dataset: The data.
-        box: Statistics of the bounds.
-        of_task: Whether the bounds are the task's; else those of `init`.
-    """
-    from dataclasses import replace
-
+    """Return the dataset with actions in a box, of the task or of `init`; warns if any were outside."""
     low, high = box["min"].to(dataset.actions), box["max"].to(dataset.actions)
     inside = dataset.actions.clamp(low, high)
     outside = int((inside != dataset.actions).sum())
     if not outside:
         return dataset
-    share = 100 * outside / dataset.actions.numel()
-    whose, why = _CLIPPED[of_task]
+    share, (whose, why) = 100 * outside / dataset.actions.numel(), _CLIPPED[of_task]
     _log.warning(
         "%s: %d action entries (%.2g %%) lie outside the box of %s; they are clipped to it, %s.",
         dataset.source, outside, share, whose, why,

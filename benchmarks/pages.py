@@ -10,6 +10,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from algos.training.provenance import describe_environment
+from algos.training.run_directory import RunDirectory
 from envs.evaluation.intervals import Interval, success_rate
 
 RESULTS = Path("docs/results")
@@ -31,6 +32,14 @@ def keep(page: str, name: str, content: Mapping[str, Any], *, indent: int | None
     whole = {**content, "environment": describe_environment()}
     target.write_text(json.dumps(whole, indent=indent) + "\n")
     return target
+
+
+def configuration(run: RunDirectory) -> dict[str, Any]:
+    """Return the composed configuration of a run for a row of results; of paths only the last part."""
+    return {
+        key: Path(value).name if key in ("dataset", "init", "resume") and value else value
+        for key, value in run.config.items()
+    }
 
 
 def kept(page: str, pattern: str = "*.json", *, advice: str = "give task=<policy> first") -> list[Any]:

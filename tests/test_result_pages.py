@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from benchmarks.studies import offline
 from envs.evaluation.intervals import conditional_value_at_risk, success_rate, wilson
@@ -97,3 +100,10 @@ def test_a_page_says_which_gate_corrected_which_seeds() -> None:
         == "Corrected with `gate_quantile` 0.9 for bc, td3_bc (seed 0); 0.99 for iql, td3_bc (seeds 1, 2)."
     )
     assert offline.gates({"flow+iql": [tuned]}) == []
+
+
+def test_a_row_holds_the_composed_configuration_without_places_of_the_machine() -> None:
+    run = RunDirectory.open(Path(__file__).parent / "fixtures/version_0_1/runs/tuned")
+    row = json.loads(json.dumps(pages.configuration(run)))
+    assert row["algo"] == run.config["algo"] and row["env"]["name"] == "avoid"
+    assert Path(run.config["init"]).is_absolute() and row["init"] == Path(run.config["init"]).name

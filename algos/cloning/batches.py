@@ -57,8 +57,8 @@ class WindowSampler:
         cameras: Iterable[str] = (),
     ) -> None:
         self._windows = Windows(dataset, chunk, pad_end=pad_end, cameras=tuple(cameras))
-        goals = dataset.storage.take(dataset.extras["goal"], self._windows.frames) if goal_dim else None
-        self._goal = goals
+        frames = self._windows.frames
+        self._goal = dataset.storage.take(dataset.extras["goal"], frames) if goal_dim else None
 
     @property
     def num(self) -> int:
@@ -83,12 +83,7 @@ class WindowSampler:
 
 
 class Shuffle:
-    """Endless stream of indices 0..num-1 in epochs: a new permutation each time.
-
-    Args:
-        num: Number of indices.
-        generator: Generator of the permutations, on the device of the indices.
-    """
+    """Endless stream of indices 0..num-1 on the generator's device: a new permutation per epoch."""
 
     def __init__(self, num: int, generator: torch.Generator) -> None:
         self.num, self._generator = num, generator

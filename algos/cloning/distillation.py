@@ -25,16 +25,11 @@ from policies.processes.base import GaussianPath, over_rows
 from policies.protocols import TE, Cond, Observation
 from policies.registry import name_of
 
-UNITS_RTOL, UNITS_ATOL = 1e-4, 1e-5
-"""Tolerance between the action normalisations of teacher and student."""
+_RTOL, _ATOL = 1e-4, 1e-5  # between the action normalisations of teacher and student
 
 
 class Teacher:
-    """Targets from the trajectories of a frozen policy; neither saved nor averaged with the student.
-
-    Args:
-        policy: The teacher; kept as a frozen copy on the student's device.
-        student: Policy in training.
+    """Targets from the trajectories of a frozen copy of a policy, which is neither saved nor averaged.
 
     Raises:
         ConfigError: If the student's process does not support a teacher, the teacher has no sampling path, or
@@ -47,15 +42,11 @@ class Teacher:
         self.process: Consistency = student.process  # type: ignore[assignment]
 
     @torch.no_grad()
-    def instruct(self, obs: Observation, action: Tensor, te: TE) -> TE:
-        """Return the draws extended by the teacher's targets for the student's loss.
+    def add_targets(self, obs: Observation, action: Tensor, te: TE) -> TE:
+        """Return the draws with the teacher's targets for normalised actions (B, Th, Da)."""
+        return self.process.taught(action, te, partial(self._predict, self.policy.encode(obs)))
 
-        Shapes:
-            action: (B, Th, Da), normalised.
-        """
-        return self.process.taught(action, te, partial(self._explain, self.policy.encode(obs)))
-
-    def _explain(self, cond: Cond, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def _predict(self, cond: Cond, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return the teacher's (x0, eps) for states and times on the student's path."""
         alpha, sigma = self.process.alpha_sigma(t)
         own = self.policy.process.time_of_lambda(alpha.log() - sigma.log())
@@ -68,27 +59,26 @@ def _require_match(teacher: Policy, student: Policy) -> None:
     process: Any = student.config.process
     if not isinstance(process, Consistency):
         raise ConfigError(
-            f"algo.teacher is for processes that learn from one (process=consistency); got "
-            f"process={name_of('process', process)}. Leave algo.teacher out, or set process=consistency."
+            f"algo.teacher needs process=consistency; got process={name_of('process', process)}. Set it, or "
+            f"leave algo.teacher out."
         )
     own: Any = teacher.config.process
     has_path = isinstance(own, GaussianPath) and own.is_integrable
     if not has_path or not isinstance(teacher, DenoisingPolicy):
         raise ConfigError(
-            f"algo.teacher must be a policy with a path to follow (process=diffusion, flow or edm); got "
-            f"process={name_of('process', own)}."
+            f"algo.teacher must have process=diffusion, flow or edm; got process={name_of('process', own)}."
         )
     if student.config.goal_dropout:
         raise ConfigError(
-            f"algo.teacher does not go with policy.goal_dropout: the teacher sees every goal; got "
-            f"{student.config.goal_dropout:g}. Set it to 0; a guided teacher passes its guidance on."
+            f"policy.goal_dropout must be 0 with algo.teacher, whose targets use every goal; got "
+            f"{student.config.goal_dropout:g}."
         )
-    _require_same_view(teacher, student)
-    _require_same_units(teacher, student)
-    _require_reach(own, process)
+    _require_same_shapes(teacher, student)
+    _require_same_normalization(teacher, student)
+    _require_noise_range(own, process)
 
 
-def _require_same_view(teacher: Policy, student: Policy) -> None:
+def _require_same_shapes(teacher: Policy, student: Policy) -> None:
     facts = {
         "observation width": (teacher.obs_dim, student.obs_dim),
         "goal width": (teacher.goal_dim, student.goal_dim),
@@ -101,28 +91,27 @@ def _require_same_view(teacher: Policy, student: Policy) -> None:
     for name, (theirs, ours) in facts.items():
         if theirs != ours:
             raise ConfigError(
-                f"the policy of algo.teacher must have the {name} of the one that learns; got {theirs} and "
-                f"{ours}. Set the new policy's to the teacher's, or take another teacher."
+                f"algo.teacher and the student must have the same {name}; got {theirs} and {ours}. Set the "
+                f"student's to the teacher's, or take another teacher."
             )
 
 
-def _require_same_units(teacher: Policy, student: Policy) -> None:
+def _require_same_normalization(teacher: Policy, student: Policy) -> None:
     """Require equal action normalisation; observation normalisation may differ."""
     for part in ("scale", "offset"):
         theirs, ours = (p.normalizer.get_buffer(f"action_{part}").cpu() for p in (teacher, student))
-        if not torch.allclose(theirs, ours, rtol=UNITS_RTOL, atol=UNITS_ATOL):
+        if not torch.allclose(theirs, ours, rtol=_RTOL, atol=_ATOL):
             off = float((theirs - ours).abs().max())
             raise ConfigError(
-                f"the policy of algo.teacher normalises actions otherwise than the one that learns: their "
-                f"{part}s differ by up to {off:.3g}. Use the teacher's dataset and policy.normalizer."
+                f"algo.teacher and the student normalise actions differently: their {part}s differ by up to "
+                f"{off:.3g}. Use the teacher's dataset and policy.normalizer."
             )
 
 
-def _require_reach(teacher: Any, process: Consistency) -> None:
+def _require_noise_range(teacher: Any, process: Consistency) -> None:
     alpha, sigma = (float(a) for a in teacher.alpha_sigma(torch.zeros((), dtype=torch.float64)))
-    reach = sigma / alpha if alpha else math.inf
-    if process.noise_max > reach * (1 + 1e-6):
+    most = sigma / alpha if alpha else math.inf
+    if process.noise_max > most * (1 + 1e-6):
         raise ConfigError(
-            f"process.noise_max must be at most {reach:.4g}, the noisiest level of the policy of "
-            f"algo.teacher; got {process.noise_max:g}."
+            f"process.noise_max must be at most {most:.4g}, that of algo.teacher; got {process.noise_max:g}."
         )

@@ -20,14 +20,7 @@ from policies.seeds import seeded_generator
 
 
 class Validation:
-    """A fixed set of held-out windows with fixed noise, so that results of different steps are comparable.
-
-    Args:
-        source: Held-out windows.
-        num_windows: Windows used, at most; evenly spaced.
-        num_samples: n, chunks sampled per window.
-        seed: Seed of the noise.
-    """
+    """At most `num_windows` evenly spaced windows with fixed noise: results of all steps are comparable."""
 
     def __init__(self, source: WindowSampler, *, num_windows: int, num_samples: int, seed: int) -> None:
         count = min(num_windows, source.num)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -40,48 +40,11 @@ M = TypeVar("M", bound=nn.Module)
 ONE_BY_ONE = "Train the seeds one by one: --multirun seed=0,1,2."
 
 
-class SeedRun(OfflineRun):
-    """A run of one seed that a `SeedBatch` can train."""
-
-    is_batched = False
-
-    def advance(self) -> Metrics:
-        """Take gradient steps of this seed alone.
-
-        Raises:
-            CapabilityError: If a `SeedBatch` trains the run.
-        """
-        self._require_alone()
-        return super().advance()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CapabilityError: If a `SeedBatch` trains the run.
-        """
-        self._require_alone()
-        super().load_state_dict(state)
-
-    def _require_alone(self) -> None:
-        if self.is_batched:
-            raise CapabilityError(
-                "this run takes its steps together with other seeds. Build it anew to advance it alone or to "
-                "continue it from a state."
-            )
-
-
 def build_seeds(config: OfflineConfig, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
-    """Return one run per seed, as `config.build` would; runs share the transitions.
-
-    Args:
-        config: Configuration of all runs.
-        setup: Setup of all runs; its seed is ignored.
-        seeds: Distinct seeds.
-    """
+    """Return one run per distinct seed, as `config.build` would; runs share the transitions."""
     setups = [replace(setup, seed=seed, num_seeds=len(seeds)) for seed in seeds]
     data = config.prepare(setups[0])
-    return [config.run(own, data, SeedRun) for own in setups]
+    return [config.run(own, data) for own in setups]
 
 
 class SeedBatch:
@@ -92,64 +55,50 @@ class SeedBatch:
 
     Args:
         runs: Runs of one `build_seeds` call; each may be resumed.
-
-    Raises:
-        ConfigError: If the runs do not share their transitions.
     """
 
     def __init__(self, runs: Sequence[OfflineRun]) -> None:
         if any(run.table is not runs[0].table for run in runs):
             raise ConfigError("runs that are trained together must be made together, by build_seeds.")
         self.runs = runs
-        self._moving: tuple[OfflineRun, ...] = ()
+        self._active: tuple[OfflineRun, ...] = ()
         self._learner: Any = None
 
     def advance(self) -> list[Metrics]:
-        """Take gradient steps with the runs that have taken the fewest.
-
-        Returns:
-            Metrics of `OfflineRun.advance` per run; empty for runs that did not advance.
-        """
+        """Take gradient steps with the runs that have taken the fewest; the others return no metrics."""
         done = min(run.progress for run in self.runs)
-        learner, moving = self._learner_of([run for run in self.runs if run.progress == done])
+        learner, active = self._learner_of([run for run in self.runs if run.progress == done])
         ahead = [run.progress for run in self.runs if run.progress > done]
-        config, start, means = moving[0].config, time.perf_counter(), Means()
-        count = min([config.log_every, moving[0].total - done, *(other - done for other in ahead)])
-        with torch_threads(moving[0].num_threads):
+        first, start, means = active[0], time.perf_counter(), Means()
+        count = min([first.config.log_every, first.total - done, *(other - done for other in ahead)])
+        with torch_threads(first.num_threads):
             for _ in range(count):
-                means.add(step_together(learner, moving))
-            measured = {name: value.unbind(0) for name, value in means.tensors().items()}
-            biases = [run.overestimation() for run in moving]
+                means.add(step_together(learner, active))
+            measured = {name: value.unbind(0) for name, value in means.read().items()}
+            excess = [run.overestimation() for run in active]
         rate = {"time/steps_per_s": count / (time.perf_counter() - start)}
         found: dict[int, Metrics] = {
-            id(run): {**{name: value[s] for name, value in measured.items()}, **biases[s], **rate}
-            for s, run in enumerate(moving)
+            id(run): {**{name: value[s] for name, value in measured.items()}, **excess[s], **rate}
+            for s, run in enumerate(active)
         }
         return [found.get(id(run), {}) for run in self.runs]
 
     def _learner_of(self, runs: Sequence[OfflineRun]) -> tuple[Any, tuple[OfflineRun, ...]]:
         """Return the batched learner of these runs; rebuilt when the set of runs changes."""
-        if self._learner is None or self._moving != tuple(runs):
-            self._moving = tuple(runs)
+        if self._learner is None or self._active != tuple(runs):
+            self._active = tuple(runs)
             self._learner = batched([run.learner for run in runs])
             for run in runs:
-                run.is_batched = True  # type: ignore[attr-defined]
-        return self._learner, self._moving
+                run.is_batched = True
+        return self._learner, self._active
 
 
 def step_together(learner: Any, runs: Sequence[OfflineRun], rows: Tensor | None = None) -> dict[str, Tensor]:
-    """Take one step of every run; returns metrics, each (S,).
-
-    Args:
-        learner: Batched learner of all runs; see `batched`.
-        runs: Runs whose generators are used.
-        rows: (S, B) rows that replace the drawn ones.
-    """
+    """Take one step of every run; return metrics, each (S,). `rows` (S, B) replace the drawn ones."""
     drawn, draws = zip(*(run.draw() for run in runs), strict=True)
     together = {name: torch.stack([each[name] for each in draws]) for name in draws[0]}
-    measured: dict[str, Tensor] = learner.step(
-        runs[0].table.gather(torch.stack(drawn) if rows is None else rows), together
-    )
+    batch = runs[0].table.gather(torch.stack(drawn) if rows is None else rows)
+    measured: dict[str, Tensor] = learner.step(batch, together)
     for run in runs:
         run.learner.steps = learner.steps
         run.count_step()
@@ -160,8 +109,7 @@ def batched(learners: Sequence[Any]) -> Any:
     """Return one learner that steps several learners, which differ in their seeds only.
 
     Networks, optimisers and regularisers are stacked attribute by attribute; constants come from the first.
-    The given networks become views: they can be read and saved, but must not step or load separately. The
-    batched learner has no policy of its own.
+    The given networks become views: they can be read and saved, but must not step or load separately.
 
     Raises:
         CapabilityError: If an actor or a module cannot be stacked.
@@ -200,15 +148,11 @@ def _stacked_attribute(parts: Sequence[Any]) -> Any:
     return first
 
 
-@dataclass(frozen=True)
 class FlatSearch:
     """Nearest-row search for queries with extra leading axes."""
 
-    search: Search
-
-    @property
-    def name(self) -> str:
-        return self.search.name
+    def __init__(self, search: Search) -> None:
+        self.search, self.name = search, search.name
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         found = self.search.nearest(row.flatten(), state.flatten(0, -2), action.flatten(0, -2))
@@ -232,16 +176,13 @@ class StackedLinear(nn.Module):
         self.bias = stack_parameters([layer.bias for layer in layers])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of every layer for its own inputs."""
         return torch.baddbmm(self.bias[:, None], x, self.weight.transpose(1, 2))
 
 
 def stacked(modules: Sequence[M]) -> M:
-    """Return a module with the stacked parameters of the given modules.
+    """Return a module with the stacked parameters of modules of equal architecture.
 
-    Args:
-        modules: Equal architectures of linear layers with biases and layers that accept leading axes. A layer
-            with other parameters must support one more leading axis.
+    Layers other than linear ones must accept one more leading axis.
 
     Raises:
         CapabilityError: If a module has buffers, a weight cache, or a linear layer without bias.
@@ -287,20 +228,10 @@ class StackedEnsemble(Ensemble):
         return self._evaluate_together(h, count, frozen).view(seeds, count, -1).transpose(0, 1)
 
     def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> NoReturn:
-        """Refuse; load the single ensembles instead.
-
-        Raises:
-            CapabilityError: Always.
-        """
-        raise CapabilityError("stacked ensembles have the weights of the ensembles; load or read those.")
+        raise CapabilityError("stacked ensembles share the weights of the single ones; load those.")
 
     def layers_of(self, member: int) -> NoReturn:
-        """Refuse; use the single ensembles instead.
-
-        Raises:
-            CapabilityError: Always.
-        """
-        raise CapabilityError("stacked ensembles have the weights of the ensembles; load or read those.")
+        raise CapabilityError("stacked ensembles share the weights of the single ones; read those.")
 
     def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
         """Return the weights of the first `count` members of every seed, (S E, ...)."""
@@ -309,11 +240,7 @@ class StackedEnsemble(Ensemble):
 
 
 class BatchedActor(Actor):
-    """The actors of S seeds: conditions (S, B, C) to actions (S, B, A).
-
-    Raises:
-        CapabilityError: If an actor was not made by `algos.offline.config.plain_actor`.
-    """
+    """The actors of S seeds: conditions (S, B, C) to actions (S, B, A)."""
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.limit = actors[0].limit
@@ -325,11 +252,7 @@ class BatchedActor(Actor):
 
 
 class BatchedPolicyLoss:
-    """`PolicyLoss` of S new single-action actors: losses (S, B).
-
-    Raises:
-        CapabilityError: If an actor was not made by `algos.offline.config.plain_actor`.
-    """
+    """`PolicyLoss` of S new single-action actors: losses (S, B)."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self.network = stacked([require_actor_network(policy) for policy in policies])
@@ -350,8 +273,7 @@ def require_actor_network(policy: Policy) -> ActorNetwork:
     network = actor_network(policy)
     if network is None:
         raise CapabilityError(
-            "seeds are trained together where algo makes its own actor; init has a policy of another kind. "
-            f"{ONE_BY_ONE}"
+            f"seeds are trained together where algo makes its own actor; init has another one. {ONE_BY_ONE}"
         )
     return network
 
@@ -359,12 +281,8 @@ def require_actor_network(policy: Policy) -> ActorNetwork:
 def joined(parameters: Sequence[nn.Parameter], parts: Sequence[torch.optim.Adam]) -> torch.optim.Adam:
     """Return one optimiser of stacked parameters that continues from the moments of every seed.
 
-    The moments of the given optimisers become views of the new ones and share its step count: the given
-    optimisers must not step separately. Without a previous step, moments start at zero, as in Adam.
-
-    Args:
-        parameters: (S, ...).
-        parts: One optimiser per seed: same parameter order, same step count.
+    The moments of the given optimisers, one per seed, become views of the new ones and share the step count:
+    they must not step separately. Without a previous step, moments start at zero, as in Adam.
     """
     options = {name: value for name, value in parts[0].param_groups[0].items() if name != "params"}
     whole = torch.optim.Adam(parameters, **options)

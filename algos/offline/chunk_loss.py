@@ -16,9 +16,6 @@ from policies.protocols import TE, Cond
 class ChunkLoss:
     """Matching loss of a policy at the recorded chunks of a batch.
 
-    Args:
-        policy: Policy in training.
-
     Raises:
         CapabilityError: If the policy has no matching loss.
     """

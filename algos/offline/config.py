@@ -12,20 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from algos.base import Setup, require_one_policy, require_states_only
+from algos.base import Setup, dataset_of, require_one_policy, require_states_only
 from algos.offline.loop import THREADS, Learner, OfflineRun, Probes, probes_of
 from algos.optim import DelayedDecay, Ema
-from algos.transitions import (
-    Rewarding,
-    TransitionTable,
-    actions_for,
-    box_of,
-    clipped_actions,
-    tabulate,
-)
+from algos.transitions import Rewarding, TransitionTable, actions_for, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
-from envs.fit import require_fit
-from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
 from policies.bounds import Checked, bounded
 from policies.build import build_policy
@@ -62,7 +53,6 @@ class OfflineConfig(Checked):
     """
 
     makes_policy: ClassVar[bool] = True  # the algorithm chooses process, backbone etc. of a new policy
-
     fixed_length: ClassVar[bool] = False  # whether a schedule depends on `steps`
 
     steps: int = bounded(1_000_000, ge=1)  # gradient steps of the critic
@@ -82,21 +72,14 @@ class OfflineConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(
-            "normalize_returns",
-            self.normalize_returns is None or self.reward_scale == 1,
-            "null with algo.reward_scale",
-        )
+        is_single = self.normalize_returns is None or self.reward_scale == 1
+        self.require("normalize_returns", is_single, "null with algo.reward_scale")
         for name in ("hidden_dims", "critic_dims"):
             setattr(self, name, tuple(getattr(self, name)))
             self.require(name, bool(getattr(self, name)), "one or more widths")
 
     def rewarding(self, dataset: EpisodeDataset) -> Rewarding:
-        """Return the reward transform.
-
-        Raises:
-            ConfigError: If `normalize_returns` is set and all episode returns are equal.
-        """
+        """Return the reward transform."""
         scale = self.reward_scale
         if self.normalize_returns is not None:
             span = float(dataset.returns.max() - dataset.returns.min())
@@ -136,22 +119,11 @@ class OfflineConfig(Checked):
         if self.autocast is not None and setup.device.type == "cpu":
             warn_of_slow_bfloat16()
         with torch_threads(setup.threads(THREADS)):
-            algo, dataset, spec = name_of("algo", self), setup.dataset, None
-            if dataset is None:
-                raise ConfigError(
-                    f"algo={algo} needs transitions with rewards; got none. Give dataset=<file>."
-                )
-            advice = "Use a dataset of the same task."
-            if setup.env is not None:
-                spec = setup.env.spec
-                _refuse_goals(spec, algo)
-                require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
+            algo, spec = name_of("algo", self), None if setup.env is None else setup.env.spec
+            _require_trainable(setup, algo)
+            dataset = dataset_of(setup, algo, "transitions with rewards")
             if setup.init is not None:
-                _refuse_several(setup.init, algo)
-                require_states_only(setup.init, algo)
-                require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
-                dataset = actions_for(dataset, setup.init, spec)
-                box = {}
+                dataset, box = actions_for(dataset, setup.init, spec), {}
             else:
                 box = box_of(dataset, spec)
                 dataset = clipped_actions(dataset, box)
@@ -162,17 +134,16 @@ class OfflineConfig(Checked):
             table = tabulate(on_device, policy, rewarding)
             return OfflineData(dataset, box, table, probes_of(table, on_device, rewarding))
 
-    def run(self, setup: Setup, data: OfflineData, kind: type[OfflineRun] = OfflineRun) -> OfflineRun:
+    def run(self, setup: Setup, data: OfflineData) -> OfflineRun:
         """Return the run on prepared transitions."""
         with torch_threads(setup.threads(THREADS)):
             policy = self.initial_policy(setup, data.dataset, data.box)
             with seeded_weights(derive_seed(setup.seed, "learner")):
                 learner = self.learner(policy, data.table, setup)
             ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
-            facts = self.resume_invariants()
-            return kind(
+            return OfflineRun(
                 self, setup, learner, data.table, data.dataset,
-                probes=data.probes, ema=ema, resume_invariants=facts,
+                probes=data.probes, ema=ema, resume_invariants=self.resume_invariants(),
             )  # fmt: skip
 
     def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
@@ -214,51 +185,42 @@ def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -
     found = f"{dataset.source}: all {len(dataset)} rewards are {least:g}{changed}"
     advice = "Use data with rewards (of OGBench: reader.task=<single task>), or algo=bc, which needs none."
     if given == 0:
-        raise ConfigError(
-            f"{found}; algo={algo} learns from rewards, and has nothing to learn here. {advice}"
-        )
+        raise ConfigError(f"{found}; algo={algo} learns from rewards. {advice}")
     _log.warning(
         "%s, and the task never ends, so all actions are worth the same to algo=%s. %s", found, algo, advice
     )
 
 
 def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> None:
-    """Warn of recorded actions that `init` normalises beyond ±1, where actions are clipped.
-
-    Args:
-        table: Transitions in that policy's encoding.
-        setup: Setup of the run.
-        algo: Name of the algorithm.
-    """
+    """Warn of recorded actions that `init` normalises beyond ±1, where actions are clipped."""
     if setup.init is None or setup.dataset is None:
         return
     beyond = float((table.action.abs() > 1 + _BEYOND).float().mean())
     if beyond:
         _log.warning(
-            "%s: %.2g %% of the action entries lie beyond ±1 as the policy of init normalises them (%s), and "
-            "algo=%s cuts off what it compares with them there. Start from a policy of these data that "
-            "was cloned with policy.normalizer.action=limits.",
+            "%s: %.2g %% of the action entries lie beyond ±1 as the policy of init normalises them (%s); "
+            "actions of algo=%s are clipped there. Start from a policy cloned from these data with "
+            "policy.normalizer.action=limits.",
             setup.dataset.source, 100 * beyond, setup.init.normalizer.modes["action"], algo,
         )  # fmt: skip
 
 
-def _refuse_goals(spec: EnvSpec, algo: str) -> None:
-    """Refuse a task whose goal is not part of the state."""
-    if spec.goal_dim:
+def _require_trainable(setup: Setup, algo: str) -> None:
+    """Refuse goals beside the state, images, and an `init` that is wrapped or composed."""
+    if setup.env is not None and setup.env.spec.goal_dim:
         raise CapabilityError(
-            f"algo={algo} learns from states; env={spec.name} has its goal beside them. Use "
-            f"env.goal=appended, where goals of the dataset end the states as well."
+            f"algo={algo} learns from states; the goal of env={setup.env.spec.name} is not part of them. Use "
+            f"env.goal=appended, which appends the goals of the dataset as well."
         )
-
-
-def _refuse_several(policy: Policy, algo: str) -> None:
-    """Refuse a composition: only a policy with its own weights is trainable."""
-    require_one_policy(policy, algo)
-    if isinstance(policy, WrappedPolicy):
+    if setup.init is None:
+        return
+    require_one_policy(setup.init, algo)
+    if isinstance(setup.init, WrappedPolicy):
         raise CapabilityError(
-            f"algo={algo} trains one policy; init has '{name_of('wrapper', policy.wrapper)}' on top. Train "
-            f"the policy below, then put it on top again."
+            f"algo={algo} trains a policy without wrapper; init has "
+            f"'{name_of('wrapper', setup.init.wrapper)}'. Train the policy inside, then wrap it again."
         )
+    require_states_only(setup.init, algo)
 
 
 def plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:

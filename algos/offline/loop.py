@@ -28,6 +28,7 @@ from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
+from policies.errors import CapabilityError
 from policies.networks.critics import Ensemble
 from policies.policy import Policy
 from policies.seeds import seeded_generator
@@ -39,36 +40,26 @@ _CUT_WEIGHT = 0.01  # largest weight of the rewards missing from a truncated epi
 
 
 class Learner(Protocol):
-    """Takes gradient steps on batches.
+    """Takes gradient steps on batches."""
 
-    Attributes:
-        steps: Steps taken.
-    """
-
-    steps: int
+    steps: int  # steps taken
 
     @property
     def policy(self) -> Policy: ...
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]: ...
 
-    def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take a step; return detached scalars by name."""
-        ...
+    def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Budget(Protocol):
-    """Settings of the loop.
+class LoopConfig(Protocol):
+    """Settings of the loop."""
 
-    Attributes:
-        fixed_length: Whether a schedule depends on the number of steps, so that the run cannot be extended.
-    """
-
-    fixed_length: ClassVar[bool]
+    fixed_length: ClassVar[bool]  # a schedule depends on `steps`: the run cannot be extended
     steps: int
     batch_size: int
     log_every: int
@@ -78,10 +69,11 @@ class OfflineRun:
     """An offline training run; see `OfflineConfig`."""
 
     unit = "gradient_steps"
+    is_batched = False  # a `SeedBatch` takes the steps of this run
 
     def __init__(
         self,
-        config: Budget,
+        config: LoopConfig,
         setup: Setup,
         learner: Learner,
         table: TransitionTable,
@@ -91,12 +83,11 @@ class OfflineRun:
         ema: Ema | None = None,
         resume_invariants: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self.learner, self.table, self._probes = config, learner, table, probes
-        self._ema = ema
+        self.config, self.learner, self.table, self._probes, self._ema = config, learner, table, probes, ema
         self.num_threads = setup.threads(THREADS)
         self._index = seeded_generator(setup.seed, "transitions", device=setup.device)
         self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
-        self._lasting = {
+        self._invariants = {
             "seed": setup.seed,
             **init_facts(setup.init, learner.policy),
             "dataset": dataset.digest(),
@@ -119,7 +110,12 @@ class OfflineRun:
         return None if self.config.fixed_length else "algo.steps"
 
     def advance(self) -> Metrics:
-        """Take `log_every` gradient steps and return the means of their metrics."""
+        """Take `log_every` gradient steps and return the means of their metrics.
+
+        Raises:
+            CapabilityError: If a `SeedBatch` trains the run.
+        """
+        self._require_alone()
         count = min(self.config.log_every, self.total - self._done)
         start, means = time.perf_counter(), Means()
         with torch_threads(self.num_threads):
@@ -133,6 +129,12 @@ class OfflineRun:
         measured = self.learner.step(self.table.gather(row), draws)
         self.count_step()
         return measured
+
+    def _require_alone(self) -> None:
+        if self.is_batched:
+            raise CapabilityError(
+                "this run is trained together with other seeds. Build it anew to advance or load it alone."
+            )
 
     def draw(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows (B,) and random numbers of the next step."""
@@ -165,16 +167,18 @@ class OfflineRun:
             "index": capture_generator(self._index),
             "noise": capture_generator(self._noise),
             **({} if self._ema is None else {"ema": self._ema.state_dict()}),
-            **self._lasting,
+            **self._invariants,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`.
 
         Raises:
+            CapabilityError: If a `SeedBatch` trains the run.
             CheckpointError: If length, data, seed, `init` or the reward transform differ from the saved run.
         """
-        require_unchanged(state, self._lasting)
+        self._require_alone()
+        require_unchanged(state, self._invariants)
         self.learner.load_state_dict(state["learner"])
         if self._ema is not None:
             self._ema.restore(state.get("ema"), self.learner.policy)
@@ -196,19 +200,17 @@ class Probes:
 
     @torch.no_grad()
     def overestimation(self, critic: Ensemble) -> Tensor:
-        """Return the mean of Q minus return-to-go, a scalar."""
         return (critic(self.cond, self.action).mean(dim=0) - self.to_go).mean()
 
 
 def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Rewarding) -> Probes | None:
-    """Return evenly spaced rows with a known return-to-go; None without such rows.
-
-    Also None for recordings that continue after the task ended (`masks`): their returns include later
-    rewards.
-    """
-    if table.frame is None or "masks" in dataset.extras:
+    """Return evenly spaced rows whose return-to-go is known up to `_CUT_WEIGHT`; None without such rows."""
+    if table.frame is None or "masks" in dataset.extras:  # with masks, returns continue after the task's end
         return None
-    known = _known(dataset, rewarding.gamma)[table.frame].nonzero().squeeze(1)
+    last = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
+    remaining = last - torch.arange(dataset.num_frames, device=last.device) + 1
+    is_known = dataset.terminated[last] | (rewarding.gamma ** remaining.double() < _CUT_WEIGHT)
+    known = is_known[table.frame].nonzero().squeeze(1)
     if not len(known):
         return None
     places = torch.linspace(0, len(known) - 1, min(_PROBES, len(known)), device=known.device).long()
@@ -217,13 +219,6 @@ def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Reward
     to_go = replace(dataset, rewards=rewards).returns_to_go(rewarding.gamma)[table.frame[row]]
     batch = table.gather(row)
     return Probes(batch.cond.contiguous(), batch.action.contiguous(), to_go.to(batch.reward))
-
-
-def _known(dataset: EpisodeDataset, gamma: float) -> Tensor:
-    """Return a mask (N,): frames whose return-to-go is little affected by truncation."""
-    last = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
-    remaining = last - torch.arange(dataset.num_frames, device=last.device) + 1
-    return dataset.terminated[last] | (gamma ** remaining.double() < _CUT_WEIGHT)
 
 
 def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:

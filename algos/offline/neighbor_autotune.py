@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from algos.offline.neighbor_lists import listing_bytes
-from algos.offline.neighbor_tree import boxes_bytes
+from algos.offline.neighbor_tree import box_tree_bytes
 from algos.offline.neighbors import (
     BruteSearch,
     ListSearch,
@@ -43,8 +43,6 @@ _TRIED = 256  # timed queries, at most
 _REPEATS = 3
 _NOISE = 0.3  # std of action noise for the queries near the data; the others are uniform
 _GIBI = 2**30
-_FEWER = "fewer transitions, or a machine with more memory"
-_SHORTER = "a shorter algo.list_length, or algo.search=tree"
 
 Clock = Callable[[], float]
 
@@ -63,29 +61,20 @@ class Load:
 
 @dataclass(frozen=True)
 class Rows:
-    """The searched rows.
+    """The searched rows, and the settings of a search."""
 
-    Args:
-        state: (M, C), standardised. action: (M, A).
-        beta: Weight of states.
-        rank: Rank of the neighbour; ranks above 1 require the tree.
-        length: k, of lists.
-        queries: B, which brute force compares at once.
-    """
-
-    state: Tensor
-    action: Tensor
-    beta: float
-    rank: int = 1
-    length: int = 64
-    queries: int = 256
+    state: Tensor  # (M, C), standardised
+    action: Tensor  # (M, A)
+    beta: float  # weight of states
+    rank: int = 1  # rank of the neighbour; above 1 requires the tree
+    length: int = 64  # k, of lists
+    queries: int = 256  # B, which brute force compares at once
 
     def __len__(self) -> int:
-        """Return M."""
         return len(self.state)
 
     def bytes_of(self, how: str) -> int:
-        """Return the peak memory of a search, without the rows themselves."""
+        """Return the peak bytes of a search, without the rows themselves."""
         num, states, width = len(self), self.state.shape[1], self.state.shape[1] + self.action.shape[1]
         if how == "tree":
             return tree_bytes(num, width)
@@ -95,43 +84,42 @@ class Rows:
         if how == "approximate":
             return lists + listing
         copies = 8 * num * width  # copies of the rows while the tree is built, before the lists exist
-        return max(lists, copies) + listing + boxes_bytes(num, width)
+        return max(lists, copies) + listing + box_tree_bytes(num, width)
 
-    def has_room(self, how: str) -> bool:
+    def fits(self, how: str) -> bool:
         """Return whether the search fits into the free memory of its device."""
-        if self._is_there(how):
+        if self._is_on_device(how):
             return self.bytes_of(how) <= SHARE * _free_of(self.state.device)
         return fits(self.bytes_of(how))
 
-    def _is_there(self, how: str) -> bool:
+    def _is_on_device(self, how: str) -> bool:
         """Return whether a search uses accelerator memory (brute force only)."""
         return how == "brute" and self.state.device.type != "cpu"
 
-    def _require_room(self, how: str) -> None:
-        """Refuse a search that does not fit into memory."""
-        if self.has_room(how):
+    def _require_memory(self, how: str) -> None:
+        if self.fits(how):
             return
-        free = _free_of(self.state.device) if self._is_there(how) else free_memory() or 0
-        here = self.state.device.type == "cpu"
-        instead = {"tree": _FEWER if here else "algo.search=brute", "brute": "algo.search=tree"}
+        free = _free_of(self.state.device) if self._is_on_device(how) else free_memory() or 0
+        advice = {"brute": "algo.search=tree", "tree": "algo.search=brute"}
+        if self.state.device.type == "cpu":
+            advice["tree"] = "fewer transitions, or a machine with more memory"
         raise ConfigError(
             f"algo.search={how} takes up to {self.bytes_of(how) / _GIBI:.2f} GiB for {len(self)} rows; "
-            f"{free / _GIBI:.2f} GiB are free. Take {instead.get(how, _SHORTER)}."
+            f"{free / _GIBI:.2f} GiB are free. Use "
+            f"{advice.get(how, 'a shorter algo.list_length, or algo.search=tree')}."
         )
 
     def search(self, how: str) -> Search:
-        """Build a search; logs its memory.
+        """Build a search; log its memory.
 
         Raises:
-            ConfigError: If the name is unknown, the rank is unsupported, memory is too small, or there are
-                fewer rows than the rank.
+            ConfigError: If memory is too small, or there are fewer rows than the rank.
         """
-        _require_possible(how, self.rank)
         if self.rank > len(self):
             raise ConfigError(
                 f"algo.neighbor_rank must be at most the number of transitions, {len(self)}; got {self.rank}."
             )
-        self._require_room(how)
+        self._require_memory(how)
         _log.info(
             "neighbour search '%s' among %d rows takes up to %.0f MiB.",
             how, len(self), self.bytes_of(how) / 2**20,
@@ -152,13 +140,6 @@ def _free_of(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def _require_possible(how: str, rank: int) -> None:
-    if how not in SEARCHES:
-        raise ConfigError(f"algo.search must be one of {', '.join(SEARCHES)}; got '{how}'.")
-    if rank > 1 and how not in ("auto", "tree"):
-        raise ConfigError(f"algo.neighbor_rank={rank} needs algo.search=tree; got '{how}'.")
-
-
 def build_search(
     how: str, rows: Rows, *, load: Load, generator: torch.Generator, clock: Clock | None = None
 ) -> Search:
@@ -174,29 +155,31 @@ def build_search(
         clock: Seconds; None: process time on a CPU, else wall time.
 
     Raises:
-        ConfigError: See `Rows.search`.
+        ConfigError: If the name is unknown or does not support the rank, and as `Rows.search`.
     """
-    _require_possible(how, rows.rank)
+    if how not in SEARCHES:
+        raise ConfigError(f"algo.search must be one of {', '.join(SEARCHES)}; got '{how}'.")
+    if rows.rank > 1 and how not in ("auto", "tree"):
+        raise ConfigError(f"algo.neighbor_rank={rows.rank} needs algo.search=tree; got '{how}'.")
     rows = replace(rows, queries=load.queries)
     if how != "auto":
         return rows.search(how)
-    here = rows.state.device.type == "cpu"
-    ways = ["lists" if here else "brute", "tree"] if rows.rank == 1 else ["tree"]
-    ways = _with_room(ways, rows)
-    if len(ways) == 1 or len(rows) < TIMED_FROM:
-        return rows.search(ways[0])
-    ticks = clock or (time.process_time if here else time.perf_counter)
-    searches = (rows.search(way) for i, way in enumerate(ways) if not i or rows.has_room(way))
+    on_cpu = rows.state.device.type == "cpu"
+    names = _fitting(["lists" if on_cpu else "brute", "tree"] if rows.rank == 1 else ["tree"], rows)
+    if len(names) == 1 or len(rows) < TIMED_FROM:
+        return rows.search(names[0])
+    ticks = clock or (time.process_time if on_cpu else time.perf_counter)
+    searches = (rows.search(name) for i, name in enumerate(names) if not i or rows.fits(name))
     return _fastest(searches, rows, load, generator, ticks)
 
 
-def _with_room(ways: list[str], rows: Rows) -> list[str]:
+def _fitting(names: list[str], rows: Rows) -> list[str]:
     """Return the searches that fit into memory; if none does, the last one, which raises."""
-    possible = [way for way in ways if rows.has_room(way)]
-    for way in ways:
-        if possible and way not in possible:
-            _log.warning("there is no room for algo.search=%s; it is not tried.", way)
-    return possible or ways[-1:]
+    found = [name for name in names if rows.fits(name)]
+    for name in names:
+        if found and name not in found:
+            _log.warning("there is not enough memory for algo.search=%s; it is not tried.", name)
+    return found or names[-1:]
 
 
 def _fastest(
@@ -205,14 +188,14 @@ def _fastest(
     tried = min(_TRIED, load.queries, len(rows))
     row = torch.randint(len(rows), (tried,), generator=generator).to(rows.state.device)
     action = _actions(rows.action[row], generator)
-    best, least, said = None, math.inf, []
+    best, least, times = None, math.inf, []
     for search in searches:
         seconds = expected_seconds(search, row, rows.state[row], action, load, len(rows), clock)
-        said.append(f"{search.name} {seconds:.3g} s")
+        times.append(f"{search.name} {seconds:.3g} s")
         if seconds < least:
             best, least = search, seconds
     assert best is not None
-    _log.info("neighbour search '%s' is taken; expected of the whole run: %s.", best.name, ", ".join(said))
+    _log.info("neighbour search '%s'; expected for the whole run: %s.", best.name, ", ".join(times))
     return best
 
 
@@ -231,16 +214,9 @@ def _actions(recorded: Tensor, generator: torch.Generator) -> Tensor:
 def expected_seconds(
     search: Search, row: Tensor, state: Tensor, action: Tensor, load: Load, among: int, clock: Clock
 ) -> float:
-    """Return the expected total search time of a run, extrapolated from a few queries.
+    """Return the expected search time of a run among M (`among`) rows, extrapolated from a few queries.
 
-    Args:
-        search: A search without earlier queries.
-        row: (B,) rows of the timed queries.
-        state: (B, C).
-        action: (B, A).
-        load: Expected load of the run.
-        among: M.
-        clock: Seconds.
+    The search must not have answered the queries (rows (B,), states (B, C), actions (B, A)) before.
     """
     listing = 0.0
     if isinstance(search, ListSearch):

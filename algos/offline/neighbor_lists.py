@@ -18,32 +18,25 @@ from torch import Tensor
 
 _TRIED = 16  # timed rows per method
 _TILE = 2**22  # distances held at once
-NODES = 60
-"""Approximate bytes per row of scipy's tree nodes, for any width."""
+NODES = 60  # bytes per row of scipy's tree nodes, approximately, for any width
 
 Found = tuple[Tensor, Tensor]
 
 
 class NeighborLists:
-    """Nearest neighbours by state.
-
-    Args:
-        state: (M, C).
-        length: k, at most M.
-        clock: Seconds, for timing.
-    """
+    """Nearest k (`length`, at most M) neighbours by state (M, C)."""
 
     def __init__(self, state: Tensor, length: int, clock: Callable[[], float] = time.process_time) -> None:
         self._state, self._length, self._clock = state.double().contiguous(), length, clock
         self._square = self._state.square().sum(dim=1)
         self._tree = KDTree(self._state.numpy(), balanced_tree=False, compact_nodes=True)
-        self.way: str | None = None  # product or tree, once timed
+        self.method: str | None = None  # product or tree, once timed
 
     def nearest(self, rows: Tensor) -> Found:
         """Return squared distances (B, k), ascending, and row indices (B, k) int64 for rows (B,)."""
-        if self.way is None and len(rows) >= 2 * _TRIED:
-            self.way = self._faster(rows[:_TRIED])
-        return self.by_product(rows) if self.way == "product" else self.by_tree(rows)
+        if self.method is None and len(rows) >= 2 * _TRIED:
+            self.method = self._faster(rows[:_TRIED])
+        return self.by_product(rows) if self.method == "product" else self.by_tree(rows)
 
     def _faster(self, rows: Tensor) -> str:
         started = self._clock()

@@ -28,13 +28,10 @@ _FEWER = 8  # parts into which a query batch with more pairs is split
 
 
 class NeighborTree:
-    """Exact nearest neighbours, given a nearby row per query.
+    """Exact nearest neighbours among rows (M, D) float32, given a nearby row per query.
 
-    Ties resolve deterministically. Memory is about 1.3 times that of the rows.
-
-    Args:
-        rows: (M, D) float32.
-        tail: Number of last dimensions compared first, below D.
+    Ties resolve deterministically. Memory is about 1.3 times that of the rows. The last `tail` dimensions,
+    below D, are compared first.
     """
 
     def __init__(self, rows: Tensor, tail: int = 1) -> None:
@@ -129,8 +126,8 @@ class NeighborTree:
         index.copy_(torch.where(better, first, index))
 
 
-def boxes_bytes(rows: int, width: int) -> int:
-    """Return the peak memory of the box tree: leaves, their order, boxes, and candidate pairs."""
+def box_tree_bytes(rows: int, width: int) -> int:
+    """Return the peak bytes of the tree: leaves, their order, boxes, and candidate pairs."""
     return (5 * width + 12) * rows + _FRONTIER * (16 * width + 32)
 
 

@@ -48,12 +48,9 @@ class Search(Protocol):
     def name(self) -> str: ...
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
-        """Return the nearest rows of queries; arbitrary rows for non-finite actions.
+        """Return the nearest rows of queries, actions (B, A) at states (B, C) of rows (B,).
 
-        Args:
-            row: (B,) rows of these states.
-            state: (B, C), unscaled.
-            action: (B, A).
+        Rows of non-finite actions are arbitrary.
         """
         ...
 
@@ -62,7 +59,8 @@ class TreeSearch:
     """A k-d tree over [beta s, a], in float64 (scipy).
 
     Args:
-        state: (M, C). action: (M, A).
+        state: (M, C).
+        action: (M, A).
         beta: Weight of states.
         rank: Rank of the neighbour, 1 is the nearest; PRDC's `k`.
     """
@@ -76,8 +74,7 @@ class TreeSearch:
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         # scipy refuses NaN; the trainer then reports the loss and keeps the last good checkpoint.
-        keys = np.nan_to_num(_keys(state, action, self._beta))
-        index = self.query(keys)[1]
+        index = self.query(np.nan_to_num(_keys(state, action, self._beta)))[1]
         return Nearest(torch.from_numpy(index).to(state.device), torch.ones_like(row, dtype=torch.bool))
 
     def query(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -90,10 +87,6 @@ class BruteSearch:
     """Tiled comparison with every row; a simple exact search for accelerators.
 
     Squares are expanded into a product in float64: in float32, cancellation would decide between near rows.
-
-    Args:
-        state: (M, C). action: (M, A).
-        beta: Weight of states.
     """
 
     name: ClassVar[str] = "brute"
@@ -105,18 +98,14 @@ class BruteSearch:
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         query = _scaled(state, action, self._beta).double()
-        best, index = None, None
+        best, index = query.new_full(row.shape, torch.inf), torch.zeros_like(row)
         for start in range(0, len(self._data), _TILE):
             tile = slice(start, start + _TILE)
             cost = torch.addmm(self._square[tile], query, self._data[tile].t(), alpha=-2.0)
             value, place = cost.min(dim=1)
-            if best is None or index is None:
-                best, index = value, place
-            else:
-                closer = value < best
-                best, index = torch.where(closer, value, best), torch.where(closer, place + start, index)
+            closer = value < best
+            best, index = torch.where(closer, value, best), torch.where(closer, place + start, index)
             del cost  # freed before the next tile
-        assert index is not None
         return Nearest(index, torch.ones_like(row, dtype=torch.bool))
 
 
@@ -126,7 +115,8 @@ class ListSearch:
     Lists take 8 k M bytes; see `list_bytes`. They are built and read on the CPU, whatever the query device.
 
     Args:
-        state: (M, C). action: (M, A).
+        state: (M, C).
+        action: (M, A).
         beta: Weight of states.
         length: k.
         exact: Search all rows without certificate; False: best listed row.
@@ -189,17 +179,17 @@ class ListSearch:
 
 
 def tree_bytes(rows: int, width: int) -> int:
-    """Return the memory of a tree: input keys, stored keys, their order, nodes."""
+    """Return the bytes of a tree: input keys, stored keys, their order, nodes."""
     return (4 * width + 8 * width + 8 + NODES) * rows
 
 
 def brute_bytes(rows: int, width: int, queries: int) -> int:
-    """Return the memory of brute force: rows, their squares, and temporaries."""
+    """Return the bytes of brute force: rows, their squares, and temporaries."""
     return 8 * rows * (width + 1) + max(8 * rows * width, 8 * queries * min(rows, _TILE))
 
 
 def list_bytes(rows: int, length: int) -> int:
-    """Return the memory of lists."""
+    """Return the bytes of lists."""
     return 8 * rows * min(rows, length)
 
 

@@ -87,12 +87,7 @@ class Regulariser(ABC):
 
 
 class ActorNetwork(nn.Module):
-    """Network of a `plain_actor` policy; shares the policy's parameters.
-
-    Args:
-        trunk: Conditions to the mean before tanh.
-        head: Gaussian head with standard deviations; None for a deterministic policy.
-    """
+    """Network of a `plain_actor` policy, whose parameters it shares; `head` is None if deterministic."""
 
     def __init__(self, trunk: PlainTrunk, head: GaussianHead | None = None) -> None:
         super().__init__()
@@ -109,16 +104,12 @@ class ActorNetwork(nn.Module):
 
 def actor_network(policy: Policy) -> ActorNetwork | None:
     """Return the network of a `plain_actor` policy; None for other policies."""
-    network = None
-    if policy.chunk.horizon == 1 and isinstance(policy, DeterministicPolicy):
-        network = _network_of(policy.trunk)
-    if policy.chunk.horizon == 1 and isinstance(policy, GaussianPolicy):
-        network = _network_of(policy.head.trunk, policy.head)
+    head = policy.head if isinstance(policy, GaussianPolicy) else None
+    if policy.chunk.horizon != 1 or not isinstance(policy, DeterministicPolicy | GaussianPolicy):
+        return None
+    trunk = policy.trunk if head is None else head.trunk
+    network = ActorNetwork(trunk, head) if isinstance(trunk, PlainTrunk) else None
     return None if network is None or _trainable(network) != _trainable(policy) else network
-
-
-def _network_of(trunk: nn.Module, head: GaussianHead | None = None) -> ActorNetwork | None:
-    return ActorNetwork(trunk, head) if isinstance(trunk, PlainTrunk) else None
 
 
 def _trainable(module: nn.Module) -> set[int]:
@@ -126,20 +117,11 @@ def _trainable(module: nn.Module) -> set[int]:
 
 
 class Actor:
-    """Actor interface of a policy: encoded observation to flat executed chunk.
-
-    Args:
-        policy: Any policy; without start noise it is deterministic.
-        limit: L; learner actions are normalised actions times L.
-
-    Attributes:
-        width: A, size of a flat executed chunk.
-        device: Device of the policy.
-    """
+    """Actor interface of any policy: encoded observation to flat executed chunk, times L (`limit`)."""
 
     def __init__(self, policy: Policy, limit: float = 1.0) -> None:
         self.policy, self.limit = policy, limit
-        self.width = policy.chunk.act_steps * policy.chunk.action_dim
+        self.width = policy.chunk.act_steps * policy.chunk.action_dim  # A
         self.device, self._noise_shape = policy.device, policy.noise_shape
         # A `plain_actor` network is evaluated directly; other policies decode noise.
         self._network = actor_network(policy) if isinstance(policy, DeterministicPolicy) else None
@@ -160,21 +142,13 @@ class Actor:
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 action = self._network(cond)[0]
         else:
-            action = self.policy.decode(Cond(cond), noise, grad=grad)[:, self.policy.chunk.executed].flatten(
-                1
-            )
+            chunk = self.policy.decode(Cond(cond), noise, grad=grad)
+            action = chunk[:, self.policy.chunk.executed].flatten(1)
         return action if self.limit == 1.0 else action * self.limit
 
 
 class Td3Learner:
-    """Actor, critics, their target copies and optimisers.
-
-    Args:
-        actor: Actor in training.
-        critic: Action-value ensemble.
-        regulariser: Penalty towards the data.
-        config: Hyper-parameters.
-    """
+    """Actor, critics, their target copies and optimisers."""
 
     def __init__(
         self, actor: Actor, critic: Ensemble, regulariser: Regulariser, config: ConstrainedTd3Config
@@ -272,7 +246,6 @@ class Td3Learner:
 
     @property
     def target_policy(self) -> Policy:
-        """The policy of the target actor."""
         return self.target_actor.policy
 
     _parts: ClassVar[tuple[str, ...]] = (
@@ -290,13 +263,9 @@ class Td3Learner:
 
 @dataclass
 class ConstrainedTd3Config(OfflineConfig):
-    """Settings shared by the algorithms on this update.
+    """Settings shared by the algorithms on this update."""
 
-    Attributes:
-        actor_value: Critic in the actor loss: `first`, or `min` over both.
-    """
-
-    actor_value: ClassVar[str] = "first"
+    actor_value: ClassVar[str] = "first"  # critic in the actor loss: `first`, or `min` over both
 
     alpha: float = bounded(2.5, ge=0)  # weight of the value term of the actor loss
     policy_noise: float = bounded(0.2, ge=0)  # std of the target policy noise, normalised action units
@@ -310,12 +279,10 @@ class ConstrainedTd3Config(OfflineConfig):
         self.require("warmup_steps", self.warmup_steps < self.steps, "0 or more and below algo.steps")
 
     def critic_config(self) -> EnsembleConfig:
-        """Return the critic configuration."""
         return EnsembleConfig(hidden_dims=self.critic_dims, layer_norm=self.critic_layer_norm)
 
     @abstractmethod
-    def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:
-        """Return the regulariser."""
+    def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser: ...
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
         warn_of_clipped_actions(table, setup, name_of("algo", self))

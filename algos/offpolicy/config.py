@@ -76,17 +76,7 @@ class OffPolicyConfig(Checked):
         )  # fmt: skip
         self.critic_config()
 
-    def require_learning(self) -> None:
-        """Refuse a run that ends before the first update.
-
-        Raises:
-            ConfigError: If the warm-up is longer than the run.
-        """
-        rule = f"at most algo.total_steps={self.total_steps}, or nothing is learned"
-        self.require("warmup_steps", self.warmup_steps <= self.total_steps, rule)
-
     def critic_config(self) -> EnsembleConfig:
-        """Return the critic configuration."""
         return EnsembleConfig(self.critics, self.critic_dims, self.critic_activation, self.critic_layer_norm)
 
     @property
@@ -104,11 +94,7 @@ class OffPolicyConfig(Checked):
         return "floored" if self.paper_compat else "exact"
 
     def target_entropy_of(self, latent_dim: int, highest_entropy: float = math.inf) -> float:
-        """Return the target entropy H for latents of width `latent_dim`.
-
-        Raises:
-            ConfigError: If the temperature is tuned towards an entropy above the actor's maximum.
-        """
+        """Return the target entropy H (nats) of latents; ConfigError above the actor's maximum, if tuned."""
         target = self.entropy_share * latent_dim if self.target_entropy is None else self.target_entropy
         self.require(
             "target_entropy", not self.learn_alpha or target < highest_entropy,

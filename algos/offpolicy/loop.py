@@ -37,16 +37,11 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
-LOOKED_AT = 64  # warm-up transitions inspected before the first update
+CHECKED_ROWS = 64  # warm-up transitions inspected before the first update
 
 
 class Explorer:
-    """Rollout actor that records transitions for the replay buffer; see `envs.rollouts.rollout.Actor`.
-
-    Args:
-        actor: Samples latents.
-        is_warmup: Whether training has not started.
-    """
+    """Rollout actor that records transitions for the replay buffer; see `envs.rollouts.rollout.Actor`."""
 
     def __init__(self, actor: LatentActor, *, is_warmup: bool) -> None:
         self.actor, self.is_warmup = actor, is_warmup
@@ -75,16 +70,8 @@ def transitions_of(rollout: Rollout, policy: Policy) -> dict[str, Tensor]:
     if len(rollout.final_index):
         final = policy.encode(policy.observation({"state": rollout.final_obs})).vec.to(cond.device)
         next_cond[rollout.final_index[:, 0], rollout.final_index[:, 1]] = final
-    parts = {
-        "cond": cond,
-        "latent": rollout.record["latent"],
-        "action": rollout.record["action"],
-        "rewards": rollout.rewards,
-        "length": rollout.length,
-        "terminated": rollout.terminated,
-        "truncated": rollout.truncated,
-        "next_cond": next_cond,
-    }
+    parts = {name: getattr(rollout, name) for name in ("rewards", "length", "terminated", "truncated")}
+    parts |= {**rollout.record, "next_cond": next_cond}
     return {name: part.flatten(0, 1) for name, part in parts.items()}
 
 
@@ -96,8 +83,8 @@ class OffPolicyRun:
         setup: Environment, seed, workers, threads, device.
         learner: SAC update.
         offline: Transitions of a dataset for a fraction of every batch; None: no dataset.
-        lasting: Additional resume invariants; see `algos.training.resume_checks`.
-        look: Called with conditions (B, C) of the warm-up and a separate generator, before the first update.
+        resume_invariants: In addition to those of config and init; see `algos.training.resume_checks`.
+        check: Called with conditions (B, C) of the warm-up and a separate generator, before the first update.
 
     Raises:
         ConfigError: If the warm-up is longer than the run, or workers and environments do not fit.
@@ -113,16 +100,17 @@ class OffPolicyRun:
         learner: SacUpdate,
         offline: TransitionTable | None = None,
         resume_invariants: Mapping[str, Any] | None = None,
-        look: Callable[[Tensor, torch.Generator], Quantities] | None = None,
+        check: Callable[[Tensor, torch.Generator], Quantities] | None = None,
     ) -> None:
         assert setup.env is not None
-        config.require_learning()
-        self.config, self.learner, self._look = config, learner, look
+        limit = f"at most algo.total_steps={config.total_steps}, or nothing is learned"
+        config.require("warmup_steps", config.warmup_steps <= config.total_steps, limit)
+        self.config, self.learner, self._check = config, learner, check
         policy, chunk = learner.policy, learner.policy.chunk
         if policy.dtype != torch.float32:
             raise CapabilityError(
-                f"algo={name_of('algo', config)} remembers and learns in single precision (torch.float32); "
-                f"the policy computes in {policy.dtype}. Call .float() on it first."
+                f"algo={name_of('algo', config)} learns in torch.float32; the policy computes in "
+                f"{policy.dtype}. Call .float() on it first."
             )
         rows = min(config.buffer_size, config.total_steps + config.num_envs * config.steps_per_iteration)
         self.replay = Replay(
@@ -133,9 +121,8 @@ class OffPolicyRun:
             steps=chunk.act_steps,
             device=setup.device,
         )
-        self.source = Mixture(
-            self.replay, config.discounting, offline, config.offline_ratio, config.value_offset
-        )
+        ratio, offset = config.offline_ratio, config.value_offset
+        self.source = Mixture(self.replay, config.discounting, offline, ratio, offset)
         self.pool = RolloutPool(
             setup.env,
             num_envs=config.num_envs,
@@ -144,16 +131,16 @@ class OffPolicyRun:
             seed=setup.seed,
         )
         self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
-        self._look_generator = seeded_generator(setup.seed, "look", device=setup.device)
+        self._check_generator = seeded_generator(setup.seed, "look", device=setup.device)
         self._num_threads = setup.threads(THREADS)
-        self._lasting = {
+        self._resume_invariants = {
             "seed": setup.seed,
             **init_facts(setup.init, policy),
             **config.resume_invariants(),
             "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
             **(resume_invariants or {}),
         }
-        self.progress, self._steps, self._owed = 0, 0, 0.0
+        self.progress, self._steps, self._pending_updates = 0, 0, 0.0
         self._trained = nn.ParameterList(learner.actor.parameters())
         rule = DelayedDecay(config.ema_decay, every=1)
         self._ema = Ema(self._trained, rule) if config.ema_decay else None
@@ -187,14 +174,13 @@ class OffPolicyRun:
 
     def _collect(self) -> Rollout:
         is_warmup = self.progress < self.config.warmup_steps
-        rollout = self.pool.collect(
-            Explorer(self._actor_on_cpu(), is_warmup=is_warmup), self.config.steps_per_iteration
-        )
+        explorer = Explorer(self._actor_on_cpu(), is_warmup=is_warmup)
+        rollout = self.pool.collect(explorer, self.config.steps_per_iteration)
         self.replay.add(**transitions_of(rollout, self.learner.policy))
         executed = int(rollout.length.sum())
         self.progress += executed
         if self.progress >= self.config.warmup_steps:
-            self._owed += executed * self.config.updates_per_step
+            self._pending_updates += executed * self.config.updates_per_step
         return rollout
 
     def _actor_on_cpu(self) -> LatentActor:
@@ -216,12 +202,12 @@ class OffPolicyRun:
             torch.cuda.synchronize(device)
 
     def _learn(self, means: Means) -> None:
-        count = math.floor(self._owed)
-        self._owed -= count
+        count = math.floor(self._pending_updates)
+        self._pending_updates -= count
         size, generator = self.config.batch_size, self._generator
-        if count and self._steps == 0 and self._look is not None:
-            batch = self.source.draw(LOOKED_AT, self._look_generator)
-            means.add(self._look(batch.cond, self._look_generator))
+        if count and self._steps == 0 and self._check is not None:
+            batch = self.source.draw(CHECKED_ROWS, self._check_generator)
+            means.add(self._check(batch.cond, self._check_generator))
         for _ in range(count):
             self._steps += 1
             batch, draws = self.source.draw(size, generator), self.learner.draw(size, generator)
@@ -234,7 +220,6 @@ class OffPolicyRun:
                 means.add(found)
 
     def snapshot(self) -> Policy:
-        """Return a copy of the policy in evaluation mode, with EMA weights if enabled."""
         policy = self.learner.policy.clone().eval().requires_grad_(False)
         if self._ema is not None:
             trained = {id(weight) for weight in self._trained}
@@ -249,33 +234,27 @@ class OffPolicyRun:
         return {
             "progress": self.progress,
             "steps": self._steps,
-            "owed": self._owed,
+            "owed": self._pending_updates,
             "learner": self.learner.state_dict(),
             **({} if self._ema is None else {"ema": self._ema.state_dict()}),
             "replay": self.replay.state_dict(),
             "generator": capture_generator(self._generator),
             "pool": self.pool.state_dict(),
-            **self._lasting,
+            **self._resume_invariants,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CheckpointError: If seed, dataset, `init` or latent map differ, or the replay buffer is too small.
-        """
-        require_unchanged(state, self._lasting)
+        require_unchanged(state, self._resume_invariants)
         self.learner.load_state_dict(state["learner"])
         if self._ema is not None:
             self._ema.restore(state.get("ema"), self._trained)
         self.replay.load_state_dict(state["replay"])
         restore_generator(self._generator, state["generator"])
         self.pool.load_state_dict(state["pool"])
-        self.progress, self._steps, self._owed = state["progress"], state["steps"], state["owed"]
+        self.progress, self._steps, self._pending_updates = state["progress"], state["steps"], state["owed"]
         self._acting = None
 
     def close(self) -> None:
-        """Stop the workers."""
         self.pool.close()
 
 
@@ -292,8 +271,8 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     algo = name_of("algo", config)
     if setup.dataset is None:
         raise ConfigError(
-            f"algo={algo} takes the share algo.offline_ratio={config.offline_ratio} of its batches from a "
-            f"dataset; got none. Give dataset=<file>, or {config.without_data}."
+            f"algo={algo} with algo.offline_ratio={config.offline_ratio} needs a dataset. "
+            f"Give dataset=<file>, or {config.without_data}."
         )
     dataset, advice = setup.dataset, "Use a dataset of the same task."
     require_fit("the policy", policy, dataset.source, dataset, advice=advice)
@@ -312,9 +291,8 @@ def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
     name, terminated = env.spec.name, int(dataset.terminated.sum())
     if env.spec.terminate_on_success and not terminated:
         raise ConfigError(
-            f"env.terminate_on_success ends an episode of {name} when it is solved, but no episode of "
-            f"{dataset.source} is terminated. Record it by burnish collect … env.terminate_on_success=true, "
-            f"or leave the option out."
+            f"env.terminate_on_success ends episodes of {name}, but none of {dataset.source} is terminated. "
+            f"Record it by burnish collect … env.terminate_on_success=true, or leave the option out."
         )
     if getattr(env, "terminate_on_success", None) is False and terminated:
         _log.warning(
@@ -325,7 +303,6 @@ def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
 
 
 def _summary(rows: list[EpisodeRow], env: EnvConfig) -> Metrics:
-    """Summarise finished episodes, if any; success only for tasks that define it."""
     metrics: Metrics = {"rollout/episodes": float(len(rows))}
     if rows:
         metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)

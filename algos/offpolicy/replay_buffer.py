@@ -13,14 +13,14 @@ bootstrap beyond the end of an episode, whether terminated or truncated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from algos.transitions import TransitionTable
+from algos.transitions import Rewarding, TransitionTable
 from policies.errors import CheckpointError
 
 
@@ -40,18 +40,14 @@ class ChunkBatch:
     next_cond: Tensor
 
     def __len__(self) -> int:
-        """Return B."""
         return len(self.reward)
 
 
 @dataclass(frozen=True)
-class Discounting:
+class Discounting(Rewarding):
     """Reward transform and discount of chunks."""
 
-    gamma: float = 0.99  # per environment step; per chunk with paper_compat
-    scale: float = 1.0
-    shift: float = 0.0
-    paper_compat: bool = False
+    paper_compat: bool = False  # gamma is per chunk
 
     def __call__(self, rewards: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         """Return reward and discount (B,); see the module docstring.
@@ -60,14 +56,16 @@ class Discounting:
             rewards: (B, Ta). end: (B, 3), executed steps, terminated and truncated, 1 or 0.
         """
         steps = rewards.shape[1]
-        code, table = _worth(self, steps, rewards.device, rewards.dtype)
+        code, table = _outcomes(self, steps, rewards.device, rewards.dtype)
         found = table.index_select(0, end.mv(code).long())
         reward = torch.linalg.vecdot(rewards, found[:, :steps]) + found[:, steps]
         return reward, found[:, steps + 1]
 
 
 @cache
-def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _outcomes(
+    rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return a table of chunk outcomes, and the factors (3,) that map an end to its row.
 
     Rows: l = 0 ... Ta executed steps, for four cases: neither, terminated, truncated, both. Ta + 2
@@ -78,23 +76,14 @@ def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dty
     weight = (inner ** step.double()) * (step < length)
     later = torch.full_like(weight[:, :1], rule.gamma) if rule.paper_compat else rule.gamma ** length.double()
     reward = torch.cat([rule.scale * weight, rule.shift * weight.sum(dim=1, keepdim=True)], dim=1)
-    goes_on = (1, 0, 0, 0) if rule.paper_compat else (1, 0, 1, 0)
-    table = torch.cat([torch.cat([reward, goes * later], dim=1) for goes in goes_on])
+    bootstraps = (1, 0, 0, 0) if rule.paper_compat else (1, 0, 1, 0)
+    table = torch.cat([torch.cat([reward, one * later], dim=1) for one in bootstraps])
     code = torch.tensor([1, steps + 1, 2 * (steps + 1)])
     return code.to(device, dtype), table.to(device, dtype)
 
 
 class Replay:
-    """Ring buffer of the latest transitions, on one device.
-
-    Args:
-        capacity: Rows.
-        cond: C.
-        latent: L.
-        action: A.
-        steps: Ta.
-        device: Device of the rows.
-    """
+    """Ring buffer of the latest transitions, on one device; widths C, L, A and Ta as in the legend."""
 
     def __init__(
         self,
@@ -111,7 +100,6 @@ class Replay:
         self._size = self._next = 0
 
     def __len__(self) -> int:
-        """Return M."""
         return self._size
 
     @property
@@ -148,7 +136,6 @@ class Replay:
         return torch.randint(self._size, (n,), generator=generator, device=generator.device).to(self.device)
 
     def gather(self, row: Tensor, discounting: Discounting) -> ChunkBatch:
-        """Return the rows (B,)."""
         parts = self._rows.index_select(0, row).split(self._widths, dim=1)
         cond, latent, action, rewards, end, next_cond = parts
         reward, discount = discounting(rewards, end)
@@ -158,17 +145,12 @@ class Replay:
         return {"rows": self._rows[: self._size].clone(), "next": self._next, "capacity": self.capacity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; the capacity may differ.
-
-        Raises:
-            CheckpointError: If the capacity is too small for the rows, or their width differs.
-        """
+        """Continue from `state_dict`; the capacity may differ (CheckpointError if too small)."""
         rows, place = state["rows"], int(state["next"])
         if len(rows) > self.capacity or rows.shape[1:] != self._rows.shape[1:]:
             raise CheckpointError(
                 f"the saved replay has {len(rows)} rows of {rows.shape[1]} numbers; this one has place for "
-                f"{self.capacity} of {self._rows.shape[1]}. Resume with the same policy, and with budget and "
-                "algo.buffer_size at least as large."
+                f"{self.capacity} of {self._rows.shape[1]}. Keep policy, budget and algo.buffer_size."
             )
         if state["capacity"] != self.capacity:  # oldest first
             rows, place = rows.roll(-place, dims=0), len(rows) % self.capacity
@@ -213,14 +195,7 @@ class Mixture:
             return online
         row = torch.randint(len(self.offline), (count,), generator=generator, device=generator.device)
         data = self.offline.gather(row.to(self.offline.device))
-        latent = data.action.new_zeros(
-            count, online.latent.shape[1]
-        )  # unknown; critics over chunks do not use it
-        return ChunkBatch(
-            torch.cat([online.cond, data.cond]),
-            torch.cat([online.latent, latent]),
-            torch.cat([online.action, data.action]),
-            torch.cat([online.reward, data.reward]),
-            torch.cat([online.discount, data.discount]),
-            torch.cat([online.next_cond, data.next_cond]),
-        )
+        unknown = data.action.new_zeros(count, online.latent.shape[1])  # critics over chunks do not use it
+        rest = ChunkBatch(data.cond, unknown, data.action, data.reward, data.discount, data.next_cond)
+        pairs = ((getattr(online, one.name), getattr(rest, one.name)) for one in fields(ChunkBatch))
+        return ChunkBatch(*map(torch.cat, pairs))

@@ -17,8 +17,9 @@ Source: SAC, arXiv 1812.05905; order of the steps: released code of DSRL.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,43 +32,44 @@ from policies.networks.critics import Ensemble, aggregate, polyak
 from policies.policy import Policy
 
 
-class LatentActor(Protocol):
+class LatentActor(ABC):
     """Actor in training: samples latents of known log-density."""
 
-    @property
-    def policy(self) -> Policy: ...
+    policy: Policy
 
     @property
+    @abstractmethod
     def latent_dim(self) -> int: ...
 
     @property
-    def highest_entropy(self) -> float: ...
+    @abstractmethod
+    def highest_entropy(self) -> float:
+        """Maximum entropy [nats] of a latent that the actor can represent."""
 
+    @abstractmethod
     def parameters(self) -> list[torch.nn.Parameter]: ...
 
+    @abstractmethod
     def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return latents u (B, L) and their log-density (B,) from standard normals (B, L)."""
-        ...
 
+    @abstractmethod
     def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
         """Return executed chunks, normalised and flat (B, A); no gradient."""
-        ...
 
+    @abstractmethod
     def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
         """Return warm-up latents (B, L) from standard normals (B, L)."""
-        ...
 
-    def on_cpu(self) -> LatentActor: ...
+    def on_cpu(self) -> Self:
+        """Return the actor on the CPU, for rollout workers."""
+        actor = copy.copy(self)
+        actor.policy = self.policy.on_cpu()
+        return actor
 
 
 class Temperature:
-    """Entropy temperature alpha, stored as its logarithm and tuned towards a target entropy.
-
-    Args:
-        config: Initial value and learning rate.
-        target_entropy: H.
-        device: Device of the parameter.
-    """
+    """Entropy temperature alpha, stored as its logarithm and tuned towards the target entropy H."""
 
     def __init__(self, config: OffPolicyConfig, target_entropy: float, device: torch.device) -> None:
         self.target_entropy, learns = target_entropy, config.learn_alpha
@@ -100,38 +102,26 @@ class Temperature:
 class SacUpdate:
     """Actor, critics, temperature and their optimisers; takes one step on one batch.
 
-    Args:
-        actor: Actor in training.
-        critic: Values of latents, or of executed chunks with `of_chunks`.
-        config: Hyper-parameters.
-        of_chunks: Whether the critic's input is the recorded chunk instead of the recorded latent.
+    With `of_chunks`, the critic's input is the recorded chunk instead of the recorded latent.
     """
 
     def __init__(
         self, actor: LatentActor, critic: Ensemble, config: OffPolicyConfig, *, of_chunks: bool = False
     ) -> None:
         self.actor, self.critic, self.config, self._of_chunks = actor, critic, config, of_chunks
+        self.policy: Policy = actor.policy
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
-        self.temperature = Temperature(
-            config, config.target_entropy_of(actor.latent_dim, actor.highest_entropy), critic.weight[0].device
-        )
+        target = config.target_entropy_of(actor.latent_dim, actor.highest_entropy)
+        self.temperature = Temperature(config, target, critic.weight[0].device)
         self.actor_optimizer = torch.optim.Adam(actor.parameters(), lr=config.actor_lr, fused=True)
         self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
 
-    @property
-    def policy(self) -> Policy:
-        return self.actor.policy
-
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of a step for n rows."""
         device = self.critic.weight[0].device
         eps = torch.randn(2, n, self.actor.latent_dim, generator=generator, device=generator.device)
         order = torch.randperm(self.critic.members, generator=generator, device=generator.device)
-        return {
-            "eps": eps[0].to(device),
-            "next_eps": eps[1].to(device),
-            "subset": order[: self.config.subset].to(device),
-        }
+        draws = {"eps": eps[0], "next_eps": eps[1], "subset": order[: self.config.subset]}
+        return {name: drawn.to(device) for name, drawn in draws.items()}
 
     def step(self, batch: ChunkBatch, draws: Draws, *, updates_actor: bool = True) -> Quantities:
         """Update the critic and, with `updates_actor`, temperature and actor."""
@@ -171,11 +161,8 @@ class SacUpdate:
         values = self.critic(batch.cond, batch.action if self._of_chunks else batch.latent)
         loss = half_squared_error(values, target.expand_as(values))
         descend(self.critic_optimizer, loss)
-        return {
-            "critic/loss": loss.detach(),
-            "critic/value": values.detach().mean(),
-            "critic/target": target.mean(),
-        }
+        value = values.detach().mean()
+        return {"critic/loss": loss.detach(), "critic/value": value, "critic/target": target.mean()}
 
     def _update_actor(
         self, batch: ChunkBatch, latent: Tensor, log_prob: Tensor, alpha: Tensor, draws: Draws
@@ -198,10 +185,7 @@ class SacUpdate:
         """Run the updates after a round of `count` steps; none by default."""
         return []
 
-    _parts: ClassVar[tuple[str, ...]] = (
-        *("policy", "critic", "target_critic", "temperature"),
-        *("actor_optimizer", "critic_optimizer"),
-    )
+    _parts = ("policy", "critic", "target_critic", "temperature", "actor_optimizer", "critic_optimizer")
 
     def state_dict(self) -> dict[str, Any]:
         return save_parts(self, self._parts)

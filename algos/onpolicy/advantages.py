@@ -16,11 +16,8 @@ from envs.rollouts.rollout import Rollout
 from policies.policy import Policy
 from policies.protocols import Cond
 
-Critic = Callable[[Tensor], Tensor]
-"""Maps normalised observations (B, C) to values (B,)."""
-
-VALUE_ROWS = 4096
-"""Rows per critic forward pass outside of training, so that activations fit the cache."""
+Critic = Callable[[Tensor], Tensor]  # normalised observations (B, C) -> values (B,)
+VALUE_ROWS = 4096  # rows per critic forward pass outside of training, so that activations fit the cache
 
 
 @dataclass(frozen=True)
@@ -28,8 +25,7 @@ class Experience:
     """Data of one iteration, one row per environment step.
 
     Shapes:
-        cond.vec: (M, C) encoded observations.
-        record: recorded by the actor, each (M, ...).
+        cond.vec: (M, C) encoded observations. record: recorded by the actor, each (M, ...).
         advantage, target, value: (M,); target is the regression target of the critic.
     """
 
@@ -40,7 +36,6 @@ class Experience:
     value: Tensor
 
     def __len__(self) -> int:
-        """Return M."""
         return len(self.advantage)
 
 
@@ -89,7 +84,6 @@ class AdvantageEstimator:
         return Experience(cond, record, *columns)
 
     def successors(self, rollout: Rollout, policy: Policy, critic: Critic, value: Tensor) -> Tensor:
-        """Return the values (T, N) of the true successors; `successor_values` covers `paper_compat`."""
         last = evaluate_rows(critic, encode(policy, rollout.next_obs_last)).cpu()
         if self.paper_compat or not len(rollout.final_index):
             return successor_values(value, last)

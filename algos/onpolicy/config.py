@@ -82,13 +82,13 @@ class OnPolicyConfig(Checked):
         )
         low, high = self.advantage_quantiles if rising(self.advantage_quantiles) else (-1.0, 2.0)
         self.require("advantage_quantiles", low >= 0 and high <= 1, "two rising numbers in [0, 1]")
-        for who in ("actor", "critic"):
-            check_schedule(who, **self.schedule(who), may_rise=self.paper_compat)
+        for network in ("actor", "critic"):
+            check_schedule(network, **self.schedule(network), may_rise=self.paper_compat)
 
-    def schedule(self, who: str) -> dict[str, Any]:
+    def schedule(self, network: str) -> dict[str, Any]:
         """Return the learning-rate schedule of `actor` or `critic`, as arguments of `warmup_cosine`."""
-        lr, low = getattr(self, f"{who}_lr"), getattr(self, f"{who}_min_lr")
-        warmup, cycle = getattr(self, f"{who}_lr_warmup"), getattr(self, f"{who}_lr_cycle")
+        lr, low = getattr(self, f"{network}_lr"), getattr(self, f"{network}_min_lr")
+        warmup, cycle = getattr(self, f"{network}_lr_warmup"), getattr(self, f"{network}_lr_cycle")
         return {"lr": lr, "min_lr": lr if low is None else low, "warmup": warmup, "cycle": cycle}
 
     def clip_range_of(self, inner_steps: int) -> Tensor:
@@ -100,15 +100,13 @@ class OnPolicyConfig(Checked):
         return torch.ones(inner_steps)
 
     def frozen(self, setup: Setup, init: Policy) -> Any:
-        """Return the policy of the behaviour-cloning term, or None."""
+        """Return the reference of the behaviour-cloning term, if any."""
         return init.clone().to(setup.device).requires_grad_(False) if self.bc_weight else None
 
     def fresh(self, setup: Setup, algo: str) -> Policy:
-        """Return the initial policy when `init` is missing."""
         if self.bc_weight:
             raise ConfigError(
-                f"algo.bc_weight={self.bc_weight} keeps a policy near the one of init, and there is none. "
-                "Give init=<policy directory>, or leave the term out."
+                f"algo.bc_weight={self.bc_weight} needs a reference: give init=<policy directory>."
             )
         return fresh_policy(setup, algo)
 

@@ -27,13 +27,9 @@ from policies.samplers.ode import Euler
 
 @dataclass
 class RectifiedConfig(OnPolicyConfig):
-    """Settings shared by the algorithms on rectified flows.
+    """Settings shared by the algorithms on rectified flows."""
 
-    Attributes:
-        needs: Reason for requiring a rectified flow, quoted in errors.
-    """
-
-    needs: ClassVar[str]
+    needs: ClassVar[str]  # why a rectified flow is required, quoted in errors
 
     denoising_steps: int | None = bounded(None, ge=1)  # K; null: as in the policy's sampler
 
@@ -51,9 +47,8 @@ class RectifiedConfig(OnPolicyConfig):
         algo, is_fresh = name_of("algo", self), setup.init is None
         if is_fresh and not isinstance(setup.policy.process, RectifiedFlow):
             raise ConfigError(
-                f"algo={algo} without init learns a fresh flow; got a process "
-                f"'{type(setup.policy.process).__name__}'. Give process=flow and "
-                "policy.normalizer.state=gaussian, or init=<policy directory> to fine-tune a policy."
+                f"algo={algo} without init needs process=flow and policy.normalizer.state=gaussian; got "
+                f"process '{type(setup.policy.process).__name__}'. Or give init=<policy directory>."
             )
         init = self.fresh(setup, algo) if is_fresh else check_setup(setup, algo)
         flow = require_rectified(init, algo, self.needs)
@@ -64,7 +59,7 @@ class RectifiedConfig(OnPolicyConfig):
         policy = flow.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
         policy.field.requires_grad_(True)
         ratio, frozen = self.estimator(policy), self.frozen(setup, flow)
-        adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
+        fits_normalizer = is_fresh and policy.normalizer.modes["state"] == "gaussian"
         return OnPolicy(
             self,
             setup,
@@ -72,7 +67,7 @@ class RectifiedConfig(OnPolicyConfig):
             trainable=ratio.trainable,
             bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
             export_policy=lambda: policy.with_sampler(evaluate).clone(),
-            moments=RunningMeanStd(policy.obs_dim) if adapts else None,
+            moments=RunningMeanStd(policy.obs_dim) if fits_normalizer else None,
         )
 
 
@@ -96,12 +91,10 @@ def require_rectified(policy: Policy, algo: str, needs: str) -> DenoisingPolicy:
     if not isinstance(policy, DenoisingPolicy) or not fits or policy.process.has_second_time:
         raise CapabilityError(
             f"algo={algo} {needs} and needs process=flow; got {type(policy).__name__} with "
-            f"process '{type(policy.config.process).__name__}'. Clone one with process=flow, or use "
-            "algo=dppo for diffusion and algo=reinflow for models of whole steps."
+            f"process '{type(policy.config.process).__name__}'. Clone one, or use algo=dppo or algo=reinflow."
         )
     if not policy.is_deterministic:
         raise CapabilityError(
-            f"algo={algo} needs a deterministic sampler; got '{type(policy.sampler).__name__}' with noise. "
-            "Use sampler=euler."
+            f"algo={algo} needs a deterministic sampler, e.g. euler; got '{type(policy.sampler).__name__}'."
         )
     return policy

@@ -38,28 +38,16 @@ _MARGIN = 0.005  # distance of `density` times from both ends
 
 @dataclass(frozen=True)
 class Matching:
-    """Matching loss of an action and its bounds.
+    """Matching loss of an action and its bounds."""
 
-    Attributes:
-        prediction: Compared quantity: `velocity`, `eps` or `x0`.
-        reduction: Over executed entries: `mean`, `sqrt` (sum over the root of their number), `per_step` (mean
-            over dims, sum over rows) or `joint` (sum).
-        huber: Huber threshold, above which errors are linear; None: squared errors.
-        scale: Factor of the loss.
-        max_loss: Clamp of losses before subtraction; None: off.
-        max_loss_negative: Clamp where the advantage is negative and losses increase.
-        difference_range: Clamp of the difference of losses; no gradient beyond; None: off.
-        max_difference: Upper clamp of the difference's value, gradients kept; None: off.
-    """
-
-    prediction: str = "eps"
-    reduction: str = "mean"
-    huber: float | None = None
-    scale: float = 1.0
-    max_loss: float | None = None
-    max_loss_negative: float | None = None
-    difference_range: tuple[float, float] | None = None
-    max_difference: float | None = None
+    prediction: str = "eps"  # compared quantity: velocity, eps or x0
+    reduction: str = "mean"  # or sqrt (sum / sqrt of the number), per_step (mean over dims), joint (sum)
+    huber: float | None = None  # Huber threshold, above which errors are linear; None: squared errors
+    scale: float = 1.0  # factor of the loss
+    max_loss: float | None = None  # clamp of losses before subtraction
+    max_loss_negative: float | None = None  # clamp where the advantage is negative and losses increase
+    difference_range: tuple[float, float] | None = None  # clamp of differences; no gradient beyond
+    max_difference: float | None = None  # upper clamp of the difference's value, gradients kept
 
     def errors(self, difference: Tensor) -> Tensor:
         """Return the error of every entry: e^2, or 2 delta |e| - delta^2 beyond delta."""
@@ -112,11 +100,7 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
 
 
 def time_of(uniform: Tensor, power: float) -> Tensor:
-    """Return times from uniform draws in [0, 1), bounded away from both ends.
-
-    Source:
-        FPO++ (arXiv 2602.02481), whose time is 1 minus ours.
-    """
+    """Return times from uniform draws in [0, 1), bounded away from both ends (FPO++)."""
     return 1 - (_MARGIN + (1 - 2 * _MARGIN) * (1 - (1 - uniform) ** (1 / power)))
 
 
@@ -149,9 +133,8 @@ class FpoRatio(FlowRatio):
         self.times, self.time_power, self.action_noise = times, time_power, action_noise
         if times == "grid" and not len(self.grid):
             raise ConfigError(
-                "algo.times=grid with algo.prediction=eps has no time of weight: the only denoising step "
-                "begins at pure noise. Use algo.denoising_steps of 2 or more, algo.times=density, or "
-                "algo.prediction=velocity."
+                "algo.times=grid with algo.prediction=eps needs algo.denoising_steps of 2 or more: the first "
+                "step has weight 0. Or use algo.times=density, or algo.prediction=velocity."
             )
 
     @property
@@ -169,8 +152,6 @@ class FpoRatio(FlowRatio):
             self.matching.reduction, 1.0
         )
 
-    # -- acting ----------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """Act; the record holds `action` (N, Th, Da), `eps` (N, n, Th, Da), `t` (N, n) and `loss` (N, n)."""
@@ -186,7 +167,6 @@ class FpoRatio(FlowRatio):
         return policy.executed(action), {"action": action, "eps": eps, "t": t, "loss": loss}
 
     def draw_times(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draw times at which the loss has positive weight."""
         uniform = torch.rand(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
         uniform = uniform.to(self.policy.device)
         if self.times == "grid":
@@ -204,8 +184,6 @@ class FpoRatio(FlowRatio):
         draws = torch.randn(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
         return draws.to(self.policy.device)
 
-    # -- scoring ---------------------------------------------------------------------------------------
-
     def losses(self, cond: Cond, action: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return the losses (P,) of chunks (P, Th, Da) with noise (P, Th, Da) at times (P,)."""
         process, kind = self.policy.process, self.matching.prediction
@@ -216,7 +194,6 @@ class FpoRatio(FlowRatio):
         return self.matching.reduce(errors[:, self.policy.chunk.executed])
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Compare losses under the current weights with recorded losses; see `RatioEstimator`."""
         record, state, draws = experience.record, rows.state, self.num_draws
         if self.per_draw:
             row, pair = rows.state_row, state.index_select(0, rows.state_row) * draws + rows.step
@@ -244,14 +221,8 @@ class AwmRatio(FpoRatio):
     """Matching losses weighted by advantages: ratios are 1 and carry the gradient only.
 
     The recorded losses only measure the decrease of the loss, so only `target_kl` limits several passes over
-    the same data.
-
-    Args:
-        policy: A denoising policy.
-        matching: The matching loss and its bounds.
-        weight: By the noise amplitude s of a draw: `one`, `noise` (s), `noise_squared` (s^2), or `huber`:
-            s ((loss + 1e-10)^p - 1e-10^p) / p with p = 1/4 replaces the loss.
-        **options: As for `FpoRatio`.
+    the same data. Weights by the noise amplitude s of a draw: `one`, `noise` (s), `noise_squared` (s^2), or
+    `huber`: s ((loss + 1e-10)^p - 1e-10^p) / p with p = 1/4 replaces the loss.
 
     Source: AWM, arXiv 2509.25050.
     """
@@ -263,24 +234,20 @@ class AwmRatio(FpoRatio):
         self, policy: DenoisingPolicy, matching: Matching, *, weight: str = "one", **options: Any
     ) -> None:
         super().__init__(policy, matching, **options)
-        if weight not in self.WEIGHTS:
-            raise ConfigError(f"algo.weight must be one of {', '.join(self.WEIGHTS)}; got '{weight}'.")
         self.weight = weight
 
     @property
     def factors(self) -> None:
-        """None: ratios of 1 are not clipped."""
         return None
 
     def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
-        """Return log ratio 0 with the gradient of the weighted loss; see `FpoRatio`."""
+        """Return log ratio 0 with the gradient of the weighted loss."""
         limited = self.matching.bounded(new, advantage)
         weighted = self.matching.scale * self.weighted(limited, t)
-        fell = self.matching.scale * (old - new.detach())
-        return Comparison(weighted.detach() - weighted, _changed(new, limited), fell)
+        decrease = self.matching.scale * (old - new.detach())
+        return Comparison(weighted.detach() - weighted, _changed(new, limited), decrease)
 
     def weighted(self, loss: Tensor, t: Tensor) -> Tensor:
-        """Weight losses (P,) at times (P,)."""
         noise = self.policy.process.alpha_sigma(t)[1]
         match self.weight:
             case "one":

@@ -11,12 +11,10 @@ from policies.errors import ConfigError
 
 
 def tunable_copy(init: DenoisingPolicy, sampler: Any, tuned_steps: int) -> DenoisingPolicy:
-    """Return a copy with a trainable network for the last steps; everything else is frozen.
+    """Return a copy of `init` with a trainable network for the last `tuned_steps` of the sampler.
 
-    Args:
-        init: Policy to copy; its weights stay unchanged.
-        sampler: Defines the denoising steps; network times fall for diffusion and rise for flows.
-        tuned_steps: Number of last steps to tune; if all, the frozen network is dropped.
+    Everything else is frozen; if all steps are tuned, the frozen network is dropped. Network times fall for
+    diffusion and rise for flows.
 
     Raises:
         ConfigError: If there are fewer denoising steps than tuned ones, or the policy was tuned with

@@ -2,10 +2,6 @@
 
 Legend: T chunk steps of a rollout, N environments, B rows of a minibatch, S fine-tuned denoising steps (inner
 steps): s = 0 is the noisiest, the output of s = S-1 is executed.
-
-Implemented: generalised advantage estimation, clipped policy and value losses, the k3 estimate of the KL
-divergence, the clip range and the discount over denoising steps (DPPO, arXiv 2409.00588, section 4 and its
-reference implementation), running scaling of rewards.
 """
 
 from __future__ import annotations
@@ -22,18 +18,14 @@ from policies.errors import CheckpointError
 def successor_values(
     value: Tensor, last_value: Tensor, final_value: Tensor | None = None, final_index: Tensor | None = None
 ) -> Tensor:
-    """Return the value of the true successor of each step.
+    """Return the value (T, N) of the true successor of each step.
 
     Args:
         value: (T, N) values of the observations acted on.
         last_value: (N,) values of the true observations after the last step, final ones included.
-        final_value: (M,) values of the last observations of truncated episodes.
+        final_value: (M,) values of the last observations of truncated episodes. Without them (parity with the
+            reference only), the next episode's first observation follows a truncation inside the rollout.
         final_index: (M, 2) their indices [t, n].
-
-    Returns:
-        (T, N). Without `final_*` (parity with the reference implementation only), the value after a
-        truncation is that of the next episode's first observation; in the last step, that of the true final
-        observation.
     """
     following = torch.cat([value[1:], last_value.unsqueeze(0)])
     if final_value is not None and final_index is not None and len(final_index):
@@ -67,8 +59,7 @@ def gae(
     Returns:
         (advantage, return), each (T, N); return = advantage + value.
 
-    Source:
-        Schulman et al., arXiv 1506.02438, equation 16.
+    Source: Schulman et al., arXiv 1506.02438, equation 16.
     """
     alive = 1.0 - terminated.to(value.dtype)
     carry = alive if paper_compat else alive * (1.0 - truncated.to(value.dtype))
@@ -86,8 +77,7 @@ def clip_ranges(num_steps: int, *, base: float, last: float, rate: float) -> Ten
 
     With S = 1 it is `last`; with `rate` 0 growth is linear.
 
-    Source:
-        DPPO reference implementation (clip_ploss_coef_base, _coef, _rate).
+    Source: DPPO reference implementation (clip_ploss_coef_base, _coef, _rate).
     """
     if num_steps == 1:
         return torch.tensor([last])
@@ -99,8 +89,7 @@ def clip_ranges(num_steps: int, *, base: float, last: float, rate: float) -> Ten
 def denoising_discounts(num_steps: int, gamma: float) -> Tensor:
     """Return the factor gamma^(S-1-s) of the advantage at each inner step, (S,).
 
-    Source:
-        DPPO (arXiv 2409.00588), section 4.3: denoising discount; lower weight for noisier steps.
+    Source: DPPO (arXiv 2409.00588), section 4.3.
     """
     power = torch.arange(num_steps - 1, -1, -1, dtype=torch.float64)
     return torch.pow(torch.tensor(gamma, dtype=torch.float64), power).float()
@@ -123,17 +112,16 @@ def clip_to_quantiles(advantage: Tensor, low: float, high: float) -> Tensor:
 
 
 def _quantile(ordered: Tensor, q: float) -> Tensor:
-    place = q * (len(ordered) - 1)
-    low = math.floor(place)
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return torch.lerp(ordered[low], ordered[high], place - low)
+    return torch.lerp(ordered[low], ordered[high], position - low)
 
 
 def policy_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor | float) -> tuple[Tensor, Tensor]:
     """Return (-A r, -A clip(r, 1 - c, 1 + c)), each (B,); PPO minimises the mean of their maximum.
 
-    Source:
-        Schulman et al., arXiv 1707.06347, equation 7.
+    Source: Schulman et al., arXiv 1707.06347, equation 7.
     """
     clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)  # type: ignore[arg-type]
     return -advantage * ratio, -advantage * clipped
@@ -147,18 +135,13 @@ def ppo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
 def spo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
     """Return -(r A - |A| (r - 1)^2 / (2 c)), (B,): a quadratic penalty on ratios outside 1 +- c.
 
-    Source:
-        Simple policy optimization, arXiv 2401.16025, equation 11.
+    Source: Simple policy optimization, arXiv 2401.16025, equation 11.
     """
     return advantage.abs() / (2.0 * clip_range) * (ratio - 1.0).square() - advantage * ratio
 
 
 def aspo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
-    """Return PPO's losses for positive advantages, SPO's otherwise, (B,).
-
-    Source:
-        FPO++, arXiv 2602.02481.
-    """
+    """Return PPO's losses for positive advantages, SPO's otherwise, (B,). Source: FPO++, arXiv 2602.02481."""
     ppo, spo = (f(ratio, advantage, clip_range) for f in (ppo_losses, spo_losses))
     return torch.where(advantage > 0, ppo, spo)
 
@@ -191,8 +174,7 @@ def explained_variance(value: Tensor, target: Tensor) -> Tensor:
 def merge_moments(mean: Tensor, var: Tensor, count: float, batch: Tensor) -> tuple[Tensor, Tensor, float]:
     """Merge the moments of `batch` (any shape) into running ones; all float64.
 
-    Source:
-        Chan, Golub, LeVeque 1979; variance divided by count - 1, as in the DPPO reference.
+    Source: Chan, Golub, LeVeque 1979; variance divided by count - 1, as in the DPPO reference.
     """
     added = float(batch.numel())
     total = count + added
@@ -204,15 +186,10 @@ def merge_moments(mean: Tensor, var: Tensor, count: float, batch: Tensor) -> tup
 class RewardScaler:
     """Divides rewards by the running std of the discounted return; no mean is subtracted.
 
-    All environments share one statistic; the discounted return carries over between calls.
+    The N environments share one statistic; the discounted return carries over between calls. `gamma` is the
+    discount of that return per chunk step, `clip` the largest absolute scaled reward.
 
-    Args:
-        num_envs: N.
-        gamma: Discount of that return, per chunk step (0.99, independent of the algorithm's discount).
-        clip: Largest absolute scaled reward.
-
-    Source:
-        DPPO reference implementation, running reward scaling.
+    Source: DPPO reference implementation, running reward scaling.
     """
 
     def __init__(self, num_envs: int, *, gamma: float = 0.99, clip: float = 10.0) -> None:
@@ -226,10 +203,7 @@ class RewardScaler:
         """Update the statistic with a rollout and scale its rewards.
 
         Shapes:
-            reward: (T, N) raw rewards. first: (T, N) whether the step begins an episode.
-
-        Returns:
-            (T, N) float64.
+            reward: (T, N) raw. first: (T, N) whether the step begins an episode. Returns (T, N) float64.
         """
         reward = reward.double()
         keep = self.gamma * (1.0 - first.double())
@@ -244,15 +218,10 @@ class RewardScaler:
         return {"mean": self.mean, "var": self.var, "count": self.count, "carried": self.carried.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CheckpointError: If the number of environments differs.
-        """
         if state["carried"].shape != self.carried.shape:
             raise CheckpointError(
-                f"the reward scaler holds {len(self.carried)} environments; the training state has "
-                f"{len(state['carried'])}. Resume with the same num_envs."
+                f"the training state has rewards of {len(state['carried'])} environments, this run "
+                f"{len(self.carried)}. Resume with the same num_envs."
             )
         self.mean, self.var = state["mean"].clone(), state["var"].clone()
         self.count, self.carried = float(state["count"]), state["carried"].clone()

@@ -33,11 +33,7 @@ THREADS = 2  # gradient threads, unless `num_threads` is set; results are equal 
 
 
 def check_setup(setup: Setup, algo: str) -> Policy:
-    """Return the initial policy, checked against the environment.
-
-    Raises:
-        ConfigError: If policy or environment is missing, or their sizes disagree.
-    """
+    """Return the initial policy, checked against the environment (else ConfigError)."""
     if setup.init is None:
         raise ConfigError(f"algo={algo} fine-tunes a policy and got none. Give init=<policy directory>.")
     if setup.env is None:
@@ -55,12 +51,8 @@ def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
             "algo.env_steps=%d is less than one iteration, which is executed whole: up to %d steps "
             "(algo.num_envs=%d x algo.steps_per_iteration=%d x %d actions of a chunk). "
             "Lower algo.num_envs or algo.steps_per_iteration.",
-            config.env_steps,
-            steps,
-            config.num_envs,
-            config.steps_per_iteration,
-            act_steps,
-        )
+            config.env_steps, steps, config.num_envs, config.steps_per_iteration, act_steps,
+        )  # fmt: skip
 
 
 def warn_of_saturation(share: float) -> bool:
@@ -88,6 +80,7 @@ class OnPolicy:
         moments: Running observation statistics, if the normaliser is fitted during training.
     """
 
+    policy: Policy
     unit = "env_steps"
 
     def __init__(
@@ -102,7 +95,7 @@ class OnPolicy:
         moments: RunningMeanStd | None = None,
     ) -> None:
         assert setup.env is not None
-        policy: Policy = ratio.policy
+        policy = self.policy = ratio.policy
         require_states_only(policy, name_of("algo", config))
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         with seeded_weights(derive_seed(setup.seed, "critic")):
@@ -138,28 +131,18 @@ class OnPolicy:
         return "algo.iterations" if self.config.env_steps is None else "algo.env_steps"
 
     @property
-    def policy(self) -> Policy:
-        """Policy in training, with exploration."""
-        return self.ratio.policy
-
-    @property
     def total(self) -> int:
         """Environment steps to execute; an estimate until the last iteration ends."""
         if self.config.env_steps is not None:
             return self.config.env_steps
         left = max(0, self.config.iterations - self.iteration)
-        return (
-            self.progress
-            + left * self.config.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
-        )
+        per_iteration = self.config.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
+        return self.progress + left * per_iteration
 
+    @torch_threads(1)
     def advance(self) -> Metrics:
         """Run one iteration: collect, estimate advantages, update."""
-        with torch_threads(1):
-            return self._iterate()
-
-    def _iterate(self) -> Metrics:
-        self.ratio.set_progress(self._share_done())
+        self.ratio.set_progress(self._completed_fraction())
         started = time.perf_counter()
         rollout = self.collect()
         collected = time.perf_counter()
@@ -167,7 +150,9 @@ class OnPolicy:
         metrics: Metrics = dict(self.learner.update(experience, iteration=self.iteration, draws=self.draws))
         self._warned = self._warned or warn_of_saturation(float(metrics["policy/saturated_fraction"]))
         metrics |= rollout_metrics(rollout, experience, self.pool.env)
-        self._adapt(rollout)
+        if self.moments is not None:  # last: collection and updates of an iteration share their normaliser
+            self.moments.update(rollout.obs[:, :, -1])
+            self.moments.apply(self.policy.normalizer)
         self.iteration += 1
         executed = int(rollout.length.sum())
         self.progress += executed
@@ -178,17 +163,11 @@ class OnPolicy:
             "time/env_steps_per_s": executed / (finished - started),
         }
 
-    def _share_done(self) -> float:
+    def _completed_fraction(self) -> float:
         """Return the completed fraction of the run, 0 to 1."""
         if self.config.env_steps is not None:
             return min(1.0, self.progress / self.config.env_steps)
         return min(1.0, self.iteration / self.config.iterations)
-
-    def _adapt(self, rollout: Rollout) -> None:
-        """Refit the normaliser to all observations so far, at the end of the iteration."""
-        if self.moments is not None:
-            self.moments.see(rollout.obs[:, :, -1])
-            self.moments.apply(self.policy.normalizer)
 
     def collect(self) -> Rollout:
         """Collect the chunk steps of one iteration; workers act on the CPU."""
@@ -196,7 +175,6 @@ class OnPolicy:
         return self.pool.collect(actor, config.steps_per_iteration, reset=config.reset_each_iteration)
 
     def snapshot(self) -> Policy:
-        """Return an independent copy of the policy to export."""
         return self.export_policy().eval().requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,23 +188,15 @@ class OnPolicy:
             "draws": self.draws.generator.get_state(),
             "pool": self.pool.state_dict(),
             "moments": None if self.moments is None else self.moments.state_dict(),
-            **self._lasting(),
+            **self._resume_invariants(),
         }
 
-    def _lasting(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {
-            "inner_steps": self.ratio.inner_steps,
-            "switch_time": getattr(getattr(self.policy, "field", None), "switch_time", None),
-        }
-        return facts | self._init_facts
+    def _resume_invariants(self) -> dict[str, Any]:
+        switch_time = getattr(getattr(self.policy, "field", None), "switch_time", None)
+        return {"inner_steps": self.ratio.inner_steps, "switch_time": switch_time, **self._init_facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CheckpointError: If `init` or the division of the denoising steps differ.
-        """
-        require_unchanged(state, self._lasting())
+        require_unchanged(state, self._resume_invariants())
         self.policy.load_state_dict(state["policy"])
         self.ratio.load_state_dict(state.get("ratio", {}))
         self.learner.load_state_dict(state["learner"])
@@ -239,16 +209,12 @@ class OnPolicy:
         self.iteration, self.progress = int(state["iteration"]), int(state["progress"])
 
     def close(self) -> None:
-        """Stop workers and threads."""
         self.pool.close()
         self.learner.close()
 
 
 def rollout_metrics(rollout: Rollout, experience: Experience, env: EnvConfig) -> Metrics:
-    """Summarise the episodes that ended during an iteration; NaN without any.
-
-    `rollout/success` exists only for tasks that define success.
-    """
+    """Summarise the episodes that ended during an iteration; NaN without any."""
     rows = rollout.episodes
     metrics: Metrics = {
         "rollout/episodes": float(len(rows)),

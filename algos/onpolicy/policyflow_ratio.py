@@ -47,9 +47,8 @@ class EndNoiseConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.min_std, self.max_std
-        self.require(
-            "initial_std", low < self.initial_std < high, f"between min_std={low:g} and max_std={high:g}"
-        )
+        rule = f"between min_std={low:g} and max_std={high:g}"
+        self.require("initial_std", low < self.initial_std < high, rule)
 
 
 class EndNoise(nn.Module):
@@ -73,8 +72,7 @@ class PolicyflowRatio(NoisyFlowRatio):
         policy: A rectified flow with a deterministic sampler without chunk clipping.
         noise: Std of the noise on finished chunks.
         num_draws: n, sampler times drawn per action; each is a row with its own ratio.
-        reduction: Over executed entries: `joint` (published), `per_step` or `mean`; see
-            `algos.onpolicy.ratios.reduce_log_prob`.
+        reduction: Over executed entries: `joint` (published), `per_step` or `mean`; see `reduce_log_prob`.
         brownian_coef: Weight of the Brownian term.
     """
 
@@ -94,28 +92,23 @@ class PolicyflowRatio(NoisyFlowRatio):
 
     @property
     def inner_steps(self) -> int:
-        """Draws per action, each with its own ratio."""
         return self.num_draws
 
     @property
     def trainable(self) -> nn.Module:
-        """Trainable part: the policy's network and the noise."""
         return nn.ModuleList([self.policy.field, self.noise])
 
     @property
     def factors(self) -> float:
-        """Executed entries, or steps, averaged by the reduction."""
         rows, dims = self.policy.chunk.act_steps, self.policy.chunk.shape[1]
         return float({"mean": rows * dims, "per_step": rows}.get(self.reduction, 1))
 
-    # -- acting ----------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return physical actions, and the record for scoring.
+        """Return physical actions (N, Ta, Da), and the record for scoring.
 
-        The record holds `start` and `end` of the flow and the scaled `noise` on it (N, Th, Da), `step` (N, n)
-        of the drawn times, `velocity` (N, n, Th, Da) there, and the density `log_prob` (N,).
+        It holds `start` and `end` of the flow and the scaled `noise` on it (N, Th, Da), `step` (N, n) of the
+        drawn times, `velocity` (N, n, Th, Da) there, and the density `log_prob` (N,).
         """
         policy, draws = self.policy, self.num_draws
         cond = policy.encode(policy.observation(obs))
@@ -123,9 +116,8 @@ class PolicyflowRatio(NoisyFlowRatio):
         start = policy.sample_noise(batch, generator=generator)
         end = policy.decode(cond, start)
         noise = std * policy.sample_noise(batch, generator=generator)
-        step = torch.randint(
-            policy.table.num_steps, (batch, draws), generator=generator, device=generator.device
-        ).to(start.device)
+        count, shape = policy.table.num_steps, (batch, draws)
+        step = torch.randint(count, shape, generator=generator, device=generator.device).to(start.device)
         row = torch.arange(batch, device=start.device).repeat_interleave(draws)
         _, velocity = self.velocities(cond, start[row], end[row], row, step.flatten())
         record = {
@@ -144,8 +136,7 @@ class PolicyflowRatio(NoisyFlowRatio):
         """Return points (P, Th, Da) on the lines at drawn times, and their velocities.
 
         Shapes:
-            cond: any number of rows. start, end: (P, Th, Da). row: (P,) index into cond. step: (P,) of the
-                sampler.
+            start, end: (P, Th, Da). row: (P,) index into cond. step: (P,) of the sampler.
         """
         x = self.policy.process.corrupt(end, start, self.times(start).index_select(0, step))
         times = self.policy.table.to_device("net_time", start)
@@ -159,17 +150,13 @@ class PolicyflowRatio(NoisyFlowRatio):
         """Reduce values (B, Th, Da) of executed rows to (B,)."""
         return reduce_log_prob(values[:, self.policy.chunk.executed], self.reduction)
 
-    # -- scoring ---------------------------------------------------------------------------------------
-
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Score recorded actions under the current weights; see `algos.onpolicy.ratios.RatioEstimator`."""
         record = experience.record
         state = rows.state.index_select(0, rows.state_row)
         pair = state * self.num_draws + rows.step
         step, old = (record[name].flatten(0, 1).index_select(0, pair) for name in ("step", "velocity"))
-        start, end, noise, log_prob = (
-            record[name].index_select(0, state) for name in ("start", "end", "noise", "log_prob")
-        )
+        names = ("start", "end", "noise", "log_prob")
+        start, end, noise, log_prob = (record[name].index_select(0, state) for name in names)
         cond = experience.cond.rows(rows.state)
         x, velocity = self.velocities(cond, start, end, rows.state_row, step)
         std = self.noise()

@@ -7,19 +7,24 @@ The gradient of a minibatch is the sum over microbatches, each sized for the cac
 several threads. Advantage statistics are taken over the whole minibatch first, so the sum equals the full
 gradient. The critic evaluates each distinct environment step once, weighted by its number of rows. Results
 are equal for any number of threads.
+
+Source: PPO (arXiv 1707.06347); DPPO (arXiv 2409.00588), algorithm 1. Deviations from the reference: none in
+the numbers; unused evaluations of the frozen network are skipped.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from algos.base import Quantities
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.functional import (
@@ -29,12 +34,10 @@ from algos.onpolicy.functional import (
     normalize_advantage,
     value_losses,
 )
-from algos.onpolicy.gradient_threads import GradientThreads, Task
 from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows
 from algos.optim import load_parts, save_parts, warmup_cosine
 from policies.protocols import Cond
-
-Metrics = dict[str, Tensor]
+from policies.threads import torch_threads
 
 SURROGATE_METRICS = (
     *("loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_spread", "entropy", "saturated_fraction"),
@@ -42,19 +45,49 @@ SURROGATE_METRICS = (
 )
 
 
-class Draws(Protocol):
-    """Random numbers of an update."""
+@dataclass(frozen=True)
+class Task:
+    """Part of a minibatch's loss: `loss()` returns (scalar loss, metrics (n,)) for `params`."""
 
-    def permutation(self, n: int) -> Tensor:
-        """Return a permutation of 0..n-1, (n,)."""
-        ...
+    params: Sequence[nn.Parameter]
+    loss: Callable[[], tuple[Tensor, Tensor]]
 
-    def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor: ...
+    def run(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        with torch.enable_grad():
+            loss, metrics = self.loss()
+            grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
+        return grads, metrics.detach()
+
+
+class GradientThreads:
+    """Runs tasks on several threads with one torch thread each; sums follow the order of the tasks.
+
+    Results are bitwise equal for any number of threads. With one thread, tasks run in the caller.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        pool = partial(ThreadPoolExecutor, initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = pool(num_threads, "gradient") if num_threads > 1 else None
+
+    def sum(self, tasks: Sequence[Task]) -> tuple[list[Tensor], Tensor]:
+        """Return summed gradients and metrics of tasks that share their parameters."""
+        with torch_threads(1):
+            results = map(Task.run, tasks) if self._pool is None else self._pool.map(Task.run, tasks)
+            first, metrics = next(results)
+            grads = [grad.clone() for grad in first]
+            for more, part in results:
+                torch._foreach_add_(grads, list(more))
+                metrics = metrics + part
+        return grads, metrics
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
 class GeneratorDraws:
-    """Draws from a generator."""
+    """Random numbers of an update."""
 
     generator: torch.Generator
 
@@ -66,20 +99,7 @@ class GeneratorDraws:
 
 
 class PpoUpdate:
-    """Updates an actor and a critic from experience.
-
-    Args:
-        config: Hyper-parameters.
-        ratio: Likelihood ratio of new to old policy.
-        actor: Parameters in training.
-        critic: Maps normalised observations (B, C) to values (B,).
-        cloning: Optional behaviour-cloning term towards the initial policy.
-        num_threads: Gradient threads.
-
-    Source:
-        PPO (arXiv 1707.06347); DPPO (arXiv 2409.00588), algorithm 1. Deviations from the reference: none in
-        the numbers; unused evaluations of the frozen network are skipped.
-    """
+    """Updates the actor, i.e. trained parameters of the policy in `ratio`, and the critic."""
 
     def __init__(
         self,
@@ -97,48 +117,44 @@ class PpoUpdate:
         steps, device = ratio.inner_steps, self.actor[0].device
         self.clip_range = config.clip_range_of(steps).to(device)
         self.discount = config.discount_of(steps).to(device)
-        self.actor_optimizer = adamw(self.actor, config.actor_lr, config.actor_weight_decay)
-        self.critic_optimizer = adamw(self.critic_params, config.critic_lr, config.critic_weight_decay)
+        adamw = partial(torch.optim.AdamW, fused=True)
+        actor_decay, critic_decay = config.actor_weight_decay, config.critic_weight_decay
+        self.actor_optimizer = adamw(self.actor, config.actor_lr, weight_decay=actor_decay)
+        self.critic_optimizer = adamw(self.critic_params, config.critic_lr, weight_decay=critic_decay)
 
     # -- one iteration ---------------------------------------------------------------------------------
 
-    def update(self, experience: Experience, *, iteration: int, draws: Draws) -> Metrics:
+    def update(self, experience: Experience, *, iteration: int, draws: GeneratorDraws) -> Quantities:
         """Run the epochs of one iteration; return metrics averaged over its minibatches.
 
-        `target_kl` requires a host synchronisation after every minibatch, as it may stop the update; without
-        it the update never synchronises.
+        Only `target_kl` synchronises with the device after every minibatch, as it may stop the update.
         """
         actor_lr, critic_lr = self.rates(iteration)
-        set_rate(self.actor_optimizer, actor_lr)
-        set_rate(self.critic_optimizer, critic_lr)
+        for optimizer, lr in ((self.actor_optimizer, actor_lr), (self.critic_optimizer, critic_lr)):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
         train_actor = iteration >= self.config.critic_warmup_iterations
-        reports: list[Metrics] = []
+        reports: list[Quantities] = []
         for index in self.minibatches(len(experience) * self.ratio.inner_steps, draws):
             reports.append(self.step(experience, index, draws=draws, train_actor=train_actor))
-            if (
-                self.config.target_kl is not None
-                and float(reports[-1]["policy/approx_kl"]) > self.config.target_kl
-            ):
+            limit = self.config.target_kl
+            if limit is not None and float(reports[-1]["policy/approx_kl"]) > limit:
                 break
         means = {name: torch.stack([report[name] for report in reports]).mean() for name in reports[0]}
-        rates = {
-            "policy/lr": torch.tensor(actor_lr if train_actor else 0.0),
-            "value/lr": torch.tensor(critic_lr),
-        }
-        facts = {"policy/updates": torch.tensor(float(len(reports)))}
+        means["policy/lr"] = torch.tensor(actor_lr if train_actor else 0.0)
+        means["value/lr"] = torch.tensor(critic_lr)
+        means["policy/updates"] = torch.tensor(float(len(reports)))
         if self.ratio.factors is not None:
-            facts["policy/joint_clip"] = self.clip_range[-1] * self.ratio.factors
-        return means | rates | facts
+            means["policy/joint_clip"] = self.clip_range[-1] * self.ratio.factors
+        return means
 
     def rates(self, iteration: int) -> tuple[float, float]:
         """Return learning rates (actor, critic); the actor's schedule starts after the critic warm-up."""
-        config = self.config
-        return (
-            warmup_cosine(max(0, iteration - config.critic_warmup_iterations), **config.schedule("actor")),
-            warmup_cosine(iteration, **config.schedule("critic")),
-        )
+        config, trained = self.config, max(0, iteration - self.config.critic_warmup_iterations)
+        actor, critic = config.schedule("actor"), config.schedule("critic")
+        return warmup_cosine(trained, **actor), warmup_cosine(iteration, **critic)
 
-    def minibatches(self, total: int, draws: Draws) -> Iterator[Tensor]:
+    def minibatches(self, total: int, draws: GeneratorDraws) -> Iterator[Tensor]:
         """Yield row indices: a permutation per epoch, split into full minibatches, the rest dropped."""
         size = min(self.config.batch_size, total)
         for _ in range(self.config.update_epochs):
@@ -146,7 +162,9 @@ class PpoUpdate:
             for start in range(0, total - size + 1, size):
                 yield order[start : start + size]
 
-    def step(self, experience: Experience, index: Tensor, *, draws: Draws, train_actor: bool) -> Metrics:
+    def step(
+        self, experience: Experience, index: Tensor, *, draws: GeneratorDraws, train_actor: bool
+    ) -> Quantities:
         """Take one optimiser step of actor and critic on the rows `index` (B,)."""
         if train_actor:
             grads, metrics = self.actor_gradient(experience, index, draws=draws)
@@ -160,9 +178,8 @@ class PpoUpdate:
     # -- the actor's loss ------------------------------------------------------------------------------
 
     def actor_gradient(
-        self, experience: Experience, index: Tensor, *, draws: Draws
-    ) -> tuple[list[Tensor], Metrics]:
-        """Return the gradient of the surrogate over the rows `index`, and its metrics."""
+        self, experience: Experience, index: Tensor, *, draws: GeneratorDraws
+    ) -> tuple[list[Tensor], Quantities]:
         drawn = index.to(experience.advantage.device)
         index = drawn.sort().values
         advantage = self.weighted_advantage(experience, index)
@@ -204,8 +221,8 @@ class PpoUpdate:
         advantage = clip_to_quantiles(advantage, *self.config.advantage_quantiles)
         return advantage * self.discount.index_select(0, index % steps)
 
-    def untouched_actor(self, experience: Experience, index: Tensor) -> Metrics:
-        """Return the surrogate metrics of an unchanged policy: every ratio is one."""
+    def untouched_actor(self, experience: Experience, index: Tensor) -> Quantities:
+        """Return the metrics of an unchanged policy: every ratio is one."""
         index = index.to(experience.advantage.device)
         zero = experience.advantage.new_zeros(())
         metrics = {f"policy/{name}": zero for name in SURROGATE_METRICS}
@@ -214,7 +231,7 @@ class PpoUpdate:
             "policy/ratio_mean": zero + 1,
         }
 
-    def cloning_tasks(self, experience: Experience, index: Tensor, draws: Draws) -> list[Task]:
+    def cloning_tasks(self, experience: Experience, index: Tensor, draws: GeneratorDraws) -> list[Task]:
         """Return the cloning term's tasks over the first `bc_rows` sampled rows; empty without the term."""
         if self.cloning is None or not self.config.bc_weight:
             return []
@@ -222,10 +239,7 @@ class PpoUpdate:
         noise = draws.noise((len(state), *self.cloning.noise_shape), experience.advantage)
         size = self.microbatch_size(index)
         return [
-            Task(
-                self.actor,
-                partial(self.cloning_loss, experience.cond, rows, part, len(state)),
-            )
+            Task(self.actor, partial(self.cloning_loss, experience.cond, rows, part, len(state)))
             for rows, part in zip(state.split(size), noise.split(size), strict=True)
         ]
 
@@ -240,15 +254,11 @@ class PpoUpdate:
     # -- the critic's loss -----------------------------------------------------------------------------
 
     def critic_gradient(self, experience: Experience, index: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the gradient of the value loss over the rows `index`, and the loss itself."""
         index = index.to(experience.advantage.device).sort().values
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
         size = self.microbatch_size(index)
         tasks = [
-            Task(
-                self.critic_params,
-                partial(self.value_loss, experience, state, count, len(index)),
-            )
+            Task(self.critic_params, partial(self.value_loss, experience, state, count, len(index)))
             for state, count in zip(rows.state.split(size), rows.count.split(size), strict=True)
         ]
         return self.threads.sum(tasks)
@@ -258,9 +268,8 @@ class PpoUpdate:
     ) -> tuple[Tensor, Tensor]:
         """Return this microbatch's part of the value loss; states (U,) are weighted by row count."""
         target, old = experience.target.index_select(0, state), experience.value.index_select(0, state)
-        losses = value_losses(
-            self.critic(experience.cond.rows(state).vec), target, old, self.config.value_clip
-        )
+        value = self.critic(experience.cond.rows(state).vec)
+        losses = value_losses(value, target, old, self.config.value_clip)
         loss = (losses * count).sum() / total
         return self.config.vf_coef * loss, loss
 
@@ -271,7 +280,6 @@ class PpoUpdate:
         return max(1, self.config.microbatch_size // self.ratio.evaluations)
 
     def close(self) -> None:
-        """Stop the gradient threads."""
         self.threads.close()
 
     # -- saving ----------------------------------------------------------------------------------------
@@ -283,17 +291,6 @@ class PpoUpdate:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_parts(self, self._parts, state)
-
-
-def adamw(params: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """Return fused AdamW."""
-    return torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, fused=True)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all groups."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
 
 def apply_gradient(

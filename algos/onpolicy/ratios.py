@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from algos.onpolicy.advantages import Experience
 from policies.denoising import DenoisingPolicy
-from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.protocols import Chain, Cond
 
@@ -47,18 +46,15 @@ class Rows:
     def sorted_from(cls, index: Tensor, inner_steps: int) -> Rows:
         """Split sorted flat indices `environment step * S + inner step`, (B,)."""
         step = index % inner_steps
-        state, row, count = torch.unique_consecutive(
-            index // inner_steps, return_inverse=True, return_counts=True
-        )
-        return cls(state, row, step, count)
+        found = torch.unique_consecutive(index // inner_steps, return_inverse=True, return_counts=True)
+        return cls(found[0], found[1], step, found[2])
 
 
 @dataclass(frozen=True)
 class Score:
-    """Per row: log ratio (B,), entropy (B,) and fraction of its terms without gradient (B,), due to clamps.
+    """Per row (B,): log ratio, entropy, and fraction of its terms without gradient, due to clamps.
 
-    `penalty` (B,), if set, is added to the loss. `drift` (B,) replaces the log ratio in the KL estimate;
-    None: the log ratio is used.
+    `penalty` is added to the loss. `drift` replaces the log ratio in the KL estimate.
     """
 
     log_ratio: Tensor
@@ -71,8 +67,7 @@ class Score:
 class RatioEstimator(ABC):
     """Acts, and computes likelihood ratios. Picklable: every worker acts with its own copy.
 
-    Attributes:
-        policy: Policy in training, with exploration.
+    `policy` is the policy in training, with exploration.
     """
 
     policy: Any
@@ -100,12 +95,9 @@ class RatioEstimator(ABC):
 
     @abstractmethod
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Return the differentiable score of rows under the current weights.
+        """Return the differentiable score of recorded rows under the current weights.
 
-        Args:
-            experience: Data of the iteration.
-            rows: Selected rows.
-            advantage: (B,) of the rows, for estimators with sign-dependent bounds.
+        `advantage` (B,) is for estimators with sign-dependent bounds.
         """
 
     def set_progress(self, progress: float) -> None:  # noqa: B027
@@ -113,16 +105,16 @@ class RatioEstimator(ABC):
 
     def on_cpu(self) -> Self:
         """Return the estimator on the CPU, for workers."""
-        twin = copy.copy(self)
-        twin.policy = self.policy.on_cpu()
-        return twin
+        actor = copy.copy(self)
+        actor.policy = self.policy.on_cpu()
+        return actor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training state beside the policy; usually empty."""
+        """Return the training state beside the policy."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Continue from `state_dict`."""
+        ...
 
 
 class FlowRatio(RatioEstimator):
@@ -132,7 +124,6 @@ class FlowRatio(RatioEstimator):
 
     @property
     def trainable(self) -> nn.Module:
-        """Trainable part: the policy's network."""
         return self.policy.field
 
 
@@ -142,12 +133,11 @@ class NoisyFlowRatio(FlowRatio):
     noise: nn.Module
 
     def on_cpu(self) -> Self:
-        twin = super().on_cpu()
-        twin.noise = copy.deepcopy(self.noise).cpu()
-        return twin
+        actor = super().on_cpu()
+        actor.noise = copy.deepcopy(self.noise).cpu()
+        return actor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the noise."""
         return copy.deepcopy(self.noise.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,9 +155,7 @@ def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:
             return log_prob.mean(dim=(-2, -1))
         case "per_step":
             return log_prob.sum(dim=-1).mean(dim=-1)
-        case "joint":
-            return log_prob.sum(dim=(-2, -1))
-    raise ConfigError(f"log_prob_reduction must be one of {', '.join(REDUCTIONS)}; got '{how}'.")
+    return log_prob.sum(dim=(-2, -1))
 
 
 class ChainRatio(RatioEstimator):
@@ -178,8 +166,7 @@ class ChainRatio(RatioEstimator):
         log_prob_range: Clamp of elementwise log-densities; no gradient beyond; None: off.
         reduction: See `reduce_log_prob`.
 
-    Source:
-        DPPO (arXiv 2409.00588), section 4; clamp and mean as in the reference implementation.
+    Source: DPPO (arXiv 2409.00588), section 4; clamp and mean as in the reference implementation.
     """
 
     def __init__(
@@ -189,18 +176,14 @@ class ChainRatio(RatioEstimator):
         log_prob_range: tuple[float, float] | None = (-5.0, 2.0),
         reduction: str = "mean",
     ) -> None:
-        self.policy = policy
-        self.log_prob_range = log_prob_range
-        self.reduction = reduction
+        self.policy, self.log_prob_range, self.reduction = policy, log_prob_range, reduction
 
     @property
     def inner_steps(self) -> int:
-        """S, the recorded denoising steps."""
         return self.policy.tuned_steps
 
     @property
     def factors(self) -> float:
-        """Executed entries, or steps, averaged by the reduction."""
         chunk = self.policy.chunk
         sizes = {"mean": chunk.act_steps * chunk.shape[1], "per_step": chunk.act_steps}
         return float(sizes.get(self.reduction, 1))
@@ -218,24 +201,20 @@ class ChainRatio(RatioEstimator):
         return policy.executed(chain.action), record
 
     def sample(self, cond: Cond, generator: torch.Generator) -> Chain:
-        """Sample chains for encoded observations."""
         return self.policy.sample_chain(cond, generator=generator)
 
     def reduce(self, log_prob: Tensor) -> tuple[Tensor, Tensor]:
         """Clamp and reduce (..., Th, Da); return (reduced, fraction clamped), each (...)."""
         executed = log_prob[..., self.policy.chunk.executed, :]
         if self.log_prob_range is None:
-            return reduce_log_prob(executed, self.reduction), torch.zeros(
-                executed.shape[:-2], device=executed.device
-            )
-        low, high = self.log_prob_range
-        clamped = executed.clamp(low, high)
+            none = torch.zeros(executed.shape[:-2], device=executed.device)
+            return reduce_log_prob(executed, self.reduction), none
+        clamped = executed.clamp(*self.log_prob_range)
         with torch.no_grad():
             saturated = (clamped != executed).to(executed.dtype).mean(dim=(-2, -1))
         return reduce_log_prob(clamped, self.reduction), saturated
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Score recorded transitions under the current weights; see `RatioEstimator`."""
         chain, old = experience.record["chain"], experience.record["log_prob"]
         place = rows.state.index_select(0, rows.state_row) * (self.inner_steps + 1) + rows.step
         states = chain.flatten(0, 1)  # (M (S+1), Th, Da)
@@ -244,10 +223,8 @@ class ChainRatio(RatioEstimator):
         log_prob, entropy = self.policy.transition_log_prob(cond, x, x_next, rows.step, rows.state_row)
         new, saturated = self.reduce(log_prob)
         pair = rows.state.index_select(0, rows.state_row) * self.inner_steps + rows.step
-        executed = entropy[..., self.policy.chunk.executed, :]
-        return Score(
-            new - old.flatten().index_select(0, pair), reduce_log_prob(executed, self.reduction), saturated
-        )
+        entropy = reduce_log_prob(entropy[..., self.policy.chunk.executed, :], self.reduction)
+        return Score(new - old.flatten().index_select(0, pair), entropy, saturated)
 
 
 class BcTerm(Protocol):
@@ -262,14 +239,9 @@ class BcTerm(Protocol):
 
 
 class CloningTerm:
-    """Behaviour-cloning term: minus the mean log-density of the frozen policy's chains.
+    """Behaviour-cloning term: minus the clamped mean log-density of the frozen policy's chains.
 
-    Args:
-        frozen: Reference policy, with the exploration sampler.
-        ratio: Estimator of the policy in training; its clamp applies.
-
-    Source:
-        DPPO reference implementation (use_bc_loss).
+    Source: DPPO reference implementation (use_bc_loss).
     """
 
     def __init__(self, frozen: Any, ratio: ChainRatio) -> None:
@@ -282,7 +254,6 @@ class CloningTerm:
         return shape if len(shape) == 3 else (2, *shape)
 
     def losses(self, cond: Cond, noise: Tensor) -> Tensor:
-        """Return the loss of each row (B,); noise is (B, *noise_shape)."""
         with torch.no_grad():
             chain = self.frozen.sample_chain(cond, noise=noise).x
         log_prob, _ = self.ratio.policy.chain_log_prob(cond, chain)

@@ -1,39 +1,122 @@
 """ReinFlow ratio: a deterministic sampler plus learned noise is a chain of known density.
 
-Legend: B rows, K denoising steps, S tuned last steps (usually all), Th horizon, Da action width; x_0 start
-noise, x_K the chunk::
+Legend: B rows, K denoising steps, S tuned last steps (usually all), T and C' widths of embedded times and
+conditions, Th horizon, Da action width; x_0 start noise, x_K the chunk::
 
     x_{k+1} = step(x_k),                                     k = 0 … K-S-1, by the frozen initial network
     x_{k+1} = step(x_k) + std_k(condition) clip(noise_k),    k = K-S … K-1
     log p   = sum over these k and entries of log N(x_{k+1}; step(x_k), std_k^2)   [+ log N(x_0; 0, 1)]
+    log std^2 = lo + (hi - lo) (tanh(net(time, condition)) + 1) / 2,    lo = log min^2,  hi = log max^2
 
 One ratio per chain, on the sampler's time grid: acting and scoring share their functions. The last step
 counts its executed rows only (the others have no effect), earlier steps count all rows, which later steps
-use.
+use. The upper bound of the std may decay over a run. The noise network's inputs are the time and condition
+embeddings of the policy's network; gradients to the time embedding are stopped. The noise is used in training
+only and is not exported.
 
-Source: ReinFlow, arXiv 2505.22094. Deviations from the released code: acting and scoring share the sampler's
-time grid (the released grids differ, and ratios are not 1 on fresh data); means are clamped only with the
-sampler's `clip_state`; log-densities are not clamped by default.
+Source: ReinFlow, arXiv 2505.22094, section 4. Deviations from the released code: acting and scoring share the
+sampler's time grid (the released grids differ, and ratios are not 1 on fresh data); means are clamped only
+with the sampler's `clip_state`; log-densities are not clamped by default.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from algos.onpolicy.advantages import Experience
-from algos.onpolicy.exploration_noise import NoiseNet
 from algos.onpolicy.ratios import NoisyFlowRatio, Rows, Score
+from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
-from policies.errors import ConfigError
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
+from policies.networks.embeddings import TimeEmbedding
 from policies.protocols import Cond
 from policies.samplers.step_table import transition
 
 REDUCTIONS = ("mean", "per_step", "per_dim", "joint")
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "mish": nn.Mish, "elu": nn.ELU, "silu": nn.SiLU}
+
+
+@dataclass(frozen=True)
+class NoiseConfig(Checked):
+    """Exploration noise of a flow policy."""
+
+    key: ClassVar[str] = "algo.noise"
+
+    level: str = bounded("learned", choices=("learned", "constant"))  # learned, or constant: always max_std
+    input: str = bounded("state_time", choices=("state_time", "state"))  # inputs of the noise network
+    min_std: float = bounded(0.10, gt=0)  # smallest std, normalised action units
+    max_std: float = bounded(0.24, gt=0)  # largest std, normalised action units
+    hold: float = bounded(0.35, ge=0, le=1)  # fraction of the run before max_std decays; 1: no decay
+    final_share: float = bounded(0.7, ge=0, le=1)  # ends at final_share max_std + (1 - final_share) min_std
+    hidden_dims: tuple[int, ...] = bounded((64, 64), ge=1)  # hidden widths
+    activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # hidden activation
+    own_time_dim: int = bounded(0, ge=0)  # width of a separate time embedding; 0: use the policy's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("max_std", self.min_std <= self.max_std, f"at least algo.noise.min_std={self.min_std:g}")
+        width = self.own_time_dim
+        is_even = width >= 4 and width % 2 == 0
+        self.require("own_time_dim", not width or is_even, "even and at least 4, or 0")
+
+    def build(self, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int) -> NoiseNet:
+        return NoiseNet(self, chunk_shape, time_dim, cond_dim)
+
+    def max_std_at(self, progress: float) -> float:
+        """Return the largest std at a fraction of the run (0 to 1): constant, then cosine decay."""
+        if self.hold >= 1:
+            return self.max_std
+        share = min(1.0, max(0.0, (progress - self.hold) / (1 - self.hold)))
+        last = self.final_share * self.max_std + (1 - self.final_share) * self.min_std
+        return last + (self.max_std - last) * (1 + math.cos(math.pi * share)) / 2
+
+
+class NoiseNet(nn.Module):
+    """Exploration noise std; see the module docstring.
+
+    `max_std` is the present upper bound; derived from the progress of the run, it is not saved.
+    """
+
+    def __init__(
+        self, config: NoiseConfig, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int
+    ) -> None:
+        super().__init__()
+        self.config, self.chunk_shape = config, tuple(chunk_shape)
+        self.own_time = TimeEmbedding(config.own_time_dim) if config.own_time_dim else None
+        time_dim = (config.own_time_dim or time_dim) if config.input == "state_time" else 0
+        sizes = (time_dim + cond_dim, *config.hidden_dims, math.prod(chunk_shape))
+        activation, self.max_std = ACTIVATIONS[config.activation], config.max_std
+        self.layers: nn.Sequential | None = None
+        if config.level == "learned":
+            hidden = (layer for i, o in pairwise(sizes[:-1]) for layer in (nn.Linear(i, o), activation()))
+            self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-2], sizes[-1]))
+
+    def set_progress(self, progress: float) -> None:
+        self.max_std = self.config.max_std_at(progress)
+
+    def forward(self, times: Tensor, time_features: Tensor, cond_features: Tensor) -> Tensor:
+        """Return standard deviations (B, K, Th, Da).
+
+        Shapes:
+            times: (K,), network times. time_features: (K, T). cond_features: (B, C').
+        """
+        batch, steps = len(cond_features), len(times)
+        if self.layers is None:
+            return cond_features.new_full((batch, steps, *self.chunk_shape), self.max_std)
+        parts = [cond_features.unsqueeze(1).expand(-1, steps, -1)]
+        if self.config.input == "state_time":
+            known = time_features.detach() if self.own_time is None else self.own_time(times)
+            parts.insert(0, known.unsqueeze(0).expand(batch, -1, -1))
+        out = self.layers(torch.cat(parts, dim=-1))
+        low, span = math.log(self.config.min_std), math.log(self.max_std / self.config.min_std)
+        return torch.exp(low + span * (out.tanh() + 1) / 2).view(batch, steps, *self.chunk_shape)
 
 
 class ReinflowRatio(NoisyFlowRatio):
@@ -63,10 +146,6 @@ class ReinflowRatio(NoisyFlowRatio):
         count_start: bool = True,
         log_prob_range: tuple[float, float] | None = None,
     ) -> None:
-        if reduction not in REDUCTIONS:
-            raise ConfigError(
-                f"log_prob_reduction must be one of {', '.join(REDUCTIONS)}; got '{reduction}'."
-            )
         self.policy, self.noise, self.noise_clip = policy, noise, noise_clip
         self.reduction, self.count_start, self.log_prob_range = reduction, count_start, log_prob_range
 
@@ -84,7 +163,6 @@ class ReinflowRatio(NoisyFlowRatio):
 
     @property
     def trainable(self) -> nn.Module:
-        """Trainable part: the network of the tuned steps and the noise."""
         return nn.ModuleList([self.policy.scored_net, self.noise])
 
     @property
@@ -104,8 +182,6 @@ class ReinflowRatio(NoisyFlowRatio):
 
     def set_progress(self, progress: float) -> None:
         self.noise.set_progress(progress)
-
-    # -- acting ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
@@ -164,10 +240,7 @@ class ReinflowRatio(NoisyFlowRatio):
         second = None if table.second_time is None else table.to_device("second_time", cond.vec)[first:]
         return table.to_device("net_time", cond.vec)[first:], second
 
-    # -- scoring ---------------------------------------------------------------------------------------
-
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Score recorded chains under the current weights; see `algos.onpolicy.ratios.RatioEstimator`."""
         chain = experience.record["chain"].index_select(0, rows.state)
         old = experience.record["log_prob"].index_select(0, rows.state)
         log_prob, entropy = self.log_prob(experience.cond.rows(rows.state), chain)
@@ -211,13 +284,8 @@ class ReinflowRatio(NoisyFlowRatio):
 class PathTerm:
     """Penalty towards a frozen policy: mean squared difference of noise-free chunks from the same start.
 
-    Args:
-        frozen: Reference policy, with the exploration sampler.
-        policy: Policy in training.
-
-    Source:
-        ReinFlow (arXiv 2505.22094), the W2 term. Deviations from the released code: starts are drawn, as in
-        the paper, instead of zero, and both policies share them.
+    Source: ReinFlow (arXiv 2505.22094), the W2 term. Deviations from the released code: starts are drawn, as
+    in the paper, instead of zero, and both policies share them.
     """
 
     def __init__(self, frozen: DenoisingPolicy, policy: DenoisingPolicy) -> None:
@@ -225,11 +293,9 @@ class PathTerm:
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """(Th, Da): start noise."""
         return self.policy.noise_shape
 
     def losses(self, cond: Cond, noise: Tensor) -> Tensor:
-        """Return the loss of each row (B,); noise is (B, Th, Da)."""
         with torch.no_grad():
-            wanted = self.frozen.decode(cond, noise)
-        return (self.policy.decode(cond, noise, grad=True) - wanted).square().mean(dim=(1, 2))
+            target = self.frozen.decode(cond, noise)
+        return (self.policy.decode(cond, noise, grad=True) - target).square().mean(dim=(1, 2))

@@ -33,14 +33,12 @@ def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = N
     spec, mode = setup.env.spec, setup.policy.normalizer["state"]
     if mode == "limits" and state is None:
         raise ConfigError(
-            f"algo={algo} without init has no demonstrations for the limits of observations; got "
-            "policy.normalizer.state=limits. Use gaussian, which is learned on the way, or identity. "
-            "Give init=<policy directory> to fine-tune a policy instead."
+            f"algo={algo} without init has no demonstrations for policy.normalizer.state=limits. "
+            "Use gaussian, which is fitted during training, or identity; or give init=<policy directory>."
         )
     if spec.goal_dim:
         raise ConfigError(
-            f"algo={algo} without init has no demonstrations for the scale of goals, and "
-            f"env={spec.name} has goals. Give init=<policy directory>."
+            f"algo={algo} cannot scale the goals of env={spec.name}; give init=<policy directory>."
         )
     low, high = (torch.tensor(side) for side in (spec.action_low, spec.action_high))
     known = box_statistics(-torch.ones(spec.obs_dim), torch.ones(spec.obs_dim)) if state is None else state
@@ -54,13 +52,9 @@ def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = N
 
 
 class RunningMeanStd:
-    """Running count, mean and variance of observations, per entry, in float64.
+    """Running count, mean and variance of observations (Do,), in float64.
 
-    Args:
-        width: Do.
-
-    Source:
-        Chan, Golub, LeVeque 1979: moments of two samples merge exactly, in any order.
+    Source: Chan, Golub, LeVeque 1979: moments of two samples merge exactly, in any order.
     """
 
     def __init__(self, width: int) -> None:
@@ -68,7 +62,7 @@ class RunningMeanStd:
         self.mean = torch.zeros(width, dtype=torch.float64)
         self.squares = torch.zeros(width, dtype=torch.float64)  # sum of squared deviations from the mean
 
-    def see(self, obs: Tensor) -> None:
+    def update(self, obs: Tensor) -> None:
         """Merge observations (..., Do), physical units."""
         new = obs.detach().cpu().double().reshape(-1, len(self.mean))
         if not len(new):
@@ -81,7 +75,6 @@ class RunningMeanStd:
 
     @property
     def std(self) -> Tensor:
-        """Unbiased standard deviation (Do,)."""
         return (self.squares / max(1, self.count - 1)).sqrt()
 
     def apply(self, normalizer: Normalizer, feature: str = "state") -> None:

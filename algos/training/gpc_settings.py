@@ -10,9 +10,8 @@ from envs.evaluation.settings import check_seeds
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
-DIVISIONS = {2: 10, 3: 5}
-"""Grid divisions by number of members: 11 weights for two, 21 for three."""
-MORE_DIVISIONS = 4
+_DIVISIONS = {2: 10, 3: 5}  # of the default grid by number of members: 11 weights for two, 21 for three
+_MORE_DIVISIONS = 4
 
 
 @dataclass
@@ -44,16 +43,14 @@ class SearchSettings(Checked):
             given = [tuple(float(weight) for weight in one) for one in self.candidates]
             if not given or any(len(one) != members for one in given):
                 raise ConfigError(
-                    f"search.candidates must be a list of weights, each with {members} numbers; got "
-                    f"{self.candidates}."
+                    f"search.candidates must be lists of {members} weights each; got {self.candidates}."
                 )
             return given
         if operator not in ("convex", "or"):
             raise ConfigError(
-                f"operator={operator} has no natural grid of weights. Give weights=[…], or "
-                f"search.candidates=[[…],[…]]."
+                f"operator={operator} has no default grid. Give weights=[…], or search.candidates=[[…],[…]]."
             )
-        return simplex(members, self.divisions or DIVISIONS.get(members, MORE_DIVISIONS))
+        return simplex(members, self.divisions or _DIVISIONS.get(members, _MORE_DIVISIONS))
 
     def overlaps(self, first_seed: int, episodes: int) -> bool:
         """Return whether the search uses any of these episodes."""

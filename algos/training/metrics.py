@@ -1,4 +1,4 @@
-"""Metrics of a run: JSON lines, and optional further writers."""
+"""Metrics of a run: JSON lines, and optional TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from algos.base import Metrics
 from policies.errors import ConfigError
 from policies.extras import require
 from policies.storage.atomic_write import told_if_full
@@ -50,12 +49,8 @@ def broken(values: Mapping[str, float]) -> list[str]:
 
     Only these stop a run: other quantities may be undefined at times (before the first episode ends).
     """
-    return [name for name, value in values.items() if _is_vital(name) and not math.isfinite(value)]
-
-
-def _is_vital(name: str) -> bool:
-    """Return whether the quantity of `component/quantity` is a loss or a norm."""
-    return bool(_VITAL_WORDS & set(name.rsplit("/", 1)[-1].split("_")))
+    vital = [name for name in values if _VITAL_WORDS & set(name.rsplit("/", 1)[-1].split("_"))]
+    return [name for name in vital if not math.isfinite(values[name])]
 
 
 def append_jsonl(path: Path, values: Mapping[str, float], step: int) -> None:
@@ -67,20 +62,14 @@ def append_jsonl(path: Path, values: Mapping[str, float], step: int) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file.
-
-    A truncated last line is skipped; other invalid lines are skipped with a warning.
-    """
+    """Return the rows of a metrics file; invalid lines are skipped, with a warning unless truncated."""
     return [row for _, row in _complete_rows(Path(path))]
 
 
 def truncate_jsonl(path: Path, size: int, *, through: int | None = None) -> None:
-    """Truncate a metrics file to its first `size` bytes, and to complete rows if it is shorter.
+    """Truncate a file, if it exists, to `size` bytes and later rows up to step `through`.
 
-    Args:
-        path: The file; may be missing.
-        size: Bytes to keep.
-        through: Also keep later rows up to this step; None: keep none.
+    A shorter file is truncated to complete rows.
     """
     if not path.exists():
         return
@@ -115,20 +104,8 @@ def _complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 _log.warning("%s: line %d is no JSON object and is left out; it is damaged.", path, number)
 
 
-class Writer(Protocol):
-    """Additional destination of metrics, beside metrics.jsonl."""
-
-    def write(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class TensorBoardWriter:
-    """Writes event files for TensorBoard.
-
-    Args:
-        directory: Where the event files go.
-        first_step: Step at which the run starts or resumes; later TensorBoard records are hidden.
+    """Writes event files; records of an earlier attempt after `first_step` are hidden.
 
     Raises:
         MissingExtraError: If TensorBoard is not installed.
@@ -141,12 +118,10 @@ class TensorBoardWriter:
         self._events = SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else 0)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write one row."""
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and release the event file."""
         self._events.close()
 
 
@@ -158,7 +133,6 @@ class Means:
         self._counts: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add one value of each name."""
         for name, value in values.items():
             if name in self._sums:
                 self._sums[name] += value
@@ -166,10 +140,5 @@ class Means:
             else:
                 self._sums[name], self._counts[name] = value.clone(), 1
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the means."""
+    def read(self) -> dict[str, Tensor]:
         return {name: total / self._counts[name] for name, total in self._sums.items()}
-
-    def read(self) -> Metrics:
-        """Return the means, as metrics."""
-        return {**self.tensors()}

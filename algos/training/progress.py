@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -25,54 +24,38 @@ from rich.text import Text
 _log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 10.0
-WIDE = 100  # terminal width from which the bar shows the elapsed time
-BAR_WIDTH, ROOM_OF_TITLE, RATE_WIDTH, TIME_WIDTH = 24, 14, 7, 7  # columns
-_INTERESTING = (
-    "eval/success",
-    "eval/return",
-    "rollout/success",
-    "rollout/return",
-    "policy/loss",
-    "value/loss",
+LONG_S = 3600.0  # estimated duration [s] from which a run counts as long
+_WIDE = 100  # terminal width from which the bar shows the elapsed time
+_BAR_WIDTH, _TITLE_WIDTH, _RATE_WIDTH, _TIME_WIDTH = 24, 14, 7, 7  # columns
+_KEY_METRICS = (
+    *("eval/success", "eval/return", "rollout/success", "rollout/return"),
+    *("policy/loss", "value/loss"),
 )
 
 
-class Display(Protocol):
-    """Shows the progress of a run."""
-
-    def show(self, done: int, total: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def open_display(title: str, unit: str, total: int, done: int, *, bar: bool | None) -> Display:
+def open_display(title: str, unit: str, total: int, done: int, *, bar: bool | None) -> Bar | Lines:
     """Return a bar, or lines when `bar` is False or (None) there is no terminal."""
     if bar is None:
         bar = sys.stderr.isatty()
     return Bar(title, unit, total, done) if bar else Lines(title, unit, done)
 
 
-def key_numbers(values: Mapping[str, float], count: int = 3) -> str:
-    """Format the first `count` key metrics."""
-    names = [name for name in _INTERESTING if name in values]
+def _key_metrics(values: Mapping[str, float], count: int = 3) -> str:
+    names = [name for name in _KEY_METRICS if name in values]
     names += [name for name in values if name not in names and not name.startswith("time/")]
     return "  ".join(f"{name} {values[name]:.4g}" for name in names[:count])
 
 
-FIRST_LINE_S = 20.0
-"""Seconds between log lines during the first iteration."""
-
-
 @contextmanager
-def announced(what: str, seconds: float = FIRST_LINE_S) -> Iterator[None]:
-    """Log periodically that `what` is in progress: metrics appear only after an iteration."""
+def announced(what: str, seconds: float = 20.0) -> Iterator[None]:
+    """Log every `seconds` that `what` is in progress: metrics appear only after an iteration."""
     ended, began = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def log() -> None:
         while not ended.wait(seconds):
             _log.info("%s has been under way for %.0f s.", what, time.monotonic() - began)
 
-    thread = threading.Thread(target=tell, name="announced", daemon=True)
+    thread = threading.Thread(target=log, name="announced", daemon=True)
     thread.start()
     try:
         yield
@@ -81,34 +64,21 @@ def announced(what: str, seconds: float = FIRST_LINE_S) -> Iterator[None]:
         thread.join()
 
 
-LONG_S = 3600.0
-"""Estimated duration [s] from which a run counts as long."""
-
-
 def planned(total: int, unit: str, rate: float) -> str:
-    """Return a line with the length of a run and its estimated duration.
-
-    Args:
-        total: Units of the whole run.
-        unit: What is counted.
-        rate: Units per second so far.
-    """
+    """Return a line with the length of a run and its duration at `rate` units per second."""
     return (
         f"{total:,} {unit.replace('_', ' ')} are planned, about {total / rate / 3600:.3g} h at "
-        f"{format_rate(rate)}/s. Experiments hold shorter settings: burnish list experiments."
+        f"{_format_rate(rate)}/s. Experiments hold shorter settings: burnish list experiments."
     )
 
 
 class _Rate(ProgressColumn):
-    """Units per second."""
-
     def render(self, task: Task) -> Text:
-        """Return the rate over the last updates."""
         speed = task.finished_speed or task.speed
-        return Text(f"{format_rate(speed)}/s" if speed else "-/s", style="progress.data.speed")
+        return Text(f"{_format_rate(speed)}/s" if speed else "-/s", style="progress.data.speed")
 
 
-def format_rate(speed: float) -> str:
+def _format_rate(speed: float) -> str:
     """Format a rate with three digits: 7.31, 73.1, 731, 7.31k, 7.31M."""
     if speed >= 1e6:
         return f"{speed / 1e6:.3g}M"
@@ -116,30 +86,21 @@ def format_rate(speed: float) -> str:
 
 
 class Bar:
-    """Progress bar with rate, remaining time and, if wide enough, key metrics.
-
-    Args:
-        title: Name of the run; truncated on narrow terminals.
-        unit: What is counted.
-        total: Units to do.
-        done: Units done so far.
-        console: Output console; None: standard error.
-    """
+    """Progress bar with rate, remaining time and, if wide enough, key metrics."""
 
     def __init__(
         self, title: str, unit: str, total: int, done: int, *, console: Console | None = None
     ) -> None:
         self._console = Console(stderr=True) if console is None else console
         self._unit = unit.replace("_", " ")
-        room = self._room(total)
-        name = (
-            title if len(title) <= max(room - BAR_WIDTH, ROOM_OF_TITLE) else f"{title[: ROOM_OF_TITLE - 1]}…"
-        )
-        self._bar_width = min(BAR_WIDTH, max(room - len(name), 4))
-        self._title_width = len(name)
+        free = self._free_width(total)
+        is_short = len(title) <= max(free - _BAR_WIDTH, _TITLE_WIDTH)
+        name = title if is_short else f"{title[: _TITLE_WIDTH - 1]}…"
+        bar_width = min(_BAR_WIDTH, max(free - len(name), 4))
+        self._fixed_width = len(name) + bar_width
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=self._bar_width),
+            BarColumn(bar_width=bar_width),
             TextColumn(f"{{task.completed:,}}/{{task.total:,}} {self._unit}"),
             _Rate(),
             *([TimeElapsedColumn()] if self._is_wide else []),
@@ -154,19 +115,19 @@ class Bar:
 
     @property
     def _is_wide(self) -> bool:
-        return self._console.width >= WIDE
+        return self._console.width >= _WIDE
 
-    def _room(self, total: int) -> int:
+    def _free_width(self, total: int) -> int:
         """Return the columns left beside count, rate and times."""
-        times = TIME_WIDTH * (2 if self._is_wide else 1) + len("left")
-        columns = 8 if self._is_wide else 7
-        return self._console.width - len(f"{total:,}/{total:,} {self._unit}") - RATE_WIDTH - times - columns
+        times = _TIME_WIDTH * (2 if self._is_wide else 1) + len("left")
+        gaps = 8 if self._is_wide else 7
+        return self._console.width - len(f"{total:,}/{total:,} {self._unit}") - _RATE_WIDTH - times - gaps
 
     def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
         self._values |= values
-        room = self._room(max(done, total)) - self._title_width - self._bar_width
-        candidates = (key_numbers(self._values, count) for count in (3, 2, 1))
-        numbers = next((text for text in candidates if len(text) <= room), "")
+        free = self._free_width(max(done, total)) - self._fixed_width
+        candidates = (_key_metrics(self._values, count) for count in (3, 2, 1))
+        numbers = next((text for text in candidates if len(text) <= free), "")
         self._progress.update(self._task, completed=done, total=total, numbers=numbers)
 
     def close(self) -> None:
@@ -190,16 +151,8 @@ class Lines:
         self._last = now
         rate = (done - self._first) / max(now - self._start, 1e-9)
         left = f"{max(total - done, 0) / rate:.0f} s left" if rate > 0 else "? left"
-        _log.info(
-            "%s: %d/%d %s, %s/s, %s, %s",
-            self._title,
-            done,
-            total,
-            self._unit,
-            format_rate(rate),
-            left,
-            key_numbers(self._values),
-        )
+        speed, numbers = _format_rate(rate), _key_metrics(self._values)
+        _log.info("%s: %d/%d %s, %s/s, %s, %s", self._title, done, total, self._unit, speed, left, numbers)
 
     def close(self) -> None:
         """See `Display`."""

@@ -14,15 +14,8 @@ from typing import Any
 import torch
 
 _PACKAGES = (
-    "burnish",
-    "torch",
-    "numpy",
-    "mujoco",
-    "gymnasium",
-    "hydra-core",
-    "safetensors",
-    "ogbench",
-    "robosuite",
+    *("burnish", "torch", "numpy", "mujoco", "gymnasium", "hydra-core", "safetensors"),
+    *("ogbench", "robosuite"),
 )
 
 

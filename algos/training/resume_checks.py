@@ -13,7 +13,7 @@ from policies.errors import CheckpointError
 from policies.policy import Policy
 from policies.storage.config_json import describe
 
-_WHAT = {
+_NAMES = {  # of facts, in messages
     "seed": "seed",
     "init": "the weights of the policy to start from (init)",
     "teacher": "the weights of the policy to learn from (algo.teacher)",
@@ -21,28 +21,21 @@ _WHAT = {
     "total": "the length of the run (algo.steps)",
     "algo.return_range": "algo.normalize_returns",
     "inner_steps": "the number of trained inner steps (algo.tuned_steps)",
-    "variant": "what values are of (algo.variant)",
-    "bound": "the unit of remembered latents (algo.steering.bound)",
-    "adapter": "the way from latents to noise (algo.steering.adapter)",
-    "rank": "the number of rows of a latent (algo.steering.rank)",
-    "density": "the kind of actor (algo.steering.density)",
-    "activation": "what follows the layers of the actor (algo.steering.activation)",
-    "critic_activation": "what follows the layers of the critics (algo.critic_activation)",
-    "sampler": "how the frozen policy denoises (algo.denoising_steps, its sampler)",
-    "switch_time": "the level below which the network is tuned (algo.sampler, algo.denoising_steps, "
-    "algo.tuned_steps)",
+    "variant": "the variant (algo.variant)",
+    "bound": "the bound of stored latents (algo.steering.bound)",
+    "adapter": "the map from latents to noise (algo.steering.adapter)",
+    "rank": "the rank of a latent (algo.steering.rank)",
+    "density": "the distribution of the actor (algo.steering.density)",
+    "activation": "the activation of the actor (algo.steering.activation)",
+    "critic_activation": "the activation of the critics (algo.critic_activation)",
+    "sampler": "the sampler of the frozen policy (algo.denoising_steps, its sampler)",
+    "switch_time": "the trained noise levels (algo.sampler, algo.denoising_steps, algo.tuned_steps)",
 }
-
-
-_DIGEST = 64  # letters of a SHA-256
+_SHA256_LENGTH = 64
 
 
 def require_unchanged(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Compare the facts of a run with those of its checkpoint.
-
-    Args:
-        saved: A training state; missing facts are not compared.
-        present: The facts of this run.
+    """Compare the facts of a run with those of its training state; missing ones are not compared.
 
     Raises:
         CheckpointError: If a fact differs.
@@ -50,9 +43,8 @@ def require_unchanged(saved: Mapping[str, Any], present: Mapping[str, Any]) -> N
     for name, value in present.items():
         if name in saved and saved[name] != value:
             raise CheckpointError(
-                f"{_WHAT.get(name, name)} must stay what it was when a run is continued: "
-                f"{_short(saved[name])}; got {_short(value)}. Resume without the change, or start a new run "
-                f"with it."
+                f"{_NAMES.get(name, name)} must stay what it was when a run is continued: "
+                f"{_short(saved[name])}; got {_short(value)}. Undo the change, or start a new run with it."
             )
 
 
@@ -68,34 +60,20 @@ def digest_of(module: nn.Module | None) -> str | None:
 
 
 def facts_of(name: str, policy: nn.Module | None) -> dict[str, Any]:
-    """Return the facts of an initial policy or teacher: its weights and settings.
-
-    Args:
-        name: Prefix; settings are named by their paths in config.json, e.g. `init.parts.sampler.steps`.
-            Policies that an earlier version did not save are not compared.
-        policy: The policy; None: no policy.
-    """
+    """Return the digest and settings of an initial policy or teacher, e.g. `init.parts.sampler.steps`."""
     facts: dict[str, Any] = {name: digest_of(policy)}
     return facts | settings_of(name, describe(policy)) if isinstance(policy, Policy) else facts
 
 
 def init_facts(init: Policy | None, policy: Policy) -> dict[str, Any]:
-    """Return the resume invariants of a run's initial policy.
-
-    Args:
-        init: Policy to start from.
-        policy: Policy in training; without `init`, its settings are invariant.
-    """
+    """Return the resume invariants of `init`, or without it the settings of the policy in training."""
     if init is not None:
         return facts_of("init", init)
     return {"init": None, **settings_of("policy", describe(policy))}
 
 
 def settings_of(name: str, value: Any) -> dict[str, Any]:
-    """Return the settings of a description by path, prefixed with `name`.
-
-    The format version is excluded.
-    """
+    """Return the settings of a description by path, prefixed with `name`, without the format version."""
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):
@@ -105,5 +83,4 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """Return a value as text for a message; digests are shortened."""
-    return f"{value[:12]}…" if isinstance(value, str) and len(value) == _DIGEST else str(value)
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == _SHA256_LENGTH else str(value)

@@ -14,6 +14,7 @@ kill, a checkpoint exists completely or not at all. Checkpoints are never rewrit
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import pickle
@@ -21,7 +22,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -41,12 +42,8 @@ from policies.storage.policy_folder import save_policy
 from policies.storage.strict_json import MAX_DEPTH, depth_of, own_file, read_small
 
 STATE_FORMAT = 1
-_CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
-    "config.yaml",
-    "overrides.txt",
-    "environment.json",
-    "metrics.jsonl",
-)
+_CONFIG, _OVERRIDES, _ENVIRONMENT = "config.yaml", "overrides.txt", "environment.json"
+_METRICS, _LOCK = "metrics.jsonl", ".lock"
 _CONFIG_BYTES = 2**18
 _CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
 _EVAL, _EVAL_NAME = "eval", re.compile(r"step-(\d+)(-.+)?")
@@ -66,22 +63,14 @@ class EvalFile(NamedTuple):
 
 
 def eval_name(step: int, *details: str) -> str:
-    """Return the name of an evaluation of a checkpoint, for `RunDirectory.write_eval`.
-
-    Args:
-        step: The checkpoint.
-        details: Distinguish it from the evaluation during training.
-    """
+    """Return the name of an evaluation of a checkpoint; without details, of the one during training."""
     return "-".join([f"step-{step}", *details])
 
 
 class RunDirectory:
-    """A training run on disk.
+    """A training run on disk; see `create_at` and `open`.
 
     Reading needs no lock; checkpoints and metrics are written under `claim`.
-
-    Args:
-        path: An existing run directory; see `create_at` and `open`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -105,9 +94,7 @@ class RunDirectory:
         run = cls(path)
         run._lock = run._take_lock()
         if (path / _CONFIG).exists():
-            raise CheckpointError(
-                f"{path} holds a run already. Continue it with resume={path}, or choose another."
-            )
+            raise CheckpointError(f"{path} holds a run. Continue it with resume={path}, or choose another.")
         (path / _CHECKPOINTS).mkdir(exist_ok=True)
         (path / _EVAL).mkdir(exist_ok=True)
         write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
@@ -129,31 +116,24 @@ class RunDirectory:
         return cls(path)
 
     def is_bare(self) -> bool:
-        """Return whether the folder holds only the files of `create_at`."""
-        if not self.path.is_dir():  # removed in the meantime
-            return True
+        """Return whether the folder holds only the files of `create_at`, logs and empty files."""
         folders = [self.path / name for name in (_CHECKPOINTS, _EVAL)]
-        others = set(self.path.iterdir()) - {*self._written(), *folders}
-        return not others and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
+        found = {path for folder in (self.path, *folders) if folder.is_dir() for path in folder.iterdir()}
+        return not found - {*self._removable(), *folders}
 
     def remove_if_bare(self) -> bool:
-        """Remove the folder if it is bare.
-
-        Returns:
-            Whether the folder is gone.
-        """
+        """Remove the folder if it is bare; return whether it is gone."""
         if not self.is_bare():
             return False
-        for file in self._written():
+        for file in self._removable():
             file.unlink(missing_ok=True)
         for folder in (self.path / _CHECKPOINTS, self.path / _EVAL, self.path):
             if folder.is_dir():
                 folder.rmdir()
         return True
 
-    def _written(self) -> set[Path]:
-        """Return the files of `create_at`, logs, and empty files."""
-        known = {self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, ".lock")}
+    def _removable(self) -> set[Path]:
+        known = {self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, _LOCK)}
         empty = {item for item in self.path.glob("*") if item.is_file() and not item.stat().st_size}
         return known | empty | set(self.path.glob("*.log"))
 
@@ -178,11 +158,7 @@ class RunDirectory:
         return self._config
 
     def section(self, key: str) -> dict[str, Any]:
-        """Return the section of the configuration under a key; empty if missing.
-
-        Raises:
-            CheckpointError: If the key holds a single value.
-        """
+        """Return the section of the configuration under a key; empty if missing."""
         found = self.config.get(key)
         if found is not None and not isinstance(found, dict):
             raise CheckpointError(
@@ -192,11 +168,7 @@ class RunDirectory:
 
     @property
     def overrides(self) -> list[str]:
-        """Overrides at the start and at every resume, in order.
-
-        Raises:
-            CheckpointError: If the file is damaged.
-        """
+        """Overrides at the start and at every resume, in order."""
         try:
             return read_small(own_file(self.path / _OVERRIDES)).splitlines()
         except (OSError, ValueError) as error:
@@ -204,7 +176,6 @@ class RunDirectory:
 
     @property
     def metrics_path(self) -> Path:
-        """Path of the metrics file, which may be missing."""
         return self.path / _METRICS
 
     @contextmanager
@@ -221,7 +192,7 @@ class RunDirectory:
             yield
 
     def _take_lock(self) -> IO[str]:
-        lock = (self.path / ".lock").open("w")
+        lock = (self.path / _LOCK).open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -231,8 +202,6 @@ class RunDirectory:
             ) from None
         return lock
 
-    # -- checkpoints ------------------------------------------------------------------------------
-
     def checkpoints(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
         folder = self.path / _CHECKPOINTS
@@ -241,7 +210,7 @@ class RunDirectory:
         return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and not p.is_symlink())
 
     def latest(self) -> int | None:
-        """Return the step of the newest checkpoint, None without one."""
+        """Return the step of the newest checkpoint; None without one."""
         steps = self.checkpoints()
         return steps[-1] if steps else None
 
@@ -282,33 +251,30 @@ class RunDirectory:
             CheckpointError: If this checkpoint exists already or the state cannot be serialised.
             WriteError: If the disk is full; earlier checkpoints are unchanged.
         """
-        folder = self.path / _CHECKPOINTS
-        if (folder / str(step)).exists():
-            raise CheckpointError(f"{folder / str(step)} exists already; a checkpoint is never rewritten.")
+        target, aside = self.path / _CHECKPOINTS / str(step), self._aside()
+        if target.exists():
+            raise CheckpointError(f"{target} exists already; a checkpoint is never rewritten.")
         state = to_plain({"format": STATE_FORMAT, "step": step, **training_state}, "training_state")
-        aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
+        facts = {"run": self.path.name, "step": step, **(provenance or {})}
         try:
-            with told_if_full(folder / str(step)):
-                facts = {"run": self.path.name, "step": step, **(provenance or {})}
-                self._write_checkpoint(aside, policy, state, facts)
-            os.rename(aside, folder / str(step))
+            with told_if_full(target):
+                aside.mkdir()
+                save_policy(policy, aside / "policy", provenance=facts)
+                (aside / _STATE_FILE).parent.mkdir()
+                with written(aside / _STATE_FILE) as file:
+                    torch.save(state, cast(IO[bytes], file))
+                write_checksums(aside)
+                sync_tree(aside)
+            os.rename(aside, target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        sync(folder)
+        sync(target.parent)
         self._point_last(step)
-        return folder / str(step)
+        return target
 
-    def _write_checkpoint(
-        self, aside: Path, policy: Policy, state: Mapping[str, Any], facts: Mapping[str, Any]
-    ) -> None:
-        """Write a checkpoint's files, flushed to the disk."""
-        aside.mkdir()
-        save_policy(policy, aside / "policy", provenance=facts)
-        (aside / _STATE_FILE).parent.mkdir()
-        with written(aside / _STATE_FILE) as file:
-            torch.save(state, cast(IO[bytes], file))
-        write_checksums(aside)
-        sync_tree(aside)
+    def _aside(self) -> Path:
+        """Return a new temporary path; leftovers are removed by `claim`."""
+        return self.path / _CHECKPOINTS / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
 
     def keep_newest(self, count: int) -> None:
         """Remove all checkpoints but the newest `count`, at least 1."""
@@ -355,10 +321,7 @@ class RunDirectory:
             self._remove(old)
         truncate_jsonl(self.metrics_path, metrics_bytes, through=step)
 
-    # -- numbers ----------------------------------------------------------------------------------
-
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Append a row to metrics.jsonl."""
         append_jsonl(self.metrics_path, values, step)
 
     @property
@@ -378,8 +341,6 @@ class RunDirectory:
         named = ((path, _EVAL_NAME.fullmatch(path.stem)) for path in (self.path / _EVAL).glob("*.json"))
         return sorted(EvalFile(int(found[1]), path, found[2] is None) for path, found in named if found)
 
-    # -- inside -----------------------------------------------------------------------------------
-
     def _clean(self) -> None:
         """Remove leftovers of a kill and repair `last`."""
         for path in (self.path / _CHECKPOINTS).glob(f"{_ASIDE}*"):
@@ -392,16 +353,15 @@ class RunDirectory:
 
     def _point_last(self, step: int) -> None:
         """Replace the link `last` atomically."""
-        folder = self.path / _CHECKPOINTS
-        aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
+        aside = self._aside()
         os.symlink(str(step), aside)
-        os.replace(aside, folder / _LAST)
-        sync(folder)
+        os.replace(aside, aside.with_name(_LAST))
+        sync(aside.parent)
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint: an atomic rename, then deletion."""
-        aside = self.path / _CHECKPOINTS / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
-        os.rename(self.path / _CHECKPOINTS / str(step), aside)
+        aside = self._aside()
+        os.rename(aside.with_name(str(step)), aside)
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -409,7 +369,6 @@ class _PlainLoader(get_yaml_loader()):  # type: ignore[misc]
     """YAML of scalars, lists and mappings; aliases are refused, as they can expand a short text."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse aliases, which the writer never emits."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "aliases are not read", mark)
@@ -417,11 +376,7 @@ class _PlainLoader(get_yaml_loader()):  # type: ignore[misc]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read a mapping of plain values without resolving or building anything.
-
-    Raises:
-        CheckpointError: If the file is not a mapping, or too large.
-    """
+    """Read a mapping of plain values without resolving or building anything."""
     try:
         found = yaml.load(read_small(own_file(path), _CONFIG_BYTES), Loader=_PlainLoader)
         if not isinstance(found, dict):
@@ -436,11 +391,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _require_plain(value: Any) -> None:
-    """Refuse values outside JSON, such as dates, sets and non-string keys.
-
-    Raises:
-        ValueError: If there is any.
-    """
+    """Refuse values outside JSON, such as dates, sets and non-string keys."""
     if isinstance(value, dict):
         if odd := [key for key in value if not isinstance(key, str)]:
             raise ValueError(f"keys must be text; got {odd[0]!r}")
@@ -455,11 +406,9 @@ def _require_plain(value: Any) -> None:
 def new_folder(path: Path) -> Path:
     """Create and return a new folder: `path`, or `path-2`, `path-3`, … if taken."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    made, number = path, 1
-    while True:
-        try:
+    for number in itertools.count(1):
+        made = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with suppress(FileExistsError):
             made.mkdir()
-            return made
-        except FileExistsError:
-            number += 1
-            made = path.with_name(f"{path.name}-{number}")
+            break
+    return made

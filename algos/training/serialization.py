@@ -34,7 +34,7 @@ def to_plain(value: Any, where: str = "state") -> Any:
         return {_ARRAY: _array_to_tensor(value, where)}
     if isinstance(value, np.generic):
         return value.item()
-    if value is None or isinstance(value, str | int | float | bool | bytes):
+    if value is None or isinstance(value, str | int | float | bytes):
         return value
     if isinstance(value, Mapping):
         for key in value:
@@ -45,8 +45,8 @@ def to_plain(value: Any, where: str = "state") -> Any:
         items = [to_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     raise CheckpointError(
-        f"{where} must be made of tensors, arrays and plain values to be saved; got "
-        f"{type(value).__qualname__}. Save its state_dict() or its fields instead."
+        f"{where} must hold tensors, arrays and plain values to be saved; got {type(value).__qualname__}. "
+        f"Save its state_dict() or its fields instead."
     )
 
 
@@ -103,6 +103,4 @@ def _array_to_tensor(value: np.ndarray, where: str) -> Tensor:
     try:
         return torch.from_numpy(np.array(value, order="C"))
     except TypeError:
-        raise CheckpointError(
-            f"{where} must be an array of numbers to be saved; got dtype {value.dtype}."
-        ) from None
+        raise CheckpointError(f"{where} must be an array of numbers; got dtype {value.dtype}.") from None

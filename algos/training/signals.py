@@ -13,15 +13,15 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 
+_DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
 class Interrupted(SystemExit):
     """Raised after SIGINT or SIGTERM, once the checkpoint is written; exit code 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
-
-
-_DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class StopSignals:

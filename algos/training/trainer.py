@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from algos.base import Algorithm, Metrics
-from algos.training.metrics import Scalars, TensorBoardWriter, Writer, broken, read_jsonl, read_out
-from algos.training.progress import LONG_S, Display, announced, open_display, planned
+from algos.training.metrics import Scalars, TensorBoardWriter, broken, read_jsonl, read_out
+from algos.training.progress import LONG_S, Bar, Lines, announced, open_display, planned
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import capture_global_rng, restore_global_rng
 from algos.training.settings import TrainerSettings
@@ -26,9 +26,7 @@ _log = logging.getLogger(__name__)
 Evaluator = Callable[[Policy, int], Mapping[str, float]]
 """(policy, step) -> metrics; names without a component are logged as `eval/<name>`."""
 
-
-SAID_AFTER = 2
-"""Iterations after which a long run is announced."""
+_TIMED_ITERATION = 2  # its speed predicts the length of the run: the first iteration includes warm-up
 
 
 def train(
@@ -88,7 +86,7 @@ def train_together(
     """Train several runs of equal length with one `advance` call for all; otherwise as `train`.
 
     After a kill between two of their checkpoints, they resume from the latest common one. A non-finite loss
-    or weight in one run stops all.
+    or weight in one run stops all. Displayed metrics are means over the runs.
 
     Args:
         members: The runs.
@@ -96,91 +94,84 @@ def train_together(
             the others.
         settings: Intervals.
         title: Title of the bar.
-        progress: See `train`; displayed metrics are means over the runs.
-
-    Raises:
-        TrainingError: See `train`.
-        CheckpointError: See `train`.
-        Interrupted: See `train`.
+        progress: See `train`.
     """
     settings = settings or TrainerSettings()
     with ExitStack() as held:
         for member in members:
             held.enter_context(member.run.claim())
-        sessions = [_Session(member, settings, *place) for member, place in _places(members)]
+        names = sorted(member.run.path.name for member in members) if len(members) > 1 else None
+        steps = _resume_steps(members, names)
+        sessions = [
+            _Session(member, settings, step, names) for member, step in zip(members, steps, strict=True)
+        ]
         for session in sessions:
             session.rewind()
-        for member, session in zip(members, sessions, strict=True):
-            if member.amendment is not None and not session.is_beyond:
-                member.run.amend(*member.amendment)
-        group = _Group(sessions, advance)
-        with group.opened(title, progress), StopSignals() as stop:
-            group.train(stop)
+        for session in sessions:
+            session.amend()
+        loop = _Loop(sessions, advance)
+        with loop.opened(title, progress), StopSignals() as stop:
+            loop.train(stop)
 
 
-def _places(members: Sequence[Member]) -> Iterator[tuple[Member, tuple[int | None, list[str] | None]]]:
-    """Yield for every run its resume checkpoint (None: start) and the runs trained with it.
+def _resume_steps(members: Sequence[Member], names: list[str] | None) -> list[int | None]:
+    """Return the checkpoint from which each run resumes; None: from the start.
 
     The checkpoint is the newest, unless a run trained with it has only the previous one, or none: then the
     process was killed while writing checkpoints.
     """
-    company = sorted(member.run.path.name for member in members) if len(members) > 1 else None
     newest = [member.run.latest() for member in members]
     slowest = None if None in newest else min(step for step in newest if step is not None)
-    for member, step in zip(members, newest, strict=True):
-        before = next(iter(member.run.checkpoints()[-2:-1]), None)
-        if step != slowest == before and _company_of(member.run, step) == company:
-            _log.info("%s goes back from %s to %s, where all are.", member.run.path, step, slowest or 0)
+    steps = []
+    for run, step in zip((member.run for member in members), newest, strict=True):
+        before = next(iter(run.checkpoints()[-2:-1]), None)
+        is_ahead = step != slowest == before
+        if is_ahead and run.load_training_state(step)["trainer"].get("together") == names:
+            _log.info("%s resumes from %s instead of %s, as all runs have it.", run.path, slowest or 0, step)
             step = slowest
-        yield member, (step, company)
+        steps.append(step)
+    return steps
 
 
-def _company_of(run: RunDirectory, step: int | None) -> list[str] | None:
-    """Return the names of the runs trained together up to a checkpoint; None: a single run."""
-    names: list[str] | None = run.load_training_state(step)["trainer"].get("together")
-    return names
-
-
-class _Group:
-    """Runs that advance together.
-
-    Args:
-        sessions: Sessions of all runs.
-        advance: See `train_together`.
-    """
+class _Loop:
+    """Training loop of runs that advance together."""
 
     def __init__(self, sessions: Sequence[_Session], advance: Callable[[], Sequence[Metrics]]) -> None:
         self.sessions, self._advance = sessions, advance
-        self._display: Display | None = None
-        self._advances = 0
+        self._display: Bar | Lines | None = None
+        self._iterations = 0
+
+    @property
+    def _slowest(self) -> Algorithm:
+        return min((session.algorithm for session in self.sessions), key=lambda one: one.progress)
 
     def train(self, stop: StopSignals) -> None:
         """Train to the end, or to a signal."""
         for session in self.sessions:
-            session.say_if_finished()
+            session.log_if_finished()
         while True:
             if stop.number is not None:
-                self._save_and_leave(stop.number)
+                self._save_and_stop(stop.number)
             if any([session.checkpoint_if_due() for session in self.sessions]):
-                self._forget_old_checkpoints()
+                self._remove_old_checkpoints()
             try:
                 for session in self.sessions:
                     session.evaluate_if_due(stop)
             except Interrupted as signalled:
-                self._save_and_leave(signalled.number)
+                self._save_and_stop(signalled.number)
             self._show()
             if all(session.is_finished for session in self.sessions):
                 return
             self._iterate(stop)
             self._show()
 
-    def _save_and_leave(self, number: int) -> None:
+    def _save_and_stop(self, number: int) -> None:
         for session in self.sessions:
             session.checkpoint()
-        self._forget_old_checkpoints()
+        self._remove_old_checkpoints()
         raise Interrupted(number)
 
-    def _forget_old_checkpoints(self) -> None:
+    def _remove_old_checkpoints(self) -> None:
         """Remove old checkpoints once all runs have the newest, so that a common one always exists."""
         for session in self.sessions:
             if (count := session.settings.keep_checkpoints) is not None:
@@ -188,7 +179,7 @@ class _Group:
 
     def _iterate(self, stop: StopSignals) -> None:
         before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
-        is_first = self._advances == 0 and self._display is not None
+        is_first = self._iterations == 0 and self._display is not None
         try:
             with announced("the first iteration") if is_first else nullcontext():
                 found = self._advance()
@@ -197,23 +188,23 @@ class _Group:
                 raise
             # Workers received the signal too: the iteration cannot be finished.
             raise Interrupted(stop.number) from error
-        self._say_plan(min(before), time.monotonic() - began)
+        self._iterations += 1
+        if self._iterations == _TIMED_ITERATION:
+            self._log_if_long(min(before), time.monotonic() - began)
         errors = []
         for session, done, values in zip(self.sessions, before, found, strict=True):
             if session.algorithm.progress > done:
                 try:
                     session.report(done, read_out(values))
-                except TrainingError as error:  # after all runs are recorded
+                except TrainingError as error:  # raised after all runs are recorded
                     errors.append(error)
         if errors:
             raise errors[0] if len(errors) == 1 else TrainingError(" ".join(map(str, errors)))
 
-    def _say_plan(self, before: int, seconds: float) -> None:
-        """Log the plan of a long run, once, from its second iteration: the first includes warm-up."""
-        self._advances += 1
-        algorithm = min((session.algorithm for session in self.sessions), key=lambda one: one.progress)
+    def _log_if_long(self, before: int, seconds: float) -> None:
+        algorithm = self._slowest
         units, left = algorithm.progress - before, algorithm.total - algorithm.progress
-        if self._advances == SAID_AFTER and units > 0 and seconds * left > LONG_S * units:
+        if units > 0 and seconds * left > LONG_S * units:
             _log.info("%s", planned(algorithm.total, algorithm.unit, units / max(seconds, 1e-9)))
 
     def _show(self) -> None:
@@ -223,19 +214,21 @@ class _Group:
             return
         names = [name for name in rows[0] if all(name in row for row in rows)]
         values = {name: sum(row[name] for row in rows) / len(rows) for name in names}
-        slowest = min((session.algorithm for session in self.sessions), key=lambda one: one.progress)
-        self._display.show(slowest.progress, slowest.total, values)
+        self._display.show(self._slowest.progress, self._slowest.total, values)
         for session in self.sessions:
             session.fresh = {}
 
     @contextmanager
     def opened(self, title: str, progress: bool | None) -> Iterator[None]:
-        """Hold the display and the writers open."""
-        first = self.sessions[0].algorithm
-        done = min(session.algorithm.progress for session in self.sessions)
+        """Hold the display and the event files open."""
+        first, done = self.sessions[0].algorithm, self._slowest.progress
         with ExitStack() as held:
             for session in self.sessions:
-                held.enter_context(session.opened())
+                if session.settings.tensorboard:
+                    session.events = TensorBoardWriter(
+                        session.run.path / "tensorboard", first_step=session.algorithm.progress
+                    )
+                    held.callback(session.events.close)
             self._display = open_display(title, first.unit, first.total, done, bar=progress)
             held.callback(self._display.close)
             yield
@@ -248,25 +241,21 @@ class _Session:
         member: The run.
         settings: Intervals.
         step: Checkpoint to resume from; None: start.
-        company: Names of the runs trained together; None: a single run.
+        names: Names of the runs trained together; None: a single run.
     """
 
     def __init__(
-        self, member: Member, settings: TrainerSettings, step: int | None, company: list[str] | None
+        self, member: Member, settings: TrainerSettings, step: int | None, names: list[str] | None
     ) -> None:
-        self.algorithm, self.run, self.settings = member.algorithm, member.run, settings
-        self.evaluator, self.provenance = member.evaluator, dict(member.provenance)
-        self.writers: list[Writer] = []
+        self.member, self.settings = member, settings
+        self.algorithm, self.run = member.algorithm, member.run
+        self.events: TensorBoardWriter | None = None
         self.fresh: dict[str, float] = {}  # metrics not displayed yet
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
-        self.saved, self._metrics_bytes, self._company = 0, 0, company
+        self.saved, self._metrics_bytes, self._names = 0, 0, names
         if step is not None:
             self._load(step)
-
-    @property
-    def is_beyond(self) -> bool:
-        return self.algorithm.progress > self.algorithm.total
 
     @property
     def is_finished(self) -> bool:
@@ -294,11 +283,11 @@ class _Session:
         """Remove results of an earlier attempt after the resume checkpoint."""
         if not self.saved:
             self.run.rewind(None)
-        elif not (self.is_finished and (self.evaluator is None or self._takes_over_evaluation())):
+        elif not (self.is_finished and (self.member.evaluator is None or self._adopt_evaluation())):
             self.run.rewind(self.saved, metrics_bytes=self._metrics_bytes)
-            self._takes_over_evaluation()
+            self._adopt_evaluation()
 
-    def _takes_over_evaluation(self) -> bool:
+    def _adopt_evaluation(self) -> bool:
         """Return whether the last row evaluates the current step, which then counts as evaluated."""
         rows = read_jsonl(self.run.metrics_path)
         last = rows[-1] if rows else {}
@@ -308,29 +297,19 @@ class _Session:
         self.elapsed_s = max(self.elapsed_s, last.get("time/elapsed_s") or 0.0)
         return True
 
-    def say_if_finished(self) -> None:
+    def amend(self) -> None:
+        """Record a changed configuration, unless the run is longer than it requests."""
+        if self.member.amendment is not None and self.algorithm.progress <= self.algorithm.total:
+            self.run.amend(*self.member.amendment)
+
+    def log_if_finished(self) -> None:
         """Log how to continue a finished run."""
         algorithm = self.algorithm
         if 0 < algorithm.total <= algorithm.progress == self.saved:
             budget, unit = getattr(algorithm, "budget", None), algorithm.unit.replace("_", " ")
-            advice = f"start a new run from its policy: init={self.run.path}"
-            advice = f"raise {budget}" if budget else advice
-            _log.info(
-                "%s is already finished: %d %s. To go on, %s.",
-                self.run.path, algorithm.progress, unit, advice,
-            )  # fmt: skip
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Hold the writers open."""
-        if self.settings.tensorboard:
-            place, first = self.run.path / "tensorboard", self.algorithm.progress
-            self.writers.append(TensorBoardWriter(place, first_step=first))
-        try:
-            yield
-        finally:
-            for writer in self.writers:
-                writer.close()
+            advice = f"raise {budget}" if budget else f"start a new run from its policy: init={self.run.path}"
+            done = algorithm.progress
+            _log.info("%s is already finished: %d %s. To go on, %s.", self.run.path, done, unit, advice)
 
     def report(self, before: int, values: Scalars) -> None:
         """Record an iteration that began at `before` units.
@@ -342,27 +321,23 @@ class _Session:
         if bad or _due(before, now, self.settings.log_every or 1, self.algorithm.total):
             self._record(values)
         if bad:
-            raise TrainingError(
-                f"{', '.join(bad)} must be finite; got {', '.join(str(values[name]) for name in bad)} after "
-                f"{now} {self.algorithm.unit}. {self._last_good()} Lower the learning rate or clip gradients."
-            )
+            got = ", ".join(str(values[name]) for name in bad)
+            raise self._diverged(f"{', '.join(bad)} must be finite; got {got}")
 
     def checkpoint_if_due(self) -> bool:
         """Save at multiples of `checkpoint_every` and at the end; return whether saved."""
-        algorithm, every = self.algorithm, self._tenth(self.settings.checkpoint_every)
-        is_due = _due(self.saved, algorithm.progress, every, algorithm.total)
+        is_due = self._is_due(self.saved, self.settings.checkpoint_every)
         if is_due:
             self.checkpoint()
         return is_due
 
     def evaluate_if_due(self, stop: StopSignals) -> None:
         """Evaluate at multiples of `eval_every` and at the end; a signal aborts the evaluation."""
-        algorithm = self.algorithm
-        every = self._tenth(self.settings.eval_every)
-        if self.evaluator is None or not _due(self.evaluated, algorithm.progress, every, algorithm.total):
+        evaluator, algorithm = self.member.evaluator, self.algorithm
+        if evaluator is None or not self._is_due(self.evaluated, self.settings.eval_every):
             return
         with stop.immediate():
-            result = self.evaluator(algorithm.snapshot(), algorithm.progress)
+            result = evaluator(algorithm.snapshot(), algorithm.progress)
         self.evaluated = algorithm.progress
         named = {name if "/" in name else f"eval/{name}": value for name, value in result.items()}
         self._record(read_out(named))
@@ -374,10 +349,7 @@ class _Session:
             return
         policy = algorithm.snapshot()
         if not all_finite(policy):
-            raise TrainingError(
-                f"the weights must be finite; they are not after {step} {algorithm.unit}. "
-                f"{self._last_good()} Lower the learning rate or clip gradients."
-            )
+            raise self._diverged("the weights must be finite; they are not")
         state = {
             "algorithm": algorithm.state_dict(),
             "global_rng": capture_global_rng(),
@@ -385,31 +357,36 @@ class _Session:
                 "evaluated": self.evaluated,
                 "elapsed_s": self._elapsed(),
                 "metrics_bytes": self.run.metrics_bytes,
-                "together": self._company,
+                "together": self._names,
             },
         }
-        facts = {"unit": algorithm.unit, **self.provenance}
+        facts = {"unit": algorithm.unit, **self.member.provenance}
         self.run.save_checkpoint(step, policy, state, provenance=facts)
         self.saved = step
 
     def _record(self, values: Scalars) -> None:
         row, step = {**values, "time/elapsed_s": self._elapsed()}, self.algorithm.progress
         self.run.log(row, step)
-        for writer in self.writers:
-            writer.write(row, step)
+        if self.events is not None:
+            self.events.write(row, step)
         self.fresh |= row
 
     def _elapsed(self) -> float:
         """Training time so far [s], over all attempts."""
         return self.elapsed_s + time.monotonic() - self.started
 
-    def _tenth(self, every: int | None) -> int:
-        return max(self.algorithm.total // 10, 1) if every is None else every
+    def _is_due(self, before: int, every: int | None) -> bool:
+        total = self.algorithm.total
+        return _due(before, self.algorithm.progress, max(total // 10, 1) if every is None else every, total)
 
-    def _last_good(self) -> str:
-        if self.saved == 0:
-            return f"{self.run.path} has no earlier checkpoint."
-        return f"The last good checkpoint is {self.run.checkpoint_path(self.saved)}."
+    def _diverged(self, what: str) -> TrainingError:
+        saved = f"{self.run.path} has no earlier checkpoint."
+        if self.saved:
+            saved = f"The last good checkpoint is {self.run.checkpoint_path(self.saved)}."
+        return TrainingError(
+            f"{what} after {self.algorithm.progress} {self.algorithm.unit}. {saved} Lower the learning rate "
+            f"or clip gradients."
+        )
 
 
 def all_finite(policy: Policy) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from algos.base import Setup
 from algos.onpolicy.advantages import Experience
-from algos.onpolicy.exploration_noise import NoiseConfig
 from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.reinflow_ratio import NoiseConfig
 from algos.reinflow import ReinFlowConfig
 from benchmarks.speed import peers
 from benchmarks.speed.sides import (

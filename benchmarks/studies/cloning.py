@@ -57,7 +57,7 @@ def run_one(task: str, seed: int, *, root: Path, workers: int) -> Path:
         "steps": run.directory.latest(), "clone_s": busy(run.directory.metrics_path),
         "parameters": sum(p.numel() for p in run.load_policy().parameters()),
         "episodes": episode_columns(found), "protocol": found.protocol,
-        "environment": describe_environment(),
+        "configuration": pages.configuration(run.directory), "environment": describe_environment(),
     }  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")

@@ -132,6 +132,7 @@ def run_one(task: str, family: str, seed: int, root: Path) -> Path:
     content = {
         "task": task, "family": family, "seed": seed,
         "dataset": describe_dataset(demos), "budget": budget | {"width": WIDTH},
+        "configuration": pages.configuration(run.directory),
         "parameters": sum(p.numel() for p in policy.parameters()),
         "samplers": {
             title: measure(_with(policy, settings), task)

@@ -68,6 +68,9 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
         "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
         "curve": list(curve(tuned.directory.metrics_path)),
         "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},
+        "configuration": {
+            "clone": pages.configuration(base.directory), "tune": pages.configuration(tuned.directory)
+        },
         "environment": describe_environment() | {"num_workers": workers},
     }  # fmt: skip
     return add_zero_start(_written(target, content), place, base_path, workers)
@@ -108,6 +111,7 @@ def _from_nothing(
         "after": episode_columns(result.evaluation), "protocol": result.evaluation.protocol,
         "curve": list(curve(run.directory.metrics_path)),
         "wall": {"tune_s": busy(run.directory.metrics_path)},
+        "configuration": {"tune": pages.configuration(run.directory)},
         "environment": describe_environment() | {"num_workers": workers},
     }  # fmt: skip
     return _written(target, content)

@@ -156,7 +156,7 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
         "evaluations": {key: episode_columns(one) for key, one in found.items()},
         "best_step": step, "protocol": found["last"].protocol,
         "curve": list(curve(run.directory.metrics_path)), "wall_s": busy(run.directory.metrics_path),
-        "environment": describe_environment(),
+        "configuration": pages.configuration(run.directory), "environment": describe_environment(),
     }  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")

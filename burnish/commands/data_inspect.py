@@ -15,12 +15,12 @@ from burnish.console import Counting, output, table
 from burnish.reports.dataset_figure import draw_dataset
 from burnish.runs.context import RunContext
 from burnish.runs.locate import check_folder_to_write
-from envs.datasets import EpisodeDataset, fitting_options, read_dataset
+from envs.datasets import EpisodeDataset, read_dataset, supported_options
 from envs.datasets import quality as measure
 from envs.datasets.catalogue import find_dataset
 from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.recorded_task import describe_task
-from envs.datasets.scores import normalized_score, reference
+from envs.evaluation.scores import normalized_score, reference
 from envs.evaluation.settings import check_seeds
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, DatasetError
@@ -103,7 +103,7 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
 
 def _reference(data: EpisodeDataset, against: str, options: dict[str, Any]) -> EpisodeDataset:
     """Read the reference dataset of the coverage, with the reader options that its format supports."""
-    found = read_dataset(against, **fitting_options(against, options))
+    found = read_dataset(against, **supported_options(against, options))
     measure.check_widths(data, found)
     return found
 

@@ -85,7 +85,8 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
+    line = str(error).strip().splitlines()[0].rstrip(".")
+    return line if len(line) <= 400 else f"{line[:200]} … {line[-100:]}"  # values of files have any length
 
 
 def _one_line(error: BaseException) -> str:

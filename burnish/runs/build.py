@@ -17,8 +17,8 @@ from burnish.runs.locate import folder_of, seed_folders
 from burnish.runs.resolve import ResolvedRun
 from burnish.runs.seeds import forget_seeds, note_seeds
 from envs.datasets import EpisodeDataset, read_dataset
-from envs.evaluation.protocol import as_evaluated, prepare_eval
-from envs.fit import as_shown
+from envs.evaluation.protocol import prepare_eval, with_settings
+from envs.fit import with_task_observations
 from policies.build import complete
 from policies.policy import Policy
 from policies.policy_config import PolicyConfig
@@ -60,7 +60,7 @@ def build(run: ResolvedRun) -> Built:
         if config.env is not None and config.evaluation.episodes:
             policy = built.algorithms[0].snapshot()
             prepare_eval(config.env, policy)
-            as_evaluated(policy, config.evaluation)
+            with_settings(policy, config.evaluation)
     except BaseException:
         built.close()
         raise
@@ -90,7 +90,7 @@ def _dataset(config: TrainConfig) -> EpisodeDataset:
     """Read the dataset in the task's format."""
     assert config.dataset is not None
     dataset = read_dataset(config.dataset, **config.reader)
-    return dataset if config.env is None else as_shown(config.env, dataset)
+    return dataset if config.env is None else with_task_observations(config.env, dataset)
 
 
 def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:

@@ -25,7 +25,7 @@ from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.evaluate import evaluate as run_episodes
 from envs.evaluation.settings import EvaluationSettings
-from envs.fit import as_shown
+from envs.fit import with_task_observations
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError
 from policies.policy import Policy
@@ -194,7 +194,7 @@ def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
 def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[WeightEstimate]:
     if config.dataset is None:
         return []
-    dataset = as_shown(env, read_dataset(config.dataset, **config.reader))
+    dataset = with_task_observations(env, read_dataset(config.dataset, **config.reader))
     return estimate_weights(policy, dataset, config.estimate)
 
 
@@ -236,7 +236,7 @@ def _searched(names: Sequence[str], search: Search) -> Section:
     for trial in search.trials:
         behind = ""
         if trial.round == search.trials[-1].round and trial.weights != search.best:
-            behind = _shown(search.behind(trial), "difference")
+            behind = _shown(search.compare_with_best(trial), "difference")
         rows.append(
             (
                 str(trial.round + 1),

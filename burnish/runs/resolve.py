@@ -29,7 +29,7 @@ from burnish.runs.seeds import (
     require_room,
     require_together,
 )
-from envs.datasets import lasting_options
+from envs.datasets import absolute_options
 from envs.datasets.catalogue import find_dataset
 from envs.evaluation.settings import check_seeds
 from policies import registry
@@ -254,7 +254,7 @@ def _with_lasting_paths(config: TrainConfig) -> tuple[TrainConfig, Located | Non
     fixed = dataclasses.replace(
         config,
         dataset=dataset,
-        reader=lasting_options(config.reader) if config.reader else {},
+        reader=absolute_options(config.reader) if config.reader else {},
         init=None if init is None else str(init.path.resolve()),
         algo=algo,
     )

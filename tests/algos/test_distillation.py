@@ -109,7 +109,7 @@ def test_a_teacher_is_asked_at_the_state_that_means_the_same(process: Any) -> No
     action, eps = (torch.randn(5, 2, 1, generator=generator) for _ in range(2))
     te = TE(1.0 / (1.0 + torch.tensor([0.05, 0.3, 1.0, 3.0, 9.0])), eps)
     obs = {"state": torch.randn(5, 1, 2, generator=generator)}
-    bc_term = wise.instruct(obs, action, te).more["near"]
+    bc_term = wise.add_targets(obs, action, te).more["near"]
     assert bc_term.isfinite().all() and not bc_term.requires_grad and len(asked) == 2
     state, t = asked[0]
     torch.testing.assert_close(state, process.corrupt(action, eps, t), rtol=1e-3, atol=1e-3)

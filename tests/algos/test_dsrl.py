@@ -104,7 +104,7 @@ def test_updates_ask_the_encoder_nothing() -> None:
     # Every chunk, the last successors, and the final observations.
     assert asked == run.config.steps_per_iteration + 1 + ends
     before, actor = asked, [p.clone() for p in policy.actor.parameters()]  # type: ignore[attr-defined]
-    run._owed = 6.0
+    run._pending_updates = 6.0
     run._learn(Means())
     assert asked == before and run._steps == 6
     moved = zip(actor, policy.actor.parameters(), strict=True)  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def test_the_warm_up_executes_what_it_records(variant: str, adapter: str) -> Non
     run = start(changed(variant=variant, warmup_steps=40, steering=steering), limit=4)
     for _ in range(3):
         run._collect()
-    assert run.progress <= 40 and not run._owed
+    assert run.progress <= 40 and not run._pending_updates
     rows = rows_of(run)
     decoded = run.learner.actor.chunk(rows.cond, rows.latent)
     torch.testing.assert_close(decoded, rows.action, rtol=0, atol=1e-5)

@@ -187,7 +187,7 @@ def test_the_search_halves_on_common_and_then_fresh_episodes() -> None:
     assert [p[1:] for p in arena.played[11:]] == [(1020, 60)] * 4 + [(1080, 200)] * 2
     assert found.best[0] == pytest.approx(0.6) and tuple(seen) == found.trials
     assert [trial.round for trial in found.final] == [2, 2] and found.final[0].weights == found.best
-    runner_up = found.behind(found.final[1])
+    runner_up = found.compare_with_best(found.final[1])
     assert runner_up.episodes == 200 and runner_up.difference.value > 0
 
 
@@ -202,7 +202,7 @@ def test_of_equal_weights_the_balanced_one_wins() -> None:
 def test_tasks_without_success_are_ranked_by_return() -> None:
     rows = tuple(EpisodeRow(i, i, float(i), 1, False, True, False) for i in range(3))
     evaluation = Evaluation(rows, {"env": {"success_rule": None}})
-    assert Trial(0, (1.0,), evaluation).worth == (0.0, 1.0)
+    assert Trial(0, (1.0,), evaluation).sort_key == (0.0, 1.0)
 
 
 def test_grids() -> None:

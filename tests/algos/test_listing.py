@@ -56,7 +56,7 @@ def test_the_faster_way_is_kept_after_one_trial(ticks: tuple[float, ...], kept: 
     made, rows = NeighborLists(states(100, 4), 5, lambda: next(clock)), torch.arange(100)
     few = made.nearest(rows[:3])  # too few to try
     square, index = made.nearest(rows)
-    assert made.way == kept
+    assert made.method == kept
     torch.testing.assert_close(square, made.by_tree(rows)[0], rtol=1e-9, atol=1e-12)
     assert torch.equal(index, made.by_tree(rows)[1]) and torch.equal(few[1], index[:3])
     made.nearest(rows)  # asks the clock no more

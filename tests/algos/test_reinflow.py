@@ -16,8 +16,7 @@ from point_dppo import make_init
 from point_env import PointEnv
 from point_flows import REINFLOW, make_flow, make_run
 
-from algos.onpolicy.exploration_noise import NoiseConfig
-from algos.onpolicy.reinflow_ratio import PathTerm, ReinflowRatio
+from algos.onpolicy.reinflow_ratio import NoiseConfig, PathTerm, ReinflowRatio
 from algos.reinflow import ReinFlowConfig
 from algos.training.serialization import from_plain, to_plain
 from envs.spec import EnvSpec

@@ -53,7 +53,7 @@ def test_moments_do_not_depend_on_how_the_data_arrive(cuts: list[int], seed: int
     data = 1e4 + torch.randn(40, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     moments, edges = RunningMeanStd(3), [0, *sorted(cuts), 40]
     for start, end in pairwise(edges):
-        moments.see(data[start:end].view(-1, 1, 3))
+        moments.update(data[start:end].view(-1, 1, 3))
     torch.testing.assert_close(moments.mean, data.mean(0), rtol=1e-12, atol=0)
     torch.testing.assert_close(moments.std, data.std(0), rtol=1e-8, atol=0)
 
@@ -63,7 +63,7 @@ def test_moments_become_mean_zero_and_deviation_one() -> None:
     normalizer, moments = Normalizer({"state": "gaussian"}, {"state": 2}), RunningMeanStd(2)
     moments.apply(normalizer)  # nothing was seen: stays as it is
     assert torch.equal(normalizer.encode("state", data), data)
-    moments.see(data)
+    moments.update(data)
     moments.apply(normalizer)
     encoded = normalizer.encode("state", data)
     torch.testing.assert_close(encoded.mean(0), torch.zeros(2), rtol=0, atol=1e-4)

@@ -179,10 +179,10 @@ def test_brute_force_asks_its_own_device_for_room(monkeypatch: pytest.MonkeyPatc
     """Rows on an accelerator are compared there; a tree of them is in the memory of the machine."""
     rows = rows_of(1000)
     monkeypatch.setattr("envs.datasets.free_memory.free_memory", lambda: 0)
-    monkeypatch.setattr(Rows, "_is_there", lambda self, how: how == "brute")
+    monkeypatch.setattr(Rows, "_is_on_device", lambda self, how: how == "brute")
     for free, fits in ((10 * rows.bytes_of("brute"), True), (rows.bytes_of("brute"), False)):
         monkeypatch.setattr(neighbor_autotune, "_free_of", lambda device, free=free: free)
-        assert rows.has_room("brute") == fits and not rows.has_room("tree")
+        assert rows.fits("brute") == fits and not rows.fits("tree")
 
 
 def test_brute_force_states_the_tile_of_the_batches_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

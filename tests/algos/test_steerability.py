@@ -11,7 +11,7 @@ from messages import mentions
 from point_steering import changed, flow, start
 from torch import Tensor
 
-from algos.offpolicy.noise_sensitivity import look_at_noise
+from algos.dsrl import noise_sensitivity
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.wrappers.noise_policy import SteeredPolicy
@@ -38,8 +38,8 @@ def test_deviations_over_noises_and_over_states_are_told_apart(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     cond = torch.linspace(-1, 1, 64)[:, None].expand(-1, 3)
-    with caplog.at_level(logging.WARNING, logger="algos.offpolicy.noise_sensitivity"):
-        found = look_at_noise(Additive(scale), cond, generator)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, logger="algos.dsrl"):
+        found = noise_sensitivity(Additive(scale), cond, generator)  # type: ignore[arg-type]
     assert float(found["frozen/noise_spread"]) == pytest.approx(scale, rel=0.1)
     assert float(found["frozen/state_spread"]) == pytest.approx(float(cond[:, 0].std()), rel=0.1)
     assert ("nearly the same from every noise" in caplog.text) == is_little
@@ -61,7 +61,7 @@ def test_a_run_looks_once_before_its_first_update(variant: str) -> None:
 def test_the_same_from_every_noise_up_to_rounding_is_refused(scale: float) -> None:
     cond = torch.linspace(-1, 1, 64)[:, None].expand(-1, 3)
     with pytest.raises(CapabilityError, match=mentions("noise states")):
-        look_at_noise(Additive(scale), cond, torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+        noise_sensitivity(Additive(scale), cond, torch.Generator().manual_seed(0))  # type: ignore[arg-type]
 
 
 class Deaf(DenoisingPolicy):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from hostile_frames import send_many
+from small_algorithms import ALGOS
 
 from algos.training.run_directory import RunDirectory
 from policies.serving.messages import Schema
@@ -28,7 +29,7 @@ from policies.storage.policy_folder import load_policy
 HERE, TESTS, ROOT = (Path(__file__).resolve().parents[n] for n in range(3))
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS, HERE))),
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "e2e", HERE))),
     "OMP_NUM_THREADS": "1",
 }
 PATIENCE_S = 120.0
@@ -139,55 +140,49 @@ def test_many_hostile_frames_leave_an_honest_robot_alone() -> None:
 # -- kills --------------------------------------------------------------------------------------------------
 
 
-def kill_often(tmp_path: Path, count: int) -> tuple[int, int]:
-    """Kill a run so often, continue it, and compare it with one that was never killed.
+def check_checkpoints(run: RunDirectory) -> None:
+    """Every checkpoint of the run is whole."""
+    for step in run.checkpoints():
+        run.load_training_state(step)
+        load_policy(run.policy_path(step))
 
-    Returns:
-        Kills after the first checkpoint, and steps in the end.
-    """
+
+def kill_often(tmp_path: Path, algo: str, early: int, late: int) -> None:
+    """Kill a run before and after its first checkpoint; compare its end with a run that was never killed."""
     sys.path.append(str(TESTS / "e2e"))
-    from clone_run import main
+    from algorithm_run import main
 
-    moments = random.Random(0)
+    moments = random.Random(algo)
     run, whole = (
         RunDirectory.open(RunDirectory.create_at(tmp_path / name, {}).path) for name in ("killed", "whole")
     )
-    kills = after_first = 0
-    while kills < count:
+    command = [sys.executable, str(HERE / "algorithm_run.py"), str(run.path), algo, "1"]
+    for kill in range(early + late):
         before = run.latest() or 0
-        command = [sys.executable, str(TESTS / "e2e" / "clone_run.py"), str(run.path), "1000000", "1"]
-        environment = {
-            **ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join([str(TESTS / "e2e"), ENVIRONMENT["PYTHONPATH"]]),
-        }
-        process = subprocess.Popen(command, env=environment)
+        process = subprocess.Popen(command, env=ENVIRONMENT)
         deadline = time.monotonic() + PATIENCE_S
-        while kills >= 5 and (run.latest() or 0) <= before:  # the first ones while it starts
+        while kill >= early and (run.latest() or 0) <= before:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 0.3))
         process.kill()
         assert process.wait() == -signal.SIGKILL
-        kills += 1
-        after_first += run.latest() is not None
         assert (run.latest() or 0) >= before
-        for step in run.checkpoints():
-            assert run.load_training_state(step)["algorithm"]["done"] == step
-            load_policy(run.policy_path(step))
+        check_checkpoints(run)
     newest = run.latest()
     assert newest is not None
-    main(str(run.path), 1_000_000, 50, until=newest + 20)
-    main(str(whole.path), 1_000_000, 0, until=newest + 20)
+    for one in (run, whole):
+        main(str(one.path), algo, 0, until=newest + 20)
+    assert run.latest() == whole.latest()
     first, second = (load_policy(one.policy_path()).state_dict() for one in (run, whole))
-    assert all(torch.equal(first[name], second[name]) for name in second)
-    return after_first, newest + 20
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in second)
+    tell("kills", {"algo": algo, "before the first checkpoint": early, "after it": late, "steps": newest})
 
 
 @pytest.mark.attack
-def test_sixty_kills_lose_nothing(tmp_path: Path) -> None:
-    after_first, steps = kill_often(tmp_path, 60)
-    tell("kills", {"kills": 60, "after the first checkpoint": after_first, "steps": steps})
-    assert after_first >= 50
+@pytest.mark.parametrize("algo", ALGOS)
+def test_kills_lose_nothing(algo: str, tmp_path: Path) -> None:
+    kill_often(tmp_path, algo, early=1, late=4)
 
 
 # -- full disks and few descriptors -------------------------------------------------------------------------

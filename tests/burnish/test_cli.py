@@ -349,12 +349,20 @@ def test_doctor_asks_for_the_second_step_that_pip_cannot_take(monkeypatch: pytes
     assert not list(doctor_command._second_step("export"))
 
 
-def test_a_simulator_that_fails_in_its_own_way_is_listed_as_unusable() -> None:
-    class Broken:
-        def make_vector(self, num_envs: int) -> None:
-            raise RuntimeError("libGL is not there\nand more")
+def test_a_task_without_its_packages_is_listed_with_the_command_that_installs_them() -> None:
+    assert availability((), "") == availability(("numpy", "torch"), "mazes") == "yes"
+    assert availability(("numpy", "nowhere"), "mazes") == "no: pip install 'burnish[mazes]'"
+    assert availability(("nowhere",), "metaworld").endswith("pip install --no-deps metaworld==3.1.1")
+    assert availability(("nowhere",), "") == "no: pip install nowhere"
 
-    assert availability(Broken()) == "no: RuntimeError libGL is not there"
+
+def test_tasks_are_listed_without_torch_and_simulators() -> None:
+    heavy = "{'torch', 'scipy', 'h5py', 'mujoco', 'gymnasium', 'gymnasium_robotics', 'ogbench', 'robosuite'}"
+    imports = "from burnish.commands import list; list.main(['envs']); import sys"
+    code = f"{imports}; assert not {heavy} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "hopper" in done.stdout
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--fast"], 2), (["env=avoid"], 2)])

@@ -184,3 +184,11 @@ def test_composing_does_not_share_state_between_configurations() -> None:
 @pytest.mark.parametrize("command", ["collect", "eval", "report", "export", "import"])
 def test_every_command_composes_to_its_dataclass(command: str) -> None:
     assert is_dataclass(compose_config(command, []))
+
+
+@pytest.mark.parametrize("value", ["x" * 5000, [0] * 5000])
+def test_an_error_shows_the_ends_of_a_long_value_of_a_file(value: object) -> None:
+    saved = describe(TrainConfig()) | {"seed": value}
+    with pytest.raises(ConfigError, match=mentions("seed")) as refused:
+        restore(TrainConfig, saved)
+    assert len(str(refused.value)) < 500

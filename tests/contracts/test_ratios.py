@@ -13,8 +13,8 @@ from small_policies import ACTION_DIM, OBS_DIM, observations, statistics
 
 from algos.fpo import AwmConfig, FpoConfig
 from algos.onpolicy.advantages import Experience, encode
-from algos.onpolicy.exploration_noise import NoiseConfig
 from algos.onpolicy.ratios import ChainRatio, RatioEstimator, Rows
+from algos.onpolicy.reinflow_ratio import NoiseConfig
 from algos.policyflow import PolicyFlowConfig
 from algos.reinflow import ReinFlowConfig
 from policies import registry

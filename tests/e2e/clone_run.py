@@ -35,7 +35,7 @@ def terminate_at(algorithm: Algorithm, step: int) -> None:
 
     def advance_and_stop() -> Any:
         metrics = advance()
-        if algorithm.progress == step:
+        if algorithm.progress >= step:
             signal.raise_signal(signal.SIGTERM)
         return metrics
 

@@ -234,7 +234,7 @@ def test_expert_options_out_of_range_are_refused(options: dict, message: str) ->
 
 @pytest.mark.parametrize("options", [{"num_modes": 99}, {"modes": (99,)}])
 def test_ways_that_do_not_exist_are_refused(options: dict) -> None:
-    with pytest.raises(ConfigError, match="knows the ways 0 to"):
+    with pytest.raises(ConfigError, match=mentions("env.expert.modes 0")):
         Avoid(expert=AvoidExpert(**options)).demonstrate(0)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from messages import mentions
 
-from envs.datasets.scores import reference
 from envs.engine.vector import ChunkVector
+from envs.evaluation.scores import reference
 from envs.make import env
 from envs.rollouts.collect import collect
 from envs.tasks.mazes.expert import Polyline, distances, simple_paths
@@ -222,11 +222,11 @@ def test_the_way_of_a_path_has_no_loops_and_misses_no_corner() -> None:
     maze = layout("large")
     a, corner, b, c = (maze.center(cell) for cell in ((1, 3), (1, 4), (2, 4), (3, 4)))
     cut = np.add([a, b, c], [[0.4, 0.1], [0.1, 0.4], [0.0, 0.0]])  # no point lies in the corner's cell
-    assert maze.way(cut) == ((1, 3), (1, 4), (2, 4), (3, 4))
-    assert maze.way(np.stack([a, corner, b, c, b, corner])) == ((1, 3), (1, 4))
+    assert maze.cells_along(cut) == ((1, 3), (1, 4), (2, 4), (3, 4))
+    assert maze.cells_along(np.stack([a, corner, b, c, b, corner])) == ((1, 3), (1, 4))
     for seed in range(5):
         episode = env("pointmaze-large").demonstrate(seed)  # type: ignore[attr-defined]
-        cells = maze.way(episode.observations[:, :2])
+        cells = maze.cells_along(episode.observations[:, :2])
         assert all(later in maze.neighbours(cell) for cell, later in pairwise(cells))
 
 

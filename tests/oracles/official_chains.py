@@ -8,8 +8,7 @@ from typing import Any
 from official_flows import official_reflow, official_shortcut
 from torch import Tensor
 
-from algos.onpolicy.exploration_noise import NoiseConfig
-from algos.onpolicy.reinflow_ratio import ReinflowRatio
+from algos.onpolicy.reinflow_ratio import NoiseConfig, ReinflowRatio
 from algos.reinflow import ReinFlowConfig
 from policies.denoising import DenoisingPolicy
 from policies.samplers.ode import Euler

@@ -223,7 +223,7 @@ def test_running_statistics_are_the_true_ones(golden_path: Path) -> None:
     batches = arrays["rs_x"]
     moments = RunningMeanStd(batches.shape[-1])
     for i, batch in enumerate(batches):
-        moments.see(batch)
+        moments.update(batch)
         assert moments.count == int(arrays[f"rs_count_{i}"])
         torch.testing.assert_close(moments.mean.float(), arrays[f"rs_truemean_{i}"].float(), **FORWARD)
         # The file has the deviation of the sample, without correction.

@@ -12,8 +12,8 @@ import pytest
 import torch
 from official_networks import read
 
-from algos.onpolicy.exploration_noise import NoiseConfig
 from algos.onpolicy.functional import RewardScaler, gae, successor_values
+from algos.onpolicy.reinflow_ratio import NoiseConfig
 from algos.optim import warmup_cosine
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

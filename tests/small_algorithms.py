@@ -1,0 +1,132 @@
+"""Every registered algorithm at its smallest, on a task of points and random episodes of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from point_env import PointEnv
+
+from algos.base import Setup
+from envs.datasets.episodes import EpisodeDataset
+from policies import registry
+from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
+from policies.errors import CapabilityError, MissingExtraError
+from policies.networks.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig
+from policies.wrappers.noise_policy import Steering
+
+ALGOS, PROCESSES = list(registry.parts("algo")), list(registry.parts("process"))
+
+SMALL: dict[str, Any] = {
+    # on-policy
+    "num_envs": 2,
+    "steps_per_iteration": 4,
+    "iterations": 3,
+    "update_epochs": 2,
+    "tuned_steps": 2,
+    "microbatch_size": 8,
+    "critic": CriticConfig(width=8),
+    # from data
+    "steps": 6,
+    "log_every": 2,
+    "ema_every": 1,
+    "validation_windows": 4,
+    "validation_samples": 2,
+    # from a replay
+    "total_steps": 36,
+    "warmup_steps": 2,
+    "updates_per_step": 0.5,
+    "actor_every": 1,
+    "steering": Steering(hidden_dims=(8,)),
+    # anywhere
+    "batch_size": 8,
+    "buffer_size": 64,
+    "width": 8,
+    "hidden_dims": (8,),
+    "critic_dims": (8,),
+    "value_dims": (8,),
+    "vae_width": 8,
+}
+"""Sizes given to every configuration that has a field of this name."""
+
+LIMIT = 3
+"""Steps of an episode, so few that every iteration finishes some."""
+
+
+def small(part: type) -> Any:
+    known = {field.name for field in dataclasses.fields(part)}
+    return part(**{name: copy.deepcopy(value) for name, value in SMALL.items() if name in known})
+
+
+def dataset(episodes: int = 40, length: int = 5) -> EpisodeDataset:
+    """Random episodes of the point task."""
+    generator, frames = torch.Generator().manual_seed(0), episodes * length
+    ends = torch.zeros(frames, dtype=torch.bool)
+    ends[length - 1 :: length] = True
+    return EpisodeDataset(
+        observations=torch.rand(frames, 2, generator=generator) * 2 - 1,
+        actions=torch.rand(frames, 2, generator=generator) * 2 - 1,
+        rewards=torch.rand(frames, generator=generator),
+        terminated=ends,
+        truncated=torch.zeros_like(ends),
+        episode_start=torch.arange(0, frames + 1, length),
+        meta={"source": "random-points"},
+    )
+
+
+def policy_config(process: str) -> PolicyConfig:
+    levels = {"num_levels": 4}
+    part = registry.lookup("process", process)
+    known = {field.name for field in dataclasses.fields(part)}
+    return PolicyConfig(
+        process=part(**{name: value for name, value in levels.items() if name in known}),
+        backbone=MlpConfig(width=8, time_dim=4),
+        horizon=3,
+        act_steps=2,
+    )
+
+
+def init(process: str) -> Policy:
+    one = torch.ones(2)
+    limits = {"min": -one, "max": one, "mean": 0 * one, "std": one}
+    statistics = {"state": limits, "action": limits}
+    return build_policy(policy_config(process), obs_dim=2, action_dim=2, statistics=statistics, seed=3)
+
+
+def setup(process: str, **changes: Any) -> Setup:
+    """Everything that an algorithm may ask for."""
+    values = {
+        "policy": policy_config(process),
+        "env": PointEnv(limit=LIMIT),
+        "dataset": dataset(),
+        "init": init(process),
+        "seed": 5,
+        "num_workers": 0,
+        "num_threads": 1,
+    }
+    return Setup(**(values | changes))
+
+
+def start(algo: str, process: str, **changes: Any) -> Any:
+    """Build a run; one that needs an extra skips the test and says which."""
+    try:
+        return small(registry.lookup("algo", algo)).build(setup(process, **changes))
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
+@cache
+def accepts(algo: str, process: str) -> bool:
+    try:
+        small(registry.lookup("algo", algo)).build(setup(process)).close()
+    except CapabilityError:
+        return False
+    except MissingExtraError:
+        return True  # skipped, with this reason, where it is used
+    return True

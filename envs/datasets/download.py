@@ -25,7 +25,7 @@ from typing import Any
 from envs.datasets.files.hdf5 import read_hdf5
 from envs.datasets.files.npz import peek_npz
 from policies.errors import DatasetError, WriteError
-from policies.storage.atomic_write import told_if_full
+from policies.storage.atomic_write import write_errors
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes received and their total (None if unknown)."""
@@ -167,7 +167,7 @@ def _continue(url: str, part: Path, progress: Progress | None) -> str:
         # Weak tags do not guarantee equal bytes; resuming requires a strong tag.
         metadata = {"tag": tag, "size": size, "etag": etag} if etag and not etag.startswith("W/") else {}
         _metadata(part).write_text(json.dumps(metadata), encoding="utf-8")
-        with told_if_full(part), open(part, "ab" if have else "wb") as file:
+        with write_errors(part), open(part, "ab" if have else "wb") as file:
             while piece := answer.read(_PIECE):
                 file.write(piece)
                 have += len(piece)

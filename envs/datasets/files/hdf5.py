@@ -21,7 +21,7 @@ from envs.datasets.array_storage import MEMORY, ArrayStorage, pieces
 from envs.datasets.files.arrays import is_numeric, readable
 from envs.datasets.free_memory import require_memory
 from policies.errors import DatasetError
-from policies.storage.atomic_write import written
+from policies.storage.atomic_write import atomic_file
 
 _LARGE = 2**26  # arrays of at least this many bytes are checked against free memory
 _SMALL = 2**12  # arrays up to this many bytes are not checked for storage
@@ -182,5 +182,5 @@ def _native(dtype: np.dtype) -> np.dtype:
 @contextmanager
 def write_hdf5(path: str | Path) -> Iterator[h5py.File]:
     """Write a file atomically: flushed under another name, then renamed."""
-    with written(Path(path)) as content, h5py.File(content, "w") as file:
+    with atomic_file(Path(path)) as content, h5py.File(content, "w") as file:
         yield file

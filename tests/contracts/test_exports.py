@@ -26,7 +26,7 @@ CHUNK = {"horizon": 5, "act_steps": 3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("process", "backbone", "sampler"), graphs())
+@pytest.mark.parametrize(("process", "backbone", "sampler"), list(graphs()))
 def test_the_export_gives_the_actions_of_the_policy(
     process: str, backbone: str, sampler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

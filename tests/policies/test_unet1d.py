@@ -517,7 +517,7 @@ def test_tokens_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_gradients_of_a_compiled_network_equal_eager_ones() -> None:
-    small = built(CONFIGS["bias-residual-encoder"])
+    small = built(CONFIGS["one-level"])
     x, _, cond = inputs(3)
     times, row = steps(), torch.tensor([2, 0, 0])
 

@@ -17,7 +17,7 @@ from policies.encoders import ImageShape, ObservationSizes, read
 from policies.errors import ConfigError
 from policies.protocols import Observation
 
-RESERVED = ("state", "goal", "action", "observation", "noise")
+RESERVED = ("state", "goal", "simulator", "action", "observation", "noise")
 """Names of other things that a policy and its exported graph are given or give."""
 
 

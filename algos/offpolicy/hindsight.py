@@ -1,13 +1,14 @@
 """Hindsight: copies of transitions whose goal is one that their episode reached later.
 
-Legend: T chunk steps, N environments, n transitions of an episode, k copies, Ta executed steps, Do state width.
+Legend: T chunk steps, N environments, n transitions of an episode, k copies, M relabelled transitions,
+Ta executed steps, Do state width.
 
-For transition i of a finished episode, k later ends j >= i of chunks are drawn, and the goal reached there takes
-the place of the episode's own. Rewards and success of the executed steps follow from the task's rule; a chunk
-ends where the task would have ended. Latents and chunks stay those that were executed.
+For transition i of a finished episode, the ends of k chunks j >= i are drawn, and the goal reached there
+replaces the episode's own. Rewards and ends of the executed steps follow from the task's rule: a chunk ends
+where the task would have ended. Latents and chunks stay those that were executed.
 
-Source: hindsight experience replay, arXiv 1707.01495, strategy "future". Deviations: goals are ends of chunks;
-copies are stored when an episode ends instead of drawn with each batch.
+Source: hindsight experience replay, arXiv 1707.01495, strategy "future". Deviations: goals are ends of
+chunks; copies are stored when an episode ends instead of drawn with each batch.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Hindsight:
     ) -> None:
         if not env.spec.goal_dim or not isinstance(env, GoalTask):
             raise ConfigError(
-                f"algo.hindsight needs a task that can judge other goals than its own, beside the state (mazes "
-                f"with env.goal=separate); env={env.spec.name} does not. Use algo.hindsight=0."
+                f"algo.hindsight needs goals beside the state, and a task that judges any goal (a maze of "
+                f"gymnasium-robotics with env.goal=separate); got env={env.spec.name}. Use algo.hindsight=0."
             )
         self.env, self.policy, self.copies, self.is_flat = env, policy, copies, is_flat
         self._generator = generator
@@ -56,7 +57,7 @@ class Hindsight:
         _require_goal_at_the_end(policy)
 
     def relabelled(self, rollout: Rollout, transitions: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Add a rollout and its transitions; return copies of finished episodes as arguments of `Replay.add`."""
+        """Add a rollout and its transitions; return copies of what finished, as arguments of `Replay.add`."""
         assert rollout.path is not None
         steps, num = rollout.length.shape
         found = []
@@ -128,8 +129,8 @@ def _require_goal_at_the_end(policy: Policy) -> None:
     differs = (conds[0] != conds[1]).squeeze(0)
     if bool(differs[:-width].any()):
         raise CapabilityError(
-            "algo.hindsight replaces the goal at the end of a policy's condition; this policy reads it elsewhere "
-            "too, as compositions do. Use algo.hindsight=0, or one policy."
+            "algo.hindsight replaces the goal at the end of a policy's condition; this policy reads it "
+            "elsewhere too, as compositions do. Use algo.hindsight=0, or one policy."
         )
 
 

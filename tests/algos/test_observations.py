@@ -129,7 +129,8 @@ def test_goals_of_a_dataset_are_those_of_states_that_end_with_them() -> None:
 
 def test_a_new_offline_actor_is_told_the_goals_of_its_dataset() -> None:
     goal = np.array([[3.0, 5.0]])
-    episode = Episode(np.random.default_rng(0).normal(size=(7, 4)), np.zeros((6, 2)), np.arange(6.0), True, False,
+    states = np.random.default_rng(0).normal(size=(7, 4))
+    episode = Episode(states, np.zeros((6, 2)), np.arange(6.0), True, False,
                       extras={"goal": np.repeat(goal, 6, axis=0) + np.arange(6)[:, None]})  # fmt: skip
     data = EpisodeDataset.from_episodes([episode])
     run = Td3BcConfig(steps=1).build(Setup(env=maze("separate"), dataset=data))

@@ -30,6 +30,7 @@ from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
+from policies.backbones.transformer import TransformerConfig
 from policies.build import build_policy
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, ConfigError
@@ -274,7 +275,8 @@ def test_a_trained_encoder_learns_and_without_a_shift_begins_as_the_frozen_one(n
     index = torch.arange(6)
     vecs = [experience.cond.rows(index).vec for experience in experiences.values()]
     torch.testing.assert_close(vecs[0], vecs[1], rtol=0, atol=1e-6)
-    assert torch.equal(experiences["frozen"].advantage, experiences["trained"].advantage)
+    pair = (experiences[kind].advantage for kind in runs)
+    torch.testing.assert_close(*pair, rtol=0, atol=1e-5)  # convolutions with gradients round differently
     before = seeing(name).encoder.vit.stem1.weight
     for kind, run in runs.items():
         run.advance()
@@ -385,7 +387,7 @@ def test_a_task_that_hides_nothing_has_no_other_state_for_critics() -> None:
 
 def test_tokens_beside_the_features_are_refused_where_features_are_stored() -> None:
     config = PolicyConfig(
-        process=RectifiedFlow(), backbone=MlpConfig(width=8, time_dim=4),
+        process=RectifiedFlow(), backbone=TransformerConfig(width=8, heads=2, depth=1),
         encoder=VitEncoderConfig(width=8, heads=2, features=5, tokens=True), horizon=3, act_steps=2,
     )  # fmt: skip
     init = build_policy(config, obs_dim=2, action_dim=2, images=SIGHT.images)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algos.base import Draws, Quantities, Setup, require_states_only
+from algos.base import Draws, Quantities, Setup, require_condition_vector
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
@@ -239,17 +239,24 @@ class DsrlConfig(OffPolicyConfig):
             "0 with algo.variant=sac: the noise behind recorded actions is unknown",
         )  # fmt: skip
 
+        rule = "frozen: what the critics value are chunks of the frozen policy"
+        self.require("encoder", self.encoder == "frozen", rule)
+        self.require(
+            "hindsight", not self.hindsight or self.variant == "na",
+            "0 with algo.variant=sac: under another goal the same noise gives another chunk",
+        )  # fmt: skip
+
     def build(self, setup: Setup) -> OffPolicyRun:
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
             ConfigError: If policy or environment is missing, or their sizes disagree.
-            CapabilityError: If actions are not a deterministic function of the start noise, or the policy
-                uses observations other than states.
+            CapabilityError: If actions are not a deterministic function of the start noise, or the policy's
+                condition has tokens.
         """
         name = name_of("algo", self)
         init = check_setup(setup, name)
-        require_states_only(init, name)
+        require_condition_vector(init, name)
         with torch_threads(setup.threads(THREADS)):
             with seeded_weights(derive_seed(setup.seed, "steering")):
                 policy = self._steered(init).to(setup.device)

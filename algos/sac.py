@@ -18,13 +18,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from algos.base import Setup, require_states_only
+from algos.base import Setup
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.running_normalizer import fresh_policy
+from algos.training.observations import trained_encoder
 from envs.fit import require_fit
 from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
@@ -55,7 +56,7 @@ class SacConfig(OffPolicyConfig):
         Raises:
             ConfigError: If environment or dataset is missing, sizes disagree, or an untrained policy lacks
                 observation statistics.
-            CapabilityError: If the policy is not a squashed Gaussian, or uses observations other than states.
+            CapabilityError: If the policy is not a squashed Gaussian.
         """
         algo = name_of("algo", self)
         init = self._fresh(setup, algo) if setup.init is None else check_setup(setup, algo)
@@ -64,14 +65,15 @@ class SacConfig(OffPolicyConfig):
                 f"algo={algo} trains a squashed Gaussian policy; got {type(init).__name__} with process "
                 f"'{type(init.config.process).__name__}'. Use process=tanh_gaussian, or algo=dsrl."
             )
-        require_states_only(init, algo)
         with torch_threads(setup.threads(THREADS)):
             policy = init.clone().to(setup.device).requires_grad_(True)
             actor = SquashedActor(policy, self.density_form, is_fresh=setup.init is None)
             with seeded_weights(derive_seed(setup.seed, "soft_critics")):
                 critic = self.critic_config().build(policy.encoder.cond_dim, actor.latent_dim)
             critic = critic.to(policy.device, policy.dtype)
-            learner = SacUpdate(actor, critic, self, of_chunks=True)
+            policy.encoder.requires_grad_(False)
+            encoder = trained_encoder(policy) if self.encoder == "trained" else ()
+            learner = SacUpdate(actor, critic, self, of_chunks=True, encoder=encoder)
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
@@ -79,7 +81,7 @@ class SacConfig(OffPolicyConfig):
             spec, source = setup.env.spec, setup.dataset.source
             advice = "Use a dataset of the same task."
             require_fit(f"env={spec.name}", spec, source, setup.dataset, advice=advice)
-            return fresh_policy(setup, algo, setup.dataset.statistics()["state"])
+            return fresh_policy(setup, algo, setup.dataset.statistics())
         mode = setup.policy.normalizer["state"]
         if setup.env is not None and mode != "identity":
             raise ConfigError(

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from algos.base import Metrics, Setup, require_states_only
+from algos.base import Metrics, Setup
 from algos.onpolicy.advantages import AdvantageEstimator, Experience
 from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.functional import RewardScaler, explained_variance
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.training.observations import EncodingCritic, encode, mapped, shifted, trained_encoder
 from algos.training.resume_checks import init_facts, require_unchanged
+from envs.engine.pixels import match_cameras
 from envs.fit import require_fit
 from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
+from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
 from policies.policy import Policy
-from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_generator, seeded_weights
 from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
+NO_STATE = "the observation of this task is the simulator's state, or the task does not give it"
 SATURATED_SHARE = 0.1  # fraction of terms without gradient above which a run warns, once
 THREADS = 2  # gradient threads, unless `num_threads` is set; results are equal for any number
 
@@ -92,37 +96,38 @@ class OnPolicy:
         trainable: nn.Module,
         bc_term: BcTerm | None,
         export_policy: Callable[[], Policy],
-        moments: RunningMeanStd | None = None,
+        moments: Mapping[str, RunningMeanStd] | None = None,
     ) -> None:
         assert setup.env is not None
         policy = self.policy = ratio.policy
-        require_states_only(policy, name_of("algo", config))
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
-        with seeded_weights(derive_seed(setup.seed, "critic")):
-            critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
+        self._bc_term = bc_term
         self.learner = PpoUpdate(
             config,
             ratio=ratio,
             actor=list(trainable.parameters()),
-            critic=critic,
+            critic=self._critic(setup),
+            encoder=self._encoder_weights(),
             cloning=bc_term,
             num_threads=setup.threads(THREADS),
         )
         warn_of_a_long_iteration(config, policy.chunk.act_steps)
         self.pool = RolloutPool(
-            setup.env,
+            match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
+            records_simulator=config.critic_input == "simulator",
         )
         self.draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
         self._init_facts = init_facts(setup.init, policy)
         gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
         self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.estimate_advantages = AdvantageEstimator(
-            config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat
-        )
+            config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat,
+            config.critic_input, trains_encoder=config.encoder == "trained",
+        )  # fmt: skip
         self.iteration, self.progress = 0, 0
         self._warned = False
 
@@ -146,13 +151,14 @@ class OnPolicy:
         started = time.perf_counter()
         rollout = self.collect()
         collected = time.perf_counter()
-        experience = self.estimate_advantages(rollout, self.policy, self.learner.critic, self.scaler)
+        experience = self.experience(rollout)
         metrics: Metrics = dict(self.learner.update(experience, iteration=self.iteration, draws=self.draws))
         self._warned = self._warned or warn_of_saturation(float(metrics["policy/saturated_fraction"]))
         metrics |= rollout_metrics(rollout, experience, self.pool.env)
         if self.moments is not None:  # last: collection and updates of an iteration share their normaliser
-            self.moments.update(rollout.obs[:, :, -1])
-            self.moments.apply(self.policy.normalizer)
+            for name, moments in self.moments.items():
+                moments.update(rollout.obs[name][:, :, -1] if name == "state" else rollout.obs[name])
+                moments.apply(self.policy.normalizer, name)
         self.iteration += 1
         executed = int(rollout.length.sum())
         self.progress += executed
@@ -162,6 +168,44 @@ class OnPolicy:
             "time/update_s": finished - collected,
             "time/env_steps_per_s": executed / (finished - started),
         }
+
+    def experience(self, rollout: Rollout) -> Experience:
+        """Return the data of an iteration; images of a trained encoder are shifted, once per iteration."""
+        trains = self.config.encoder == "trained"
+        if trains and self.config.image_shift:
+            flat = mapped(rollout.obs, lambda part: part.flatten(0, 1))
+            moved = shifted(self.policy, flat, self.config.image_shift, self.draws.generator)
+            shape = rollout.length.shape
+            rollout = replace(rollout, obs=mapped(moved, lambda part: part.unflatten(0, shape)))
+        experience = self.estimate_advantages(rollout, self.policy, self.learner.critic, self.scaler)
+        if not trains or self._bc_term is None:
+            return experience
+        frozen, obs = self._bc_term.frozen, mapped(rollout.obs, lambda part: part.flatten(0, 1))
+        return replace(experience, initial_cond=encode(frozen, obs))
+
+    def _critic(self, setup: Setup) -> nn.Module:
+        config, policy = self.config, self.policy
+        width = policy.encoder.cond_dim
+        if config.critic_input == "simulator":
+            assert setup.env is not None
+            width = setup.env.spec.simulator_dim
+            config.require("critic_input", width > 0, f"policy or own: {NO_STATE}")
+        with seeded_weights(derive_seed(setup.seed, "critic")):
+            critic: nn.Module = config.critic.build(width)
+        if config.critic_input == "own":
+            critic = EncodingCritic(policy, critic)
+        return critic.to(setup.device, policy.dtype)
+
+    def _encoder_weights(self) -> list[nn.Parameter]:
+        """Return the weights of a trained encoder; none of a frozen one."""
+        if self.config.encoder == "frozen":
+            return []
+        switched = isinstance(getattr(self.policy, "field", None), SwitchedField)
+        rule = (
+            "frozen unless algo.tuned_steps is the number of denoising steps: frozen steps would change too"
+        )
+        self.config.require("encoder", not switched, rule)
+        return trained_encoder(self.policy)
 
     def _completed_fraction(self) -> float:
         """Return the completed fraction of the run, 0 to 1."""
@@ -187,7 +231,7 @@ class OnPolicy:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "draws": self.draws.generator.get_state(),
             "pool": self.pool.state_dict(),
-            "moments": None if self.moments is None else self.moments.state_dict(),
+            **{_moments_key(name): moments.state_dict() for name, moments in (self.moments or {}).items()},
             **self._resume_invariants(),
         }
 
@@ -202,8 +246,8 @@ class OnPolicy:
         self.learner.load_state_dict(state["learner"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        if self.moments is not None:
-            self.moments.load_state_dict(state["moments"])
+        for name, moments in (self.moments or {}).items():
+            moments.load_state_dict(state[_moments_key(name)])
         self.draws.generator.set_state(state["draws"])
         self.pool.load_state_dict(state["pool"])
         self.iteration, self.progress = int(state["iteration"]), int(state["progress"])
@@ -211,6 +255,10 @@ class OnPolicy:
     def close(self) -> None:
         self.pool.close()
         self.learner.close()
+
+
+def _moments_key(name: str) -> str:
+    return "moments" if name == "state" else f"{name}_moments"
 
 
 def rollout_metrics(rollout: Rollout, experience: Experience, env: EnvConfig) -> Metrics:

@@ -121,11 +121,14 @@ class ChunkCriticConfig(TransitionsConfig):
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> ChunkCriticLearner:
         warn_of_clipped_actions(table, setup, name_of("algo", self))
-        return self.learner_of(policy)
+        return self.learner_of(policy, setup.seed)
 
     @abstractmethod
-    def learner_of(self, policy: Policy) -> ChunkCriticLearner:
-        """Return the learner of a trainable policy; initial weights use torch's global generator."""
+    def learner_of(self, policy: Policy, seed: int) -> ChunkCriticLearner:
+        """Return the learner of a trainable policy; initial weights use torch's global generator.
+
+        `seed` is that of the run, for policies built anew.
+        """
 
 
 class ChunkCriticLearner(ABC):
@@ -139,6 +142,7 @@ class ChunkCriticLearner(ABC):
 
     policy: Policy
     moves_first: ClassVar[bool] = True  # target copies move towards the critics of before the step
+    critic_first: ClassVar[bool] = True  # actors use the critics of after their step
 
     def __init__(self, base: Policy, critic: Ensemble, config: ChunkCriticConfig) -> None:
         self.base, self.config, self.steps = base, config, 0
@@ -179,12 +183,15 @@ class ChunkCriticLearner(ABC):
         self.steps += 1
         with torch.no_grad():
             target = self.target(batch, draws)
+        out: Quantities = {}
+        if updates_actor and not self.critic_first:
+            out |= self.update_actor(batch, draws) | self.update_base(batch, draws)
         if self.moves_first:
             polyak(self.target_critic, self.critic, self.config.tau)
-        out = self.update_critic(batch, target)
+        out |= self.update_critic(batch, target)
         if not self.moves_first:
             polyak(self.target_critic, self.critic, self.config.tau)
-        if updates_actor:
+        if updates_actor and self.critic_first:
             out |= self.update_base(batch, draws) | self.update_actor(batch, draws)
         return out
 
@@ -216,9 +223,10 @@ class ChunkCriticLearner(ABC):
 
     # -- values ---------------------------------------------------------------------------------------
 
-    def aggregated(self, values: Tensor, subset: Tensor) -> Tensor:
-        """Return C_i of values (E, ...)."""
-        return aggregate(values, self.config.aggregate, subset=subset, pessimism=self.config.pessimism)
+    def aggregated(self, values: Tensor, subset: Tensor, how: str | None = None) -> Tensor:
+        """Return C_i of values (E, ...), or their reduction by `how`."""
+        how = self.config.aggregate if how is None else how
+        return aggregate(values, how, subset=subset, pessimism=self.config.pessimism)
 
     def backup(self, batch: Batch, action: Tensor, draws: Draws) -> Tensor:
         """Return y (B,) for next chunks (B, A)."""
@@ -227,7 +235,7 @@ class ChunkCriticLearner(ABC):
 
     def chunk(self, policy: Policy, vec: Tensor, noise: Tensor, *, grad: bool = False) -> Tensor:
         """Return executed chunks (B, A) of a policy for noise, at conditions (B, C)."""
-        plan = policy.decode(condition_of(policy, vec), noise, grad=grad)
+        plan = policy.decode(condition_of(self.base, vec), noise, grad=grad)
         return plan[:, policy.chunk.executed].flatten(1)
 
     # -- state ----------------------------------------------------------------------------------------

@@ -57,5 +57,5 @@ class QcConfig(ChunkCriticConfig):
 
     num_candidates: int = bounded(32, ge=1)  # N, chunks to choose from
 
-    def learner_of(self, policy: Policy) -> QcLearner:
+    def learner_of(self, policy: Policy, seed: int) -> QcLearner:
         return QcLearner(policy, self)

@@ -35,7 +35,9 @@ class OnlineConfig(Checked):
     num_envs: int = bounded(4, ge=1)  # parallel environments
     warmup_steps: int = bounded(1000, ge=0)  # control steps before the first online update
     updates_per_step: float = bounded(1.0, gt=0)  # gradient steps per executed control step
-    offline_ratio: float | None = bounded(0.5, ge=0, le=1)  # dataset share of a batch; null: by numbers of rows
+    offline_ratio: float | None = bounded(
+        0.5, ge=0, le=1
+    )  # dataset share of a batch; null: by numbers of rows
     buffer_size: int = bounded(1_000_000, ge=1)  # capacity for experience, transitions
     exploration_std: float = bounded(0.0, ge=0)  # std of noise on executed actions, normalised units
 
@@ -73,7 +75,15 @@ class Experience(TransitionTable):
     def add(self, batch: Batch) -> None:
         """Overwrite the oldest rows with those of a batch."""
         single = (batch.reward[:, None], batch.discount[:, None], batch.has_next[:, None])
-        parts = (batch.cond, batch.action, batch.next_cond, *single, batch.next_action, batch.plan, batch.real)
+        parts = (
+            batch.cond,
+            batch.action,
+            batch.next_cond,
+            *single,
+            batch.next_action,
+            batch.plan,
+            batch.real,
+        )
         rows = torch.cat(parts, dim=1).to(self._rows)[-len(self._rows) :]
         place = (self._next + torch.arange(len(rows), device=self.device)) % len(self._rows)
         self._rows.index_copy_(0, place, rows)
@@ -160,7 +170,9 @@ class OnlinePhase:
         batches = []
         for table, rows in ((self.experience, n - count), (self.table, count)):
             if rows:
-                row = torch.randint(len(table), (rows,), generator=self._generator, device=self._generator.device)
+                row = torch.randint(
+                    len(table), (rows,), generator=self._generator, device=self._generator.device
+                )
                 batches.append(table.gather(row.to(table.device)))
         if n > count:
             batches[0] = Batch(**{**vars(batches[0]), "row": torch.full_like(batches[0].row, -1)})
@@ -197,7 +209,10 @@ def transitions_of(rollout: Rollout, policy: Policy, rewarding: Rewarding) -> Ba
     reward = (rewards * rewarding.gamma ** step.double() * executed).sum(dim=1).float()
     discount = rewarding.gamma ** length.double() * ~rollout.terminated[0].to(device)
     plan, real = action.new_zeros(len(action), *chunk.shape), action.new_zeros(len(action), chunk.horizon)
-    plan[:, chunk.executed], real[:, chunk.executed] = action.unflatten(1, (chunk.act_steps, -1)), executed.to(real)
+    plan[:, chunk.executed], real[:, chunk.executed] = (
+        action.unflatten(1, (chunk.act_steps, -1)),
+        executed.to(real),
+    )
     return Batch(
         cond=cond,
         action=action,

@@ -74,7 +74,12 @@ class Candidates(Checked):
         """Return the configuration of the critics."""
         after = self.critic_layer_norm and self.norm_after
         return EnsembleConfig(
-            self.members, self.critic_dims, self.critic_activation, self.critic_layer_norm, after, norm_eps=1e-6
+            self.members,
+            self.critic_dims,
+            self.critic_activation,
+            self.critic_layer_norm,
+            after,
+            norm_eps=1e-6,
         )
 
     def wrap(self, base: Policy) -> CandidatePolicy:

@@ -91,18 +91,37 @@ def dataset_of(setup: Setup, algo: str, needs: str) -> EpisodeDataset:
     return dataset
 
 
-def require_states_only(policy: Policy, algo: str) -> None:
-    """Refuse a policy with images or goals (CapabilityError), for algorithms that store states only."""
-    if policy.goal_dim:
-        raise CapabilityError(
-            f"algo={algo} learns from states; the policy is conditioned on goals too. Use one whose goal "
-            f"is part of the state (env.goal=appended in mazes), or clone with algo=bc."
+def goal_dim_of(setup: Setup, dataset: EpisodeDataset) -> int:
+    """Return Dg of `init`, else of the task, else of the dataset if goals are dropped.
+
+    Raises:
+        ConfigError: If the dataset lacks these goals.
+    """
+    recorded = dataset.extras["goal"].shape[-1] if "goal" in dataset.extras else 0
+    goal_dim = recorded if setup.policy.goal_dropout else 0
+    if setup.init is not None:
+        goal_dim = setup.init.goal_dim
+    elif setup.env is not None:
+        goal_dim = setup.env.spec.goal_dim
+    if goal_dim and not recorded:
+        raise ConfigError(
+            f"the policy is conditioned on goals; {dataset.source} has no key 'goal'. Use a dataset that "
+            f"records them, or a task whose goal is part of the state (env.goal=appended in mazes)."
         )
-    if policy.images:
-        raise CapabilityError(
-            f"algo={algo} learns from states; the policy has the cameras {', '.join(policy.images)}. "
-            f"Use one with encoder=state, or clone with algo=bc."
+    if goal_dim and goal_dim != recorded:
+        raise ConfigError(
+            f"the policy is conditioned on goals of width {goal_dim}; those of {dataset.source} have width "
+            f"{recorded}. Use a dataset of the same task."
         )
+    return goal_dim
+
+
+def require_condition_vector(policy: Policy, algo: str) -> None:
+    """Refuse a policy whose condition is more than the stored vector (CapabilityError)."""
+    try:
+        policy.condition(torch.zeros(1, policy.encoder.cond_dim))
+    except CapabilityError as error:
+        raise CapabilityError(f"algo={algo} remembers observations as features. {error}") from None
 
 
 def require_one_policy(policy: Policy, algo: str) -> None:

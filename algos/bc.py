@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from algos.base import Metrics, Setup, dataset_of, require_one_policy
+from algos.base import Metrics, Setup, dataset_of, goal_dim_of, require_one_policy
 from algos.cloning.batches import CloningBatch, Shuffle, WindowSampler
 from algos.cloning.distillation import Teacher
 from algos.cloning.validation import Validation, masked_mean, matching_of
@@ -35,7 +35,7 @@ from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from policies.bounds import Checked, bounded
 from policies.build import build_policy
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import CheckpointError
 from policies.paths import path_field
 from policies.policy import Policy
 from policies.registry import name_of, register
@@ -259,7 +259,7 @@ class Bc:
 
 def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
     """Return a new policy with the dataset's statistics, or a copy of `init`."""
-    goal_dim = _goal_dim(setup, dataset)
+    goal_dim = goal_dim_of(setup, dataset)
     if setup.init is not None:
         require_one_policy(setup.init, "bc")
         return setup.init.clone().requires_grad_(True)
@@ -272,27 +272,6 @@ def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
         statistics=dataset.statistics(),
         seed=derive_seed(setup.seed, "weights"),
     )
-
-
-def _goal_dim(setup: Setup, dataset: EpisodeDataset) -> int:
-    """Return Dg of `init`, else of the task, else of the dataset if goals are dropped."""
-    recorded = dataset.extras["goal"].shape[-1] if "goal" in dataset.extras else 0
-    goal_dim = recorded if setup.policy.goal_dropout else 0
-    if setup.init is not None:
-        goal_dim = setup.init.goal_dim
-    elif setup.env is not None:
-        goal_dim = setup.env.spec.goal_dim
-    if goal_dim and not recorded:
-        raise ConfigError(
-            f"the policy is conditioned on goals; {dataset.source} has no key 'goal'. Use a dataset that "
-            f"records them, or a task whose goal is part of the state (env.goal=appended in mazes)."
-        )
-    if goal_dim and goal_dim != recorded:
-        raise ConfigError(
-            f"the policy is conditioned on goals of width {goal_dim}; those of {dataset.source} have width "
-            f"{recorded}. Use a dataset of the same task."
-        )
-    return goal_dim
 
 
 def _teacher_of(config: BcConfig, setup: Setup, student: Policy) -> Teacher | None:

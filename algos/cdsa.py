@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algos.base import Setup, dataset_of, require_states_only
+from algos.base import Setup, dataset_of, goal_dim_of
 from algos.offline.config import warn_of_clipped_actions
 from algos.offline.loop import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
@@ -122,8 +122,8 @@ class CdsaConfig(Checked):
         algo = name_of("algo", self)
         if setup.init is None:
             raise ConfigError(f"algo={algo} corrects a policy; got none. Give init=<policy directory>.")
-        require_states_only(setup.init, algo)
         dataset = dataset_of(setup, algo, "transitions")
+        goal_dim_of(setup, dataset)
         dataset = actions_for(dataset, setup.init, None if setup.env is None else setup.env.spec)
         with torch_threads(setup.threads(THREADS)):
             base = setup.init.clone().eval().requires_grad_(False)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algos.base import Draws, Quantities, Setup, require_states_only
+from algos.base import Draws, Quantities, Setup, require_condition_vector
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
@@ -244,12 +244,12 @@ class DsrlConfig(OffPolicyConfig):
 
         Raises:
             ConfigError: If policy or environment is missing, or their sizes disagree.
-            CapabilityError: If actions are not a deterministic function of the start noise, or the policy
-                uses observations other than states.
+            CapabilityError: If actions are not a deterministic function of the start noise, or the policy's
+                condition has tokens.
         """
         name = name_of("algo", self)
         init = check_setup(setup, name)
-        require_states_only(init, name)
+        require_condition_vector(init, name)
         with torch_threads(setup.threads(THREADS)):
             with seeded_weights(derive_seed(setup.seed, "steering")):
                 policy = self._steered(init).to(setup.device)

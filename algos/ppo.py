@@ -21,7 +21,7 @@ from algos.base import Setup
 from algos.onpolicy.config import OnPolicyConfig, rising
 from algos.onpolicy.loop import OnPolicy, check_setup
 from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
-from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.onpolicy.running_normalizer import running_moments
 from policies.bounds import bounded
 from policies.errors import CapabilityError
 from policies.processes.gaussian import GaussianPolicy
@@ -69,7 +69,7 @@ class PpoConfig(OnPolicyConfig):
             trainable=policy.head,
             bc_term=None if frozen is None else CloningTerm(frozen, ratio),
             export_policy=policy.clone,
-            moments=RunningMeanStd(policy.obs_dim) if fits_normalizer else None,
+            moments=running_moments(policy) if fits_normalizer else None,
         )
 
     def ratio(self, policy: Any) -> ChainRatio:

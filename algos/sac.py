@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from algos.base import Setup, require_states_only
+from algos.base import Setup
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
@@ -55,7 +55,7 @@ class SacConfig(OffPolicyConfig):
         Raises:
             ConfigError: If environment or dataset is missing, sizes disagree, or an untrained policy lacks
                 observation statistics.
-            CapabilityError: If the policy is not a squashed Gaussian, or uses observations other than states.
+            CapabilityError: If the policy is not a squashed Gaussian.
         """
         algo = name_of("algo", self)
         init = self._fresh(setup, algo) if setup.init is None else check_setup(setup, algo)
@@ -64,7 +64,6 @@ class SacConfig(OffPolicyConfig):
                 f"algo={algo} trains a squashed Gaussian policy; got {type(init).__name__} with process "
                 f"'{type(init.config.process).__name__}'. Use process=tanh_gaussian, or algo=dsrl."
             )
-        require_states_only(init, algo)
         with torch_threads(setup.threads(THREADS)):
             policy = init.clone().to(setup.device).requires_grad_(True)
             actor = SquashedActor(policy, self.density_form, is_fresh=setup.init is None)
@@ -79,7 +78,7 @@ class SacConfig(OffPolicyConfig):
             spec, source = setup.env.spec, setup.dataset.source
             advice = "Use a dataset of the same task."
             require_fit(f"env={spec.name}", spec, source, setup.dataset, advice=advice)
-            return fresh_policy(setup, algo, setup.dataset.statistics()["state"])
+            return fresh_policy(setup, algo, setup.dataset.statistics())
         mode = setup.policy.normalizer["state"]
         if setup.env is not None and mode != "identity":
             raise ConfigError(

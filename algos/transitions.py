@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from algos.training.observations import encode
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.free_memory import require_memory
 from policies.errors import DatasetError
@@ -29,6 +30,7 @@ from policies.policy import Policy
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _ENCODED_AT_ONCE = 65_536
+_IMAGES_AT_ONCE = 512
 _CONSTANT_STD = 1e-4  # std below which an entry counts as constant
 _ROUNDING = 1e-5  # tolerance outside the action bounds for rounding, relative to their width
 _CLIPPED = {
@@ -145,11 +147,13 @@ def deviations(cond: Tensor) -> Tensor:
 def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> TransitionTable:
     """Return the transitions of a dataset on the policy's device, in the policy's encoding.
 
-    The policy's history, executed steps, encoding and normalisation are used.
+    The policy's history, executed steps, encoding and normalisation are used. With images, the last frame of
+    an episode that goes on is left out: the image after it is not recorded.
 
     Raises:
         DatasetError: If there is no transition.
     """
+    dataset = dataset.with_cameras(policy.images)
     segment = _segments(dataset, policy.chunk.act_steps)
     if not len(segment.start):
         raise DatasetError(
@@ -211,7 +215,7 @@ def _segments(dataset: EpisodeDataset, steps: int) -> _Segments:
     length = real.sum(dim=1)
     last = start + length - 1
     keep = (length == steps) | over[last]
-    if dataset.next_observations is None:
+    if dataset.next_observations is None or dataset.images:
         keep &= (last < end) | dataset.terminated[last]  # a last frame with mask 0 may lack an action
     parts = (start, last, torch.minimum(wanted, last[:, None]), length, over[last], real)
     return _Segments(*(part[keep] for part in parts))
@@ -242,17 +246,26 @@ def _plan_frames(dataset: EpisodeDataset, segment: _Segments, policy: Policy) ->
 
 
 def _encode(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor: bool = False) -> Tensor:
-    """Return the condition (M, C) of the history up to frames (M,), or up to their successors."""
+    """Return the condition (M, C) of the history up to frames (M,), or up to their successors.
+
+    A successor has goal and images of the next frame; of the last one, of which none is recorded, its own.
+    """
+    end = _episode_end(dataset)
     first = dataset.episode_start[:-1].repeat_interleave(dataset.lengths)
     back = torch.arange(policy.chunk.obs_steps - 1, -1, -1, device=newest.device)
     pieces = []
-    for frame in newest.split(_ENCODED_AT_ONCE):
+    for frame in newest.split(_IMAGES_AT_ONCE if policy.images else _ENCODED_AT_ONCE):
         history = torch.maximum(frame[:, None] - back + successor, first[frame][:, None])
         inside = torch.minimum(history, frame[:, None])
-        obs = dataset.observations[inside]
+        obs = {"state": dataset.observations[inside]}
         if successor:
-            obs[:, -1] = _successors(dataset, frame)
-        pieces.append(policy.encode(policy.observation({"state": obs})).vec)
+            obs["state"][:, -1] = _successors(dataset, frame)
+        seen = torch.minimum(history, end[frame][:, None])
+        if policy.goal_dim:
+            obs["goal"] = dataset.extras["goal"][seen[:, -1]].float()
+        for camera, images in dataset.images.items():
+            obs[camera] = images[seen.flatten().cpu()].unflatten(0, seen.shape)
+        pieces.append(encode(policy, obs).vec)
     return torch.cat(pieces)
 
 

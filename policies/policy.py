@@ -111,7 +111,23 @@ class Policy(nn.Module):
         `generator` drives image augmentation during training; without it there is no augmentation. The
         train/eval mode of the module has no effect.
         """
-        cond = self.encoder(obs, self.normalizer, generator)
+        return self._with_free(self.encoder(obs, self.normalizer, generator))
+
+    def condition(self, vec: Tensor) -> Cond:
+        """Return the condition of features (B, C), as `encode` returned it.
+
+        Raises:
+            CapabilityError: If the features are not the whole condition.
+        """
+        if self.encoder.token_dim:
+            raise CapabilityError(
+                "the features of this policy are not its whole condition: encoder.tokens adds the patches of "
+                "its images. Clone one with encoder.tokens=false and a backbone without attention on tokens."
+            )
+        return self._with_free(Cond(vec))
+
+    def _with_free(self, cond: Cond) -> Cond:
+        """Add the condition without goal, if the policy is trained for it."""
         if not self.config.goal_dropout:
             return cond
         nowhere = nn.functional.pad(cond.vec[:, : -self.goal_dim], (0, self.goal_dim))

@@ -10,7 +10,7 @@ execution order. All quantities are normalised unless named `physical`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -62,11 +62,18 @@ class Cond:
         return self._map(lambda part: part.index_select(0, index))
 
     def joined(self, other: Cond) -> Cond:
-        """Append the rows of another condition."""
+        """Append the rows of another condition; without their goal-free versions."""
+        return Cond.concatenated([replace(self, free=None), replace(other, free=None)])
+
+    @classmethod
+    def concatenated(cls, conds: Sequence[Cond]) -> Cond:
+        """Return the rows of conditions of one policy, one after the other."""
         tokens = None
-        if self.tokens is not None and other.tokens is not None:
-            tokens = torch.cat([self.tokens, other.tokens])
-        return Cond(torch.cat([self.vec, other.vec]), tokens)
+        if conds[0].tokens is not None:
+            tokens = torch.cat([cond.tokens for cond in conds if cond.tokens is not None])
+        free = [cond.free for cond in conds if cond.free is not None]
+        joined = cls.concatenated(free) if free else None
+        return Cond(torch.cat([cond.vec for cond in conds]), tokens, joined)
 
     def freed(self, rows: Tensor) -> Cond:
         """Replace rows selected by a mask (B,) by their goal-free version."""

@@ -29,7 +29,6 @@ from policies.errors import CapabilityError
 from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
 from policies.wrappers.candidates import CandidatePolicy, ranked, select
-from policies.wrappers.noise_policy import condition_of
 
 EDITED = ("data", "policy")
 
@@ -112,7 +111,7 @@ class EditLearner(ChunkCriticLearner):
 
     def target(self, batch: Batch, draws: Draws) -> Tensor:
         """Return y (B,): the best candidate by one subset of target critics, valued by another."""
-        cond = condition_of(self.base, batch.next_cond)
+        cond = self.base.condition(batch.next_cond)
         actions = self.acting.candidates(cond, draws["next"])[1]
         if actions.shape[1] == 1:
             return self.backup(batch, actions[:, 0], draws)

@@ -32,7 +32,6 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.flow import RectifiedFlow
-from policies.protocols import Cond
 from policies.registry import name_of, register
 from policies.samplers.ode import Euler
 from policies.seeds import derive_seed
@@ -48,13 +47,18 @@ def student_of(teacher: DenoisingPolicy, seed: int) -> DenoisingPolicy:
             config,
             obs_dim=teacher.obs_dim,
             action_dim=teacher.chunk.action_dim,
+            goal_dim=teacher.goal_dim,
+            images=teacher.images,
             seed=derive_seed(seed, "student"),
         )
         fresh.normalizer.load_state_dict(teacher.normalizer.state_dict())
+        fresh.encoder.load_state_dict(teacher.encoder.state_dict())
         assert isinstance(fresh, DenoisingPolicy)
         student = fresh.to(teacher.device, teacher.dtype)
     student = student.with_sampler(Euler(steps=1, clip_action=clip))
-    return student.train().requires_grad_(True)
+    student.train().requires_grad_(True)
+    student.encoder.requires_grad_(False)
+    return student
 
 
 class FqlLearner(ChunkCriticLearner):
@@ -84,7 +88,7 @@ class FqlLearner(ChunkCriticLearner):
 
     def student_losses(self, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the distillation error, the value term, and lambda, for noise (B, Th, Da)."""
-        cond = Cond(batch.cond)
+        cond = self.base.condition(batch.cond)
         wanted = self.base.decode(cond, noise).detach()
         plan = self._unclipped.decode(cond, noise, grad=True)
         distillation = (plan - wanted).square().mean()

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from algos.base import Draws, Quantities, Setup, require_states_only
+from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_vector
 from algos.critics.losses import squared_error
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import TransitionsConfig, warn_of_clipped_actions
@@ -40,7 +40,6 @@ from policies.protocols import MatchingLoss
 from policies.registry import name_of
 from policies.seeds import derive_seed
 from policies.wrappers.candidates import CandidatePolicy, Candidates
-from policies.wrappers.noise_policy import condition_of
 
 NORM_EPS = 1e-6
 
@@ -82,14 +81,12 @@ class ChunkCriticConfig(TransitionsConfig):
         return Candidates(**{"aggregate": how, **own, **values})
 
     def require_trainable(self, setup: Setup, algo: str) -> None:
-        if setup.env is not None and setup.env.spec.goal_dim:
-            super().require_trainable(setup, algo)
         if setup.init is not None:
             self.require_policy(setup.init, algo)
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         """Refuse a policy that this algorithm cannot train (CapabilityError)."""
-        require_states_only(policy, algo)
+        require_condition_vector(policy, algo)
         process = name_of("process", policy.config.process)
         if self.needs_noise and not policy.noise_sensitive:
             raise CapabilityError(
@@ -108,16 +105,19 @@ class ChunkCriticConfig(TransitionsConfig):
         if setup.init is not None:
             policy = setup.init.clone()
         else:
-            statistics = dataset.statistics()
             policy = build_policy(
                 setup.policy,
                 obs_dim=dataset.obs_dim,
                 action_dim=dataset.action_dim,
-                statistics=statistics,
+                goal_dim=goal_dim_of(setup, dataset),
+                images=dataset.image_shapes,
+                statistics=dataset.statistics(),
                 seed=derive_seed(setup.seed, "actor"),
             )
             self.require_policy(policy, name_of("algo", self))
-        return policy.to(setup.device).train(self.refit).requires_grad_(self.refit)
+        policy = policy.to(setup.device).train(self.refit).requires_grad_(self.refit)
+        policy.encoder.requires_grad_(False)  # conditions are stored
+        return policy
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> ChunkCriticLearner:
         warn_of_clipped_actions(table, setup, name_of("algo", self))
@@ -235,7 +235,7 @@ class ChunkCriticLearner(ABC):
 
     def chunk(self, policy: Policy, vec: Tensor, noise: Tensor, *, grad: bool = False) -> Tensor:
         """Return executed chunks (B, A) of a policy for noise, at conditions (B, C)."""
-        plan = policy.decode(condition_of(self.base, vec), noise, grad=grad)
+        plan = policy.decode(self.base.condition(vec), noise, grad=grad)
         return plan[:, policy.chunk.executed].flatten(1)
 
     # -- state ----------------------------------------------------------------------------------------

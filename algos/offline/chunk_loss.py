@@ -10,7 +10,7 @@ from torch import Tensor
 from algos.cloning.validation import matching_of
 from algos.transitions import Batch
 from policies.policy import Policy
-from policies.protocols import TE, Cond
+from policies.protocols import TE
 
 
 class ChunkLoss:
@@ -21,7 +21,7 @@ class ChunkLoss:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._shape, self._matching = policy.chunk.shape, matching_of(policy)
+        self._policy, self._matching = policy, matching_of(policy)
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the random numbers for n rows; names begin with `te/`."""
@@ -33,5 +33,5 @@ class ChunkLoss:
         """Return the loss (B, Th) per row of the chunks."""
         more = {k.removeprefix("te/more/"): v for k, v in draws.items() if k.startswith("te/more/")}
         te = TE(draws["te/t"], draws["te/eps"], draws.get("te/level"), more)
-        chunk = batch.plan.view(-1, *self._shape)
-        return self._matching.matching_loss(Cond(batch.cond), chunk, te, reduce="step")
+        chunk = batch.plan.view(-1, *self._policy.chunk.shape)
+        return self._matching.matching_loss(self._policy.condition(batch.cond), chunk, te, reduce="step")

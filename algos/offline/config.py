@@ -6,13 +6,13 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from algos.base import Setup, dataset_of, require_one_policy, require_states_only
+from algos.base import Setup, dataset_of, goal_dim_of, require_condition_vector, require_one_policy
 from algos.offline.loop import THREADS, Learner, OfflineRun, Probes, probes_of
 from algos.offline.online import OnlineConfig, OnlinePhase
 from algos.optim import DelayedDecay, Ema
@@ -104,8 +104,7 @@ class TransitionsConfig(Checked):
         Raises:
             ConfigError: If the dataset is missing, sizes of dataset, environment and policy differ, or all
                 rewards are 0.
-            CapabilityError: If `init` does not support this training, or the task's goal is not part of the
-                state.
+            CapabilityError: If `init` does not support this training.
             DatasetError: If the dataset has no transition.
         """
         return self.run(setup, self.prepare(setup))
@@ -188,12 +187,21 @@ class OfflineConfig(TransitionsConfig):
     def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
         """Return a trainable copy of `init`, or a new actor scaled to the action bounds."""
         if setup.init is not None:
-            return setup.init.clone().to(setup.device).train().requires_grad_(True)
+            policy = setup.init.clone().to(setup.device).train().requires_grad_(True)
+            policy.encoder.requires_grad_(False)
+            return policy
+        config, goal_dim = self.actor_config(), goal_dim_of(setup, dataset)
+        statistics = {"state": _state_statistics(dataset), "action": box}
+        if goal_dim:  # goals are normalised as states are
+            mode = config.normalizer["state"]
+            config = replace(config, normalizer=config.normalizer | {"goal": mode})
+            statistics["goal"] = dataset.statistics()["goal"]
         policy = build_policy(
-            self.actor_config(),
+            config,
             obs_dim=dataset.obs_dim,
             action_dim=dataset.action_dim,
-            statistics={"state": _state_statistics(dataset), "action": box},
+            goal_dim=goal_dim,
+            statistics=statistics,
             seed=derive_seed(setup.seed, "actor"),
         )
         return policy.to(setup.device).train()
@@ -241,12 +249,7 @@ def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> 
 
 
 def _require_trainable(setup: Setup, algo: str) -> None:
-    """Refuse goals beside the state, images, and an `init` that is wrapped or composed."""
-    if setup.env is not None and setup.env.spec.goal_dim:
-        raise CapabilityError(
-            f"algo={algo} learns from states; the goal of env={setup.env.spec.name} is not part of them. Use "
-            f"env.goal=appended, which appends the goals of the dataset as well."
-        )
+    """Refuse an `init` that is wrapped or composed, or whose condition has tokens."""
     if setup.init is None:
         return
     require_one_policy(setup.init, algo)
@@ -255,7 +258,7 @@ def _require_trainable(setup: Setup, algo: str) -> None:
             f"algo={algo} trains a policy without wrapper; init has "
             f"'{name_of('wrapper', setup.init.wrapper)}'. Train the policy inside, then wrap it again."
         )
-    require_states_only(setup.init, algo)
+    require_condition_vector(setup.init, algo)
 
 
 def plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:

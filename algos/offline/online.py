@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics, Setup
+from algos.training.observations import encode
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable
+from envs.engine.pixels import match_cameras
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.rollout import Rollout, RolloutPool
 from policies.bounds import Checked, bounded
@@ -139,7 +141,7 @@ class OnlinePhase:
         self.config, self.total, self.table, self._rewarding = config, total, table, rewarding
         self.experience = Experience(min(config.buffer_size, total + config.num_envs), table)
         self.pool = RolloutPool(
-            setup.env,
+            match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
@@ -202,7 +204,7 @@ def transitions_of(rollout: Rollout, policy: Policy, rewarding: Rewarding) -> Ba
     """Return the N transitions of a rollout of one chunk per environment."""
     chunk, device = policy.chunk, policy.device
     cond, action = rollout.record["cond"][0].to(device), rollout.record["action"][0].to(device)
-    next_cond = policy.encode(policy.observation({"state": rollout.next_obs_last})).vec
+    next_cond = encode(policy, rollout.next_obs_last).vec
     length, step = rollout.length[0].to(device), torch.arange(chunk.act_steps, device=device)
     executed = step < length[:, None]
     rewards = rewarding.scale * rollout.rewards[0].to(device).double() + rewarding.shift

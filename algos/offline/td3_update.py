@@ -41,7 +41,6 @@ from policies.networks.mlp_blocks import PlainTrunk
 from policies.policy import Policy
 from policies.processes.deterministic import DeterministicPolicy
 from policies.processes.gaussian import GaussianPolicy
-from policies.protocols import Cond
 from policies.registry import name_of
 
 
@@ -142,7 +141,7 @@ class Actor:
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 action = self._network(cond)[0]
         else:
-            chunk = self.policy.decode(Cond(cond), noise, grad=grad)
+            chunk = self.policy.decode(self.policy.condition(cond), noise, grad=grad)
             action = chunk[:, self.policy.chunk.executed].flatten(1)
         return action if self.limit == 1.0 else action * self.limit
 

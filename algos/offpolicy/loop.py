@@ -21,10 +21,12 @@ from algos.offpolicy.replay_buffer import Mixture, Replay
 from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.optim import DelayedDecay, Ema
 from algos.training.metrics import Means
+from algos.training.observations import encode
 from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
+from envs.engine.pixels import match_cameras
 from envs.fit import require_fit
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.rollout import Rollout, RolloutPool
@@ -65,10 +67,10 @@ def transitions_of(rollout: Rollout, policy: Policy) -> dict[str, Tensor]:
     termination the next condition is that of the next episode; the discount of 0 removes its value.
     """
     cond = rollout.record["cond"]
-    last = policy.encode(policy.observation({"state": rollout.next_obs_last})).vec.to(cond.device)
+    last = encode(policy, rollout.next_obs_last).vec.to(cond.device)
     next_cond = torch.cat([cond[1:], last[None]])
     if len(rollout.final_index):
-        final = policy.encode(policy.observation({"state": rollout.final_obs})).vec.to(cond.device)
+        final = encode(policy, rollout.final_obs).vec.to(cond.device)
         next_cond[rollout.final_index[:, 0], rollout.final_index[:, 1]] = final
     parts = {name: getattr(rollout, name) for name in ("rewards", "length", "terminated", "truncated")}
     parts |= {**rollout.record, "next_cond": next_cond}
@@ -124,7 +126,7 @@ class OffPolicyRun:
         ratio, offset = config.offline_ratio, config.value_offset
         self.source = Mixture(self.replay, config.discounting, offline, ratio, offset)
         self.pool = RolloutPool(
-            setup.env,
+            match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
             obs_steps=chunk.obs_steps,

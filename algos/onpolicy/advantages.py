@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from algos.onpolicy.functional import RewardScaler, gae, successor_values
+from algos.training.observations import encode, mapped
 from envs.rollouts.rollout import Rollout
 from policies.policy import Policy
 from policies.protocols import Cond
@@ -64,7 +65,7 @@ class AdvantageEstimator:
         The reward of a chunk is the sum over its executed steps; discounts apply per chunk.
         """
         shape = rollout.terminated.shape
-        cond = encode(policy, rollout.obs.flatten(0, 1))
+        cond = encode(policy, mapped(rollout.obs, lambda part: part.flatten(0, 1)))
         value = evaluate_rows(critic, cond).view(shape).cpu()
         reward = rollout.rewards.double().sum(dim=-1)
         if scaler is not None:
@@ -89,9 +90,3 @@ class AdvantageEstimator:
             return successor_values(value, last)
         final = evaluate_rows(critic, encode(policy, rollout.final_obs)).cpu()
         return successor_values(value, last, final, rollout.final_index)
-
-
-def encode(policy: Policy, obs: Tensor) -> Cond:
-    """Encode physical observations (M, To, Do)."""
-    with torch.no_grad():
-        return policy.encode(policy.observation(obs))

@@ -15,7 +15,7 @@ from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.loop import OnPolicy, check_setup
 from algos.onpolicy.ratios import FlowRatio
 from algos.onpolicy.reinflow_ratio import PathTerm
-from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.onpolicy.running_normalizer import running_moments
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
@@ -67,7 +67,7 @@ class RectifiedConfig(OnPolicyConfig):
             trainable=ratio.trainable,
             bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
             export_policy=lambda: policy.with_sampler(evaluate).clone(),
-            moments=RunningMeanStd(policy.obs_dim) if fits_normalizer else None,
+            moments=running_moments(policy) if fits_normalizer else None,
         )
 
 

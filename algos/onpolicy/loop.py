@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from algos.base import Metrics, Setup, require_states_only
+from algos.base import Metrics, Setup
 from algos.onpolicy.advantages import AdvantageEstimator, Experience
 from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.functional import RewardScaler, explained_variance
@@ -17,12 +17,12 @@ from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
 from algos.training.resume_checks import init_facts, require_unchanged
+from envs.engine.pixels import match_cameras
 from envs.fit import require_fit
 from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
 from policies.errors import ConfigError
 from policies.policy import Policy
-from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_generator, seeded_weights
 from policies.threads import torch_threads
 
@@ -92,11 +92,10 @@ class OnPolicy:
         trainable: nn.Module,
         bc_term: BcTerm | None,
         export_policy: Callable[[], Policy],
-        moments: RunningMeanStd | None = None,
+        moments: Mapping[str, RunningMeanStd] | None = None,
     ) -> None:
         assert setup.env is not None
         policy = self.policy = ratio.policy
-        require_states_only(policy, name_of("algo", config))
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         with seeded_weights(derive_seed(setup.seed, "critic")):
             critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
@@ -110,7 +109,7 @@ class OnPolicy:
         )
         warn_of_a_long_iteration(config, policy.chunk.act_steps)
         self.pool = RolloutPool(
-            setup.env,
+            match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
@@ -151,8 +150,9 @@ class OnPolicy:
         self._warned = self._warned or warn_of_saturation(float(metrics["policy/saturated_fraction"]))
         metrics |= rollout_metrics(rollout, experience, self.pool.env)
         if self.moments is not None:  # last: collection and updates of an iteration share their normaliser
-            self.moments.update(rollout.obs[:, :, -1])
-            self.moments.apply(self.policy.normalizer)
+            for name, moments in self.moments.items():
+                moments.update(rollout.obs[name][:, :, -1] if name == "state" else rollout.obs[name])
+                moments.apply(self.policy.normalizer, name)
         self.iteration += 1
         executed = int(rollout.length.sum())
         self.progress += executed
@@ -187,7 +187,7 @@ class OnPolicy:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "draws": self.draws.generator.get_state(),
             "pool": self.pool.state_dict(),
-            "moments": None if self.moments is None else self.moments.state_dict(),
+            **{_moments_key(name): moments.state_dict() for name, moments in (self.moments or {}).items()},
             **self._resume_invariants(),
         }
 
@@ -202,8 +202,8 @@ class OnPolicy:
         self.learner.load_state_dict(state["learner"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        if self.moments is not None:
-            self.moments.load_state_dict(state["moments"])
+        for name, moments in (self.moments or {}).items():
+            moments.load_state_dict(state[_moments_key(name)])
         self.draws.generator.set_state(state["draws"])
         self.pool.load_state_dict(state["pool"])
         self.iteration, self.progress = int(state["iteration"]), int(state["progress"])
@@ -211,6 +211,10 @@ class OnPolicy:
     def close(self) -> None:
         self.pool.close()
         self.learner.close()
+
+
+def _moments_key(name: str) -> str:
+    return "moments" if name == "state" else f"{name}_moments"
 
 
 def rollout_metrics(rollout: Rollout, experience: Experience, env: EnvConfig) -> Metrics:

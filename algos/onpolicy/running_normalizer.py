@@ -6,7 +6,7 @@ between iterations only: within an iteration, collection and updates use the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,40 +15,47 @@ from torch import Tensor
 from algos.base import Setup
 from policies.build import build_policy
 from policies.errors import ConfigError
-from policies.normalizer import Normalizer, box_statistics
+from policies.normalizer import Normalizer, Statistics, box_statistics
 from policies.policy import Policy
 
 
-def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = None) -> Policy:
+def fresh_policy(setup: Setup, algo: str, statistics: Statistics | None = None) -> Policy:
     """Build an untrained policy from the configuration, for the task of the setup.
 
-    Actions are normalised by the task's bounds. Without `state` statistics, observations are unscaled until
-    `RunningMeanStd.apply`.
+    Actions are normalised by the task's bounds. Without `statistics` of `state` and `goal`, observations are
+    unscaled until `RunningMeanStd.apply`. Goals are normalised as states are.
 
     Raises:
-        ConfigError: If the task is missing, has goals, or observations need unknown limits.
+        ConfigError: If the task is missing, or observations need unknown limits.
     """
     if setup.env is None:
         raise ConfigError(f"algo={algo} learns in an environment and got none. Give env=<name>.")
     spec, mode = setup.env.spec, setup.policy.normalizer["state"]
-    if mode == "limits" and state is None:
+    if mode == "limits" and statistics is None:
         raise ConfigError(
             f"algo={algo} without init has no demonstrations for policy.normalizer.state=limits. "
             "Use gaussian, which is fitted during training, or identity; or give init=<policy directory>."
         )
-    if spec.goal_dim:
-        raise ConfigError(
-            f"algo={algo} cannot scale the goals of env={spec.name}; give init=<policy directory>."
-        )
     low, high = (torch.tensor(side) for side in (spec.action_low, spec.action_high))
-    known = box_statistics(-torch.ones(spec.obs_dim), torch.ones(spec.obs_dim)) if state is None else state
+    widths = {"state": spec.obs_dim, "goal": spec.goal_dim}
+    ones = {name: torch.ones(width) for name, width in widths.items() if width}
+    known = {name: box_statistics(-one, one) for name, one in ones.items()}
+    modes = setup.policy.normalizer | ({"goal": mode} if spec.goal_dim else {})
     return build_policy(
-        setup.policy,
+        replace(setup.policy, normalizer=modes),
         obs_dim=spec.obs_dim,
         action_dim=spec.action_dim,
-        statistics={"state": known, "action": box_statistics(low, high)},
+        goal_dim=spec.goal_dim,
+        images=getattr(setup.env, "images", None),
+        statistics={**known, **(statistics or {}), "action": box_statistics(low, high)},
         seed=setup.seed,
     )
+
+
+def running_moments(policy: Policy) -> dict[str, RunningMeanStd]:
+    """Return empty statistics of a policy's state and, if it has one, goal."""
+    widths = {"state": policy.obs_dim, "goal": policy.goal_dim}
+    return {name: RunningMeanStd(width) for name, width in widths.items() if width}
 
 
 class RunningMeanStd:

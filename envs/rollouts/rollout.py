@@ -1,7 +1,7 @@
 """Collect experience: environments split over workers, each with its own copy of the actor.
 
 Legend: T chunks per collection, N environments, M truncated chunks, To observation history,
-Ta executed steps per chunk, Do and Da widths.
+Ta executed steps per chunk, Do, Da and Dg widths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Actor(Protocol):
     """Policy for collection; picklable, on the CPU if workers are processes."""
 
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map observations, `state` (N, To, Do), to chunks and recorded tensors.
+        """Map observations (see `policies.protocols.Observation`) of N rows to chunks and recorded tensors.
 
         Returns:
             Physical actions (N, Ta, Da), and tensors (N, ...) by name.
@@ -38,25 +38,26 @@ class Rollout:
     """T chunks of N environments, and the episodes that ended in them.
 
     Shapes:
-        obs: (T, N, To, Do) float32, before each chunk.
+        obs: before each chunk: `state` (T, N, To, Do) and, with goals, `goal` (T, N, Dg), float32, and images
+            (T, N, To, H, W, 3) uint8 by camera.
         rewards: (T, N, Ta) float32, per control step, zero past `length`.
         length: (T, N) int64 executed control steps.
         terminated, truncated: (T, N) bool; both may be true of one chunk.
         first: (T, N) bool, the chunk begins an episode.
-        next_obs_last: (N, To, Do) float32, after the last chunk; the true final one where that one ended.
-        final_obs: (M, To, Do) float32, true final observation of every truncated chunk.
+        next_obs_last: as `obs`, (N, ...), after the last chunk; the true final one where that one ended.
+        final_obs: as `obs`, (M, ...), true final observation of every truncated chunk.
         final_index: (M, 2) int64, its [t, n].
         record: tensors recorded by the actor, (T, N, ...) by name.
     """
 
-    obs: Tensor
+    obs: dict[str, Tensor]
     rewards: Tensor
     length: Tensor
     terminated: Tensor
     truncated: Tensor
     first: Tensor
-    next_obs_last: Tensor
-    final_obs: Tensor
+    next_obs_last: dict[str, Tensor]
+    final_obs: dict[str, Tensor]
     final_index: Tensor
     record: dict[str, Tensor]
     episodes: list[EpisodeRow]
@@ -152,15 +153,24 @@ class Collector:
         buffer = _RolloutBuffer(num_steps)
         episodes: list[EpisodeRow] = []
         for t in range(num_steps):
-            obs = torch.from_numpy(self._obs).float()
+            obs = self._observation(self._obs)
             with torch.no_grad():
-                actions, record = actor.act({"state": obs}, self._generator)
+                actions, record = actor.act(_map_leaves(obs, torch.from_numpy), self._generator)
             step = self._vector.step_chunk(actions.detach().cpu().numpy())
             first = self._tracker.length == 0
             self._tracker.add(step)
             buffer.write(t, obs, first, step, record)
+            if len(rows := np.flatnonzero(step.truncated)):
+                buffer.write_final(t, rows, self._observation(step.obs[rows], rows))
+            if t == num_steps - 1:
+                buffer.last = self._observation(step.obs)
             episodes += self._finish(step)
         return {**buffer.read(), "episodes": episodes}
+
+    def _observation(self, state: Array, rows: Array | None = None) -> dict[str, Array]:
+        """Return the present observations of rows (default: all) with state histories (n, To, Do)."""
+        beside = self._vector.goals(rows) | self._vector.images(rows)
+        return {name: _single(value) for name, value in ({"state": state} | beside).items()}
 
     def state(self) -> dict[str, Any]:
         can_save = self._vector.can_save and self._obs is not None
@@ -214,73 +224,72 @@ class Collector:
 
 
 class _RolloutBuffer:
-    """Preallocated arrays for T chunks of one worker."""
+    """Preallocated arrays for T chunks of one worker; `last` are the observations after the last one."""
+
+    last: dict[str, Array]
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._arrays: dict[str, Array] = {}
-        self._record: dict[str, Tensor] = {}
-        self._final: list[tuple[int, Array, Array]] = []
-        self._last: Array | None = None
+        self._groups: dict[str, dict[str, Array]] = {"obs": {}, "step": {}, "record": {}}
+        self._final: list[tuple[Array, dict[str, Array]]] = []
 
-    def write(self, t: int, obs: Tensor, first: Array, step: ChunkStep, record: Mapping[str, Tensor]) -> None:
-        values = {
-            "obs": obs.numpy(),
-            "rewards": step.rewards.astype(np.float32),
-            "length": step.length,
-            "terminated": step.terminated,
-            "truncated": step.truncated,
-            "first": first,
-        }
+    def write(
+        self, t: int, obs: Mapping[str, Array], first: Array, step: ChunkStep, record: Mapping[str, Tensor]
+    ) -> None:
+        self._write(t, "obs", obs)
+        of_step = {name: getattr(step, name) for name in ("length", "terminated", "truncated")}
+        self._write(t, "step", {"rewards": step.rewards.astype(np.float32), "first": first, **of_step})
+        self._write(t, "record", {name: tensor.detach().numpy() for name, tensor in record.items()})
+
+    def _write(self, t: int, group: str, values: Mapping[str, Array]) -> None:
+        arrays = self._groups[group]
         for name, value in values.items():
             if t == 0:
-                self._arrays[name] = np.empty((self._num_steps, *value.shape), value.dtype)
-            self._arrays[name][t] = value
-        for name, tensor in record.items():
-            if t == 0:
-                self._record[name] = torch.empty((self._num_steps, *tensor.shape), dtype=tensor.dtype)
-            self._record[name][t] = tensor.detach()
-        if step.truncated.any():
-            rows = np.flatnonzero(step.truncated)
-            self._final.append((t, rows, step.obs[rows]))
-        self._last = step.obs
+                arrays[name] = np.empty((self._num_steps, *value.shape), value.dtype)
+            arrays[name][t] = value
+
+    def write_final(self, t: int, rows: Array, obs: dict[str, Array]) -> None:
+        """Add the true final observations of truncated rows (m,)."""
+        self._final.append((np.stack([np.full_like(rows, t), rows], axis=1), obs))
 
     def read(self) -> dict[str, Any]:
-        """Return all arrays; float32 observations, final ones by [t, n]."""
-        assert self._last is not None
-        index = [np.stack([np.full_like(rows, t), rows], axis=1) for t, rows, _ in self._final]
-        final = [obs for _, _, obs in self._final]
+        index = [np.empty((0, 2), np.int64), *(index for index, _ in self._final)]
+        final = [{name: value[:0] for name, value in self.last.items()}, *(obs for _, obs in self._final)]
         return {
-            **self._arrays,
-            "next_obs_last": self._last.astype(np.float32),
-            "final_index": np.concatenate([np.empty((0, 2), np.int64), *index]),
-            "final_obs": np.concatenate([self._last[:0], *final]).astype(np.float32),
-            "record": {name: tensor.numpy() for name, tensor in self._record.items()},
+            **self._groups,
+            "next_obs_last": self.last,
+            "final_index": np.concatenate(index),
+            "final_obs": {name: np.concatenate([obs[name] for obs in final]) for name in self.last},
         }
+
+
+def _single(values: Array) -> Array:
+    """Return floating-point values as float32; images are unchanged."""
+    return values.astype(np.float32) if values.dtype.kind == "f" else values
 
 
 def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
-    widths = [part["length"].shape[1] for part in parts]
+    widths = [part["step"]["length"].shape[1] for part in parts]
     offsets = np.cumsum([0, *widths[:-1]])
 
-    def beside(name: str, axis: int = 1) -> Tensor:
-        arrays = [part[name] for part in parts]
-        return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis))
+    def beside(group: str, axis: int = 1) -> dict[str, Tensor]:
+        groups = [part[group] for part in parts]
+        return {name: _joined([one[name] for one in groups], axis) for name in groups[0]}
 
-    record = {
-        name: torch.from_numpy(np.concatenate([part["record"][name] for part in parts], axis=1))
-        for name in parts[0]["record"]
-    }
     index = [part["final_index"] + [0, offset] for part, offset in zip(parts, offsets, strict=True)]
-    names = ("obs", "rewards", "length", "terminated", "truncated", "first")
     return Rollout(
-        **{name: beside(name) for name in names},
+        **beside("step"),  # type: ignore[arg-type]
+        obs=beside("obs"),
         next_obs_last=beside("next_obs_last", axis=0),
         final_obs=beside("final_obs", axis=0),
         final_index=torch.from_numpy(np.concatenate(index)),
-        record=record,
+        record=beside("record"),
         episodes=[row for part in parts for row in part["episodes"]],
     )
+
+
+def _joined(arrays: Sequence[Array], axis: int) -> Tensor:
+    return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis))
 
 
 def _map_leaves(tree: Any, change: Any) -> Any:

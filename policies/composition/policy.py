@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from policies.composition.observation import (
     ComposedEncoder,
     check_members,
+    joined,
     joint_normalizer,
     named,
     of_members,
@@ -167,6 +168,11 @@ class ComposedPolicy(DenoisingPolicy):
         lead, *others = self.fields
         view.members = nn.ModuleList([lead.with_act_steps(act_steps), *others])
         return view
+
+    def condition(self, vec: Tensor) -> Cond:
+        widths = [member.encoder.cond_dim for member in self.fields]
+        parts = zip(self.fields, vec.split(widths, dim=1), strict=True)
+        return joined([member.condition(part) for member, part in parts])
 
     # -- NoiseDecoder ---------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from policies.errors import CapabilityError
 from policies.policy import Policy
@@ -62,6 +62,9 @@ class WrappedPolicy(Policy):
 
     def encode(self, obs: Any, *, generator: torch.Generator | None = None) -> Cond:
         return self.base.encode(obs, generator=generator)
+
+    def condition(self, vec: Tensor) -> Cond:
+        return self.base.condition(vec)
 
     def with_sampler(self, sampler: Any, **options: Any) -> Self:
         base: Any = self.base

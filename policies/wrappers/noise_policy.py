@@ -28,8 +28,6 @@ import torch
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
-from policies.composition.observation import joined
-from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.distributions import TanhGaussianConfig
@@ -100,17 +98,6 @@ def interpolation(horizon: int, rows: int) -> Tensor:
     return (weight / weight.norm(dim=1, keepdim=True)).float()
 
 
-def condition_of(policy: Policy, vec: Tensor) -> Cond:
-    """Return the condition with vector (B, C), for policies without image observations."""
-    if isinstance(policy, WrappedPolicy):
-        return condition_of(policy.base, vec)
-    if isinstance(policy, ComposedPolicy):
-        widths = [member.encoder.cond_dim for member in policy.fields]
-        members = zip(policy.fields, vec.split(widths, dim=1), strict=True)
-        return joined([condition_of(member, part) for member, part in members])
-    return Cond(vec)
-
-
 class SteeredPolicy(WrappedPolicy):
     """A frozen policy with an actor for its noise.
 
@@ -173,7 +160,7 @@ class SteeredPolicy(WrappedPolicy):
     @torch.no_grad()
     def chunk_of(self, vec: Tensor, latent: Tensor) -> Tensor:
         """Return normalised chunks (B, Th, Da) of latents u (B, L) at conditions (B, C)."""
-        return self.base.decode(condition_of(self.base, vec), self.noise_of(latent))
+        return self.base.decode(self.base.condition(vec), self.noise_of(latent))
 
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()

@@ -12,7 +12,8 @@ from messages import mentions
 from point_dppo import SMALL, draws, make_init, make_run
 from point_env import PointEnv
 
-from algos.onpolicy.advantages import encode, evaluate_rows
+from algos.onpolicy.advantages import evaluate_rows
+from algos.training.observations import encode
 from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
 from policies.samplers.ddpm import DDIM

@@ -14,9 +14,10 @@ from point_flows import FPO, RATES, SIZES, make_flow, make_run
 
 from algos.base import Setup
 from algos.fpo import AwmConfig, FpoConfig
-from algos.onpolicy.advantages import Experience, encode
+from algos.onpolicy.advantages import Experience
 from algos.onpolicy.fpo_ratio import AwmRatio, FpoRatio, Matching
 from algos.onpolicy.ratios import Rows
+from algos.training.observations import encode
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import PolicyConfig
@@ -34,7 +35,7 @@ def acted(config: FpoConfig, policy: DenoisingPolicy | None = None) -> tuple[Fpo
     obs = torch.rand(ROWS, 1, 2, generator=torch.Generator().manual_seed(0))
     _, record = ratio.act({"state": obs}, torch.Generator().manual_seed(1))
     unused = torch.zeros(ROWS)
-    experience = Experience(encode(policy, obs), record, unused, unused, unused)
+    experience = Experience(encode(policy, {"state": obs}), record, unused, unused, unused)
     return ratio, experience, Rows.sorted_from(torch.arange(ROWS * ratio.inner_steps), ratio.inner_steps)
 
 
@@ -52,7 +53,7 @@ def test_the_eps_loss_is_the_velocity_loss_times_the_square_of_the_time() -> Non
     policy = make_flow()
     ratios = [FpoRatio(policy, Matching(prediction=kind)) for kind in ("eps", "velocity", "x0")]
     generator = torch.Generator().manual_seed(0)
-    cond = encode(policy, torch.rand(9, 1, 2, generator=generator))
+    cond = encode(policy, {"state": torch.rand(9, 1, 2, generator=generator)})
     action, eps = torch.randn(2, 9, 3, 2, generator=generator)
     t = torch.linspace(0.1, 0.9, 9)
     by_eps, by_velocity, by_x0 = (ratio.losses(cond, action, eps, t) for ratio in ratios)

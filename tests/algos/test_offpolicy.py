@@ -40,7 +40,7 @@ def test_the_replay_holds_true_successors_across_time_limits() -> None:
     rows = transitions_of(rollout, run.learner.policy)
     unit = run.learner.policy.normalizer
     ended = rollout.truncated.flatten()
-    final = unit.encode("state", rollout.final_obs[:, -1])
+    final = unit.encode("state", rollout.final_obs["state"][:, -1])
     assert torch.equal(rows["next_cond"][ended], final)
     successor = rollout.record["cond"][1:]
     inner = rows["next_cond"].view(*rollout.length.shape, -1)[:-1]

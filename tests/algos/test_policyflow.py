@@ -15,10 +15,11 @@ from point_dppo import make_init
 from point_flows import POLICYFLOW, make_flow, make_run
 from torch.distributions import Normal
 
-from algos.onpolicy.advantages import Experience, encode
+from algos.onpolicy.advantages import Experience
 from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, PolicyflowRatio
 from algos.onpolicy.ratios import Rows, Score
 from algos.policyflow import PolicyFlowConfig
+from algos.training.observations import encode
 from algos.training.serialization import from_plain, to_plain
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
@@ -36,7 +37,7 @@ def acted(
     obs = torch.rand(ROWS, 1, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     _, record = ratio.act({"state": obs}, torch.Generator().manual_seed(1))
     unused = torch.zeros(ROWS, dtype=torch.float64)
-    experience = Experience(encode(policy, obs), record, unused, unused, unused)
+    experience = Experience(encode(policy, {"state": obs}), record, unused, unused, unused)
     return ratio, experience, Rows.sorted_from(torch.arange(ROWS * ratio.inner_steps), ratio.inner_steps)
 
 
@@ -74,7 +75,7 @@ def test_an_action_is_the_end_of_the_flow_plus_noise() -> None:
     ratio = POLICYFLOW.estimator(policy)
     obs = torch.rand(ROWS, 1, 2, generator=torch.Generator().manual_seed(0))
     action, record = ratio.act({"state": obs}, torch.Generator().manual_seed(1))
-    end = policy.decode(encode(policy, obs), record["start"])
+    end = policy.decode(encode(policy, {"state": obs}), record["start"])
     torch.testing.assert_close(record["end"], end)
     torch.testing.assert_close(action, policy.executed(end + record["noise"]))
     spread = float(record["noise"].std())

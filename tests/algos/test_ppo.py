@@ -188,14 +188,14 @@ def test_values_bootstrap_through_truncation_from_the_true_final_observation() -
     )
     false = torch.zeros(2, 1, dtype=torch.bool)
     rollout = Rollout(
-        obs=torch.tensor([1.0, 2.0]).view(2, 1, 1, 1),
+        obs={"state": torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)},
         rewards=torch.tensor([[10.0, 20.0], [30.0, 0.0]]).view(2, 1, 2),
         length=torch.tensor([[2], [1]]),
         terminated=false,
         truncated=torch.tensor([[True], [False]]),
         first=torch.tensor([[False], [True]]),
-        next_obs_last=torch.tensor([5.0]).view(1, 1, 1),
-        final_obs=torch.tensor([7.0]).view(1, 1, 1),
+        next_obs_last={"state": torch.tensor([5.0]).view(1, 1, 1)},
+        final_obs={"state": torch.tensor([7.0]).view(1, 1, 1)},
         final_index=torch.tensor([[0, 0]]),
         record={},
         episodes=[],

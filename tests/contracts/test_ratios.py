@@ -12,11 +12,12 @@ from pairwise import pairwise
 from small_policies import ACTION_DIM, OBS_DIM, observations, statistics
 
 from algos.fpo import AwmConfig, FpoConfig
-from algos.onpolicy.advantages import Experience, encode
+from algos.onpolicy.advantages import Experience
 from algos.onpolicy.ratios import ChainRatio, RatioEstimator, Rows
 from algos.onpolicy.reinflow_ratio import NoiseConfig
 from algos.policyflow import PolicyFlowConfig
 from algos.reinflow import ReinFlowConfig
+from algos.training.observations import encode
 from policies import registry
 from policies.build import build_policy
 from policies.policy import Policy, PolicyConfig
@@ -192,7 +193,7 @@ def fresh(ratio: RatioEstimator, seed: int = 0) -> tuple[Experience, Rows]:
     action, record = ratio.act({"state": obs}, torch.Generator().manual_seed(seed))
     assert action.shape == (ROWS, 3, ACTION_DIM)
     unused = torch.zeros(ROWS, dtype=obs.dtype)
-    experience = Experience(encode(ratio.policy, obs), record, unused, unused, unused)
+    experience = Experience(encode(ratio.policy, {"state": obs}), record, unused, unused, unused)
     return experience, Rows.sorted_from(torch.arange(ROWS * ratio.inner_steps), ratio.inner_steps)
 
 

@@ -49,13 +49,14 @@ def pool(num_workers: int = 0, **options: Any) -> RolloutPool:
 
 
 def assert_equal(a: Rollout, b: Rollout) -> None:
-    for name, value in vars(a).items():
-        if isinstance(value, Tensor):
-            assert value.dtype == getattr(b, name).dtype
-            assert torch.equal(value, getattr(b, name)), name
     assert a.episodes == b.episodes
-    assert a.record.keys() == b.record.keys()
-    assert all(torch.equal(a.record[key], b.record[key]) for key in a.record)
+    for name, value in vars(a).items():
+        other = getattr(b, name)
+        if isinstance(value, dict):
+            assert value.keys() == other.keys()
+            assert all(torch.equal(value[key], other[key]) for key in value), name
+        elif isinstance(value, Tensor):
+            assert value.dtype == other.dtype and torch.equal(value, other), name
 
 
 def test_one_worker_process_gives_the_numbers_of_none() -> None:
@@ -73,18 +74,20 @@ def test_environments_do_not_depend_on_how_they_are_divided() -> None:
         assert sorted(a.episodes, key=order) == sorted(b.episodes, key=order)
         a.episodes = b.episodes = []
         where = torch.argsort(b.final_index[:, 0] * NUM_ENVS + b.final_index[:, 1])
-        b.final_index, b.final_obs = b.final_index[where], b.final_obs[where]
+        b.final_index = b.final_index[where]
+        b.final_obs = {name: part[where] for name, part in b.final_obs.items()}
         assert_equal(a, b)
     parts.close()
 
 
 def test_shapes_types_and_flags_agree_with_each_other() -> None:
     rollout = pool().collect(Noisy(), STEPS)
-    assert rollout.obs.shape == (STEPS, NUM_ENVS, 2, 11) and rollout.obs.dtype == torch.float32
+    state = rollout.obs["state"]
+    assert state.shape == (STEPS, NUM_ENVS, 2, 11) and state.dtype == torch.float32
     assert rollout.rewards.shape == (STEPS, NUM_ENVS, CHUNK) and rollout.rewards.dtype == torch.float32
     assert rollout.length.dtype == torch.int64 and rollout.first.dtype == torch.bool
-    assert rollout.next_obs_last.shape == (NUM_ENVS, 2, 11)
-    assert torch.equal(rollout.record["state"], rollout.obs)
+    assert rollout.next_obs_last["state"].shape == (NUM_ENVS, 2, 11)
+    assert torch.equal(rollout.record["state"], state)
     done = rollout.terminated | rollout.truncated
     assert rollout.first[0].all() and torch.equal(rollout.first[1:], done[:-1])
     assert (rollout.length[~done] == CHUNK).all() and (rollout.length >= 1).all()
@@ -100,7 +103,7 @@ def test_final_observations_are_those_before_the_reset() -> None:
     assert len(rollout.final_index) == NUM_ENVS * (STEPS // 3)
     by_row = {(row.seed, row.episode): row for row in rollout.episodes}
     vector = env("halfcheetah", max_episode_steps=10).make_vector(1)
-    for (t, n), final in zip(rollout.final_index.tolist(), rollout.final_obs, strict=True):
+    for (t, n), final in zip(rollout.final_index.tolist(), rollout.final_obs["state"], strict=True):
         matches = [row for row in by_row.values() if row.episode == t // 3]
         reached = []
         for row in matches:
@@ -109,7 +112,8 @@ def test_final_observations_are_those_before_the_reset() -> None:
                 step = vector.step_chunk(rollout.record["actions"][s, n][None].numpy())
             reached.append(step.obs[0].astype(np.float32))
         assert any((obs == final.numpy()).all() for obs in reached)
-    assert torch.equal(rollout.next_obs_last, rollout.final_obs[rollout.final_index[:, 0] == STEPS - 1])
+    last = rollout.final_obs["state"][rollout.final_index[:, 0] == STEPS - 1]
+    assert torch.equal(rollout.next_obs_last["state"], last)
 
 
 class Cheetah:

@@ -243,9 +243,10 @@ def assert_rates(learner: PpoUpdate, data: Arrays, n: int) -> None:
 
 
 def assert_rollout(rollout: Rollout, data: Arrays, n: int) -> None:
-    torch.testing.assert_close(rollout.obs, data[f"itr{n}_obs"], **VALUES)
+    torch.testing.assert_close(rollout.obs["state"], data[f"itr{n}_obs"], **VALUES)
     torch.testing.assert_close(rollout.record["chain"], data[f"itr{n}_chains"].float(), **VALUES)
-    torch.testing.assert_close(rollout.next_obs_last, data[f"itr{n}_next_obs_last"].float(), **VALUES)
+    last = data[f"itr{n}_next_obs_last"].float()
+    torch.testing.assert_close(rollout.next_obs_last["state"], last, **VALUES)
     assert torch.equal(rollout.first, data[f"itr{n}_first_in"].bool())
     assert torch.equal(rollout.terminated, data[f"itr{n}_terminated"].bool())
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from envs.tasks.avoid.scene import AvoidScene, load_scene
+from envs.tasks.avoid.scene import AvoidScene
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-    from envs.engine.physics import MujocoStepper
+    from envs.tasks.avoid.task import AvoidStepper
 
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
@@ -113,7 +113,7 @@ class PathFollower:
         return float(limit * np.tanh(push / limit))
 
 
-def demonstrate_avoid(stepper: MujocoStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
+def demonstrate_avoid(stepper: AvoidStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
     """Record the episode of a seed in row 0 of a stepper.
 
     Extras are the physics state before each action (`states`: time, positions, velocities) and the mode
@@ -121,14 +121,15 @@ def demonstrate_avoid(stepper: MujocoStepper, seed: int, options: AvoidExpert, *
     """
     from envs.rollouts.recording import Recording
 
-    rng, scene = np.random.default_rng((seed, _NOISE_STREAM)), load_scene()
+    rng = np.random.default_rng((seed, _NOISE_STREAM))
     record = Recording(stepper, seed)
+    scene = stepper.scene_of(0)
     modes = options.selected_modes(scene.num_direct)
     gaps = scene.modes[modes[int(rng.integers(len(modes)))]]
-    path = plan(scene, gaps, record.now[:2], noise=options.noise, rng=rng)
+    path = plan(scene, gaps, stepper.motion(0)[0], noise=options.noise, rng=rng)
     follower = PathFollower(scene, path, options=options, rng=rng)
     while not record.ended and len(record) < max_steps:
-        action = follower.act(record.now[:2], record.now[2:])
+        action = follower.act(*stepper.motion(0))
         record.step(action, states=stepper.physics_state(0))
     mode = np.full(len(record), stepper.metrics()["mode"][0])
     return record.episode(truncated=len(record) >= max_steps, success=record.is_solved, mode=mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +23,12 @@ SUCCESS = "#1f8a70"
 FAILURE = "#e4572e"
 
 
-def avoid_figure(panels: Panels) -> Figure:
-    """Return a figure with one panel of episodes per title; values are trajectories and outcomes."""
-    return side_by_side(panels, draw_avoid, width=3.5, height=6.0)
+def avoid_figure(panels: Panels, *, has_pillars: bool = True) -> Figure:
+    """Return a figure with one panel of episodes per title; values are trajectories and outcomes.
+
+    Without `has_pillars` no pillars are drawn: their places differ between episodes.
+    """
+    return side_by_side(panels, partial(draw_avoid, has_pillars=has_pillars), width=3.5, height=6.0)
 
 
 def side_by_side(panels: Panels, draw: Callable[..., None], *, width: float, height: float) -> Figure:
@@ -41,7 +45,12 @@ def side_by_side(panels: Panels, draw: Callable[..., None], *, width: float, hei
 
 
 def draw_avoid(
-    ax: Axes, trajectories: Sequence[np.ndarray], outcomes: Sequence[bool], *, title: str = ""
+    ax: Axes,
+    trajectories: Sequence[np.ndarray],
+    outcomes: Sequence[bool],
+    *,
+    title: str = "",
+    has_pillars: bool = True,
 ) -> None:
     """Draw episodes of `avoid` from above: pillars, start, finish line, one line per episode.
 
@@ -49,7 +58,7 @@ def draw_avoid(
     Trajectories are (L+1, 2 or more) arrays, x and y [m] first, e.g. observations.
     """
     scene = load_scene()
-    _draw_scene(ax, scene)
+    _draw_scene(ax, scene, has_pillars=has_pillars)
     alpha = float(np.clip(18.0 / max(len(trajectories), 1), 0.25, 0.9))
     order = sorted(range(len(trajectories)), key=lambda i: bool(outcomes[i]))
     for i in order:
@@ -68,13 +77,13 @@ def _mark_end(ax: Axes, scene: AvoidScene, x: float, y: float) -> None:
     ax.plot(x, y, "X", color=FAILURE, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, zorder=6)
 
 
-def _draw_scene(ax: Axes, scene: AvoidScene) -> None:
+def _draw_scene(ax: Axes, scene: AvoidScene, *, has_pillars: bool) -> None:
     from matplotlib.patches import Circle, Rectangle
 
     wide, low, high = scene.half_width, scene.back_y, scene.finish_y + 0.05
     floor = Rectangle((-wide, low), 2 * wide, high - low, facecolor="#f7f8fa", edgecolor="none", zorder=0)
     ax.add_patch(floor)
-    for x, y in scene.obstacles:
+    for x, y in scene.obstacles if has_pillars else ():
         pillar = Circle(
             (x, y), scene.pillar_radius, facecolor=PILLAR, edgecolor="white", linewidth=0.8, zorder=4
         )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from assets import path as asset_path
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import mujoco
 
 
 START_SPREAD_M = (0.02, 0.01)  # half-width of the uniform start box around the origin, x and y [m]
+SHIFT_M = 0.05  # half-width of the uniform sideways shift of a row; no gap opens beside the walls
+FINISH_HALF_M = 0.012  # half-width of the finish line where rows move; it is more than a pixel of 48
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,17 @@ class AvoidScene:
     half_width: float  # inner faces of the side walls are at x = +-half_width
     back_y: float  # inner face of the wall behind the start
     finish_y: float
+
+    def moved(self, shift: Sequence[float]) -> AvoidScene:
+        """Return the scene with rows moved sideways by `shift` (R,) [m]."""
+        place = dict(zip(self.row_y, shift, strict=True))
+        return replace(
+            self,
+            pillar_x=tuple(
+                tuple(x + dx for x in row) for row, dx in zip(self.pillar_x, shift, strict=True)
+            ),
+            bumps=tuple((x + place[y], y) for x, y in self.bumps),
+        )
 
     @cached_property
     def obstacles(self) -> tuple[tuple[float, float], ...]:
@@ -68,6 +85,28 @@ def load_model() -> mujoco.MjModel:
     import mujoco
 
     return mujoco.MjModel.from_xml_path(str(asset_path("avoid.xml")))
+
+
+@cache
+def load_movable_model() -> mujoco.MjModel:
+    """Compile the model with every row of pillars in a mocap body of its own, whose position is its shift."""
+    import mujoco
+
+    spec, built = mujoco.MjSpec.from_file(str(asset_path("avoid.xml"))), load_model()
+    rows: dict[str, list[Any]] = {}
+    for geom in spec.geoms:
+        if geom.name.startswith(("row_", "bump_")):
+            rows.setdefault(geom.name.split("_")[1], []).append(geom)
+    for number, geoms in sorted(rows.items()):
+        body = spec.worldbody.add_body(name=f"row_{number}", mocap=True)
+        for geom in geoms:
+            kept = {name: np.array(getattr(geom, name)) for name in ("size", "rgba")}
+            name, place = geom.name, built.geom(geom.name).pos.copy()
+            kind = geom.type
+            spec.delete(geom)
+            body.add_geom(name=name, type=kind, pos=place, **kept)
+    spec.site("finish").size[1] = FINISH_HALF_M
+    return spec.compile()
 
 
 @cache

@@ -6,6 +6,9 @@ hits a pillar. Any contact ends the episode as a failure, at the physics step wh
 finish line ends it as a success with reward 1, every other step has 0. Metric `mode`: the chosen path, an
 index into `AvoidScene.modes`; -1 while rows are left to cross.
 
+With `rows=moved` every row of pillars is shifted sideways per episode, by up to 5 cm; with
+`observation=position` the state is the disc's position alone, so that the gaps are known by sight only.
+
 Legend: N environments, M of them addressed, R rows of pillars, G gaps of the widest row. Positions are
 (x, y) in metres; y grows from start to finish.
 """
@@ -22,7 +25,14 @@ from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.avoid.expert import AvoidExpert, demonstrate_avoid
-from envs.tasks.avoid.scene import START_SPREAD_M, AvoidScene, load_model, load_scene
+from envs.tasks.avoid.scene import (
+    SHIFT_M,
+    START_SPREAD_M,
+    AvoidScene,
+    load_model,
+    load_movable_model,
+    load_scene,
+)
 from policies.bounds import bounded
 from policies.registry import register
 
@@ -33,6 +43,9 @@ if TYPE_CHECKING:
 
 CONTROL_HZ = 20.0
 MAX_SPEED = 0.4  # speed of an action of 1, per axis [m/s]
+ROWS = ("fixed", "moved")
+OBSERVATIONS = ("motion", "position")
+_SHIFT_STREAM = 2  # separates the random numbers of the rows from those of the start
 
 
 def start_position(seed: int) -> Array:
@@ -40,14 +53,26 @@ def start_position(seed: int) -> Array:
     return np.random.default_rng(seed).uniform(-1.0, 1.0, 2) * START_SPREAD_M
 
 
-class AvoidStepper(MujocoStepper):
-    """Steps N discs, each in its own simulator state of one shared model; exact."""
+def row_shifts(seed: int, num_rows: int) -> Array:
+    """Draw the sideways shifts (R,) [m] of the rows in the episode with this seed."""
+    return np.random.default_rng((seed, _SHIFT_STREAM)).uniform(-SHIFT_M, SHIFT_M, num_rows)
 
-    def __init__(self, num_envs: int) -> None:
+
+class AvoidStepper(MujocoStepper):
+    """Steps N discs, each in its own simulator state of one shared model; exact.
+
+    Args:
+        num_envs: N.
+        moves_rows: Shift the rows per episode.
+        keeps_speed: Observe the disc's speed beside its position.
+    """
+
+    def __init__(self, num_envs: int, *, moves_rows: bool = False, keeps_speed: bool = True) -> None:
         import mujoco
 
-        super().__init__(load_model(), num_envs)
-        self.scene = load_scene()
+        super().__init__(load_movable_model() if moves_rows else load_model(), num_envs)
+        self.scene, self._width = load_scene(), 4 if keeps_speed else 2
+        self._moves_rows = moves_rows
         # Views into the simulators' memory, made once: each attribute access would build a new one.
         self._qpos = [data.qpos for data in self.datas]
         self._qvel = [data.qvel for data in self.datas]
@@ -59,16 +84,20 @@ class AvoidStepper(MujocoStepper):
         self._mode_of = _mode_table(self.scene)
         self._position = np.zeros((num_envs, 2))
         self._gaps = np.full((num_envs, len(self._row_y)), -1)
+        self._shift = np.zeros((num_envs, len(self._row_y)))
 
     def reset(self, row: int, seed: int) -> Array:
-        """Put the disc of one row at the seed's start, at rest; returns (4,)."""
+        """Put the disc of one row at the seed's start, at rest; returns (Do,)."""
         import mujoco
 
         mujoco.mj_resetData(self.model, self.datas[row])
+        if self._moves_rows:
+            self._shift[row] = row_shifts(seed, len(self._row_y))
+            self.datas[row].mocap_pos[:, 0] = self._shift[row]
         self._position[row] = self._qpos[row][:] = start_position(seed)
         mujoco.mj_forward(self.model, self.datas[row])
         self._gaps[row] = -1
-        return np.concatenate([self._position[row], np.zeros(2)])
+        return np.concatenate([self._position[row], np.zeros(2)])[: self._width]
 
     def step(self, rows: Array, actions: Array) -> StepResult:
         """Advance rows (M,) by actions (M, 2) for one control step, or until contact."""
@@ -81,7 +110,15 @@ class AvoidStepper(MujocoStepper):
         self._position[rows] = position
         success = ~hit & (position[:, 1] >= self.scene.finish_y)
         obs = np.concatenate([position, velocity], axis=1)
-        return StepResult(obs, success.astype(np.float64), hit | success, np.zeros_like(hit), success)
+        return StepResult(obs[:, : self._width], success.astype(np.float64), hit | success, np.zeros_like(hit), success)
+
+    def motion(self, row: int) -> tuple[Array, Array]:
+        """Return position [m] and velocity [m/s] of a disc, (2,) each."""
+        return self._qpos[row].copy(), self._qvel[row].copy()
+
+    def scene_of(self, row: int) -> AvoidScene:
+        """Return the scene of a running episode."""
+        return self.scene.moved(self._shift[row].tolist()) if self._moves_rows else self.scene
 
     def metrics(self) -> dict[str, Array]:
         crossed = (self._gaps >= 0).all(axis=1)
@@ -94,6 +131,8 @@ class AvoidStepper(MujocoStepper):
         super().set_state(state)
         for row in range(self.num_envs):
             self._position[row] = self._qpos[row]
+            if self._moves_rows:
+                self._shift[row] = self.datas[row].mocap_pos[:, 0]
         self._gaps = np.array(state["gaps"])
 
     def close(self) -> None:
@@ -118,6 +157,7 @@ class AvoidStepper(MujocoStepper):
         disc, row = np.nonzero(crossed)
         share = (self._row_y[row] - y0[disc, 0]) / (y1[disc, 0] - y0[disc, 0])
         x = before[disc, 0] + share * (after[disc, 0] - before[disc, 0])
+        x = x - self._shift[rows[disc], row]
         self._gaps[rows[disc], row] = np.abs(self._gap_x[row] - x[:, None]).argmin(axis=1)
 
 
@@ -127,6 +167,8 @@ class Avoid(HasCameras):
     """Drive a disc through rows of pillars to the finish line; many paths lead through."""
 
     max_episode_steps: int = bounded(100, ge=1)  # time limit in control steps of 50 ms
+    rows: str = bounded("fixed", choices=ROWS)  # moved: every row of pillars is shifted per episode
+    observation: str = bounded("motion", choices=OBSERVATIONS)  # position: without the disc's speed
     image_shadows: bool = False  # render shadows, several times slower without a GPU
     expert: AvoidExpert = bounded(AvoidExpert(), was="demonstrator")  # options of the expert
 
@@ -134,8 +176,9 @@ class Avoid(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
+        names = ("disc x [m]", "disc y [m]", "disc x speed [m/s]", "disc y speed [m/s]")
         return symmetric_spec(
-            ("disc x [m]", "disc y [m]", "disc x speed [m/s]", "disc y speed [m/s]"),
+            names if self.observation == "motion" else names[:2],
             (f"x speed [{MAX_SPEED} m/s]", f"y speed [{MAX_SPEED} m/s]"),
             name="avoid",
             family="avoid",
@@ -146,7 +189,8 @@ class Avoid(HasCameras):
         )
 
     def stepper(self, num_envs: int) -> AvoidStepper:
-        return AvoidStepper(num_envs)
+        keeps_speed = self.observation == "motion"
+        return AvoidStepper(num_envs, moves_rows=self.rows == "moved", keeps_speed=keeps_speed)
 
     def demonstrate(self, seed: int) -> Episode:
         return demonstrate_avoid(self.stepper(1), seed, self.expert, max_steps=self.max_episode_steps)
@@ -160,7 +204,7 @@ class Avoid(HasCameras):
         """Draw one panel of trajectories per title; see `envs.tasks.avoid.figures`."""
         from envs.tasks.avoid.figures import avoid_figure
 
-        return avoid_figure(panels)
+        return avoid_figure(panels, has_pillars=self.rows == "fixed")
 
 
 def _padded(gap_x: tuple[tuple[float, ...], ...]) -> Array:

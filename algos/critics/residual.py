@@ -36,8 +36,7 @@ class ResidualLearner(EditLearner):
 
     def step(self, batch: Batch, draws: Draws) -> Quantities:
         found = super().step(batch, draws)
-        share = 1.0 if not self.config.ramp_steps else min(self.steps / self.config.ramp_steps, 1.0)
-        self.policy.scale.fill_(self.config.edit_scale * share)
+        self.policy.scale.fill_(self.config.scale_after(self.steps))
         return found
 
 
@@ -72,6 +71,9 @@ class ResidualConfig(EditConfig):
             stochastic=self.stochastic,
         )
         learner = ResidualLearner(policy, wrapper.wrap(policy), self)
-        if self.ramp_steps:
-            learner.policy.scale.zero_()
+        learner.policy.scale.fill_(self.scale_after(0))
         return learner
+
+    def scale_after(self, steps: int) -> float:
+        """Return the scale of edits after a number of updates."""
+        return self.edit_scale * (min(steps / self.ramp_steps, 1.0) if self.ramp_steps else 1.0)

@@ -157,10 +157,11 @@ def test_a_chosen_policy_is_exported_as_one_graph_with_its_critics(tmp_path: Pat
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     pytest.importorskip("onnxscript", reason="needs the extra `export`")
     from policies.export.export import export_onnx
+    from policies.runner import MODEL
 
     policy = wrapped(init("flow"), num_candidates=3, num_edited=2, edit_scale=0.3)
     export_onnx(policy, tmp_path / "out", latency_batches=())
-    graph = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    graph = onnxruntime.InferenceSession(tmp_path / "out" / MODEL)
     noise = noise_of(policy)
     found = graph.run(["action"], {"observation": observed().numpy(), "noise": noise.numpy()})[0]
     wanted = policy.act(observed(), noise=noise).numpy()

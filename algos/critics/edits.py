@@ -1,14 +1,14 @@
-"""A squashed Gaussian that edits the chunks of a policy, and its temperature; shared by EXPO and residual learning.
+"""A squashed Gaussian that edits the chunks of a policy, and its temperature; for EXPO and residuals.
 
-Legend: as in `policies.wrappers.candidates` and `algos.critics.learner`; beta scale of edits, A = Ta Da, alpha
-temperature, H target entropy, both of scaled edits beta u::
+Legend: as in `policies.wrappers.candidates` and `algos.critics.learner`; beta scale of edits, A = Ta Da,
+alpha temperature, H target entropy, both of scaled edits beta u::
 
     log pi_beta(u) = log pi(u) - A log beta
     edit           = mean (alpha log pi_beta(u) - C_i Q_i(s, a + beta u)),       u ~ pi(. | s, a)
     temperature    = alpha mean (-log pi_beta(u) - H)
 
-Entropy is that of numbers in the unit box shifted by A log beta, so H must lie below A (0.6836 + log beta): higher targets
-are refused, because alpha would grow without end.
+Entropy is that of numbers in the unit box shifted by A log beta, so H must lie below A (0.6836 + log beta):
+higher targets are refused, because alpha would grow without end.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class EditConfig(ChunkCriticConfig):
         width = policy.chunk.act_steps * policy.chunk.action_dim
         if math.prod(policy.noise_shape) < width:
             raise CapabilityError(
-                f"algo={algo} takes the noise of edits from that of the policy, {width} numbers; this one has "
-                f"{math.prod(policy.noise_shape)}."
+                f"algo={algo} takes the noise of edits from that of the policy, {width} numbers; this one "
+                f"has {math.prod(policy.noise_shape)}."
             )
 
 

@@ -4,13 +4,14 @@ Equations: `policies.wrappers.candidates` (acting) and `algos.critics.edits` (ed
 
     y = r + discount min_S Q_bar(s', a*),   a* = argmax over candidates of min_S' Q_bar(s', .)
 
-S and S' are two random pairs of critics; there is no entropy in y. Order: critics, target copies (towards the new critics),
-then every `actor_every` steps the policy on its matching loss, edits, temperature. Edits are trained at recorded actions
-(`edits_at`). The exported policy chooses by the minimum over all target critics.
+S and S' are two random pairs of critics; there is no entropy in y. Order: critics, target copies (towards
+the new critics), then every `actor_every` steps the policy on its matching loss, edits, temperature. Edits
+are trained at recorded actions (`edits_at`). The exported policy chooses by the minimum over all target
+critics.
 
-Source: EXPO, arXiv 2507.07986, released code. Deviations: those of `algos.critics.qc`; edited actions stay in the box; the
-default target entropy is reachable, the released one is not below a scale of 0.303; rates are constant; every critic step
-draws its own batch; without edits before the first update.
+Source: EXPO, arXiv 2507.07986, released code. Deviations: those of `algos.critics.qc`; edited actions stay
+in the box; the default target entropy is reachable, the released one is not below a scale of 0.303; rates
+are constant; every critic step draws its own batch; without edits before the first update.
 """
 
 from __future__ import annotations

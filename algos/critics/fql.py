@@ -1,18 +1,18 @@
 """Flow Q-learning: a one-step student imitates the chunks of a cloned policy and climbs a critic.
 
-Legend: as in `algos.critics.learner`; teacher a(s, z) the cloned policy, mu(s, z) the student, c the bound of its
-chunks, z noise::
+Legend: as in `algos.critics.learner`; teacher a(s, z) the cloned policy, mu(s, z) the student, z noise::
 
     y       = r + discount C_i Q_i_bar(s', clip mu(s', z'))
     student = alpha mean (mu(s, z) - a(s, z))^2 - lambda mean Q_i(s, clip mu(s, z))      one z for both
     lambda  = 1, or 1 / mean |mean_i Q_i(s, clip mu)| with `normalize_value`, constant
 
-The mean over critics maximised by the student is plain, whatever `aggregate` says. The teacher learns from its matching
-loss alone. All gradients are those of before the step. The exported policy is the student: one network evaluation.
+The mean over critics maximised by the student is plain, whatever `aggregate` says. The teacher learns from
+its matching loss alone. All gradients are those of before the step. The exported policy is the student: one
+network evaluation.
 
-Source: FQL, arXiv 2502.02538, released code; on chunks QC-FQL, arXiv 2507.07969. Deviations: those of `algos.critics.qc`;
-the student is a flow of one Euler step that starts as a copy of the teacher, where the release starts a plain network
-anew; from a teacher that is no flow it starts anew.
+Source: FQL, arXiv 2502.02538, released code; on chunks QC-FQL, arXiv 2507.07969. Deviations: those of
+`algos.critics.qc`; the student is a flow of one Euler step that starts as a copy of the teacher, where the
+release starts a plain network anew; from a teacher that is no flow it starts anew.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class FqlLearner(ChunkCriticLearner):
 class FqlConfig(ChunkCriticConfig):
     """Flow Q-learning; with chunks of several steps QC-FQL.
 
-    Published alpha: 10 for antmaze, 30 for humanoid, 300 for cube and scene, 1000 for puzzle; QC-FQL 100. For new tasks
-    the authors advise `normalize_value` and a search over 0.03 to 10.
+    Published alpha: 10 for antmaze, 30 for humanoid, 300 for cube and scene, 1000 for puzzle; QC-FQL 100.
+    For new tasks the authors advise `normalize_value` and a search over 0.03 to 10.
 
     Source:
         arXiv 2502.02538 and its released code.
@@ -127,8 +127,9 @@ class FqlConfig(ChunkCriticConfig):
         if not (is_plain and policy.is_deterministic):
             process = name_of("process", policy.config.process)
             raise CapabilityError(
-                f"algo={algo} distils a policy that is determined by its start noise, and {type(policy).__name__} "
-                f"(process={process}, sampler={type(getattr(policy, 'sampler', None)).__name__}) is not. Use "
+                f"algo={algo} distils a policy that is determined by its start noise, and this "
+                f"{type(policy).__name__} (process={process}, sampler="
+                f"{type(getattr(policy, 'sampler', None)).__name__}) is not. Use "
                 f"process=flow with sampler=euler, or process=diffusion with sampler=ddim and sampler.eta=0."
             )
 

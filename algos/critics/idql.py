@@ -2,15 +2,18 @@
 
 Legend: as in `algos.critics.learner`; V value of a state, u = min_i Q_i_bar(s, a) - V(s), kappa in (0, 1)::
 
-    policy = mean w of u times the matching loss        w: 1 | |kappa - 1[u < 0]| | 1[u >= -0.01] | min(exp(3 u), 100)
-    V loss = mean |kappa - 1[u < 0]| u^2                or one of `algos.critics.losses.value_loss`
-    y      = r + discount V(s')                         V of after its step
+    policy = mean w(u) times the matching loss      w of `weighting`
+    V loss = mean |kappa - 1[u < 0]| u^2            or another of `algos.critics.losses.value_loss`
+    y      = r + discount V(s')                     V of after its step
     acting = argmax over n of min_i Q_i_bar(s, a_n)
 
-in this order: the weights use V of before its step. No target needs a chunk of the policy, so learning does not decode.
+in this order. `weighting`: clone 1, soft |kappa - 1[u < 0]|, hard 1[u >= -0.01], exponential
+min(exp(3 u), 100). The weights use V of before its step. No target needs a chunk of the policy, so learning
+does not decode.
 
-Source: IDQL, arXiv 2304.10573, released code. Deviations: those of `algos.critics.qc`; a policy of any process, where the
-release trains a diffusion of 5 steps by the summed error (there weights have the same effect).
+Source: IDQL, arXiv 2304.10573, released code. Deviations: those of `algos.critics.qc`; a policy of any
+process, where the release trains a diffusion of 5 steps by the summed error (there weights have the same
+effect).
 """
 
 from __future__ import annotations

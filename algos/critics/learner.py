@@ -1,12 +1,12 @@
 """Settings and steps shared by algorithms with a critic of chunks: regression, refit, target copies.
 
-Legend: E critics, B rows, A = Ta Da, bar target copy, C_i aggregate over critics, s' the state after a chunk, tau the
-Polyak coefficient::
+Legend: E critics, B rows, A = Ta Da, bar target copy, C_i aggregate over critics, s' the state after a
+chunk, tau the Polyak coefficient::
 
-    y           = r + discount V'(s')            V' is the algorithm's, discount = gamma^l, 0 where the task ended
+    y           = r + discount V'(s')          V' is the algorithm's, discount = gamma^l, 0 after the task
     critic loss = mean over critics and rows of (Q_i(s, a) - y)^2
     refit       = mean over rows and steps of the policy's matching loss on recorded steps, 0 on others
-    Q_bar      <- tau Q + (1 - tau) Q_bar        Q of before the step (`moves_first`) or of after it
+    Q_bar      <- tau Q + (1 - tau) Q_bar      Q of before the step (`moves_first`) or of after it
 
 A batch holds transitions of the dataset, or of it and new experience (`algos.offline.online`).
 """
@@ -64,7 +64,6 @@ class ChunkCriticConfig(TransitionsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("steps", self.steps + self.online_steps > 0, "above 0 without algo.online_steps")
         self.require("subset", self.subset <= self.critics, f"at most algo.critics={self.critics}")
 
     def critic_config(self, members: int | None = None) -> EnsembleConfig:
@@ -81,6 +80,7 @@ class ChunkCriticConfig(TransitionsConfig):
         return Candidates(**{"aggregate": how, **own, **values})
 
     def require_trainable(self, setup: Setup, algo: str) -> None:
+        self.require("steps", self.steps + self.online_steps > 0, "above 0 without algo.online_steps")
         if setup.init is not None:
             self.require_policy(setup.init, algo)
 
@@ -90,8 +90,8 @@ class ChunkCriticConfig(TransitionsConfig):
         process = name_of("process", policy.config.process)
         if self.needs_noise and not policy.noise_sensitive:
             raise CapabilityError(
-                f"algo={algo} chooses among different chunks, and this policy (process={process}) acts the same "
-                f"from every noise. Use process=flow or process=diffusion."
+                f"algo={algo} chooses among different chunks, and this policy (process={process}) acts the "
+                f"same from every noise. Use process=flow or process=diffusion."
             )
         is_trained = isinstance(policy, MatchingLoss) and not isinstance(policy, ComposedPolicy)
         if self.refit and not is_trained:

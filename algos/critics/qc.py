@@ -5,12 +5,13 @@ Legend: as in `algos.critics.learner`; N candidates a_n = pi(s, w_n)::
     pi*(s) = argmax over n of C_i Q_i(s, a_n)
     y      = r + discount C_i Q_i_bar(s', pi*(s'))
 
-Acting and targets choose by the critics in training, targets value by the target copies. The policy learns from its
-matching loss alone. Any policy that samples chunks from noise will do.
+Acting and targets choose by the critics in training, targets value by the target copies. The policy learns
+from its matching loss alone. Any policy that samples chunks from noise will do.
 
-Source: Q-chunking, arXiv 2507.07969, released code. Deviations: chunks that leave an episode are not drawn, where the
-release draws them with weight 0; a chunk in which the task ends counts, where the release drops it; new
-experience begins where chunks begin, where the release begins at any step; the two losses have an optimiser each.
+Source: Q-chunking, arXiv 2507.07969, released code. Deviations: chunks that leave an episode are not drawn,
+where the release draws them with weight 0; a chunk in which the task ends counts, where the release drops
+it; new experience begins where chunks begin, where the release begins at any step; the two losses have an
+optimiser each.
 """
 
 from __future__ import annotations

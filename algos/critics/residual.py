@@ -4,15 +4,17 @@
     y        = r + discount C_i Q_i_bar(s', executed')
     actor    = mean (alpha log pi_beta(u) - C_i Q_i(s, executed))
 
-Critics see what is executed, the actor sees condition and chunk of the policy. The policy is evaluated, never
-differentiated: any policy that decodes noise will do, a composition or a wrapped policy included. With
-`policy.with_act_steps(1)`, the correction is closed loop at every step, and the policy plans at every step; with longer
-chunks the correction is open loop within a chunk. The scale rises from 0 over `ramp_steps`, so that critics are fitted before
-corrections are large. With several candidates the critics choose among corrected chunks, as FEdit does.
+Critics see what is executed, the actor sees condition and chunk of the policy. The policy is evaluated,
+never differentiated: any policy that decodes noise will do, a composition or a wrapped policy included.
+With `policy.with_act_steps(1)`, the correction is closed loop at every step, and the policy plans at every
+step; with longer chunks the correction is open loop within a chunk. The scale rises from 0 over
+`ramp_steps`, so that critics are fitted before corrections are large. With several candidates the critics
+choose among corrected chunks, as FEdit does.
 
-Source: residual policies as in ResFiT (arXiv 2509.19301) and PLD (arXiv 2511.00091), from their descriptions; FEdit from the
-released code of QAM. Deviations: chunks of the policy are sampled anew for a batch, where these store the executed one,
-which is the same distribution because a chunk begins where the policy decides; squashed Gaussian, not TD3.
+Source: residual policies as in ResFiT (arXiv 2509.19301) and PLD (arXiv 2511.00091), from their
+descriptions; FEdit from the released code of QAM. Deviations: chunks of the policy are sampled anew for a
+batch, where these store the executed one, which is the same distribution because a chunk begins where the
+policy decides; squashed Gaussian, not TD3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Online phase of a run on a dataset: act, store, draw batches of data and experience.
 
-Legend: N environments, B rows, C condition width, A = Ta Da, l <= Ta executed steps. Transitions are those of
-`algos.transitions`: chunks start where the policy decides, reward and discount are those of the run. A chunk that
-ends its episode is stored whole; its steps after the end are masked in `real`. Time limits do not end the task.
+Legend: N environments, B rows, C condition width, A = Ta Da, l <= Ta executed steps. Transitions are those
+of `algos.transitions`: chunks start where the policy decides, reward and discount are those of the run. A
+chunk that ends its episode is stored whole; its steps after the end are masked in `real`. Time limits do
+not end the task.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class Experience(TransitionTable):
         rows, place = state["rows"], int(state["next"])
         if len(rows) > len(self._rows) or rows.shape[1:] != self._rows.shape[1:]:
             raise CheckpointError(
-                f"the saved experience has {len(rows)} rows of {rows.shape[1]} numbers; this run has place for "
-                f"{len(self._rows)} of {self._rows.shape[1]}. Keep policy, budget and algo.online.buffer_size."
+                f"the saved experience has {len(rows)} rows of {rows.shape[1]} numbers; this run has place "
+                f"for {len(self._rows)} of {self._rows.shape[1]}. Keep policy and algo.online.buffer_size."
             )
         if state["capacity"] != len(self._rows):  # oldest first
             rows, place = rows.roll(-place, dims=0), len(rows) % len(self._rows)

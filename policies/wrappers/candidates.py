@@ -1,18 +1,21 @@
 """Candidates: sample several chunks, edit some of them, execute the one of the largest value.
 
-Legend: B batch, N sampled chunks, M edited ones, Th horizon, Da action width, A = Ta Da executed numbers, E critics,
-u an edit, beta its scale, c the bound of actions, C_i aggregate over critics, eps standard normals::
+Legend: B batch, N sampled chunks, M edited ones, Th horizon, Da action width, A = Ta Da executed numbers, E
+critics, u an edit, beta its scale, c the bound of actions, C_i aggregate over critics, eps standard
+normals::
 
     a_n  = inner(s, w_n)                                            n < N
-    a'_m = a_m + clip(beta u_m, -c - a_m, c - a_m)                  m < M, u_m = tanh(mu(s, a_m) + sigma(s, a_m) eps_m)
+    u_m  = tanh(mu(s, a_m) + sigma(s, a_m) eps_m)                   m < M
+    a'_m = a_m + clip(beta u_m, -c - a_m, c - a_m)
     n*   = argmax C_i Q_i(s, .)  over a_0 ... a_{N-1}, a'_0 ... a'_{M-1}
 
-Critics and edits see the executed rows; an edit leaves the other rows unchanged. An edit never leaves the bound, and an
-action beyond it is moved inwards only. One candidate needs no critic. Of equal values the first candidate wins. All
-randomness comes from the noise: N rows for the chunks, then M rows whose first A numbers are eps.
+Critics and edits see the executed rows; an edit leaves the other rows unchanged. An edit never leaves the
+bound, and an action beyond it is moved inwards only. One candidate needs no critic. Of equal values the
+first candidate wins. All randomness comes from the noise: N rows for the chunks, then M rows whose first A
+numbers are eps.
 
-Source: best of N as in IDQL (arXiv 2304.10573) and Q-chunking (arXiv 2507.07969); edits as in EXPO (arXiv 2507.07986).
-Deviation: EXPO leaves edited actions unbounded (`bound` null).
+Source: best of N as in IDQL (arXiv 2304.10573) and Q-chunking (arXiv 2507.07969); edits as in EXPO (arXiv
+2507.07986). Deviation: EXPO leaves edited actions unbounded (`bound` null).
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ class CandidatePolicy(WrappedPolicy):
     """Executes the candidate of the largest value.
 
     Attributes:
-        critic: Conditions (B, C) and executed chunks (B, A) to values (E, B); None where one candidate is ranked.
+        critic: Conditions (B, C) and executed chunks (B, A) to values (E, B); None for one candidate.
         editor: [condition, executed chunk] (B, C + A) to mean and log deviation (B, A); None without edits.
         scale: Scale of edits now, a buffer: a method may raise it to `edit_scale` gradually.
     """
@@ -197,7 +200,11 @@ class CandidatePolicy(WrappedPolicy):
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the chosen chunk (B, Th, Da)."""
-        self.refuse_hooks(start, hooks)
+        if start is not None or hooks:
+            raise CapabilityError(
+                "a policy that chooses among candidates takes no start state and no hooks. Give them to the "
+                "inner policy, `base`."
+            )
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             plans, actions = self.candidates(cond, noise, grad=grad)
             if plans.shape[1] == 1:
@@ -217,6 +224,6 @@ def ranked(critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
 
 
 def select(options: Tensor, worth: Tensor) -> Tensor:
-    """Return the option (B, ...) of the largest worth (B, R) among options (B, R, ...); of equals the first."""
+    """Return the option (B, ...) of the largest worth (B, R) among (B, R, ...); of equals the first."""
     best = worth.argmax(dim=1).view(-1, *[1] * (options.ndim - 1))
     return options.gather(1, best.expand(-1, 1, *options.shape[2:])).squeeze(1)

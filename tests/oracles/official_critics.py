@@ -1,4 +1,4 @@
-"""Networks of the released JAX programs of Q-chunking, FQL, EXPO and IDQL: flows and critics from their weights."""
+"""Networks of the released programs of Q-chunking, FQL, EXPO and IDQL, from their weights."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def learner(arrays: dict[str, Any]) -> EditLearner:
         edit_bound=None,
         target_entropy=float(arrays["target_entropy"]),
         init_alpha=float(arrays["temperature"]),
-        learn_alpha=False,  # the released target is beyond what edits of this scale reach, and refused otherwise
+        learn_alpha=False,  # the released target is beyond what edits of this scale reach
     )
     small = PolicyConfig(
         process=RectifiedFlow(), backbone=MlpConfig(width=8), horizon=1, act_steps=1, observation_clip=None

@@ -1,7 +1,7 @@
 """IDQL against the released learner: value and critic steps, weights of the policy's loss, the choice.
 
-The released network of the policy is rebuilt for its errors. Its schedule and sampler are those of a diffusion of five
-steps, which other oracles compare: candidates are taken from the file.
+The released network of the policy is rebuilt for its errors. Its schedule and sampler are those of a
+diffusion of five steps, which other oracles compare: candidates are taken from the file.
 """
 
 from __future__ import annotations

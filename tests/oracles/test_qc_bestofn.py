@@ -1,8 +1,8 @@
 """Best of N against Q-chunking: candidates, values, the choice, target, critic loss and gradients, cloning.
 
-Flow and critics are the released networks; the learner is ours. The release draws chunks that leave their episode with
-weight 0 and divides by the whole batch; we do not draw them, so losses and gradients are compared up to the share of the
-rest.
+Flow and critics are the released networks; the learner is ours. The release draws chunks that leave their
+episode with weight 0 and divides by the whole batch; we do not draw them, so losses and gradients are
+compared up to the share of the rest.
 """
 
 from __future__ import annotations

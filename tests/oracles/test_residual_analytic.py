@@ -1,6 +1,7 @@
-"""Residual policies against closed forms: executed actions, densities, transitions, the best correction, the ramp.
+"""Residual policies against closed forms: actions, densities, transitions, the best correction, the ramp.
 
-Not compared: the schedule of probing episodes (`probe_*`), in which the policy alone acts first: no algorithm collects so.
+Not compared: the schedule of probing episodes (`probe_*`), in which the policy alone acts first: no
+algorithm collects so.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def base_policy(width: int, obs_dim: int = 1, steps: int = 1) -> Policy:
 
 def corrected(arrays: dict[str, Any]) -> CandidatePolicy:
     wrapper = Candidates(
-        num_candidates=1, num_edited=1, keeps_base=False, edit_scale=float(arrays["action_scale"]), edit_dims=(8,)
+        num_candidates=1,
+        num_edited=1,
+        keeps_base=False,
+        edit_scale=float(arrays["action_scale"]),
+        edit_dims=(8,),
     )
     return wrapper.wrap(base_policy(arrays["base"].shape[1])).double()
 

@@ -132,8 +132,8 @@ class IqlLearner:
         return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
     def _set_rate(self) -> None:
-        """Set the policy's learning rate: cosine decay to zero over the run."""
-        share = (self.steps - 1) / self.config.steps
+        """Set the policy's learning rate: cosine decay to zero over the run; constant with online steps."""
+        share = 0.0 if self.config.online_steps else (self.steps - 1) / self.config.steps
         for group in self.actor_optimizer.param_groups:
             group["lr"] = self.config.actor_lr * 0.5 * (1 + math.cos(math.pi * share))
 

@@ -1,4 +1,4 @@
-"""Soft actor-critic on action chunks with a squashed Gaussian policy.
+"""Soft actor-critic on action chunks with a squashed Gaussian policy, and RLPD.
 
 Equations: `algos.offpolicy.sac_update`, with u the executed rows of a chunk and Q over chunks. Loop:
 `algos.offpolicy.loop`. `init` is optional: a new policy learns from the reward alone.
@@ -7,6 +7,11 @@ Source: SAC, arXiv 1812.05905 (automatic temperature). Deviations: an action is 
 rewards and values are discounted per control step; chunks end with their episode; time limits are
 truncations; the actor update follows the critic update and uses the updated critics. With Ta = 1 the first
 two match the publication.
+
+RLPD is SAC with four changes: half of every batch is prior data; layer normalisation in the critics limits
+overestimation off the data; targets take the minimum over a random pair of a critic ensemble; many updates
+per step. Source: arXiv 2302.02948, released code. Deviations: those of SAC; every critic step draws its own
+batch, where the release splits one large batch; `offline_ratio` is configurable.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from algos.training.observations import trained_encoder
 from envs.fit import require_fit
 from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.critics import AGGREGATES
 from policies.networks.distributions import highest_entropy, tanh_draw
 from policies.policy import Policy
 from policies.processes.squashed import TanhGaussianPolicy
@@ -129,3 +135,25 @@ class SquashedActor(LatentActor):
     def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
         """Return chunks (B, A): uniform in the action bounds, or samples of `init`."""
         return torch.erf(eps / math.sqrt(2)) if self._is_fresh else self.draw(cond, eps)[0]
+
+
+@register("algo", "rlpd")
+@dataclass
+class RlpdConfig(SacConfig):
+    """SAC with recorded episodes in every batch."""
+
+    entropy_share: ClassVar[float] = -0.5
+    without_data: ClassVar[str] = "use algo=sac"
+
+    offline_ratio: float = bounded(0.5, ge=0, lt=1)  # fraction of a batch drawn from the dataset
+    updates_per_step: float = bounded(20.0, gt=0)  # critic updates per executed control step
+    actor_every: int = bounded(20, ge=1)  # critic updates per update of actor and temperature
+    critics: int = bounded(10, ge=1)  # E, size of the critic ensemble
+    critic_layer_norm: bool = True  # layer normalisation before each activation
+    aggregate: str = bounded("subset_min", choices=AGGREGATES)  # reduction over critics in targets
+    actor_aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics in the actor loss
+    target_entropy: float | None = bounded(None, ge=-math.inf)  # of a chunk; null: minus half its size
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("offline_ratio", self.offline_ratio > 0, "above 0 (algo=sac does without a dataset)")

@@ -252,6 +252,11 @@ EXPLAINED_ON = {
     "dsrl": ["dsrl", "offpolicy"],
     "sac": ["sac", "offpolicy"],
     "rlpd": ["sac", "offpolicy"],
+    "qc": ["critics"],
+    "fql": ["critics"],
+    "idql": ["critics"],
+    "expo": ["critics"],
+    "residual": ["critics"],
 }
 """Where the settings of an algorithm are explained."""
 

@@ -42,6 +42,7 @@ ONE_BY_ONE = "Train the seeds one by one: --multirun seed=0,1,2."
 
 def build_seeds(config: OfflineConfig, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
     """Return one run per distinct seed, as `config.build` would; runs share the transitions."""
+    config.require("online_steps", not config.online_steps, f"0 with several seeds. {ONE_BY_ONE}")
     setups = [replace(setup, seed=seed, num_seeds=len(seeds)) for seed in seeds]
     data = config.prepare(setups[0])
     return [config.run(own, data) for own in setups]

@@ -6,7 +6,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from algos.base import Setup, dataset_of, goal_dim_of, require_condition_vector, require_one_policy
 from algos.offline.loop import THREADS, Learner, OfflineRun, Probes, probes_of
+from algos.offline.online import OnlineConfig, OnlinePhase
 from algos.optim import DelayedDecay, Ema
 from algos.transitions import Rewarding, TransitionTable, actions_for, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
@@ -45,14 +46,9 @@ class OfflineData:
 
 
 @dataclass
-class OfflineConfig(Checked):
-    """Settings shared by algorithms that learn from the rewards of a fixed dataset.
+class TransitionsConfig(Checked):
+    """Settings shared by algorithms that learn from recorded rewards, then from new experience."""
 
-    Without `init` a new MLP actor of `hidden_dims` is trained on states of mean 0 and std 1 (ReBRAC: unscaled
-    states); with `init`, a copy of that policy.
-    """
-
-    makes_policy: ClassVar[bool] = True  # the algorithm chooses process, backbone etc. of a new policy
     fixed_length: ClassVar[bool] = False  # whether a schedule depends on `steps`
 
     steps: int = bounded(1_000_000, ge=1)  # gradient steps of the critic
@@ -65,16 +61,20 @@ class OfflineConfig(Checked):
     critic_lr: float = bounded(3e-4, gt=0)  # Adam
     tau: float = bounded(0.005, gt=0, le=1)  # Polyak coefficient of the target networks
     ema_decay: float = bounded(0.0, ge=0, lt=1)  # EMA decay of the exported weights; 0 disables EMA
-    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a new actor; ReLU
     critic_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a critic; ReLU
-    log_every: int = bounded(1000, ge=1, was="block_steps")  # gradient steps between two log rows
-    autocast: str | None = bounded(None, choices=("bfloat16",))  # autocast dtype; null: float32
+    log_every: int = bounded(1000, ge=1, was="block_steps")  # steps between two log rows
+    online_steps: int = bounded(0, ge=0)  # control steps in the task after the gradient steps on the dataset
+    online: OnlineConfig = field(default_factory=OnlineConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_single = self.normalize_returns is None or self.reward_scale == 1
         self.require("normalize_returns", is_single, "null with algo.reward_scale")
-        for name in ("hidden_dims", "critic_dims"):
+        self.require_widths("critic_dims")
+
+    def require_widths(self, *names: str) -> None:
+        """Turn fields into tuples of at least one width."""
+        for name in names:
             setattr(self, name, tuple(getattr(self, name)))
             self.require(name, bool(getattr(self, name)), "one or more widths")
 
@@ -98,10 +98,6 @@ class OfflineConfig(Checked):
         facts = {f"algo.{name}": getattr(self, name) for name in names}
         return facts | {"algo.return_range": self.normalize_returns}  # key in saved training states
 
-    def actor_config(self) -> PolicyConfig:
-        """Return the configuration of a new actor."""
-        return plain_actor(DeterministicProcess(), self.hidden_dims)
-
     def build(self, setup: Setup) -> OfflineRun:
         """Check the setup and return the algorithm, ready to advance.
 
@@ -115,11 +111,11 @@ class OfflineConfig(Checked):
 
     def prepare(self, setup: Setup) -> OfflineData:
         """Return the transitions in the policy's encoding; equal for every seed."""
-        if self.autocast is not None and setup.device.type == "cpu":
-            warn_of_slow_bfloat16()
         with torch_threads(setup.threads(THREADS)):
             algo, spec = name_of("algo", self), None if setup.env is None else setup.env.spec
-            _require_trainable(setup, algo)
+            self.require_trainable(setup, algo)
+            if self.online_steps and spec is None:
+                raise ConfigError(f"algo.online_steps={self.online_steps} needs a task. Give env=<name>.")
             dataset = dataset_of(setup, algo, "transitions with rewards")
             if setup.init is not None:
                 dataset, box = actions_for(dataset, setup.init, spec), {}
@@ -140,10 +136,53 @@ class OfflineConfig(Checked):
             with seeded_weights(derive_seed(setup.seed, "learner")):
                 learner = self.learner(policy, data.table, setup)
             ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
+            online = None
+            if self.online_steps:
+                rewarding = self.rewarding(data.dataset)
+                online = OnlinePhase(self.online, self.online_steps, setup, policy, data.table, rewarding)
             return OfflineRun(
                 self, setup, learner, data.table, data.dataset,
-                probes=data.probes, ema=ema, resume_invariants=self.resume_invariants(),
+                probes=data.probes, ema=ema, online=online, resume_invariants=self.resume_invariants(),
             )  # fmt: skip
+
+    def require_trainable(self, setup: Setup, algo: str) -> None:
+        """Refuse goals beside the state, images, and an `init` that is wrapped or composed."""
+        _require_trainable(setup, algo)
+
+    @abstractmethod
+    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
+        """Return a trainable copy of `init`, or a new policy."""
+
+    @abstractmethod
+    def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
+        """Return the learner; initial weights use torch's global generator, which is seeded here."""
+
+
+@dataclass
+class OfflineConfig(TransitionsConfig):
+    """Settings shared by algorithms that make their own actor.
+
+    Without `init` a new MLP actor of `hidden_dims` is trained on states of mean 0 and std 1 (ReBRAC: unscaled
+    states); with `init`, a copy of that policy.
+    """
+
+    makes_policy: ClassVar[bool] = True  # the algorithm chooses process, backbone etc. of a new policy
+
+    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a new actor; ReLU
+    autocast: str | None = bounded(None, choices=("bfloat16",))  # autocast dtype; null: float32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_widths("hidden_dims")
+
+    def actor_config(self) -> PolicyConfig:
+        """Return the configuration of a new actor."""
+        return plain_actor(DeterministicProcess(), self.hidden_dims)
+
+    def prepare(self, setup: Setup) -> OfflineData:
+        if self.autocast is not None and setup.device.type == "cpu":
+            warn_of_slow_bfloat16()
+        return super().prepare(setup)
 
     def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
         """Return a trainable copy of `init`, or a new actor scaled to the action bounds."""
@@ -166,10 +205,6 @@ class OfflineConfig(Checked):
             seed=derive_seed(setup.seed, "actor"),
         )
         return policy.to(setup.device).train()
-
-    @abstractmethod
-    def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
-        """Return the learner; initial weights use torch's global generator, which is seeded here."""
 
 
 def warn_of_slow_bfloat16() -> None:

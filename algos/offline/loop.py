@@ -1,4 +1,4 @@
-"""Training loop of offline algorithms: sample transitions, take a gradient step, report metrics.
+"""Training loop of algorithms on a dataset: sample transitions, take a gradient step, report metrics.
 
 Legend: G_t = sum over k of gamma^k (scale r_{t+k} + shift), to the end of the recorded episode.
 Overestimation indicates an actor outside of the data::
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics, Setup
+from algos.offline.online import OnlinePhase, summary
 from algos.optim import Ema
 from algos.training.metrics import Means
 from algos.training.resume_checks import init_facts, require_unchanged
@@ -66,9 +67,8 @@ class LoopConfig(Protocol):
 
 
 class OfflineRun:
-    """An offline training run; see `OfflineConfig`."""
+    """A run on a dataset, continued in the task if it has an online phase; see `TransitionsConfig`."""
 
-    unit = "gradient_steps"
     is_batched = False  # a `SeedBatch` takes the steps of this run
 
     def __init__(
@@ -81,8 +81,10 @@ class OfflineRun:
         *,
         probes: Probes | None = None,
         ema: Ema | None = None,
+        online: OnlinePhase | None = None,
         resume_invariants: Mapping[str, Any] | None = None,
     ) -> None:
+        self.online = online
         self.config, self.learner, self.table, self._probes, self._ema = config, learner, table, probes, ema
         self.num_threads = setup.threads(THREADS)
         self._index = seeded_generator(setup.seed, "transitions", device=setup.device)
@@ -91,38 +93,64 @@ class OfflineRun:
             "seed": setup.seed,
             **init_facts(setup.init, learner.policy),
             "dataset": dataset.digest(),
-            **({"total": config.steps} if config.fixed_length else {}),
+            **({"total": config.steps} if config.fixed_length or online is not None else {}),
             **(resume_invariants or {}),
         }
         self._done = 0
 
     @property
+    def unit(self) -> str:
+        """`gradient_steps`, or `steps` for gradient steps on data and then control steps."""
+        return "gradient_steps" if self.online is None else "steps"
+
+    @property
     def progress(self) -> int:
-        return self._done
+        return self._done + (0 if self.online is None else self.online.progress)
 
     @property
     def total(self) -> int:
-        return self.config.steps
+        return self.config.steps + (0 if self.online is None else self.online.total)
 
     @property
     def budget(self) -> str | None:
         """Key of the run's length; None if the run cannot be extended."""
+        if self.online is not None:
+            return "algo.online_steps"
         return None if self.config.fixed_length else "algo.steps"
 
     def advance(self) -> Metrics:
-        """Take `log_every` gradient steps and return the means of their metrics.
+        """Take `log_every` steps and return the means of their metrics.
+
+        They are gradient steps on the dataset, then control steps with the updates that belong to them.
 
         Raises:
             CapabilityError: If a `SeedBatch` trains the run.
         """
         self._require_alone()
-        count = min(self.config.log_every, self.total - self._done)
+        count = min(self.config.log_every, self.config.steps - self._done)
+        if not count and self.online is not None:
+            return self._advance_online(self.online)
         start, means = time.perf_counter(), Means()
         with torch_threads(self.num_threads):
             for _ in range(count):
                 means.add(self._step())
             measured = means.read() | self.overestimation()
         return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
+
+    def _advance_online(self, online: OnlinePhase) -> Metrics:
+        before, start, means, episodes = online.progress, time.perf_counter(), Means(), []
+        with torch_threads(self.num_threads):
+            while online.progress < min(before + self.config.log_every, online.total):
+                due, finished = online.act(acting(self.learner))
+                episodes += finished
+                for _ in range(due):
+                    size = self.config.batch_size
+                    means.add(self.learner.step(online.draw(size), self.learner.draw(size, self._noise)))
+                    if self._ema is not None:
+                        self._ema.update(self.learner.policy)
+            found = means.read() | summary(episodes, bool(online.pool.env.spec.success_rule))
+        rate = (online.progress - before) / (time.perf_counter() - start)
+        return found | {"replay/rows": float(len(online.experience)), "time/env_steps_per_s": rate}
 
     def _step(self) -> dict[str, Tensor]:
         row, draws = self.draw()
@@ -167,6 +195,7 @@ class OfflineRun:
             "index": capture_generator(self._index),
             "noise": capture_generator(self._noise),
             **({} if self._ema is None else {"ema": self._ema.state_dict()}),
+            **({} if self.online is None else {"online": self.online.state_dict()}),
             **self._invariants,
         }
 
@@ -185,9 +214,19 @@ class OfflineRun:
         restore_generator(self._index, state["index"])
         restore_generator(self._noise, state["noise"])
         self._done = int(state["done"])
+        if self.online is not None and "online" in state:
+            self.online.load_state_dict(state["online"])
 
     def close(self) -> None:
-        """Do nothing: there are no resources to release."""
+        """Close the environments of the online phase."""
+        if self.online is not None:
+            self.online.close()
+
+
+def acting(learner: Learner) -> Policy:
+    """Return the policy that acts online: the learner's own `acting`, else the policy in training."""
+    policy: Policy = getattr(learner, "acting", learner.policy)
+    return policy
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,16 @@ def mish(x: Tensor) -> Tensor:
     return _gate(x)[1].mul_(x)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Return GELU(x) in its tanh approximation, as released JAX programs use it."""
+    return F.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS: dict[str, tuple[Activation, Activation]] = {
     "relu": (torch.relu, torch.relu_),
     "mish": (mish, mish),
     "tanh": (torch.tanh, torch.tanh_),
     "silu": (F.silu, F.silu),
+    "gelu": (gelu, gelu),
 }
 """Name -> (function, the same function allowed to overwrite its argument)."""

@@ -102,6 +102,8 @@ class Ensemble(nn.Module):
         return self._evaluate_batched(repeat(x, "B C -> E B C", E=count), count, frozen)
 
     def _large(self, x: Tensor) -> bool:
+        if torch.compiler.is_compiling():  # a graph serves every batch
+            return False
         return x.device.type == "cpu" and len(x) * min(self.config.hidden_dims) >= _LARGE
 
     def _evaluate_batched(self, h: Tensor, count: int, frozen: bool) -> Tensor:

@@ -19,8 +19,7 @@ from algos.base import Setup
 from algos.offpolicy.loop import Explorer, OffPolicyRun
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SacUpdate
-from algos.rlpd import RlpdConfig
-from algos.sac import SacConfig, SquashedActor
+from algos.sac import RlpdConfig, SacConfig, SquashedActor
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError

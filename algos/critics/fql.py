@@ -1,0 +1,138 @@
+"""Flow Q-learning: a one-step student imitates the chunks of a cloned policy and climbs a critic.
+
+Legend: as in `algos.critics.learner`; teacher a(s, z) the cloned policy, mu(s, z) the student, z noise::
+
+    y       = r + discount C_i Q_i_bar(s', clip mu(s', z'))
+    student = alpha mean (mu(s, z) - a(s, z))^2 - lambda mean Q_i(s, clip mu(s, z))      one z for both
+    lambda  = 1, or 1 / mean |mean_i Q_i(s, clip mu)| with `normalize_value`, constant
+
+The mean over critics maximised by the student is plain, whatever `aggregate` says. The teacher learns from
+its matching loss alone. All gradients are those of before the step. The exported policy is the student: one
+network evaluation.
+
+Source: FQL, arXiv 2502.02538, released code; on chunks QC-FQL, arXiv 2507.07969. Deviations: those of
+`algos.critics.qc`; the student is a flow of one Euler step that starts as a copy of the teacher, where the
+release starts a plain network anew; from a teacher that is no flow it starts anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from algos.base import Draws, Quantities
+from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner
+from algos.optim import descend
+from algos.transitions import Batch
+from policies.bounds import bounded
+from policies.build import build_policy
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError
+from policies.policy import Policy
+from policies.processes.flow import RectifiedFlow
+from policies.registry import name_of, register
+from policies.samplers.ode import Euler
+from policies.seeds import derive_seed
+
+
+def student_of(teacher: DenoisingPolicy, seed: int) -> DenoisingPolicy:
+    """Return a trainable flow of one Euler step: a copy of a flow, or a new flow beside another process."""
+    clip = getattr(teacher.sampler, "clip_action", None)
+    student = teacher.clone()
+    if type(teacher.process) is not RectifiedFlow:
+        config = replace(teacher.config, process=RectifiedFlow(), sampler=Euler(steps=1))
+        fresh = build_policy(
+            config,
+            obs_dim=teacher.obs_dim,
+            action_dim=teacher.chunk.action_dim,
+            goal_dim=teacher.goal_dim,
+            images=teacher.images,
+            seed=derive_seed(seed, "student"),
+        )
+        fresh.normalizer.load_state_dict(teacher.normalizer.state_dict())
+        fresh.encoder.load_state_dict(teacher.encoder.state_dict())
+        assert isinstance(fresh, DenoisingPolicy)
+        student = fresh.to(teacher.device, teacher.dtype)
+    student = student.with_sampler(Euler(steps=1, clip_action=clip))
+    student.train().requires_grad_(True)
+    student.encoder.requires_grad_(False)
+    return student
+
+
+class FqlLearner(ChunkCriticLearner):
+    """A teacher, its student and critics."""
+
+    config: FqlConfig
+    critic_first = False
+    own_parts = ("base", "actor_optimizer")
+
+    def __init__(self, base: DenoisingPolicy, student: DenoisingPolicy, config: FqlConfig) -> None:
+        width = base.chunk.act_steps * base.chunk.action_dim
+        super().__init__(base, config.critic_config().build(base.encoder.cond_dim, width), config)
+        self.policy = student
+        self._clip = student.sampler.clip_action
+        self._unclipped = student.with_sampler(replace(student.sampler, clip_action=None))
+        weights = [p for p in student.parameters() if p.requires_grad]
+        self.actor_optimizer = torch.optim.Adam(weights, lr=config.actor_lr, fused=True)
+
+    def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        draws = {"next": self.policy.sample_noise(n, generator=generator)}
+        if self.updates_actor:
+            draws["student"] = self.policy.sample_noise(n, generator=generator)
+        return draws
+
+    def target(self, batch: Batch, draws: Draws) -> Tensor:
+        return self.backup(batch, self.chunk(self.policy, batch.next_cond, draws["next"]), draws)
+
+    def student_losses(self, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the distillation error, the value term, and lambda, for noise (B, Th, Da)."""
+        cond = self.base.condition(batch.cond)
+        wanted = self.base.decode(cond, noise).detach()
+        plan = self._unclipped.decode(cond, noise, grad=True)
+        distillation = (plan - wanted).square().mean()
+        action = plan[:, self.policy.chunk.executed].flatten(1)
+        action = action if self._clip is None else action.clamp(-self._clip, self._clip)
+        value = self.critic(batch.cond, action, frozen=True).mean(dim=0)
+        scale = torch.ones_like(value[0])
+        if self.config.normalize_value:
+            scale = 1 / value.detach().abs().mean()
+        return distillation, -scale * value.mean(), scale
+
+    def update_actor(self, batch: Batch, draws: Draws) -> Quantities:
+        distillation, value, _ = self.student_losses(batch, draws["student"])
+        descend(self.actor_optimizer, self.config.alpha * distillation + value)
+        return {"actor/distillation": distillation.detach(), "actor/value_loss": value.detach()}
+
+
+@register("algo", "fql")
+@dataclass
+class FqlConfig(ChunkCriticConfig):
+    """Flow Q-learning; with chunks of several steps QC-FQL.
+
+    Published alpha: 10 for antmaze, 30 for humanoid, 300 for cube and scene, 1000 for puzzle; QC-FQL 100.
+    For new tasks the authors advise `normalize_value` and a search over 0.03 to 10.
+
+    Source:
+        arXiv 2502.02538 and its released code.
+    """
+
+    alpha: float = bounded(10.0, ge=0)  # weight of the distillation
+    normalize_value: bool = False  # divide the value term by its mean magnitude
+
+    def require_policy(self, policy: Policy, algo: str) -> None:
+        super().require_policy(policy, algo)
+        is_plain = isinstance(policy, DenoisingPolicy) and policy.noise_shape == policy.chunk.shape
+        if not (is_plain and policy.is_deterministic):
+            process = name_of("process", policy.config.process)
+            raise CapabilityError(
+                f"algo={algo} distils a policy that is determined by its start noise, and this "
+                f"{type(policy).__name__} (process={process}, sampler="
+                f"{type(getattr(policy, 'sampler', None)).__name__}) is not. Use "
+                f"process=flow with sampler=euler, or process=diffusion with sampler=ddim and sampler.eta=0."
+            )
+
+    def learner_of(self, policy: Policy, seed: int) -> FqlLearner:
+        assert isinstance(policy, DenoisingPolicy)
+        return FqlLearner(policy, student_of(policy, seed), self)

@@ -1,0 +1,263 @@
+"""Settings and steps shared by algorithms with a critic of chunks: regression, refit, target copies.
+
+Legend: E critics, B rows, A = Ta Da, bar target copy, C_i aggregate over critics, s' the state after a
+chunk, tau the Polyak coefficient::
+
+    y           = r + discount V'(s')          V' is the algorithm's, discount = gamma^l, 0 after the task
+    critic loss = mean over critics and rows of (Q_i(s, a) - y)^2
+    refit       = mean over rows and steps of the policy's matching loss on recorded steps, 0 on others
+    Q_bar      <- tau Q + (1 - tau) Q_bar      Q of before the step (`moves_first`) or of after it
+
+A batch holds transitions of the dataset, or of it and new experience (`algos.offline.online`).
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_vector
+from algos.critics.losses import squared_error
+from algos.offline.chunk_loss import ChunkLoss
+from algos.offline.config import TransitionsConfig, warn_of_clipped_actions
+from algos.optim import descend, load_parts, save_parts
+from algos.transitions import Batch, TransitionTable
+from envs.datasets.episodes import EpisodeDataset
+from policies.bounds import bounded
+from policies.build import build_policy
+from policies.composition.policy import ComposedPolicy
+from policies.errors import CapabilityError
+from policies.networks.activations import ACTIVATIONS
+from policies.networks.critics import AGGREGATES, Ensemble, EnsembleConfig, aggregate, polyak
+from policies.policy import Policy
+from policies.protocols import MatchingLoss
+from policies.registry import name_of
+from policies.seeds import derive_seed
+from policies.wrappers.candidates import CandidatePolicy, Candidates
+
+NORM_EPS = 1e-6
+
+
+@dataclass
+class ChunkCriticConfig(TransitionsConfig):
+    """Settings shared by algorithms with critics of chunks."""
+
+    needs_noise: ClassVar[bool] = True  # the policy must sample different chunks
+
+    steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
+    critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
+    critic_dims: tuple[int, ...] = bounded((512, 512, 512, 512), ge=1)  # hidden widths of a critic
+    critic_activation: str = bounded("gelu", choices=tuple(ACTIVATIONS))
+    critic_layer_norm: bool = True  # layer normalisation in the critics
+    norm_after: bool = True  # after the activation instead of before it
+    aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics in targets
+    subset: int = bounded(2, ge=1)  # critics in subset_min, resampled at every step
+    pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
+    refit: bool = True  # train the policy on the recorded chunks too; false: it stays as it is
+    actor_every: int = bounded(1, ge=1)  # critic updates per update of policy and actors
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("subset", self.subset <= self.critics, f"at most algo.critics={self.critics}")
+
+    def critic_config(self, members: int | None = None) -> EnsembleConfig:
+        """Return the configuration of the critics, or of `members` networks like them."""
+        after = self.critic_layer_norm and self.norm_after
+        shape = (self.critic_dims, self.critic_activation, self.critic_layer_norm, after)
+        return EnsembleConfig(self.critics if members is None else members, *shape, norm_eps=NORM_EPS)
+
+    def wrapper(self, **values: Any) -> Candidates:
+        """Return the wrapper of the exported policy, whose critics are those of this configuration."""
+        how = "min" if self.aggregate == "subset_min" else self.aggregate
+        own = {name: getattr(self, name) for name in ("critic_activation", "critic_layer_norm", "norm_after")}
+        own |= {"members": self.critics, "critic_dims": self.critic_dims, "pessimism": self.pessimism}
+        return Candidates(**{"aggregate": how, **own, **values})
+
+    def require_trainable(self, setup: Setup, algo: str) -> None:
+        self.require("steps", self.steps + self.online_steps > 0, "above 0 without algo.online_steps")
+        if setup.init is not None:
+            self.require_policy(setup.init, algo)
+
+    def require_policy(self, policy: Policy, algo: str) -> None:
+        """Refuse a policy that this algorithm cannot train (CapabilityError)."""
+        require_condition_vector(policy, algo)
+        process = name_of("process", policy.config.process)
+        if self.needs_noise and not policy.noise_sensitive:
+            raise CapabilityError(
+                f"algo={algo} chooses among different chunks, and this policy (process={process}) acts the "
+                f"same from every noise. Use process=flow or process=diffusion."
+            )
+        is_trained = isinstance(policy, MatchingLoss) and not isinstance(policy, ComposedPolicy)
+        if self.refit and not is_trained:
+            raise CapabilityError(
+                f"algo={algo} trains the policy by its matching loss, and {type(policy).__name__} "
+                f"(process={process}) has none. Set algo.refit=false to leave the policy as it is."
+            )
+
+    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
+        """Return a copy of `init`, or a new policy of the configured parts, trainable with `refit`."""
+        if setup.init is not None:
+            policy = setup.init.clone()
+        else:
+            policy = build_policy(
+                setup.policy,
+                obs_dim=dataset.obs_dim,
+                action_dim=dataset.action_dim,
+                goal_dim=goal_dim_of(setup, dataset),
+                images=dataset.image_shapes,
+                statistics=dataset.statistics(),
+                seed=derive_seed(setup.seed, "actor"),
+            )
+            self.require_policy(policy, name_of("algo", self))
+        policy = policy.to(setup.device).train(self.refit).requires_grad_(self.refit)
+        policy.encoder.requires_grad_(False)  # conditions are stored
+        return policy
+
+    def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> ChunkCriticLearner:
+        warn_of_clipped_actions(table, setup, name_of("algo", self))
+        return self.learner_of(policy, setup.seed)
+
+    @abstractmethod
+    def learner_of(self, policy: Policy, seed: int) -> ChunkCriticLearner:
+        """Return the learner of a trainable policy; initial weights use torch's global generator.
+
+        `seed` is that of the run, for policies built anew.
+        """
+
+
+class ChunkCriticLearner(ABC):
+    """Critics of executed chunks and the policy they improve.
+
+    Args:
+        base: Policy that samples the chunks; trained by its matching loss with `config.refit`.
+        critic: Critics.
+        config: Settings.
+    """
+
+    policy: Policy
+    moves_first: ClassVar[bool] = True  # target copies move towards the critics of before the step
+    critic_first: ClassVar[bool] = True  # actors use the critics of after their step
+
+    def __init__(self, base: Policy, critic: Ensemble, config: ChunkCriticConfig) -> None:
+        self.base, self.config, self.steps = base, config, 0
+        self.critic = critic.to(base.device, base.dtype)
+        self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=config.critic_lr, fused=True)
+        self.cloning = ChunkLoss(base) if config.refit else None
+        weights = [p for p in base.parameters() if p.requires_grad]
+        self.base_optimizer = torch.optim.Adam(weights, lr=config.actor_lr, fused=True) if weights else None
+
+    # -- one step -------------------------------------------------------------------------------------
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the random numbers of the next step for n rows."""
+        draws = self.draw_values(n, generator)
+        draws["subset"] = self.draw_subset(generator)
+        if self.updates_actor and self.cloning is not None:
+            draws |= self.cloning.draw(n, generator)
+        return draws
+
+    def draw_subset(self, generator: torch.Generator) -> Tensor:
+        """Return indices of critics, for `subset_min`."""
+        order = torch.randperm(self.critic.members, generator=generator, device=generator.device)
+        return order[: self.config.subset].to(self.base.device)
+
+    @abstractmethod
+    def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the random numbers of targets and actors."""
+
+    @property
+    def updates_actor(self) -> bool:
+        """Whether the next step updates policy and actors."""
+        return (self.steps + 1) % self.config.actor_every == 0
+
+    def step(self, batch: Batch, draws: Draws) -> Quantities:
+        """Update critics, policy and actors; return metrics."""
+        updates_actor = self.updates_actor
+        self.steps += 1
+        with torch.no_grad():
+            target = self.target(batch, draws)
+        out: Quantities = {}
+        if updates_actor and not self.critic_first:
+            out |= self.update_actor(batch, draws) | self.update_base(batch, draws)
+        if self.moves_first:
+            polyak(self.target_critic, self.critic, self.config.tau)
+        out |= self.update_critic(batch, target)
+        if not self.moves_first:
+            polyak(self.target_critic, self.critic, self.config.tau)
+        if updates_actor and self.critic_first:
+            out |= self.update_base(batch, draws) | self.update_actor(batch, draws)
+        return out
+
+    @abstractmethod
+    def target(self, batch: Batch, draws: Draws) -> Tensor:
+        """Return y (B,)."""
+
+    def update_critic(self, batch: Batch, target: Tensor) -> Quantities:
+        """Take one step of the critics."""
+        values = self.critic(batch.cond, batch.action)
+        loss = descend(self.critic_optimizer, squared_error(values, target))
+        return {"critic/loss": loss, "critic/value": values.detach().mean(), "critic/target": target.mean()}
+
+    def update_base(self, batch: Batch, draws: Draws) -> Quantities:
+        """Take one step of the policy on its matching loss, if it is trained."""
+        if self.cloning is None or self.base_optimizer is None:
+            return {}
+        return {"policy/loss": descend(self.base_optimizer, self.matching(batch, draws))}
+
+    def matching(self, batch: Batch, draws: Draws, weight: Tensor | None = None) -> Tensor:
+        """Return the mean matching loss of recorded steps, of rows weighted by (B,)."""
+        assert self.cloning is not None
+        loss = self.cloning(batch, draws) * batch.real
+        return loss.mean() if weight is None else (weight * loss.mean(dim=1)).mean()
+
+    def update_actor(self, batch: Batch, draws: Draws) -> Quantities:
+        """Take one step of what acts besides the policy; nothing by default."""
+        return {}
+
+    # -- values ---------------------------------------------------------------------------------------
+
+    def aggregated(self, values: Tensor, subset: Tensor, how: str | None = None) -> Tensor:
+        """Return C_i of values (E, ...), or their reduction by `how`."""
+        how = self.config.aggregate if how is None else how
+        return aggregate(values, how, subset=subset, pessimism=self.config.pessimism)
+
+    def backup(self, batch: Batch, action: Tensor, draws: Draws) -> Tensor:
+        """Return y (B,) for next chunks (B, A)."""
+        values = self.target_critic(batch.next_cond, action)
+        return torch.addcmul(batch.reward, batch.discount, self.aggregated(values, draws["subset"]))
+
+    def chunk(self, policy: Policy, vec: Tensor, noise: Tensor, *, grad: bool = False) -> Tensor:
+        """Return executed chunks (B, A) of a policy for noise, at conditions (B, C)."""
+        plan = policy.decode(self.base.condition(vec), noise, grad=grad)
+        return plan[:, policy.chunk.executed].flatten(1)
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    own_parts: ClassVar[tuple[str, ...]] = ()
+    """Names of further networks and optimisers."""
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        optional = () if self.base_optimizer is None else ("base_optimizer",)
+        return ("policy", "critic", "target_critic", "critic_optimizer", *optional, *self.own_parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps} | save_parts(self, self._parts)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        load_parts(self, self._parts, state)
+        self.steps = int(state["steps"])
+
+
+def choosing(base: Policy, wrapper: Candidates, critic: Ensemble) -> CandidatePolicy:
+    """Return the policy that ranks candidates by `critic`, which it shares."""
+    policy = wrapper.wrap(base)
+    policy.critic = critic
+    return policy

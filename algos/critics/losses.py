@@ -1,0 +1,56 @@
+"""Losses of value networks.
+
+Legend: E critics, B rows, kappa in (0, 1), l logits, y targets in [0, 1].
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+VALUE_LOSSES = ("expectile", "quantile", "exponential")
+_MOST_EXPONENT = math.log(6)
+
+
+def squared_error(values: Tensor, target: Tensor) -> Tensor:
+    """Return mean (Q_i - y)^2 of values (E, B) and targets (B,)."""
+    return (values - target).square().mean()
+
+
+def value_loss(advantage: Tensor, how: str, kappa: float) -> Tensor:
+    """Return the loss of V by advantages u = Q - V (B,).
+
+    `expectile`: mean |kappa - 1[u < 0]| u^2. `quantile`: mean |kappa - 1[u < 0]| |u|. `exponential`:
+    mean (exp(kappa u) - 1) u with a constant weight, its exponent at most log 6.
+
+    Source: IDQL, arXiv 2304.10573, section 4.
+    """
+    share = torch.where(advantage > 0, kappa, 1 - kappa)
+    if how == "expectile":
+        return (share * advantage.square()).mean()
+    if how == "quantile":
+        return (share * advantage.abs()).mean()
+    weight = (kappa * advantage.detach()).clamp(max=_MOST_EXPONENT).exp() - 1
+    return (weight * advantage).mean()
+
+
+def bce(logit: Tensor, target: Tensor) -> Tensor:
+    """Return -(y log sigmoid(l) + (1 - y) log sigmoid(-l)), entry by entry."""
+    return F.softplus(logit) - target * logit
+
+
+def implicit_loss(logit: Tensor, target: Tensor, how: str, kappa: float) -> Tensor:
+    """Return the loss, entry by entry, that moves sigmoid(l) to an upper expectile or quantile of targets.
+
+    Its weight is kappa where y >= sigmoid(l), else 1 - kappa, without gradient. `expectile` weighs the cross
+    entropy, `quantile` the distance of logits.
+
+    Source: decoupled Q-chunking (DQC), released code.
+    """
+    weight = torch.where(target >= logit.detach().sigmoid(), kappa, 1 - kappa)
+    if how == "expectile":
+        return weight * bce(logit, target)
+    return weight * (logit - torch.logit(target, eps=1e-5)).abs()

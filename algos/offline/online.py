@@ -1,0 +1,241 @@
+"""Online phase of a run on a dataset: act, store, draw batches of data and experience.
+
+Legend: N environments, B rows, C condition width, A = Ta Da, l <= Ta executed steps. Transitions are those
+of `algos.transitions`: chunks start where the policy decides, reward and discount are those of the run. A
+chunk that ends its episode is stored whole; its steps after the end are masked in `real`. Time limits do
+not end the task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algos.base import Metrics, Setup
+from algos.training.observations import encode
+from algos.training.serialization import capture_generator, restore_generator
+from algos.transitions import Batch, Rewarding, TransitionTable
+from envs.engine.pixels import match_cameras
+from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.rollout import Rollout, RolloutPool
+from policies.bounds import Checked, bounded
+from policies.errors import CapabilityError, CheckpointError
+from policies.policy import Policy
+from policies.seeds import seeded_generator
+
+
+@dataclass
+class OnlineConfig(Checked):
+    """Settings of the online phase."""
+
+    key = "algo.online"
+
+    num_envs: int = bounded(4, ge=1)  # parallel environments
+    warmup_steps: int = bounded(1000, ge=0)  # control steps before the first online update
+    updates_per_step: float = bounded(1.0, gt=0)  # gradient steps per executed control step
+    offline_ratio: float | None = bounded(
+        0.5, ge=0, le=1
+    )  # dataset share of a batch; null: by numbers of rows
+    buffer_size: int = bounded(1_000_000, ge=1)  # capacity for experience, transitions
+    exploration_std: float = bounded(0.0, ge=0)  # std of noise on executed actions, normalised units
+
+
+class Explorer:
+    """Rollout actor: a policy's sampled chunks, with Gaussian noise; see `envs.rollouts.rollout.Actor`."""
+
+    def __init__(self, policy: Policy, std: float) -> None:
+        self.policy, self.std = policy, std
+
+    @torch.no_grad()
+    def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return physical actions (N, Ta, Da), and condition and normalised executed chunk of each."""
+        policy = self.policy
+        cond = policy.encode(policy.observation(obs))
+        chunk = policy.decode(cond, policy.sample_noise(len(cond), generator=generator))
+        action = chunk[:, policy.chunk.executed]
+        if self.std:
+            noise = torch.randn(action.shape, generator=generator, device=generator.device)
+            action = (action + self.std * noise.to(action)).clamp(-1, 1)
+        return policy.physical(action), {"cond": cond.vec, "action": action.flatten(1)}
+
+
+class Experience(TransitionTable):
+    """Ring of the latest transitions, with the columns of a dataset's table."""
+
+    def __init__(self, capacity: int, like: TransitionTable) -> None:
+        self.frame, self._cache, self._widths = None, {}, like._widths
+        self._rows = torch.empty(capacity, sum(self._widths), device=like.device)
+        self.size = self._next = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def add(self, batch: Batch) -> None:
+        """Overwrite the oldest rows with those of a batch."""
+        single = (batch.reward[:, None], batch.discount[:, None], batch.has_next[:, None])
+        parts = (
+            batch.cond,
+            batch.action,
+            batch.next_cond,
+            *single,
+            batch.next_action,
+            batch.plan,
+            batch.real,
+        )
+        rows = torch.cat(parts, dim=1).to(self._rows)[-len(self._rows) :]
+        place = (self._next + torch.arange(len(rows), device=self.device)) % len(self._rows)
+        self._rows.index_copy_(0, place, rows)
+        self._next = (self._next + len(rows)) % len(self._rows)
+        self.size = min(self.size + len(rows), len(self._rows))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rows": self._rows[: self.size].clone(),
+            "next": self._next,
+            "capacity": len(self._rows),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; the capacity may differ (CheckpointError if too small)."""
+        rows, place = state["rows"], int(state["next"])
+        if len(rows) > len(self._rows) or rows.shape[1:] != self._rows.shape[1:]:
+            raise CheckpointError(
+                f"the saved experience has {len(rows)} rows of {rows.shape[1]} numbers; this run has place "
+                f"for {len(self._rows)} of {self._rows.shape[1]}. Keep policy and algo.online.buffer_size."
+            )
+        if state["capacity"] != len(self._rows):  # oldest first
+            rows, place = rows.roll(-place, dims=0), len(rows) % len(self._rows)
+        self.size, self._next = len(rows), place
+        self._rows[: self.size] = rows.to(self._rows)
+
+
+class OnlinePhase:
+    """Environment steps after the gradient steps on the dataset.
+
+    Args:
+        config: Settings.
+        total: Control steps to execute.
+        setup: Environment, seed, workers, device.
+        policy: Its encoding and chunk are those of the transitions.
+        table: Transitions of the dataset.
+        rewarding: Reward transform.
+    """
+
+    def __init__(
+        self,
+        config: OnlineConfig,
+        total: int,
+        setup: Setup,
+        policy: Policy,
+        table: TransitionTable,
+        rewarding: Rewarding,
+    ) -> None:
+        assert setup.env is not None
+        config.require("warmup_steps", config.warmup_steps <= total, f"at most algo.online_steps={total}")
+        if policy.dtype != torch.float32:
+            raise CapabilityError(f"online steps need a policy in torch.float32; this one is {policy.dtype}.")
+        self.config, self.total, self.table, self._rewarding = config, total, table, rewarding
+        self.experience = Experience(min(config.buffer_size, total + config.num_envs), table)
+        self.pool = RolloutPool(
+            match_cameras(setup.env, policy.images),
+            num_envs=config.num_envs,
+            num_workers=setup.num_workers,
+            obs_steps=policy.chunk.obs_steps,
+            seed=setup.seed,
+        )
+        self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
+        self.progress, self._pending = 0, 0.0
+
+    def act(self, policy: Policy) -> tuple[int, list[EpisodeRow]]:
+        """Execute one chunk in every environment; return the number of updates due, and finished episodes."""
+        explorer = Explorer(policy.on_cpu(), self.config.exploration_std)
+        rollout = self.pool.collect(explorer, 1)
+        self.experience.add(transitions_of(rollout, policy, self._rewarding))
+        executed = int(rollout.length.sum())
+        self.progress += executed
+        if self.progress < self.config.warmup_steps:
+            return 0, rollout.episodes
+        self._pending += executed * self.config.updates_per_step
+        due = math.floor(self._pending)
+        self._pending -= due
+        return due, rollout.episodes
+
+    def draw(self, n: int) -> Batch:
+        """Return n rows, experience first. `row` is -1 for experience."""
+        data, own, ratio = len(self.table), len(self.experience), self.config.offline_ratio
+        share = data / (data + own) if ratio is None else ratio
+        count = min(round(share * n), n)
+        batches = []
+        for table, rows in ((self.experience, n - count), (self.table, count)):
+            if rows:
+                row = torch.randint(
+                    len(table), (rows,), generator=self._generator, device=self._generator.device
+                )
+                batches.append(table.gather(row.to(table.device)))
+        if n > count:
+            batches[0] = Batch(**{**vars(batches[0]), "row": torch.full_like(batches[0].row, -1)})
+        return Batch(*(torch.cat([getattr(b, one.name) for b in batches]) for one in fields(Batch)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "progress": self.progress,
+            "pending": self._pending,
+            "experience": self.experience.state_dict(),
+            "generator": capture_generator(self._generator),
+            "pool": self.pool.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.experience.load_state_dict(state["experience"])
+        restore_generator(self._generator, state["generator"])
+        self.pool.load_state_dict(state["pool"])
+        self.progress, self._pending = int(state["progress"]), float(state["pending"])
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+@torch.no_grad()
+def transitions_of(rollout: Rollout, policy: Policy, rewarding: Rewarding) -> Batch:
+    """Return the N transitions of a rollout of one chunk per environment."""
+    chunk, device = policy.chunk, policy.device
+    cond, action = rollout.record["cond"][0].to(device), rollout.record["action"][0].to(device)
+    next_cond = encode(policy, rollout.next_obs_last).vec
+    length, step = rollout.length[0].to(device), torch.arange(chunk.act_steps, device=device)
+    executed = step < length[:, None]
+    rewards = rewarding.scale * rollout.rewards[0].to(device).double() + rewarding.shift
+    reward = (rewards * rewarding.gamma ** step.double() * executed).sum(dim=1).float()
+    discount = rewarding.gamma ** length.double() * ~rollout.terminated[0].to(device)
+    plan, real = action.new_zeros(len(action), *chunk.shape), action.new_zeros(len(action), chunk.horizon)
+    plan[:, chunk.executed], real[:, chunk.executed] = (
+        action.unflatten(1, (chunk.act_steps, -1)),
+        executed.to(real),
+    )
+    return Batch(
+        cond=cond,
+        action=action,
+        reward=reward,
+        next_cond=next_cond,
+        discount=discount.float(),
+        next_action=torch.zeros_like(action),  # unknown: the next chunk is chosen later
+        has_next=torch.zeros_like(reward),
+        plan=plan.flatten(1),
+        real=real,
+        row=torch.full_like(length, -1),
+    )
+
+
+def summary(rows: list[EpisodeRow], has_success: bool) -> Metrics:
+    """Return the metrics of finished episodes."""
+    metrics: Metrics = {"rollout/episodes": float(len(rows))}
+    if rows:
+        metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)
+        metrics["rollout/episode_length"] = sum(float(row.length) for row in rows) / len(rows)
+    if rows and has_success:
+        metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
+    return metrics

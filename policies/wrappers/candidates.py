@@ -1,0 +1,229 @@
+"""Candidates: sample several chunks, edit some of them, execute the one of the largest value.
+
+Legend: B batch, N sampled chunks, M edited ones, Th horizon, Da action width, A = Ta Da executed numbers, E
+critics, u an edit, beta its scale, c the bound of actions, C_i aggregate over critics, eps standard
+normals::
+
+    a_n  = inner(s, w_n)                                            n < N
+    u_m  = tanh(mu(s, a_m) + sigma(s, a_m) eps_m)                   m < M
+    a'_m = a_m + clip(beta u_m, -c - a_m, c - a_m)
+    n*   = argmax C_i Q_i(s, .)  over a_0 ... a_{N-1}, a'_0 ... a'_{M-1}
+
+Critics and edits see the executed rows; an edit leaves the other rows unchanged. An edit never leaves the
+bound, and an action beyond it is moved inwards only. One candidate needs no critic. Of equal values the
+first candidate wins. All randomness comes from the noise: N rows for the chunks, then M rows whose first A
+numbers are eps.
+
+Source: best of N as in IDQL (arXiv 2304.10573) and Q-chunking (arXiv 2507.07969); edits as in EXPO (arXiv
+2507.07986). Deviation: EXPO leaves edited actions unbounded (`bound` null).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from policies.bounds import Checked, bounded
+from policies.errors import CapabilityError
+from policies.networks.activations import ACTIVATIONS
+from policies.networks.critics import EnsembleConfig, aggregate
+from policies.networks.distributions import TanhGaussianConfig, tanh_draw
+from policies.policy import Policy
+from policies.protocols import Cond, Hooks, Start
+from policies.registry import register
+from policies.wrappers.base import WrappedPolicy
+
+AGGREGATES = ("min", "mean", "mean_std")
+
+
+@register("wrapper", "candidates")
+@dataclass(frozen=True)
+class Candidates(Checked):
+    """Numbers of candidates, the critics that rank them, the actor that edits them."""
+
+    num_candidates: int = bounded(32, ge=1)  # N, sampled chunks
+    num_edited: int = bounded(0, ge=0)  # M of them are edited
+    keeps_base: bool = True  # edited chunks are candidates beside the others; false: they replace them
+    aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics
+    pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
+    members: int = bounded(2, ge=1)  # E, critics
+    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a critic
+    critic_activation: str = bounded("gelu", choices=tuple(ACTIVATIONS))
+    critic_layer_norm: bool = True  # layer normalisation in the critics
+    norm_after: bool = True  # after the activation instead of before it
+    edit_scale: float = bounded(0.0, ge=0)  # beta, normalised action units
+    edit_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of the edit actor
+    bound: float | None = bounded(1.0, gt=0)  # c, normalised action units; null: edited actions are unbounded
+    stochastic: bool = True  # sample the edits; false: use their means
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("critic_dims", "edit_dims"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self.require("num_edited", self.num_edited <= self.num_candidates, "at most the number of candidates")
+        whole = self.num_edited == self.num_candidates
+        self.require("keeps_base", self.keeps_base or whole, "true unless all candidates are edited")
+
+    @property
+    def num_ranked(self) -> int:
+        """Chunks that the critics compare."""
+        return self.num_edited + (self.num_candidates if self.keeps_base else 0)
+
+    def critic_config(self) -> EnsembleConfig:
+        """Return the configuration of the critics."""
+        after = self.critic_layer_norm and self.norm_after
+        return EnsembleConfig(
+            self.members,
+            self.critic_dims,
+            self.critic_activation,
+            self.critic_layer_norm,
+            after,
+            norm_eps=1e-6,
+        )
+
+    def wrap(self, base: Policy) -> CandidatePolicy:
+        """Return the wrapped policy, with fresh critics and edits."""
+        return CandidatePolicy(base, self)
+
+
+class CandidatePolicy(WrappedPolicy):
+    """Executes the candidate of the largest value.
+
+    Attributes:
+        critic: Conditions (B, C) and executed chunks (B, A) to values (E, B); None for one candidate.
+        editor: [condition, executed chunk] (B, C + A) to mean and log deviation (B, A); None without edits.
+        scale: Scale of edits now, a buffer: a method may raise it to `edit_scale` gradually.
+    """
+
+    scale: Tensor
+
+    def __init__(self, base: Policy, wrapper: Candidates) -> None:
+        super().__init__(base, wrapper)
+        self.wrapper: Candidates = wrapper
+        self.width = base.chunk.act_steps * base.chunk.action_dim  # A
+        cond_dim = base.encoder.cond_dim
+        self.critic, self.editor = None, None
+        if wrapper.num_ranked > 1:
+            self.critic = wrapper.critic_config().build(cond_dim, self.width).to(base.dtype)
+        if wrapper.num_edited:
+            if math.prod(base.noise_shape) < self.width:
+                raise CapabilityError(
+                    f"edits take their noise from that of the policy, {self.width} numbers; this one has "
+                    f"{math.prod(base.noise_shape)}. Use one whose noise has a row for every action."
+                )
+            head = TanhGaussianConfig(wrapper.edit_dims, "relu", layer_norm=False)
+            self.editor = head.build(cond_dim + self.width, self.width).to(base.dtype)
+        self.register_buffer("scale", torch.tensor(wrapper.edit_scale, dtype=base.dtype))
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """(N + M, *noise of the inner policy)."""
+        return (self.wrapper.num_candidates + self.wrapper.num_edited, *self.base.noise_shape)
+
+    @property
+    def noise_sensitive(self) -> bool:  # type: ignore[override]
+        has_draws = self.wrapper.num_edited > 0 and self.wrapper.stochastic
+        return has_draws or self.base.noise_sensitive
+
+    def sampling_edits(self) -> Self:
+        """Return a view that samples its edits."""
+        view = self._view()
+        view.wrapper = replace(self.wrapper, stochastic=True)
+        return view
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        rows = self.noise_shape[0]
+        return self.base.sample_noise(n * rows, generator=generator).view(n, rows, *self.base.noise_shape)
+
+    def with_act_steps(self, act_steps: int) -> Self:
+        if act_steps == self.chunk.act_steps:
+            return self
+        raise self._fixed(f"act_steps={act_steps}")
+
+    def _fixed(self, what: str) -> CapabilityError:
+        return CapabilityError(
+            f"the critics of this policy value chunks of {self.chunk.act_steps} executed steps; got {what}."
+        )
+
+    def sampled(self, cond: Cond, noise: Tensor, *, grad: bool = False) -> Tensor:
+        """Return the inner policy's chunks (B, N, Th, Da) for noise (B, N or more, ...)."""
+        count = self.wrapper.num_candidates
+        flat = noise[:, :count].flatten(0, 1)
+        repeated = cond if count == 1 else cond.repeat(count)
+        return self.base.decode(repeated, flat, grad=grad).unflatten(0, (-1, count))
+
+    def executed_part(self, plans: Tensor) -> Tensor:
+        """Return the executed rows of chunks (..., Th, Da), flat (..., A)."""
+        return plans[..., self.chunk.executed, :].flatten(-2)
+
+    def edits(self, vec: Tensor, action: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return edits u (B, A) and their log-densities (B,) of actions (B, A) at conditions (B, C)."""
+        assert self.editor is not None
+        mean, log_std = self.editor(torch.cat([vec, action], dim=-1))
+        return tanh_draw(mean, log_std, eps)
+
+    def edited(self, action: Tensor, u: Tensor) -> Tensor:
+        """Return actions (..., A) changed by edits u (..., A)."""
+        change, bound = self.scale * u, self.wrapper.bound
+        if bound is not None:
+            low, high = (-bound - action).clamp(max=0), (bound - action).clamp(min=0)
+            change = torch.minimum(torch.maximum(change, low), high)
+        return action + change
+
+    def candidates(self, cond: Cond, noise: Tensor, *, grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the ranked plans (B, R, Th, Da) and their executed parts (B, R, A)."""
+        plans = self.sampled(cond, noise, grad=grad)
+        actions, count, edited = self.executed_part(plans), *self._numbers
+        if not edited:
+            return plans, actions
+        eps = noise[:, count:].flatten(2)[..., : self.width]
+        eps = eps if self.wrapper.stochastic else torch.zeros_like(eps)
+        vec = cond.vec.unsqueeze(1).expand(-1, edited, -1).flatten(0, 1)
+        u = self.edits(vec, actions[:, :edited].flatten(0, 1), eps.flatten(0, 1))[0].view_as(eps)
+        changed = self.edited(actions[:, :edited], u)
+        rows, start = self.chunk.act_steps, self.chunk.action_start
+        before, after = plans[:, :edited, :start], plans[:, :edited, start + rows :]
+        changed_plans = torch.cat([before, changed.unflatten(-1, (rows, -1)), after], dim=2)
+        if not self.wrapper.keeps_base:
+            return changed_plans, changed
+        return torch.cat([plans, changed_plans], dim=1), torch.cat([actions, changed], dim=1)
+
+    @property
+    def _numbers(self) -> tuple[int, int]:
+        return self.wrapper.num_candidates, self.wrapper.num_edited
+
+    def decode(
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
+    ) -> Tensor:
+        """Return the chosen chunk (B, Th, Da)."""
+        if start is not None or hooks:
+            raise CapabilityError(
+                "a policy that chooses among candidates takes no start state and no hooks. Give them to the "
+                "inner policy, `base`."
+            )
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            plans, actions = self.candidates(cond, noise, grad=grad)
+            if plans.shape[1] == 1:
+                return plans[:, 0]
+            assert self.critic is not None
+            how, pessimism = self.wrapper.aggregate, self.wrapper.pessimism
+            worth = aggregate(ranked(self.critic, cond.vec, actions), how, pessimism=pessimism)
+            return select(plans, worth)
+
+
+def ranked(critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
+    """Return values (E, B, R) of R executed chunks (B, R, A) at conditions (B, C)."""
+    count = actions.shape[1]
+    repeated = vec.unsqueeze(1).expand(-1, count, -1).flatten(0, 1)
+    values: Tensor = critic(repeated, actions.flatten(0, 1))
+    return values.unflatten(1, (-1, count))
+
+
+def select(options: Tensor, worth: Tensor) -> Tensor:
+    """Return the option (B, ...) of the largest worth (B, R) among (B, R, ...); of equals the first."""
+    best = worth.argmax(dim=1).view(-1, *[1] * (options.ndim - 1))
+    return options.gather(1, best.expand(-1, 1, *options.shape[2:])).squeeze(1)

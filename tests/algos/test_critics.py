@@ -1,0 +1,530 @@
+"""Laws of algorithms whose critics of chunks choose, edit and weigh; of runs that go on in their task."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from messages import mentions
+from point_env import PointEnv
+from small_algorithms import dataset, init, setup, small, start
+from torch import Tensor
+
+from algos.critics.edits import EditLearner
+from algos.critics.expo import ExpoConfig
+from algos.critics.fql import FqlConfig
+from algos.critics.idql import IdqlConfig
+from algos.critics.learner import ChunkCriticConfig
+from algos.critics.losses import bce, implicit_loss, value_loss
+from algos.critics.qc import QcConfig
+from algos.critics.residual import ResidualConfig
+from algos.offline.loop import OfflineRun
+from algos.offline.online import OnlineConfig
+from algos.training.serialization import from_plain, to_plain
+from policies import registry
+from policies.composition.operators import Composition
+from policies.composition.policy import ComposedPolicy
+from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.networks.distributions import highest_entropy
+from policies.policy import Policy
+from policies.processes.deterministic import DeterministicPolicy
+from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.candidates import CandidatePolicy, Candidates, select
+from policies.wrappers.noise_policy import Steering
+
+METHODS = ("qc", "fql", "idql", "expo", "residual")
+OFFLINE = ("iql", "td3_bc", "rebrac", "a2pr")
+
+
+def online(algo: str, steps: int = 12, warmup: int = 4, **values: Any) -> Any:
+    """Return a small configuration that goes on in the task."""
+    part = small(registry.lookup("algo", algo))
+    settings = OnlineConfig(num_envs=2, warmup_steps=warmup, buffer_size=64, exploration_std=0.1)
+    return replace(part, online_steps=steps, online=settings, **values)
+
+
+def begin(config: Any, process: str = "flow", **changes: Any) -> OfflineRun:
+    run: OfflineRun = config.build(setup(process, **changes))
+    return run
+
+
+def finished(run: OfflineRun) -> OfflineRun:
+    while run.progress < run.total:
+        run.advance()
+    return run
+
+
+def saved(run: OfflineRun) -> dict[str, Any]:
+    """Return the state of a run as a file gives it back."""
+    file = io.BytesIO()
+    torch.save(to_plain(run.state_dict()), file)
+    file.seek(0)
+    state: dict[str, Any] = from_plain(torch.load(file, weights_only=True))
+    return state
+
+
+def weights(policy: Policy) -> Tensor:
+    return torch.cat([value.flatten().double() for value in policy.state_dict().values()])
+
+
+def observed(rows: int = 5) -> Tensor:
+    return torch.rand(rows, 1, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def noise_of(policy: Policy, rows: int = 5) -> Tensor:
+    return policy.sample_noise(rows, generator=torch.Generator().manual_seed(1))
+
+
+def wrapped(base: Policy, **values: Any) -> CandidatePolicy:
+    torch.manual_seed(4)
+    return Candidates(critic_dims=(8,), edit_dims=(8,), **values).wrap(base).eval()
+
+
+# -- the policy -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("process", ["flow", "diffusion", "edm", "shortcut"])
+def test_one_candidate_is_the_policy_bit_by_bit(process: str) -> None:
+    base = init(process)
+    chosen = wrapped(base, num_candidates=1)
+    noise = noise_of(chosen)
+    assert chosen.critic is None
+    assert torch.equal(chosen.act(observed(), noise=noise), base.act(observed(), noise=noise[:, 0]))
+
+
+def test_a_critic_that_values_all_alike_changes_nothing() -> None:
+    base = init("flow")
+    chosen = wrapped(base, num_candidates=4)
+    assert chosen.critic is not None
+    with torch.no_grad():
+        chosen.critic.weight[-1].zero_()
+    noise, cond = noise_of(chosen), chosen.encode({"state": observed()})
+    assert torch.equal(chosen.decode(cond, noise), chosen.sampled(cond, noise)[:, 0])
+    torch.testing.assert_close(chosen.act(observed(), noise=noise), base.act(observed(), noise=noise[:, 0]))
+
+
+def test_the_candidate_of_the_largest_value_is_executed() -> None:
+    chosen = wrapped(init("flow"), num_candidates=6)
+    cond, noise = chosen.encode({"state": observed()}), noise_of(chosen)
+    plans, actions = chosen.candidates(cond, noise)
+    assert chosen.critic is not None
+    for row in range(len(plans)):
+        values = [chosen.critic(cond.vec[row : row + 1], a[None]).mean() for a in actions[row]]
+        best = int(torch.stack(values).argmax())
+        assert torch.equal(chosen.decode(cond, noise)[row], plans[row, best])
+    assert len({tuple(plan.flatten().tolist()) for plan in plans[0]}) == 6
+
+
+@pytest.mark.parametrize("bound", [1.0, None])
+def test_edits_of_scale_zero_are_the_policy_bit_by_bit(bound: float | None) -> None:
+    base = init("flow")
+    edited = wrapped(base, num_candidates=1, num_edited=1, keeps_base=False, edit_scale=0.0, bound=bound)
+    noise = noise_of(edited)
+    assert torch.equal(edited.act(observed(), noise=noise), base.act(observed(), noise=noise[:, 0]))
+
+
+def test_edits_stay_in_the_box_and_move_what_is_outside_inwards_only() -> None:
+    edited = wrapped(init("flow"), num_candidates=1, num_edited=1, keeps_base=False, edit_scale=0.5)
+    action = torch.tensor([[0.8, -0.9, 1.3, 0.0], [0.8, -0.9, 1.3, 0.0]])
+    found = edited.edited(action, torch.tensor([[1.0, -1.0, 1.0, 0.4], [-1.0, 1.0, -1.0, -0.4]]))
+    torch.testing.assert_close(found, torch.tensor([[1.0, -1.0, 1.3, 0.2], [0.3, -0.4, 0.8, -0.2]]))
+
+
+def test_edits_change_executed_rows_only() -> None:
+    base = init("flow")  # horizon 3, of which 2 rows are executed
+    edited = wrapped(base, num_candidates=1, num_edited=1, keeps_base=False, edit_scale=0.5)
+    cond, noise = edited.encode({"state": observed()}), noise_of(edited)
+    plan, original = edited.decode(cond, noise), base.decode(cond, noise[:, 0])
+    assert torch.equal(plan[:, 2:], original[:, 2:]) and not torch.equal(plan[:, :2], original[:, :2])
+
+
+@pytest.mark.parametrize(
+    "values", [{"num_candidates": 4}, {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3}]
+)
+def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], tmp_path: Path) -> None:
+    policy = wrapped(init("flow"), **values)
+    again = load_policy(save_policy(policy, tmp_path / "policy"))
+    noise = noise_of(policy)
+    assert torch.equal(again.act(observed(), noise=noise), policy.act(observed(), noise=noise))
+    assert isinstance(again, CandidatePolicy) and again.wrapper == policy.wrapper
+
+
+def test_a_chosen_policy_is_exported_as_one_graph_with_its_critics(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+    pytest.importorskip("onnxscript", reason="needs the extra `export`")
+    from policies.export.export import export_onnx
+    from policies.runner import MODEL
+
+    policy = wrapped(init("flow"), num_candidates=3, num_edited=2, edit_scale=0.3)
+    export_onnx(policy, tmp_path / "out", latency_batches=())
+    graph = onnxruntime.InferenceSession(tmp_path / "out" / MODEL)
+    noise = noise_of(policy)
+    found = graph.run(["action"], {"observation": observed().numpy(), "noise": noise.numpy()})[0]
+    wanted = policy.act(observed(), noise=noise).numpy()
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_of_equal_values_the_first_is_chosen() -> None:
+    options = torch.arange(6.0).view(1, 3, 2)
+    assert torch.equal(select(options, torch.tensor([[1.0, 2.0, 2.0]])), torch.tensor([[2.0, 3.0]]))
+
+
+def test_a_chosen_policy_keeps_its_executed_steps() -> None:
+    policy = wrapped(init("flow"), num_candidates=2)
+    assert policy.with_act_steps(2) is policy
+    with pytest.raises(CapabilityError, match="act_steps=1"):
+        policy.with_act_steps(1)
+
+
+def test_edits_are_means_where_the_policy_is_not_stochastic() -> None:
+    policy = wrapped(
+        init("flow"), num_candidates=1, num_edited=1, keeps_base=False, edit_scale=0.3, stochastic=False
+    )
+    noise, other = noise_of(policy), noise_of(policy)
+    other[:, 1:] += 1.0
+    assert torch.equal(policy.act(observed(), noise=noise), policy.act(observed(), noise=other))
+    sampling = policy.sampling_edits()
+    assert not torch.equal(sampling.act(observed(), noise=noise), sampling.act(observed(), noise=other))
+
+
+# -- losses ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kappa", [0.3, 0.7, 0.9])
+def test_expectile_and_quantile_losses_end_at_expectile_and_quantile(kappa: float) -> None:
+    values = torch.tensor([0.0, 1.0, 2.0, 10.0], dtype=torch.float64)
+    grid = torch.linspace(0, 10, 10_001, dtype=torch.float64)
+    for how in ("expectile", "quantile"):
+        losses = torch.stack([value_loss(values - v, how, kappa) for v in grid])
+        best = grid[losses.argmin()]
+        if how == "quantile":
+            assert (values <= best).double().mean() >= kappa >= (values < best).double().mean()
+        else:
+            share = torch.where(values > best, kappa, 1 - kappa)
+            assert float((share * (values - best)).sum()) == pytest.approx(0, abs=5e-3)
+
+
+def test_implicit_losses_weigh_probabilities_without_a_gradient_through_the_weight() -> None:
+    logit = torch.tensor([0.0, 2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0.9, 0.2, 0.5], dtype=torch.float64)
+    weight = torch.tensor([0.8, 0.2, 0.8], dtype=torch.float64)
+    found = torch.autograd.grad(implicit_loss(logit, target, "expectile", 0.8).sum(), logit)[0]
+    torch.testing.assert_close(found, weight * (logit.detach().sigmoid() - target))
+    found = torch.autograd.grad(implicit_loss(logit, target, "quantile", 0.8).sum(), logit)[0]
+    torch.testing.assert_close(found, weight * torch.sign(logit.detach() - torch.logit(target)))
+    reference = torch.nn.functional.binary_cross_entropy_with_logits(logit, target, reduction="none")
+    torch.testing.assert_close(bce(logit, target), reference)
+
+
+# -- learning -------------------------------------------------------------------------------------------
+
+
+def test_the_target_of_qc_is_the_best_candidate_valued_by_the_target_copies() -> None:
+    run = begin(replace(small(QcConfig), num_candidates=3, aggregate="min", critics=3))
+    learner, batch = run.learner, run.table.gather(torch.arange(8))
+    draws = learner.draw(8, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for weight in learner.target_critic.parameters():
+            weight.mul_(1.5)
+        plans = learner.policy.candidates(learner.base.condition(batch.next_cond), draws["next"])[1]
+        online_values = torch.stack(
+            [learner.critic(batch.next_cond, plans[:, n]).amin(0) for n in range(3)], 1
+        )
+        best = plans[torch.arange(8), online_values.argmax(1)]
+        wanted = batch.reward + batch.discount * learner.target_critic(batch.next_cond, best).amin(0)
+        torch.testing.assert_close(learner.target(batch, draws), wanted)
+
+
+def test_no_value_gradient_reaches_the_cloned_policy() -> None:
+    """The policy of QC, the teacher of FQL and the policy of EXPO learn from their matching loss alone."""
+    for algo in ("qc", "fql", "expo", "idql"):
+        config = small(registry.lookup("algo", algo))
+        run = begin(config)
+        other = begin(replace(config, reward_scale=50.0))
+        for one in (run, other):
+            finished(one)
+        assert torch.equal(weights(run.learner.base), weights(other.learner.base)), algo
+        assert not torch.equal(weights(run.learner.base), weights(init("flow"))), algo
+
+
+def test_without_refit_the_policy_stays_bit_by_bit() -> None:
+    for algo in METHODS:
+        run = finished(begin(replace(small(registry.lookup("algo", algo)), refit=False)))
+        assert torch.equal(weights(run.learner.base), weights(init("flow"))), algo
+
+
+def test_student_and_teacher_decode_the_same_noise_and_the_student_is_one_step() -> None:
+    run = begin(small(FqlConfig))
+    policy = run.snapshot()
+    assert policy.sampler.steps == 1 and not isinstance(policy, CandidatePolicy)
+    teacher = run.learner.base.clone().with_sampler(policy.sampler)
+    noise = noise_of(policy)
+    assert torch.equal(policy.act(observed(), noise=noise), teacher.act(observed(), noise=noise))
+
+
+def test_the_student_leaves_the_critics_alone_and_its_value_term_can_be_normalised() -> None:
+    for normalized in (False, True):
+        run = begin(replace(small(FqlConfig), normalize_value=normalized, critics=2))
+        learner, batch = run.learner, run.table.gather(torch.arange(8))
+        noise = noise_of(learner.policy, 8)
+        _, value, scale = learner.student_losses(batch, noise)
+        value.backward()
+        assert all(weight.grad is None for weight in learner.critic.parameters())
+        with torch.no_grad():
+            action = learner.chunk(learner.policy, batch.cond, noise)
+            worth = learner.critic(batch.cond, action).mean(0)
+        expected = 1 / worth.abs().mean() if normalized else torch.ones(())
+        torch.testing.assert_close(scale, expected)
+        torch.testing.assert_close(value.detach(), -expected * worth.mean())
+
+
+def test_a_student_of_a_deterministic_diffusion_begins_anew_with_its_scales() -> None:
+    run = begin(small(FqlConfig), "edm")
+    student, teacher = run.learner.policy, run.learner.base
+    assert (
+        type(student.process).__name__ == "RectifiedFlow"
+        and type(teacher.process).__name__ != "RectifiedFlow"
+    )
+    for name, value in teacher.normalizer.state_dict().items():
+        assert torch.equal(student.normalizer.state_dict()[name], value)
+
+
+def test_idql_never_decodes_while_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begin(small(IdqlConfig))
+    monkeypatch.setattr(type(run.learner.base), "decode", lambda *_, **__: pytest.fail("decoded"))
+    run.advance()
+    assert run.snapshot().critic is not None
+
+
+def test_expo_chooses_by_one_subset_of_target_critics_and_values_by_another() -> None:
+    run = begin(replace(small(ExpoConfig), critics=4, num_candidates=3, num_edited=2))
+    learner, batch = run.learner, run.table.gather(torch.arange(8))
+    assert isinstance(learner, EditLearner)
+    draws = learner.draw(8, torch.Generator().manual_seed(0))
+    draws |= {"choosing": torch.tensor([0, 1]), "subset": torch.tensor([2, 3])}
+    with torch.no_grad():
+        actions = learner.policy.candidates(learner.base.condition(batch.next_cond), draws["next"])[1]
+        assert actions.shape == (8, 5, 4)
+        values = torch.stack([learner.target_critic(batch.next_cond, actions[:, n]) for n in range(5)], 2)
+        best = values[:2].amin(0).argmax(1)
+        later = values[2:].amin(0)[torch.arange(8), best]
+        torch.testing.assert_close(learner.target(batch, draws), batch.reward + batch.discount * later)
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.3, 1.0])
+def test_a_target_entropy_that_no_edit_reaches_is_refused_and_the_default_is_reachable(scale: float) -> None:
+    width = 4
+    most = width * (highest_entropy() + math.log(scale))
+    assert replace(small(ExpoConfig), edit_scale=scale).target_entropy_of(width) < most
+    beyond = replace(small(ExpoConfig), edit_scale=scale, target_entropy=most + 0.01)
+    with pytest.raises(ConfigError, match=mentions("algo.target_entropy largest entropy")):
+        beyond.target_entropy_of(width)
+    assert replace(beyond, learn_alpha=False).target_entropy_of(width) == most + 0.01
+
+
+def test_edits_of_the_policy_are_trained_at_its_own_chunks() -> None:
+    for where in ("data", "policy"):
+        run = begin(replace(small(ExpoConfig), edits_at=where, edit_scale=0.3))
+        learner, batch = run.learner, run.table.gather(torch.arange(8))
+        draws = learner.draw(8, torch.Generator().manual_seed(0))
+        moved = replace(batch, action=batch.action + 0.1)
+        losses = [learner.edit_loss(each, draws)[0] for each in (batch, moved)]
+        assert torch.equal(*losses) == (where == "policy")
+
+
+@pytest.mark.parametrize("ramp", [0, 4])
+def test_the_scale_of_a_residual_rises(ramp: int) -> None:
+    run = begin(replace(small(ResidualConfig), ramp_steps=ramp, edit_scale=0.2))
+    found = [float(run.snapshot().scale)]
+    while run.progress < run.total:
+        run.advance()
+        found.append(float(run.snapshot().scale))
+    assert found == pytest.approx([0.0, 0.1, 0.2, 0.2] if ramp else [0.2] * 4)
+
+
+def test_a_residual_of_scale_zero_is_its_policy_after_training() -> None:
+    run = finished(begin(replace(small(ResidualConfig), edit_scale=0.0)))
+    policy, base = run.snapshot(), init("flow")
+    noise = noise_of(policy)
+    assert torch.equal(policy.act(observed(), noise=noise), base.act(observed(), noise=noise[:, 0]))
+
+
+@pytest.mark.parametrize("algo", ["qc", "residual"])
+def test_black_boxes_are_chosen_from_and_corrected(algo: str) -> None:
+    """A composition and a steered policy, which have no matching loss, are improved without refit."""
+    composed = ComposedPolicy([init("flow"), init("flow")], Composition(weights=(0.5, 0.5)))
+    config = replace(small(registry.lookup("algo", algo)), refit=False)
+    for black_box in (composed, Steering(hidden_dims=(8,)).wrap(init("flow"))):
+        run = begin(config, init=black_box)
+        run.advance()
+        assert run.snapshot().act(observed()).shape == (5, 2, 2)
+        with pytest.raises(CapabilityError, match=mentions(f"algo={algo} matching loss algo.refit=false")):
+            begin(replace(config, refit=True), init=black_box)
+
+
+def test_qc_prefers_the_better_of_two_modes_that_the_policy_keeps() -> None:
+    """Actions are +-0.6; the reward is the first action. The policy stays a clone of both modes."""
+    data = two_modes()
+    config = QcConfig(
+        steps=700, log_every=700, batch_size=64, gamma=0.0, critic_dims=(32, 32), actor_lr=3e-3,
+        critic_lr=3e-3, num_candidates=16,
+    )  # fmt: skip
+    policy = finished(begin(config, dataset=data, env=None, init=None)).snapshot()
+    obs = observed(64)
+    chosen = policy.act(obs, generator=torch.Generator().manual_seed(3))[:, 0, 0]
+    cloned = policy.base.act(obs, generator=torch.Generator().manual_seed(3))[:, 0, 0]
+    assert (chosen > 0).double().mean() > 0.95
+    assert 0.25 < (cloned > 0).double().mean() < 0.75
+
+
+def two_modes(frames: int = 800) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    sign = torch.randint(0, 2, (frames // 2,), generator=generator).repeat_interleave(2) * 2.0 - 1.0
+    actions = torch.stack([0.6 * sign, torch.zeros(frames)], 1)
+    base = dataset(frames // 2, 2)
+    return replace(base, actions=actions, rewards=actions[:, 0].clone())
+
+
+# -- going on in the task -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", [*METHODS, *OFFLINE])
+def test_a_run_goes_on_in_its_task_and_learns_from_what_happens(algo: str) -> None:
+    process = "deterministic" if algo in OFFLINE else "flow"
+    run = begin(online(algo), process)
+    assert run.budget == "algo.online_steps" and run.total == 18
+    while run.progress < 6:
+        run.advance()
+    before, seen = weights(run.snapshot()), {}
+    while run.progress < run.total:
+        seen |= run.advance()
+    assert run.progress >= 18 and len(run.online.experience) > 0
+    assert {"rollout/episodes", "replay/rows", "critic/loss"} <= set(seen)
+    assert not torch.equal(weights(run.snapshot()), before)
+    run.close()
+
+
+@pytest.mark.parametrize("algo", [algo for algo in (*METHODS, *OFFLINE) if algo != "iql"])  # its rate decays
+def test_the_steps_on_data_are_those_of_a_run_that_ends_there(algo: str) -> None:
+    process = "deterministic" if algo in OFFLINE else "flow"
+    config = small(registry.lookup("algo", algo))
+    alone, first = finished(begin(config, process)), begin(online(algo), process)
+    while first.progress < config.steps:
+        first.advance()
+    assert torch.equal(weights(alone.snapshot()), weights(first.snapshot()))
+    zero = finished(begin(replace(online(algo), online_steps=0), process))
+    assert torch.equal(weights(alone.snapshot()), weights(zero.snapshot())) and zero.unit == "gradient_steps"
+    first.close()
+
+
+@pytest.mark.parametrize("algo", [*METHODS, *OFFLINE])
+@pytest.mark.parametrize("after", [4, 12])
+def test_a_run_is_resumed_bit_by_bit_on_data_and_in_its_task(algo: str, after: int) -> None:
+    process = "deterministic" if algo in OFFLINE else "flow"
+    one, two = begin(online(algo), process), begin(online(algo), process)
+    while one.progress < after:
+        one.advance()
+    two.load_state_dict(saved(one))
+    assert torch.equal(weights(finished(one).snapshot()), weights(finished(two).snapshot()))
+    assert torch.equal(one.online.experience._rows[: one.online.experience.size],
+                       two.online.experience._rows[: two.online.experience.size])  # fmt: skip
+    one.close()
+    two.close()
+
+
+def test_transitions_of_experience_are_those_of_the_same_episodes_as_data() -> None:
+    """Rewards are discounted per step up to the end, and a time limit does not end the task."""
+    run = begin(online("qc", gamma=0.9, reward_scale=2.0, reward_shift=0.5, warmup=4), env=PointEnv(limit=3))
+    while run.progress < 6:
+        run.advance()
+    phase = run.online
+    phase.act(run.learner.policy)
+    first = phase.experience.gather(torch.arange(2))
+    phase.act(run.learner.policy)
+    second = phase.experience.gather(torch.arange(2, 4))
+    assert first.discount.tolist() == pytest.approx([0.81] * 2)  # two steps of three
+    assert second.discount.tolist() == pytest.approx([0.9] * 2)  # the third is cut by the limit
+    assert second.real[:, 0].tolist() == [1.0, 1.0] and second.real[:, 1:].sum() == 0
+    assert first.real.sum(dim=1).tolist() == [2.0, 2.0]  # executed rows of a plan of three
+    assert torch.equal(first.plan.view(2, 3, 2)[:, :2].flatten(1), first.action)
+    assert torch.equal(first.next_cond, second.cond)
+    run.close()
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.0, 0), (0.5, 4), (1.0, 8), (None, None)])
+def test_batches_hold_the_asked_share_of_data(ratio: float | None, expected: int | None) -> None:
+    run = begin(online("qc"))
+    run.online.config.offline_ratio = ratio
+    while run.progress < 6:
+        run.advance()
+    run.online.act(run.learner.policy)
+    from_data = int((run.online.draw(8).row >= 0).sum())
+    rows = len(run.table) / (len(run.table) + len(run.online.experience))
+    assert from_data == (round(8 * rows) if expected is None else expected)
+    run.close()
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=mentions("algo.online_steps env=")):
+        begin(online("qc"), env=None)
+    with pytest.raises(ConfigError, match=mentions("algo.online.warmup_steps 12 13")):
+        begin(online("qc", warmup=13))
+    with pytest.raises(ConfigError, match=mentions("algo.steps algo.online_steps")):
+        begin(replace(small(QcConfig), steps=0))
+    with pytest.raises(ConfigError, match=mentions("algo.subset algo.critics=2")):
+        replace(small(QcConfig), subset=3)
+    run = begin(online("qc"))
+    state = saved(run)
+    run.close()
+    longer = begin(replace(online("qc"), steps=8))
+    with pytest.raises(CheckpointError, match=mentions("length of the run 6 8")):
+        longer.load_state_dict(state)
+    longer.close()
+
+
+def test_a_run_can_begin_in_its_task_and_be_extended_there() -> None:
+    config = online("residual", steps=12, warmup=0)
+    config = replace(config, online=OnlineConfig(num_envs=2, warmup_steps=0, offline_ratio=0.0))
+    first = finished(begin(replace(config, steps=0)))
+    state = saved(first)
+    second = begin(replace(config, steps=0, online_steps=24))
+    second.load_state_dict(state)
+    assert second.progress == first.progress and finished(second).progress >= 24
+    first.close()
+    second.close()
+
+
+def test_a_deterministic_policy_explores_with_noise_in_the_box() -> None:
+    run = begin(online("td3_bc"), "deterministic")
+    assert isinstance(run.learner.policy, DeterministicPolicy)
+    while run.progress < 18:
+        run.advance()
+    stored = run.online.experience.gather(torch.arange(len(run.online.experience)))
+    with torch.no_grad():
+        own = run.learner.policy.decode(
+            run.learner.policy.condition(stored.cond), noise_of(run.learner.policy, len(stored))
+        )
+    assert not torch.allclose(own[:, :2].flatten(1), stored.action, atol=1e-3)
+    assert stored.action.abs().max() <= 1
+    run.close()
+
+
+@pytest.mark.parametrize(
+    "algo", [algo for algo in METHODS if algo != "residual"]
+)  # which corrects any policy
+def test_every_method_says_which_policy_it_refuses(algo: str) -> None:
+    with pytest.raises(CapabilityError, match=mentions(f"algo={algo} process=deterministic")):
+        start(algo, "deterministic")
+
+
+def test_shared_settings_have_one_meaning() -> None:
+    assert issubclass(registry.lookup("algo", "qc"), ChunkCriticConfig)
+    for algo in METHODS:
+        wrapper = small(registry.lookup("algo", algo)).wrapper()
+        assert wrapper.members == small(registry.lookup("algo", algo)).critics

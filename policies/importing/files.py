@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from policies.errors import CheckpointError
+from policies.storage.strict_json import own_file, read_json
 
 ENTRIES = (
     "state_dicts/ema_model",
@@ -58,6 +60,77 @@ def _read_checkpoint(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the age of a pickle
             return torch.load(path, map_location="cpu", weights_only=True)
+
+
+class Tensors:
+    """The tensors of a checkpoint; each is taken once, or skipped with a reason."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._left = dict(tensors)
+        self.count = len(self._left)
+        self.skipped: dict[str, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    @property
+    def left(self) -> dict[str, Tensor]:
+        """What was neither taken nor skipped."""
+        return dict(self._left)
+
+    def under(self, prefix: str) -> bool:
+        """Whether a tensor with this prefix is left."""
+        return any(name.startswith(prefix) for name in self._left)
+
+    def take(self, name: str) -> Tensor:
+        """Take one tensor; a CheckpointError names a missing one."""
+        if name not in self._left:
+            some = ", ".join(sorted(self._left)[:4]) or "none"
+            raise CheckpointError(
+                f"the checkpoint has no tensor '{name}'; left are {len(self._left)}: {some}."
+            )
+        return self._left.pop(name)
+
+    def taken(self, keys: Mapping[str, str], prefix: str = "") -> dict[str, Tensor]:
+        """Take the tensors of a key map {theirs: ours}; returns them as {prefix + ours: tensor}."""
+        return {f"{prefix}{ours}": self.take(theirs) for theirs, ours in keys.items()}
+
+    def cut(self, prefix: str) -> dict[str, Tensor]:
+        """Take all tensors with a prefix; returns them without it."""
+        names = [name for name in self._left if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._left.pop(name) for name in names}
+
+    def skip(self, prefix: str, why: str) -> None:
+        """Leave out all tensors with a prefix."""
+        for name in [name for name in self._left if name.startswith(prefix)]:
+            self._left.pop(name)
+            self.skipped[name] = why
+
+
+@dataclass(frozen=True)
+class Files:
+    """A checkpoint, and the files beside it."""
+
+    path: Path
+    entry: str | None = None
+    normalization: Path | None = None
+
+    def tensors(self) -> tuple[str, Tensors]:
+        """Return the name of the entry, and its tensors."""
+        name, tensors = read_entry(self.path, self.entry)
+        return name, Tensors(tensors)
+
+    def beside(self, name: str) -> dict[str, Any]:
+        """Return a JSON object that lies beside the checkpoint."""
+        path = self.path.parent / name
+        with _reading("the checkpoint needs", path, f"the {name} that its program writes beside it"):
+            return read_json(own_file(path))
+
+    def tensors_beside(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of a safetensors file that lies beside the checkpoint."""
+        path = self.path.parent / Path(name).name
+        with _reading("the checkpoint needs", path, "a safetensors file"):
+            return load_file(own_file(path))
 
 
 def read_statistics(path: Path) -> dict[str, np.ndarray]:

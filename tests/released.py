@@ -1,4 +1,4 @@
-"""Weights of networks that other programs define, drawn by name: a reference file holds names and shapes only.
+"""Weights of networks that other programs define, drawn by name: reference files hold names and shapes.
 
 The recorders in `tests/fixtures/importing` load the same weights into the original modules.
 """

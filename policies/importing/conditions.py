@@ -1,4 +1,4 @@
-"""Order of the parts of a condition: other programs concatenate features and states in orders of their own."""
+"""Order of the parts of a condition: other programs concatenate features and states in other orders."""
 
 from __future__ import annotations
 

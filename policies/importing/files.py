@@ -8,8 +8,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 import torch
@@ -126,11 +128,37 @@ class Files:
         with _reading("the checkpoint needs", path, f"the {name} that its program writes beside it"):
             return read_json(own_file(path))
 
+    def member(self, name: str) -> bytes:
+        """Return a file within the checkpoint, a zip archive; it must be stored without compression."""
+        with _reading("weights", self.path, "the zip archive that its program saves"):
+            with ZipFile(self.path) as archive:
+                if archive.getinfo(name).compress_type != ZIP_STORED:
+                    raise ValueError(f"'{name}' is compressed, which its program does not do")
+                return archive.read(name)
+
+    def loaded(self, content: bytes) -> Any:
+        """Return the plain data of a file of `torch.save` that is part of the checkpoint."""
+        with _reading("weights", self.path, "the file that its program saves"):
+            return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+
     def tensors_beside(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a safetensors file that lies beside the checkpoint."""
         path = self.path.parent / Path(name).name
         with _reading("the checkpoint needs", path, "a safetensors file"):
             return load_file(own_file(path))
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, text, bytes, lists and dictionaries; refuses every name, so nothing is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """Return the plain data of a pickle; a CheckpointError names what is more than plain data."""
+    with _reading("weights", path, "the file that its program saves"), path.open("rb") as file:
+        return _PlainUnpickler(file).load()
 
 
 def read_statistics(path: Path) -> dict[str, np.ndarray]:
@@ -171,6 +199,8 @@ def _refusal(path: Path, reason: str) -> str:
     """Return the error text of a file that needs code, with a way to convert it where it is trusted."""
     named = re.search(r"GLOBAL ([\w.]+)", reason)
     holds = named[1] if named else "more than tensors"
+    if path.suffix not in (".pt", ".pth", ".ckpt"):
+        return f"{path} was not read: it holds {holds}, so reading it could run its code."
     to = path.with_suffix(".safetensors").name
     return (
         f"{path} was not read: it holds {holds}, so reading it could run its code. Only if you trust "

@@ -1,7 +1,7 @@
 """Weights of other programs: what a checkpoint holds, and which policy of ours it is.
 
 One file per program registers a source in the group `source`; `importing.py` builds the policy. A
-`ForeignSource` names a denoiser on states and its sizes are found; a `PolicySource` describes the whole policy.
+`ForeignSource` names a denoiser on states, whose sizes are read here; a `PolicySource` describes all parts.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _share(crop: Sequence[int] | None, images: Mapping[str, ImageShape]) -> floa
         centred = all((size - cut) % 4 != 3 for size, cut in zip((height, width), crop, strict=True))
         if not same or not centred or not 0 < share <= 1:
             raise CapabilityError(
-                f"a crop of {crop[0]} x {crop[1]} from {height} x {width} cannot be imported: encoder.crop is "
-                "one fraction of height and width, centred on whole pixels."
+                f"a crop of {crop[0]} x {crop[1]} from {height} x {width} cannot be imported: encoder.crop "
+                "is one fraction of height and width, centred on whole pixels."
             )
     return crop[0] / height

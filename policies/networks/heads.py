@@ -84,6 +84,8 @@ class DensityHeadConfig(TrunkConfig):
 class GaussianHeadConfig(DensityHeadConfig):
     """Gaussian distribution over action chunks."""
 
+    squash: bool = True  # mean within [-1, 1] by tanh; false: the network's output
+
     def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> GaussianHead:
         return GaussianHead(self, chunk_shape, cond_dim)
 
@@ -94,7 +96,7 @@ class GaussianHeadConfig(DensityHeadConfig):
 
 
 class GaussianHead(nn.Module):
-    """Mean within [-1, 1] from the condition, standard deviation from one parameter per action dimension.
+    """Mean from the condition, within [-1, 1] unless told; a standard deviation per action dimension.
 
     The parameter is the log-variance, as in the released code, so that published learning rates keep their
     meaning. Outside the limits it receives no gradient.
@@ -113,7 +115,8 @@ class GaussianHead(nn.Module):
 
     def forward(self, vec: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation, each (B, Th, Da), for conditions (B, C)."""
-        mean = torch.tanh(self.trunk(vec)).view(-1, *self.chunk_shape)
+        out = self.trunk(vec)
+        mean = (torch.tanh(out) if self.config.squash else out).view(-1, *self.chunk_shape)
         return mean, self.config.std_of(self.log_var).expand_as(mean)
 
 

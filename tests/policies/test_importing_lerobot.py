@@ -27,7 +27,7 @@ CAMERAS = {"observation.images.top": "top", "observation.images.wrist": "wrist"}
 def written(
     name: str, folder: Path, *, among: bool = False, **changes: Any
 ) -> tuple[Path, dict[str, Tensor]]:
-    """Write the files of a LeRobot policy; `among` puts statistics among the weights, as before version 0.4."""
+    """Write the files of a LeRobot policy; `among`: statistics among the weights, as before 0.4."""
     facts, arrays = recorded(name)
     (folder / "config.json").write_text(json.dumps(facts["config"] | changes))
     weights = weights_of(facts["shapes"])

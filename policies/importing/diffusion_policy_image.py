@@ -80,8 +80,8 @@ class DiffusionPolicyImageSource(PolicySource):
         obs_steps = network.cond_dim // width
         if network.cond_dim != obs_steps * width or not obs_steps:
             raise ConfigError(
-                f"the condition has {network.cond_dim} numbers, which cannot be rows of {width}, the widths of "
-                f"{', '.join(self.keys)}. Give source.keys of this checkpoint."
+                f"the condition has {network.cond_dim} numbers, which cannot be rows of {width}, the widths "
+                f"of {', '.join(self.keys)}. Give source.keys of this checkpoint."
             )
         order = columns(widths, [*cameras, *states], obs_steps)
         weights |= network.placed(reordered(released, order, film_layers(released)), "field.")

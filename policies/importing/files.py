@@ -122,6 +122,13 @@ class Files:
         name, tensors = read_entry(self.path, self.entry)
         return name, Tensors(tensors)
 
+    def whole(self) -> Mapping[str, Any]:
+        """Return the checkpoint, a mapping of plain data."""
+        found = _read_checkpoint(self.path)
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"{self.path} must hold a mapping; got {type(found).__name__}.")
+        return found
+
     def beside(self, name: str) -> dict[str, Any]:
         """Return a JSON object that lies beside the checkpoint."""
         path = self.path.parent / name

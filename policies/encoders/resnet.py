@@ -44,10 +44,16 @@ class ResNetEncoderConfig(Checked):
     width: int = bounded(64, ge=16)  # channels of the first of four stages, each doubles; a multiple of 16
     keypoints: int = bounded(32, ge=1)  # number of keypoints
     features: int = bounded(64, ge=1)  # features per image
+    mean: tuple[float, ...] = (0.5,)  # subtracted: one number, or R, G, B per camera
+    std: tuple[float, ...] = bounded((0.5,), gt=0)  # divided by: one number, or R, G, B per camera
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("width", self.width % 16 == 0, "a multiple of 16")
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            rule = "one number, or three numbers, or three per camera"
+            self.require(name, len(values) == 1 or (bool(values) and len(values) % 3 == 0), rule)
 
     def build(self, sizes: ObservationSizes) -> ResNetEncoder:
         return ResNetEncoder(self, sizes)
@@ -60,6 +66,8 @@ class ResNetEncoder(nn.Module):
     """
 
     token_dim = 0
+    pixel_scale: Tensor
+    pixel_offset: Tensor
 
     def __init__(self, config: ResNetEncoderConfig, sizes: ObservationSizes) -> None:
         super().__init__()
@@ -68,6 +76,19 @@ class ResNetEncoder(nn.Module):
         self.crops = {camera: self._crop_of(camera) for camera in self.sizes.images}
         num_nets = 1 if config.shared else len(self.crops)
         self.nets = nn.ModuleList(KeypointNet(config) for _ in range(num_nets))
+        mean, std = (self._per_camera(name) for name in ("mean", "std"))
+        self.register_buffer("pixel_scale", (1 / std).float(), persistent=False)  # (cameras, 1 or 3)
+        self.register_buffer("pixel_offset", (-mean / std).float(), persistent=False)
+
+    def _per_camera(self, name: str) -> Tensor:
+        """Return the statistics of pixels (cameras, 1 or 3), float64."""
+        values = torch.tensor(getattr(self.config, name), dtype=torch.float64)
+        if len(values) not in (1, 3, 3 * len(self.crops)):
+            raise ConfigError(
+                f"encoder.{name} must have 1 or 3 numbers, or 3 for each of {len(self.crops)} cameras; got "
+                f"{len(values)}."
+            )
+        return values.view(-1, min(len(values), 3)).expand(len(self.crops), -1)
 
     def _crop_of(self, camera: str) -> tuple[int, int]:
         height, width, _ = self.sizes.images[camera]
@@ -89,16 +110,17 @@ class ResNetEncoder(nn.Module):
         parts = []
         for i, camera in enumerate(self.crops):
             net = self.nets[0 if self.config.shared else i]
-            features = net(self._inputs(pixels(obs, camera, self.sizes), camera, state.dtype, generator))
+            features = net(self._inputs(pixels(obs, camera, self.sizes), i, state.dtype, generator))
             parts.append(rearrange(features, "(B To) F -> B To F", To=self.sizes.obs_steps))
         vec = rearrange(torch.cat([*parts, state], dim=-1), "B To F -> B (To F)")
         return Cond(with_goal(vec, obs, normalizer, self.sizes))
 
-    def _inputs(self, images: Tensor, camera: str, dtype: torch.dtype, generator: Rng) -> Tensor:
-        """Crop images (B, To, H, W, 3) and rearrange them to (B To, 3, h, w) in [-1, 1]."""
-        size = self.crops[camera]
+    def _inputs(self, images: Tensor, number: int, dtype: torch.dtype, generator: Rng) -> Tensor:
+        """Crop images (B, To, H, W, 3) of a camera and rearrange them to (B To, 3, h, w), normalised."""
+        size = list(self.crops.values())[number]
         crop = centre_crop(images, size) if generator is None else random_crop(images, size, generator)
-        x = rearrange(2 * in_unit_range(crop, dtype) - 1, "B To H W rgb -> (B To) rgb H W")
+        normal = in_unit_range(crop, dtype) * self.pixel_scale[number] + self.pixel_offset[number]
+        x = rearrange(normal, "B To H W rgb -> (B To) rgb H W")
         # Contiguous channels-first: with channels-last, layers take twice as long on a CPU, and the
         # backward pass of a group norm in PyTorch 2.13 crashes when what is before it is frozen.
         return x.contiguous()
@@ -114,8 +136,34 @@ class KeypointNet(nn.Module):
         self.outlet = nn.Linear(2 * config.keypoints, config.features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(M, 3, H, W) in [-1, 1] -> (M, features)."""
+        """(M, 3, H, W), normalised -> (M, features)."""
         return torch.relu(self.outlet(spatial_softmax(self.keypoints(self.trunk(x))).flatten(1)))
+
+
+def official_keys(trunk: str, keypoints: str, outlet: str) -> dict[str, str]:
+    """Map the parameter names of torchvision's ResNet-18, its children numbered, to those of a `KeypointNet`.
+
+    Args:
+        trunk: Prefix of the numbered children, e.g. `backbone.`.
+        keypoints: Name of the convolution to keypoints.
+        outlet: Name of the last linear layer.
+    """
+    modules = {"0": "stem", "1": "norm"}
+    for i in range(8):
+        place, ours = f"{4 + i // 2}.{i % 2}", f"blocks.{i}"
+        modules |= {f"{place}.conv{n}": f"{ours}.conv{n}" for n in (1, 2)}
+        modules |= {f"{place}.bn{n}": f"{ours}.norm{n}" for n in (1, 2)}
+        if i in (2, 4, 6):
+            modules |= {f"{place}.downsample.{n}": f"{ours}.shortcut.{n}" for n in (0, 1)}
+    names = {f"{trunk}{theirs}": f"trunk.{ours}" for theirs, ours in modules.items()}
+    keys = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in names.items()}
+    norms = {theirs: ours for theirs, ours in names.items() if "norm" in ours or ours.endswith("shortcut.1")}
+    keys |= {f"{theirs}.bias": f"{ours}.bias" for theirs, ours in norms.items()}
+    return (
+        keys
+        | {f"{keypoints}.weight": "keypoints.weight"}
+        | {f"{outlet}.{kind}": f"outlet.{kind}" for kind in ("weight", "bias")}
+    )
 
 
 def spatial_softmax(maps: Tensor) -> Tensor:

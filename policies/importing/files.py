@@ -7,8 +7,11 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from policies.errors import CheckpointError
+from policies.storage.strict_json import own_file, read_json
 
 ENTRIES = (
     "state_dicts/ema_model",
@@ -60,6 +64,110 @@ def _read_checkpoint(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
 
 
+class Tensors:
+    """The tensors of a checkpoint; each is taken once, or skipped with a reason."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._left = dict(tensors)
+        self.count = len(self._left)
+        self.skipped: dict[str, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    @property
+    def left(self) -> dict[str, Tensor]:
+        """What was neither taken nor skipped."""
+        return dict(self._left)
+
+    def under(self, prefix: str) -> bool:
+        """Whether a tensor with this prefix is left."""
+        return any(name.startswith(prefix) for name in self._left)
+
+    def take(self, name: str) -> Tensor:
+        """Take one tensor; a CheckpointError names a missing one."""
+        if name not in self._left:
+            some = ", ".join(sorted(self._left)[:4]) or "none"
+            raise CheckpointError(
+                f"the checkpoint has no tensor '{name}'; left are {len(self._left)}: {some}."
+            )
+        return self._left.pop(name)
+
+    def taken(self, keys: Mapping[str, str], prefix: str = "") -> dict[str, Tensor]:
+        """Take the tensors of a key map {theirs: ours}; returns them as {prefix + ours: tensor}."""
+        return {f"{prefix}{ours}": self.take(theirs) for theirs, ours in keys.items()}
+
+    def cut(self, prefix: str) -> dict[str, Tensor]:
+        """Take all tensors with a prefix; returns them without it."""
+        names = [name for name in self._left if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._left.pop(name) for name in names}
+
+    def skip(self, prefix: str, why: str) -> None:
+        """Leave out all tensors with a prefix."""
+        for name in [name for name in self._left if name.startswith(prefix)]:
+            self._left.pop(name)
+            self.skipped[name] = why
+
+
+@dataclass(frozen=True)
+class Files:
+    """A checkpoint, and the files beside it."""
+
+    path: Path
+    entry: str | None = None
+    normalization: Path | None = None
+
+    def tensors(self) -> tuple[str, Tensors]:
+        """Return the name of the entry, and its tensors."""
+        name, tensors = read_entry(self.path, self.entry)
+        return name, Tensors(tensors)
+
+    def whole(self) -> Mapping[str, Any]:
+        """Return the checkpoint, a mapping of plain data."""
+        found = _read_checkpoint(self.path)
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"{self.path} must hold a mapping; got {type(found).__name__}.")
+        return found
+
+    def beside(self, name: str) -> dict[str, Any]:
+        """Return a JSON object that lies beside the checkpoint."""
+        path = self.path.parent / name
+        with _reading("the checkpoint needs", path, f"the {name} that its program writes beside it"):
+            return read_json(own_file(path))
+
+    def member(self, name: str) -> bytes:
+        """Return a file within the checkpoint, a zip archive; it must be stored without compression."""
+        with _reading("weights", self.path, "the zip archive that its program saves"):
+            with ZipFile(self.path) as archive:
+                if archive.getinfo(name).compress_type != ZIP_STORED:
+                    raise ValueError(f"'{name}' is compressed, which its program does not do")
+                return archive.read(name)
+
+    def loaded(self, content: bytes) -> Any:
+        """Return the plain data of a file of `torch.save` that is part of the checkpoint."""
+        with _reading("weights", self.path, "the file that its program saves"):
+            return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+
+    def tensors_beside(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of a safetensors file that lies beside the checkpoint."""
+        path = self.path.parent / Path(name).name
+        with _reading("the checkpoint needs", path, "a safetensors file"):
+            return load_file(own_file(path))
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, text, bytes, lists and dictionaries; refuses every name, so nothing is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """Return the plain data of a pickle; a CheckpointError names what is more than plain data."""
+    with _reading("weights", path, "the file that its program saves"), path.open("rb") as file:
+        return _PlainUnpickler(file).load()
+
+
 def read_statistics(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of an npz file."""
     with (
@@ -98,6 +206,8 @@ def _refusal(path: Path, reason: str) -> str:
     """Return the error text of a file that needs code, with a way to convert it where it is trusted."""
     named = re.search(r"GLOBAL ([\w.]+)", reason)
     holds = named[1] if named else "more than tensors"
+    if path.suffix not in (".pt", ".pth", ".ckpt"):
+        return f"{path} was not read: it holds {holds}, so reading it could run its code."
     to = path.with_suffix(".safetensors").name
     return (
         f"{path} was not read: it holds {holds}, so reading it could run its code. Only if you trust "

@@ -1,6 +1,7 @@
 """Weights of other programs: what a checkpoint holds, and which policy of ours it is.
 
-One file per program registers a `ForeignSource` in the group `source`; `importing.py` builds the policy.
+One file per program registers a source in the group `source`; `importing.py` builds the policy. A
+`ForeignSource` names a denoiser on states, whose sizes are read here; a `PolicySource` describes all parts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
-from policies.errors import ConfigError
+from policies.encoders import ImageShape
+from policies.errors import CheckpointError, ConfigError
+from policies.importing.files import Files, Tensors
+from policies.policy_config import PolicyConfig
 
 AffineMap = tuple[Tensor, Tensor]
 """(scale, offset), each (D,): physical x becomes scale x + offset."""
@@ -43,6 +47,16 @@ class Network:
     horizon: int | None = None  # Th
     obs_steps: int | None = None  # To
     constants: Mapping[str, Tensor] = field(default_factory=dict)  # no weights: values that ours implies
+
+    def placed(self, weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+        """Return released weights by our names; a CheckpointError lists what is missing or unexpected."""
+        missing, unexpected = sorted(set(self.keys) - set(weights)), sorted(set(weights) - set(self.keys))
+        if missing or unexpected:
+            raise CheckpointError(
+                f"the tensors are not those of this network: missing {', '.join(missing[:12]) or 'none'}; "
+                f"unexpected {', '.join(unexpected[:12]) or 'none'}."
+            )
+        return {f"{prefix}{ours}": weights[theirs] for theirs, ours in self.keys.items()}
 
 
 @dataclass(frozen=True)
@@ -79,3 +93,28 @@ class ForeignSource(Checked, ABC):
     def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
         """Return the normalisation that a file beside the checkpoint describes."""
         raise ConfigError(f"{type(self).__name__} reads no statistics beside the checkpoint.")
+
+
+@dataclass(frozen=True)
+class Description:
+    """A policy of ours, and the weights that another program gave it."""
+
+    config: PolicyConfig  # all parts; normalisation follows from `maps`
+    obs_dim: int
+    action_dim: int
+    weights: Mapping[str, Tensor]  # every weight of the policy, by our name
+    tensors: Tensors  # of the checkpoint, all taken or skipped
+    maps: Mapping[str, AffineMap] = field(default_factory=dict)  # of `state` and `action`, where known
+    images: Mapping[str, ImageShape] = field(default_factory=dict)
+    entry: str = ""  # name of the weights in the checkpoint
+    state: tuple[str, ...] = ()  # what the program calls the parts of `state`, in order; empty: one part
+    fixed: tuple[str, ...] = ()  # features whose map is the identity by construction of the program
+
+
+@dataclass(frozen=True)
+class PolicySource(Checked, ABC):
+    """A program whose checkpoint describes a whole policy; its fields are what no file holds."""
+
+    @abstractmethod
+    def read(self, files: Files) -> Description:
+        """Describe the policy of a checkpoint."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,17 @@ from policies.backbones.switched import SwitchedField
 from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError
-from policies.importing.files import read_entry, read_statistics
-from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
+from policies.importing.files import Files, read_entry, read_statistics
+from policies.importing.formats import AffineMap, Contents, ForeignSource, Network, PolicySource
 from policies.policy import Policy, PolicyConfig
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import fault_of
+from policies.storage.size_limits import Budget
 
 FEATURES = ("state", "action")
 
+_SPARE_BYTES, _BYTES_PER_BYTE = 512 * 2**20, 32  # allocation allowance: constant, and per byte of weights
+_MOST_OPERATIONS = 200_000
 _LISTED = 12  # names that an error lists before it counts the rest
 
 
@@ -60,7 +63,7 @@ class Conversion:
 
 def import_policy(
     path: str | Path,
-    source: ForeignSource,
+    source: ForeignSource | PolicySource,
     *,
     normalization: str | Path | None = None,
     identity: Sequence[str] = (),
@@ -83,10 +86,12 @@ def import_policy(
         CapabilityError: If the network has no counterpart.
         ConfigError: If a setting is missing or contradicts the tensors, or a feature has no map.
     """
-    checkpoint = Path(path)
+    checkpoint, statistics = Path(path), None if normalization is None else Path(normalization)
+    if isinstance(source, PolicySource):
+        return _import_whole(Files(checkpoint, entry, statistics), source, identity, sampler)
     name, tensors = read_entry(checkpoint, entry)
     contents = source.contents(tensors)
-    given = {} if normalization is None else source.maps(read_statistics(Path(normalization)))
+    given = {} if statistics is None else source.maps(read_statistics(statistics))
     known = {**contents.maps, **given}
     network = source.network(contents.network, len(known["action"][0]) if "action" in known else None)
     maps = _chosen_maps(known, identity)
@@ -102,6 +107,49 @@ def import_policy(
         name,
         registry.to_json("source", source),
         len(tensors) - sum(skipped.values()),
+        sum(weight.numel() for weight in policy.parameters()),
+        {feature: origin.get(feature, "identity, as asked for") for feature in FEATURES},
+        skipped,
+    )
+
+
+def _import_whole(
+    files: Files, source: PolicySource, identity: Sequence[str], sampler: Any
+) -> tuple[Policy, Conversion]:
+    """Build a described policy and give every weight its place."""
+    found = source.read(files)
+    maps = _chosen_maps(found.maps, [*identity, *found.fixed])
+    modes = {name: "limits" if name in maps else "identity" for name in (*FEATURES, "goal")}
+    config = replace(found.config, normalizer=modes, sampler=sampler or found.config.sampler)
+    nbytes = sum(weight.numel() for weight in found.weights.values()) * 4
+    with Budget(_SPARE_BYTES + _BYTES_PER_BYTE * nbytes, _MOST_OPERATIONS):
+        policy = build_policy(
+            config, obs_dim=found.obs_dim, action_dim=found.action_dim, images=found.images
+        ).eval()
+    if left := sorted(found.tensors.left):
+        raise CheckpointError(f"the tensors are not those of this policy: unexpected {_listed(left)}.")
+    _install_maps(policy, maps)
+    own = {name: value for name, value in policy.state_dict().items() if not name.startswith("normalizer.")}
+    missing, unknown = sorted(set(own) - set(found.weights)), sorted(set(found.weights) - set(own))
+    if missing or unknown:
+        raise CheckpointError(
+            f"the tensors are not those of this policy: missing {_listed(missing)}; unexpected "
+            f"{_listed(unknown)}."
+        )
+    for weight, value in found.weights.items():
+        _check(f"'{weight}'", value, own[weight], weight)
+        own[weight].copy_(value)
+    _check_actions(policy)
+    origin = dict.fromkeys(maps, "checkpoint" if files.normalization is None else "file of statistics")
+    origin |= dict.fromkeys(found.fixed, "identity, as in the program")
+    skipped = Counter(found.tensors.skipped.values())
+    facts = registry.to_json("source", source)
+    return policy, Conversion(
+        files.path.name,
+        sha256(files.path),
+        found.entry,
+        facts | ({"state": list(found.state)} if found.state else {}),
+        found.tensors.count - sum(skipped.values()),
         sum(weight.numel() for weight in policy.parameters()),
         {feature: origin.get(feature, "identity, as asked for") for feature in FEATURES},
         skipped,
@@ -186,15 +234,19 @@ def _install(
     policy: DenoisingPolicy, contents: Contents, network: Network, maps: Mapping[str, AffineMap]
 ) -> Counter[str]:
     """Load maps and weights; returns how many tensors of the networks were left out, by reason."""
+    _install_maps(policy, maps)
+    fields, left_out = _fields(policy, contents)
+    for field, weights in fields:
+        left_out["rebuilt, and equal"] += _load(field, network, weights)
+    return +left_out
+
+
+def _install_maps(policy: Policy, maps: Mapping[str, AffineMap]) -> None:
     for name, (scale, offset) in maps.items():
         for part, value in (("scale", scale), ("offset", offset)):
             own = policy.normalizer.get_buffer(f"{name}_{part}")
             _check(f"{part} of '{name}'", value, own, f"normalizer.{name}_{part}")
             own.copy_(value)
-    fields, left_out = _fields(policy, contents)
-    for field, weights in fields:
-        left_out["rebuilt, and equal"] += _load(field, network, weights)
-    return +left_out
 
 
 def _fields(
@@ -255,6 +307,10 @@ def _check_actions(policy: Policy) -> None:
     """Act once, on the observation in the middle of the normalised range."""
     middle = torch.zeros(1, policy.chunk.obs_steps, policy.obs_dim)
     obs = {"state": policy.normalizer.decode("state", middle)}
+    obs |= {
+        camera: torch.full((1, policy.chunk.obs_steps, *shape), 128, dtype=torch.uint8)
+        for camera, shape in policy.images.items()
+    }
     actions = policy.act(obs, generator=torch.Generator().manual_seed(0))
     if not actions.isfinite().all():
         raise CheckpointError("the imported policy's actions are not finite. Check the file of statistics.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.bounds import bounded
@@ -84,6 +85,8 @@ class DensityHeadConfig(TrunkConfig):
 class GaussianHeadConfig(DensityHeadConfig):
     """Gaussian distribution over action chunks."""
 
+    squash: bool = True  # mean within [-1, 1] by tanh; false: the network's output
+
     def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> GaussianHead:
         return GaussianHead(self, chunk_shape, cond_dim)
 
@@ -94,7 +97,7 @@ class GaussianHeadConfig(DensityHeadConfig):
 
 
 class GaussianHead(nn.Module):
-    """Mean within [-1, 1] from the condition, standard deviation from one parameter per action dimension.
+    """Mean from the condition, within [-1, 1] unless told; a standard deviation per action dimension.
 
     The parameter is the log-variance, as in the released code, so that published learning rates keep their
     meaning. Outside the limits it receives no gradient.
@@ -113,7 +116,8 @@ class GaussianHead(nn.Module):
 
     def forward(self, vec: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation, each (B, Th, Da), for conditions (B, C)."""
-        mean = torch.tanh(self.trunk(vec)).view(-1, *self.chunk_shape)
+        out = self.trunk(vec)
+        mean = (torch.tanh(out) if self.config.squash else out).view(-1, *self.chunk_shape)
         return mean, self.config.std_of(self.log_var).expand_as(mean)
 
 
@@ -122,13 +126,14 @@ class MixtureHeadConfig(DensityHeadConfig):
     """Mixture of Gaussian distributions over action chunks."""
 
     num_modes: int = bounded(5, ge=1)  # M, Gaussians
+    state_std: bool = False  # deviations from the condition, softplus of the network + min_std
 
     def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> MixtureHead:
         return MixtureHead(self, chunk_shape, cond_dim)
 
 
 class Mixture(NamedTuple):
-    """M diagonal Gaussians: log weights (B, M), means (B, M, Th, Da), deviations (M, 1, Da)."""
+    """M diagonal Gaussians: log weights (B, M), means (B, M, Th, Da), deviations (M, 1, Da) or like means."""
 
     log_weight: Tensor
     mean: Tensor
@@ -137,6 +142,8 @@ class Mixture(NamedTuple):
 
 class MixtureHead(nn.Module):
     """Weights and means of all modes from the condition by one trunk, a deviation per mode and dimension.
+
+    With `state_std` the trunk also outputs the deviations, as in robomimic (arXiv 2108.03298).
 
     Source: DPPO (arXiv 2409.00588), mixture baseline: five modes, means within [-1, 1], learned fixed
     deviations. Deviation: weights and means have one trunk, not two, so released weights do not load.
@@ -148,12 +155,18 @@ class MixtureHead(nn.Module):
         super().__init__()
         self.config = config
         self.chunk_shape = tuple(chunk_shape)
-        per_mode = 1 + chunk_shape[0] * chunk_shape[1]
+        per_mode = 1 + chunk_shape[0] * chunk_shape[1] * (2 if config.state_std else 1)
         self.trunk = config.build_trunk(cond_dim, config.num_modes * per_mode)
-        config.attach_log_var(self, (config.num_modes, 1, chunk_shape[1]))
+        if not config.state_std:
+            config.attach_log_var(self, (config.num_modes, 1, chunk_shape[1]))
 
     def forward(self, vec: Tensor) -> Mixture:
         modes = self.config.num_modes
         weight, mean = self.trunk(vec).tensor_split([modes], dim=1)
+        if self.config.state_std:
+            mean, raw = mean.chunk(2, dim=1)
+            std = (F.softplus(raw) + self.config.min_std).view(-1, modes, *self.chunk_shape)
+        else:
+            std = self.config.std_of(self.log_var)
         mean = torch.tanh(mean).view(-1, modes, *self.chunk_shape)
-        return Mixture(weight.log_softmax(dim=1), mean, self.config.std_of(self.log_var))
+        return Mixture(weight.log_softmax(dim=1), mean, std)

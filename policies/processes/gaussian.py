@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.networks.heads import GaussianHead, GaussianHeadConfig
 from policies.policy import PolicyConfig, reduce_elements
@@ -30,6 +31,7 @@ class GaussianProcess:
     min_std: float = 0.01  # lower limit of the deviation
     max_std: float = 0.2  # upper limit of the deviation
     learn_std: bool = True  # one learned deviation per element of the chunk row
+    squash: bool = True  # mean within [-1, 1] by tanh; false: the network's output
 
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "mean"}
@@ -37,10 +39,12 @@ class GaussianProcess:
 
 @register("sampler", "mean")
 @dataclass(frozen=True)
-class Mean(OneStepSampler):
+class Mean(OneStepSampler, Checked):
     """Act with the mean of the Gaussian; deterministic."""
 
     belongs_to: ClassVar[str] = "gaussian"
+
+    clip_action: float | None = bounded(None, gt=0)  # bound on the chunk; null: no bound
 
 
 @register("policy_class", "gaussian")
@@ -48,6 +52,7 @@ class GaussianPolicy(OneStepPolicy):
     """Acts with the mean; explores with the learned deviation."""
 
     process: GaussianProcess
+    sampler: Mean
     tuned_steps = 1
 
     def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
@@ -57,7 +62,8 @@ class GaussianPolicy(OneStepPolicy):
 
     def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
         mean: Tensor = self.head(cond.vec)[0]
-        return mean
+        clip = self.sampler.clip_action
+        return mean if clip is None else mean.clamp(-clip, clip)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         mean, std = self.head(cond.vec)

@@ -48,6 +48,7 @@ class MixtureProcess:
     min_std: float = 0.01  # lower limit of the deviation
     max_std: float = 0.2  # upper limit of the deviation
     learn_std: bool = True  # one learned deviation per mode and action dimension
+    state_std: bool = False  # deviations from the observation instead, above min_std (robomimic)
 
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "mode_mean"}
@@ -98,7 +99,7 @@ class MixturePolicy(OneStepPolicy):
         mean = einsum(share, mixture.mean, "B M, B M Th Da -> B Th Da")
         if self.is_deterministic:
             return mean
-        std = einsum(share, mixture.std, "B M, M one Da -> B one Da")
+        std = einsum(share, mixture.std.expand_as(mixture.mean), "B M, B M Th Da -> B Th Da")
         return mean + self.sampler.temperature * std * noise[:, 1]
 
     def _choice(self, mixture: Mixture, noise: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ def test_head_takes_its_trunk_from_a_backbone_and_its_deviation_from_a_process()
         min_std: float = 0.02
         max_std: float = 0.3
         learn_std: bool = False
+        squash: bool = False
 
     head = GaussianHeadConfig.from_parts(MlpConfig(width=12, num_blocks=2, layer_norm=True), Deviation())
     assert head == GaussianHeadConfig(
@@ -115,6 +116,7 @@ def test_head_takes_its_trunk_from_a_backbone_and_its_deviation_from_a_process()
         min_std=0.02,
         max_std=0.3,
         learn_std=False,
+        squash=False,
     )
 
 

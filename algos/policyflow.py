@@ -21,17 +21,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from algos.onpolicy.flow_setup import RectifiedConfig
+from algos.onpolicy.flow_setup import FieldConfig
 from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, PolicyflowRatio
 from algos.onpolicy.ratios import REDUCTIONS
+from algos.onpolicy.requirements import has_field, require
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
-from policies.registry import register
+from policies.policy import Policy
+from policies.registry import name_of, register
 
 
 @register("algo", "policyflow")
 @dataclass
-class PolicyFlowConfig(RectifiedConfig):
+class PolicyFlowConfig(FieldConfig):
     """PolicyFlow; with `brownian_coef`, including its regulariser."""
 
     clip_range: float = bounded(0.2, gt=0)  # clip range of the ratio of one draw
@@ -41,7 +43,12 @@ class PolicyFlowConfig(RectifiedConfig):
     brownian_coef: float = bounded(0.0, ge=0)  # weight of the Brownian term, which widens the flow
     noise: EndNoiseConfig = field(default_factory=EndNoiseConfig)
 
-    needs = "shifts velocities along straight paths"
+    def check_policy(self, policy: Policy) -> DenoisingPolicy:
+        """Return the policy if it follows velocities of straight paths without noise."""
+        is_straight = has_field(policy) and policy.process.kind == "velocity" and policy.is_deterministic
+        why = "shifts velocities along straight paths and needs process=flow with a deterministic sampler"
+        checked: DenoisingPolicy = require(policy, name_of("algo", self), is_straight, why)
+        return checked
 
     def estimator(self, policy: DenoisingPolicy) -> PolicyflowRatio:
         noise = EndNoise(self.noise, policy.chunk.action_dim)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.onpolicy.functional import SURROGATES
-from algos.onpolicy.running_normalizer import fresh_policy
 from algos.optim import check_schedule
 from policies.bounds import Checked, bounded
-from policies.errors import ConfigError
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy
 
@@ -102,13 +100,6 @@ class OnPolicyConfig(Checked):
     def frozen(self, setup: Setup, init: Policy) -> Any:
         """Return the reference of the behaviour-cloning term, if any."""
         return init.clone().to(setup.device).requires_grad_(False) if self.bc_weight else None
-
-    def fresh(self, setup: Setup, algo: str) -> Policy:
-        if self.bc_weight:
-            raise ConfigError(
-                f"algo.bc_weight={self.bc_weight} needs a reference: give init=<policy directory>."
-            )
-        return fresh_policy(setup, algo)
 
 
 def rising(values: Sequence[float]) -> bool:

@@ -113,8 +113,20 @@ class Process(Protocol):
         """Return the module evaluated by the policy: the backbone or a wrapper of it."""
         ...
 
+    def nearest_time(self, t: Tensor) -> Tensor:
+        """Return the times nearest to t, shaped like t, for which the network was trained."""
+        ...
+
     def default_sampler(self) -> dict[str, Any]:
         """Return the default sampler: its registered `name` and field values."""
+        ...
+
+    def stochastic_sampler(self) -> dict[str, Any]:
+        """Return the sampler of a chain with noise after every step, as `default_sampler`."""
+        ...
+
+    def deterministic_sampler(self) -> dict[str, Any]:
+        """Return the sampler with one evaluation per step and no noise; `steps` only if prescribed."""
         ...
 
 
@@ -222,8 +234,17 @@ class GaussianPath:
         x = self.corrupt(action, te.eps, te.t)
         return (net(x, te.t, level=te.level) - self.target(action, te.eps, te.t)).square()
 
+    def nearest_time(self, t: Tensor) -> Tensor:
+        return t
+
     def field_of(self, backbone: Backbone) -> Backbone:
         return backbone
+
+    def stochastic_sampler(self) -> dict[str, Any]:
+        return {"name": "ancestral"}
+
+    def deterministic_sampler(self) -> dict[str, Any]:
+        return {"name": "euler"}
 
 
 def over_rows(value: Tensor, x: Tensor) -> Tensor:

@@ -35,13 +35,12 @@ from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.functional import clip_ranges, denoising_discounts
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import CloningTerm
-from algos.onpolicy.requirements import has_steps, require
+from algos.onpolicy.requirements import has_steps
 from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
-from policies.policy import Policy
-from policies.registry import name_of, register
+from policies.registry import register
 from policies.samplers.ddpm import DDPM
 
 SAMPLERS = ("auto", "ddpm", "ddim", "ancestral")
@@ -52,6 +51,9 @@ _MAX_CLIP_RATE = 100.0  # above this rate growth is a step function and overflow
 @dataclass
 class DppoConfig(PpoConfig):
     """DPPO with the published hyper-parameters of Hopper, Walker2d and HalfCheetah."""
+
+    requires = "scores the states of a denoising chain, and needs a network that is evaluated step by step"
+    fits = staticmethod(has_steps)
 
     batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch: (environment step, denoising step) pairs
     tuned_steps: int = bounded(10, ge=1)  # S, fine-tuned denoising steps, counted from the last
@@ -84,8 +86,7 @@ class DppoConfig(PpoConfig):
                 are fewer denoising steps than tuned ones.
             CapabilityError: If the policy has no denoising steps.
         """
-        start, moments = starting_policy(self, setup)
-        init = self.check_policy(start)
+        init, moments = starting_policy(self, setup)
         explore, evaluate = self.samplers(init)
         policy = self.exploring(tunable_copy(init, explore, self.tuned_steps).to(setup.device), explore)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
@@ -98,12 +99,6 @@ class DppoConfig(PpoConfig):
             export_policy=lambda: policy.with_sampler(evaluate).clone(),
             moments=moments,
         )
-
-    def check_policy(self, policy: Policy) -> DenoisingPolicy:
-        """Return the policy if noise after its steps gives its chain densities (else CapabilityError)."""
-        why = "scores the states of a denoising chain, of which this policy has none"
-        checked: DenoisingPolicy = require(policy, name_of("algo", self), has_steps(policy), why)
-        return checked
 
     def exploring(self, policy: DenoisingPolicy, sampler: Any) -> DenoisingPolicy:
         """Return the policy with an exploration sampler that records the tuned steps."""

@@ -20,13 +20,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from algos.onpolicy.flow_setup import FieldConfig
+from algos.onpolicy.field_config import FieldConfig
 from algos.onpolicy.fpo_ratio import PREDICTIONS, REDUCTIONS, TIMES, AwmRatio, FpoRatio, Matching
-from algos.onpolicy.requirements import has_field, require
+from algos.onpolicy.requirements import has_field
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
-from policies.policy import Policy
-from policies.registry import name_of, register
+from policies.registry import register
 
 
 @register("algo", "fpo")
@@ -34,13 +33,14 @@ from policies.registry import name_of, register
 class FpoConfig(FieldConfig):
     """FPO; FPO++ with `per_draw`, `surrogate=aspo` and clamps of losses."""
 
+    requires = "compares matching losses, and needs a policy that acts with their denoiser"
+    fits = staticmethod(has_field)
+
     clip_range: float = bounded(0.05, gt=0)  # clip range of the ratio of an action, or of a draw
     target_kl: float | None = bounded(None, gt=0, le=math.inf)  # KL limit, from the ratios; null: off
     num_draws: int = bounded(8, ge=1)  # n, (time, noise) draws stored per action
     per_draw: bool = False  # one ratio per draw (FPO++); false: per action
-    prediction: str | None = bounded(
-        None, choices=PREDICTIONS
-    )  # compared; null: eps for flows, else own
+    prediction: str | None = bounded(None, choices=PREDICTIONS)  # compared; null: eps for flows, else own
     loss_reduction: str = bounded("mean", choices=REDUCTIONS)  # over executed entries
     loss_scale: float = bounded(1.0, gt=0)  # factor of the losses
     huber: float | None = bounded(None, gt=0)  # threshold of the Huber loss (FPO++); null: squared errors
@@ -58,12 +58,6 @@ class FpoConfig(FieldConfig):
         bounds = self.difference_range
         has_both = bounds is None or (len(bounds) == 2 and bounds[0] < 0 < bounds[1])
         self.require("difference_range", has_both, "a negative and a positive number, or empty")
-
-    def check_policy(self, policy: Policy) -> DenoisingPolicy:
-        """Return the policy if it acts with the denoiser that its matching loss trains."""
-        why = "compares matching losses of the denoiser that acts, at every noise level"
-        checked: DenoisingPolicy = require(policy, name_of("algo", self), has_field(policy), why)
-        return checked
 
     def matching(self, policy: DenoisingPolicy) -> Matching:
         """Return the matching loss of a policy."""

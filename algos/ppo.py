@@ -21,18 +21,20 @@ from algos.base import Setup
 from algos.onpolicy.config import OnPolicyConfig, rising
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
-from algos.onpolicy.requirements import has_density, require
+from algos.onpolicy.requirements import has_density
 from algos.onpolicy.start import starting_policy
 from policies.bounds import bounded
 from policies.errors import ConfigError
-from policies.policy import Policy
-from policies.registry import name_of, register
+from policies.registry import register
 
 
 @register("algo", "ppo")
 @dataclass
 class PpoConfig(OnPolicyConfig):
     """PPO on a density of chunks; also the shared settings of algorithms with log-densities."""
+
+    requires = "needs a density of chunks in closed form"
+    fits = staticmethod(has_density)
 
     log_prob_range: tuple[float, float] | None = (-5.0, 2.0)  # clamp of each element's log-density
     log_prob_reduction: str = bounded("mean", choices=REDUCTIONS)  # over executed steps and dims
@@ -52,8 +54,7 @@ class PpoConfig(OnPolicyConfig):
                 statistics or a reference for the behaviour-cloning term, or an unknown entropy has a weight.
             CapabilityError: If the density of the policy's chunks is not known.
         """
-        start, moments = starting_policy(self, setup)
-        init = self.check_policy(start)
+        init, moments = starting_policy(self, setup)
         if self.entropy_coef and not init.has_entropy:
             raise ConfigError(
                 f"algo.entropy_coef must be 0 for a {type(init).__name__}, whose entropy has no closed form; "
@@ -71,11 +72,6 @@ class PpoConfig(OnPolicyConfig):
             export_policy=policy.clone,
             moments=moments,
         )
-
-    def check_policy(self, policy: Policy) -> Any:
-        """Return the policy if the density of its chunks is known (else CapabilityError)."""
-        why = "needs a density of chunks in closed form (process=gaussian, tanh_gaussian or mixture)"
-        return require(policy, name_of("algo", self), has_density(policy), why)
 
     def ratio(self, policy: Any) -> ChainRatio:
         return ChainRatio(policy, log_prob_range=self.log_prob_range, reduction=self.log_prob_reduction)

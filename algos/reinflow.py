@@ -34,13 +34,12 @@ from algos.onpolicy import samplers
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoiseConfig, PathTerm, ReinflowRatio
-from algos.onpolicy.requirements import has_steps, require
+from algos.onpolicy.requirements import has_steps
 from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
-from policies.policy import Policy
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
@@ -52,6 +51,9 @@ STEPS = 4  # denoising steps of a process that takes any number
 @dataclass
 class ReinFlowConfig(PpoConfig):
     """ReinFlow with the published hyper-parameters of Hopper."""
+
+    requires = "adds noise after every step, and needs a network that is evaluated step by step"
+    fits = staticmethod(has_steps)
 
     batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch; a row is one chain
     entropy_coef: float = bounded(0.03, ge=-math.inf)  # weight of the noise entropy, reduced like densities
@@ -86,8 +88,7 @@ class ReinFlowConfig(PpoConfig):
                 number of steps.
             CapabilityError: If the policy has no denoising steps.
         """
-        start, moments = starting_policy(self, setup)
-        init = self.check_policy(start)
+        init, moments = starting_policy(self, setup)
         explore, evaluate = self.samplers(init)
         policy = self.exploring(init, explore).to(setup.device)
         ratio, frozen = self.noisy_chain(policy, setup.seed), self.frozen(setup, init)
@@ -100,12 +101,6 @@ class ReinFlowConfig(PpoConfig):
             export_policy=lambda: policy.with_sampler(evaluate).clone(),
             moments=moments,
         )
-
-    def check_policy(self, policy: Policy) -> DenoisingPolicy:
-        """Return the policy if learned noise can follow its steps (else CapabilityError)."""
-        why = "adds noise after every step of a sampler, of which this policy has none"
-        checked: DenoisingPolicy = require(policy, name_of("algo", self), has_steps(policy), why)
-        return checked
 
     def exploring(self, init: DenoisingPolicy, sampler: Any) -> DenoisingPolicy:
         """Return a copy of the policy with a trainable network for its exploring last steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.onpolicy.functional import SURROGATES
+from algos.onpolicy.requirements import require
 from algos.optim import check_schedule
 from policies.bounds import Checked, bounded
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy
+from policies.registry import name_of
 
 
 @dataclass
@@ -26,6 +28,8 @@ class OnPolicyConfig(Checked):
     """
 
     takes_dataset: ClassVar[bool] = False  # experience comes from the environment
+    requires: ClassVar[str]  # of a policy, quoted in errors
+    fits: ClassVar[Callable[[Any], bool]]  # whether a policy has it
 
     # budget
     num_envs: int = bounded(40, ge=1)  # parallel environments
@@ -96,6 +100,10 @@ class OnPolicyConfig(Checked):
     def discount_of(self, inner_steps: int) -> Tensor:
         """Return the advantage factor of each inner step, (S,)."""
         return torch.ones(inner_steps)
+
+    def check_policy(self, policy: Policy) -> Any:
+        """Return the policy if it has what the algorithm requires (else CapabilityError)."""
+        return require(policy, name_of("algo", self), type(self).fits(policy), self.requires)
 
     def frozen(self, setup: Setup, init: Policy) -> Any:
         """Return the reference of the behaviour-cloning term, if any."""

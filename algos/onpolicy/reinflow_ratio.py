@@ -1,8 +1,8 @@
 """ReinFlow ratio: a deterministic sampler plus learned noise is a chain of known density.
 
 Legend: B rows, K denoising steps, S tuned last steps (usually all), T and C' widths of embedded times and
-conditions, Th horizon, Da action width; x_0 start noise
-of deviation std_0, 0 for samplers that start from zero, x_K the chunk::
+conditions, Th horizon, Da action width; x_0 start noise of deviation std_0 (0: the
+sampler starts from zero), x_K the chunk::
 
     x_{k+1} = step(x_k),                                     k = 0 … K-S-1, by the frozen initial network
     x_{k+1} = step(x_k) + std_k(condition) clip(noise_k),    k = K-S … K-1

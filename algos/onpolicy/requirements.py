@@ -28,6 +28,11 @@ def has_field(policy: Any) -> bool:
     return has_steps(policy) and policy.process.is_integrable and not policy.process.has_second_time
 
 
+def has_straight_paths(policy: Any) -> bool:
+    """Whether the policy follows velocities of a straight path from noise to chunk, without noise."""
+    return has_field(policy) and policy.process.kind == "velocity" and policy.is_deterministic
+
+
 def ways(policy: Any) -> str:
     """Return the algorithms that improve this policy."""
     if has_steps(policy):

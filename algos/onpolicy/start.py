@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from algos.base import Setup
 from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.running_normalizer import RunningMeanStd, fresh_policy
 from policies.errors import ConfigError
-from policies.policy import Policy
 from policies.registry import name_of
 
 
-def starting_policy(config: OnPolicyConfig, setup: Setup) -> tuple[Policy, RunningMeanStd | None]:
-    """Return `setup.init`, or a new policy that learns from the reward alone.
+def starting_policy(config: OnPolicyConfig, setup: Setup) -> tuple[Any, RunningMeanStd | None]:
+    """Return `setup.init`, or a new policy that learns from the reward alone, checked.
 
     The second value holds the observation statistics of a new policy whose normaliser is fitted during
     training; else None.
@@ -20,14 +21,15 @@ def starting_policy(config: OnPolicyConfig, setup: Setup) -> tuple[Policy, Runni
     Raises:
         ConfigError: If the environment is missing, sizes disagree, or a new policy lacks observation
             statistics or a reference for the behaviour-cloning term.
+        CapabilityError: If the policy lacks what the algorithm requires.
     """
     algo = name_of("algo", config)
     if setup.init is not None:
-        return check_setup(setup, algo), None
+        return config.check_policy(check_setup(setup, algo)), None
     if config.bc_weight:
         raise ConfigError(
             f"algo.bc_weight={config.bc_weight} needs a reference: give init=<policy directory>."
         )
-    policy = fresh_policy(setup, algo)
+    policy = config.check_policy(fresh_policy(setup, algo))
     is_fitted = policy.normalizer.modes["state"] == "gaussian"
     return policy, RunningMeanStd(policy.obs_dim) if is_fitted else None

@@ -18,7 +18,6 @@ from algos.onpolicy.reinflow_ratio import PathTerm
 from algos.onpolicy.start import starting_policy
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
-from policies.policy import Policy
 
 
 @dataclass
@@ -26,10 +25,6 @@ class FieldConfig(OnPolicyConfig):
     """Settings shared by the algorithms on denoisers that are evaluated between noise and action."""
 
     denoising_steps: int | None = bounded(None, ge=1)  # K; null: as in the policy's sampler
-
-    @abstractmethod
-    def check_policy(self, policy: Policy) -> DenoisingPolicy:
-        """Return the policy if it fits (else CapabilityError)."""
 
     @abstractmethod
     def estimator(self, policy: DenoisingPolicy) -> FlowRatio:
@@ -42,8 +37,7 @@ class FieldConfig(OnPolicyConfig):
             ConfigError: If the environment is missing, or sizes disagree.
             CapabilityError: If the policy does not fit.
         """
-        start, moments = starting_policy(self, setup)
-        init = self.check_policy(start)
+        init, moments = starting_policy(self, setup)
         own = samplers.on_even_times(init.sampler)
         steps = self.denoising_steps
         evaluate = own if steps is None else samplers.with_steps(own, init, steps)

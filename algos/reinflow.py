@@ -76,9 +76,8 @@ class ReinFlowConfig(PpoConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps, tuned = self.denoising_steps, self.tuned_steps
-        fits = steps is None or tuned is None or tuned <= steps
-        self.require("tuned_steps", fits, f"in 1..{steps}, or empty")
+        steps, tuned = self.denoising_steps or STEPS, self.tuned_steps
+        self.require("tuned_steps", tuned is None or tuned <= steps, f"in 1..{steps}, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:
         """Return ReinFlow on a copy of the policy `setup.init`; without `init`, on a new policy.

@@ -75,8 +75,9 @@ class SacConfig(OffPolicyConfig):
 
     def check_policy(self, policy: Policy) -> TanhGaussianPolicy:
         """Return the policy if it is a squashed Gaussian (else CapabilityError)."""
-        fits = isinstance(policy, TanhGaussianPolicy)
-        checked: TanhGaussianPolicy = require(policy, name_of("algo", self), fits, self.requires)
+        checked: TanhGaussianPolicy = require(
+            policy, name_of("algo", self), lambda found: isinstance(found, TanhGaussianPolicy), self.requires
+        )
         return checked
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:

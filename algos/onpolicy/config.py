@@ -103,7 +103,7 @@ class OnPolicyConfig(Checked):
 
     def check_policy(self, policy: Policy) -> Any:
         """Return the policy if it has what the algorithm requires (else CapabilityError)."""
-        return require(policy, name_of("algo", self), type(self).fits(policy), self.requires)
+        return require(policy, name_of("algo", self), type(self).fits, self.requires)
 
     def frozen(self, setup: Setup, init: Policy) -> Any:
         """Return the reference of the behaviour-cloning term, if any."""

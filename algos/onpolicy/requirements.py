@@ -5,9 +5,11 @@ Requirements are protocols (`policies.protocols`) and properties of a process; n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from algos.base import require_one_policy
+from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import DensityPolicy, StepwisePolicy
@@ -35,6 +37,8 @@ def has_straight_paths(policy: Any) -> bool:
 
 def ways(policy: Any) -> str:
     """Return the algorithms that improve this policy."""
+    if isinstance(policy, ComposedPolicy):
+        return "the algorithms of its members"
     if has_steps(policy):
         return "algo=dppo or algo=reinflow"
     if has_density(policy):
@@ -44,15 +48,15 @@ def ways(policy: Any) -> str:
     return "algo=td3_bc with dataset=<file>"
 
 
-def require(policy: Policy, algo: str, holds: bool, why: str) -> Any:
-    """Return the policy if a requirement holds.
+def require(policy: Policy, algo: str, fits: Callable[[Any], bool], why: str) -> Any:
+    """Return the policy if it fits.
 
     Raises:
         CapabilityError: If not, or if the policy is a composition; names what is missing and an algorithm
             that takes this policy.
     """
     require_one_policy(policy, algo)
-    if not holds:
+    if not fits(policy):
         raise CapabilityError(
             f"algo={algo} {why}; got {type(policy).__name__} with process "
             f"'{type(policy.config.process).__name__}'. Use {ways(policy)} for this policy."

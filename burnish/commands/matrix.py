@@ -6,11 +6,16 @@ A cell is asked of the algorithm (`check_policy`) with an untrained policy of th
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from algos.dsrl import DsrlConfig
+from algos.onpolicy.requirements import ways
 from burnish.console import output
 from policies import registry
 from policies.backbones.mlp import MlpConfig
@@ -25,33 +30,34 @@ PAGES = {"awm": "fpo", "rlpd": "sac"}
 
 INTRODUCTION = """# Which algorithm improves which policy
 
-Rows are processes (`process=<name>` in cloning), columns are algorithms that learn in an environment (`algo=<name>`).
-This page is written by `python -m burnish.commands.matrix` from the registered parts; tests compare the two, refuse what
-is {no} here, and run every other pair: one iteration, with ratios of 1 on fresh data.
+Rows are processes (`process=<name>` in cloning), columns are algorithms that learn in an environment
+(`algo=<name>`). This page is written by `python -m burnish.commands.matrix` from the registered parts. Tests
+compare the two, expect a refusal at every {no}, and run every other pair; ratios are 1 on fresh data.
 
-A cell is how the policy acts while it explores, for a clone with the default sampler of its process:
+A cell tells how a clone with the default sampler of its process explores:
 
-- [DPPO](dppo.md): the sampler, with a floor of noise after every step; densities of its steps are scored.
-- [ReinFlow](reinflow.md): the sampler, with learned noise after every step; the density of the whole chain is scored.
-- [FPO and AWM](fpo.md): the policy's sampler; the quantity whose matching loss is compared (`algo.prediction`).
-- [PPO](ppo.md): a draw from the density. [PolicyFlow](policyflow.md): noise on the end of a flow.
-- [SAC and RLPD](sac.md): a draw from a squashed Gaussian. [DSRL](dsrl.md): another start noise; the policy is frozen.
+- [DPPO](dppo.md): the sampler. A floor of noise follows every step, and the steps have densities.
+- [ReinFlow](reinflow.md): the sampler. Learned noise follows every step, and the whole chain has a density.
+- [FPO and AWM](fpo.md): the quantity whose losses are compared. The policy's own sampler acts.
+- [PPO](ppo.md): it draws from its density. [PolicyFlow](policyflow.md): noise on the end of a flow.
+- [SAC and RLPD](sac.md): it draws from its density. [DSRL](dsrl.md): the start noise is chosen, directly or
+  with that many `algo.denoising_steps`.
 """
 
 CLOSING = """
-Without `init` a new policy of these processes learns from the reward alone under PPO, DPPO, ReinFlow, FPO, AWM and
-PolicyFlow (`policy.normalizer.state=gaussian`), and under SAC and RLPD ([from nothing](ppo.md#from-nothing)).
+Without `init` a new policy learns from the reward alone, under all of them but DSRL
+([from nothing](ppo.md#from-nothing)).
 
-## What is missing where there is {no}
+## What is required
 
-| algorithm | requires |
+| algorithm | |
 |---|---|
 """
 
 WAYS = """
 A refusal names an algorithm that takes the very policy:
 
-| processes | instead |
+| process | algorithm |
 |---|---|
 """
 
@@ -95,15 +101,28 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 def cell(config: Any, process: str) -> str:
     """Return how a policy explores under an algorithm; `NO` if it is refused."""
+    policy = policy_of(process)
     try:
-        policy = config.check_policy(policy_of(process))
+        policy = config.check_policy(policy)
     except CapabilityError:
-        return NO
+        return _with_steps(config, policy)
     if hasattr(config, "samplers"):
         return f"`{registry.name_of('sampler', config.samplers(policy)[0])}`"
     if hasattr(config, "matching"):
         return f"`{config.matching(policy).prediction}`"
     return "yes"
+
+
+def _with_steps(config: Any, policy: Policy) -> str:
+    """Return the steps with which an algorithm takes a policy after all; `NO` if it does not."""
+    steps = getattr(policy, "table", None)
+    if steps is None or not isinstance(config, DsrlConfig):
+        return NO
+    for number in (5, 1):
+        with suppress(CapabilityError):
+            replace(config, denoising_steps=number).check_policy(policy)
+            return str(number)
+    return NO
 
 
 def page() -> str:
@@ -120,16 +139,11 @@ def page() -> str:
 
 
 def _ways() -> Iterator[tuple[str, str]]:
-    from algos.onpolicy.requirements import ways
-
     found: dict[str, list[str]] = {}
     for process in registry.names("process"):
         found.setdefault(ways(policy_of(process)), []).append(f"`{process}`")
     for way, processes in found.items():
-        yield (
-            ", ".join(processes),
-            way.replace("algo=", "`algo=").replace(" or", "` or").replace(" with", "` with") + "`",
-        )
+        yield ", ".join(processes), re.sub(r"(\w+=\S+)", r"`\1`", way)
 
 
 def _row(*cells: str) -> str:

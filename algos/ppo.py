@@ -33,7 +33,7 @@ from policies.registry import register
 class PpoConfig(OnPolicyConfig):
     """PPO on a density of chunks; also the shared settings of algorithms with log-densities."""
 
-    requires = "needs a density of chunks in closed form"
+    requires = "needs a density of chunks in closed form (process=gaussian, mixture or tanh_gaussian)"
     fits = staticmethod(has_density)
 
     log_prob_range: tuple[float, float] | None = (-5.0, 2.0)  # clamp of each element's log-density

@@ -59,8 +59,8 @@ SMALL: dict[str, Any] = {
 ONE_STEP: dict[str, dict[str, Any]] = {name: {"tuned_steps": 1} for name in ("consistency", "regression")}
 """Processes that may have one step only, and what fits it."""
 
-NOISY = ("consistency", "diffusion", "energy")
-"""Processes whose default sampler draws noise after the start."""
+NOISY = {"consistency": 1, "diffusion": 2, "energy": 2}
+"""Processes whose default sampler draws noise after the start, and steps that do without."""
 
 LIMIT = 3
 """Steps of an episode, so few that every iteration finishes some."""
@@ -71,7 +71,7 @@ def small(part: type, process: str = "") -> Any:
     known = {field.name for field in dataclasses.fields(part)}
     values = SMALL | ONE_STEP.get(process, {})
     if issubclass(part, DsrlConfig) and process in NOISY:
-        values = values | {"denoising_steps": 1}
+        values = values | {"denoising_steps": NOISY[process]}
     return part(**{name: copy.deepcopy(value) for name, value in values.items() if name in known})
 
 

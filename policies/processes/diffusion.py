@@ -116,7 +116,7 @@ class VPDiffusion(Checked, GaussianPath):
         return {"name": "ddpm"}
 
     def deterministic_sampler(self) -> dict[str, Any]:
-        return {"name": "ddim"}
+        return {"name": "ddim", "eta": 0.0}
 
     def _angle(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return phi and d phi / dt at times t, in the widest float dtype of the device."""

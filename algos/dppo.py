@@ -24,25 +24,26 @@ Deviations from the reference:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from algos.base import Setup, require_one_policy
+from algos.base import Setup
+from algos.onpolicy import samplers
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.functional import clip_ranges, denoising_discounts
-from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import CloningTerm
+from algos.onpolicy.requirements import has_steps
+from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
-from policies.errors import CapabilityError
-from policies.policy import Policy
-from policies.processes.diffusion import VPDiffusion
-from policies.registry import name_of, register
-from policies.samplers.ddpm import DDIM, DDPM
+from policies.registry import register
+from policies.samplers.ddpm import DDPM
 
+SAMPLERS = ("auto", "ddpm", "ddim", "ancestral")
 _MAX_CLIP_RATE = 100.0  # above this rate growth is a step function and overflows
 
 
@@ -51,11 +52,14 @@ _MAX_CLIP_RATE = 100.0  # above this rate growth is a step function and overflow
 class DppoConfig(PpoConfig):
     """DPPO with the published hyper-parameters of Hopper, Walker2d and HalfCheetah."""
 
+    requires = "scores the states of a denoising chain, and needs a network that is evaluated step by step"
+    fits = staticmethod(has_steps)
+
     batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch: (environment step, denoising step) pairs
     tuned_steps: int = bounded(10, ge=1)  # S, fine-tuned denoising steps, counted from the last
-    sampler: str = bounded("ddpm", choices=("ddpm", "ddim"))  # of exploration; evaluation uses no noise
-    denoising_steps: int | None = bounded(None, ge=1)  # K; null: all levels (ddpm), the policy's own (ddim)
-    eta: float = bounded(1.0, gt=0, le=1)  # eta of DDIM in exploration; 0 in evaluation
+    sampler: str = bounded("auto", choices=SAMPLERS)  # of exploration; auto: the process's stochastic one
+    denoising_steps: int | None = bounded(None, ge=1)  # K; null: all levels (ddpm), else the policy's own
+    eta: float = bounded(1.0, gt=0, le=1)  # eta of ddim and ancestral in exploration; 0 in evaluation
     gamma_denoising: float = bounded(0.99, ge=0, le=1)  # discount per denoising step, towards noisier ones
     clip_range_base: float = bounded(0.01, gt=0)  # clip range at s = 0; `clip_range` holds at s = S-1
     clip_range_rate: float = bounded(3.0, ge=-_MAX_CLIP_RATE, le=_MAX_CLIP_RATE)  # its exponential growth
@@ -75,15 +79,14 @@ class DppoConfig(PpoConfig):
         return denoising_discounts(inner_steps, self.gamma_denoising)
 
     def build(self, setup: Setup) -> OnPolicy:
-        """Return DPPO on a copy of the diffusion policy `setup.init`.
+        """Return DPPO on a copy of the policy `setup.init`; without `init`, on a new policy.
 
         Raises:
-            ConfigError: If policy or environment is missing, their sizes disagree, or there are fewer
-                denoising steps than tuned ones.
-            CapabilityError: If the policy is not a diffusion policy.
+            ConfigError: If the environment is missing, sizes disagree, the process lacks `sampler`, or there
+                are fewer denoising steps than tuned ones.
+            CapabilityError: If the policy has no denoising steps.
         """
-        algo = name_of("algo", self)
-        init = require_diffusion(check_setup(setup, algo), algo)
+        init, moments = starting_policy(self, setup)
         explore, evaluate = self.samplers(init)
         policy = self.exploring(tunable_copy(init, explore, self.tuned_steps).to(setup.device), explore)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
@@ -94,47 +97,31 @@ class DppoConfig(PpoConfig):
             trainable=policy.scored_net,
             bc_term=None if frozen is None else CloningTerm(self.exploring(frozen, explore), ratio),
             export_policy=lambda: policy.with_sampler(evaluate).clone(),
+            moments=moments,
         )
 
-    def exploring(self, policy: DenoisingPolicy, sampler: DDPM | DDIM) -> DenoisingPolicy:
+    def exploring(self, policy: DenoisingPolicy, sampler: Any) -> DenoisingPolicy:
         """Return the policy with an exploration sampler that records the tuned steps."""
         floor = float(self.min_log_prob_std)
         return policy.with_sampler(sampler, tuned_steps=self.tuned_steps, log_prob_min_std=floor)
 
-    def samplers(self, init: DenoisingPolicy) -> tuple[DDPM | DDIM, DDPM | DDIM]:
+    def samplers(self, init: DenoisingPolicy) -> tuple[Any, Any]:
         """Return (exploration, evaluation) samplers; shared settings come from the initial policy.
 
         Exploration applies the noise floor at every step, including frozen steps and the last. Evaluation
-        with ddpm has a floor of 1e-3 and a noise-free last step; with ddim it is deterministic.
+        with ddpm has a floor of 1e-3 and a noise-free last step; with others it has no noise but that of a
+        consistency model's steps.
         """
-        own = init.sampler
-        explore: DDPM | DDIM
-        if self.sampler == "ddpm":
-            explore = own if isinstance(own, DDPM) else DDPM(clip_x0=own.clip_x0)
-            evaluate = {"min_std": 1e-3, "final_std": 0.0}
-        else:
-            explore = own if isinstance(own, DDIM) else DDIM(clip_x0=own.clip_x0, steps=init.table.num_steps)
-            explore = replace(explore, eta=float(self.eta), eta_per_dim=())
-            evaluate = {"eta": 0.0, "min_std": 0.0}
-        steps: Any = explore.steps if self.denoising_steps is None else self.denoising_steps
-        explore = replace(
-            explore,
-            steps=steps,
+        explore = samplers.replaced(
+            samplers.stochastic(init, self.sampler),
+            eta=float(self.eta),
+            eta_per_dim=(),
             clip_action=None,  # clipping the chunk would invalidate the density of the last step
             noise_clip=float(self.noise_clip),
             min_std=float(self.min_sampling_std),
             final_std=None,
         )
-        return explore, replace(explore, **evaluate)  # type: ignore[arg-type]
-
-
-def require_diffusion(policy: Policy, algo: str) -> DenoisingPolicy:
-    """Return the policy if its denoising steps have densities (else CapabilityError)."""
-    require_one_policy(policy, algo)
-    if isinstance(policy, DenoisingPolicy) and isinstance(policy.process, VPDiffusion):
-        return policy
-    raise CapabilityError(
-        f"algo={algo} needs a policy with process=diffusion; got {type(policy).__name__} with process "
-        f"'{type(policy.config.process).__name__}' and sampler '{type(policy.config.sampler).__name__}'. "
-        f"Clone one with process=diffusion; for a Gaussian use algo=ppo."
-    )
+        if self.denoising_steps is not None:
+            explore = samplers.with_steps(explore, init, self.denoising_steps)
+        quiet = {"min_std": 1e-3, "final_std": 0.0} if isinstance(explore, DDPM) else {"min_std": 0.0}
+        return explore, samplers.replaced(explore, eta=0.0, clip_action=init.sampler.clip_action, **quiet)

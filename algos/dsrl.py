@@ -25,9 +25,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
 from algos.offpolicy.sac_update import LatentActor, SacUpdate, half_squared_error
 from algos.onpolicy.loop import check_setup
+from algos.onpolicy.requirements import ways
+from algos.onpolicy.samplers import NOISE_FREE, replaced
 from algos.optim import descend, load_parts, save_parts
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
@@ -56,13 +58,11 @@ from policies.registry import name_of, register
 from policies.samplers.ddpm import DDIM
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
-from policies.wrappers.noise_policy import SteeredPolicy, Steering
+from policies.wrappers.noise_policy import SteeredPolicy, Steering, require_steerable
 
 _log = logging.getLogger(__name__)
 
 DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
-# Settings that make a sampler deterministic given its start noise, if it has them.
-NOISE_FREE = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
 NOISES = 16  # noise samples per condition
 LOW_RATIO = 0.05  # ratio of the std over noises to the std over states, below which a warning is logged
 ROUNDING = 16  # units in the last place of the largest entry, tolerated as equal
@@ -225,6 +225,8 @@ class NoiseAliasedUpdate(SacUpdate):
 class DsrlConfig(OffPolicyConfig):
     """DSRL: reinforcement learning over the noise of a frozen policy."""
 
+    requires: ClassVar[str] = "chooses the start noise of chunks that are a function of it alone"
+
     target_entropy: float | None = bounded(0.0, ge=-math.inf)  # of a latent; null: minus half its width
     variant: str = bounded("na", choices=("na", "sac"))  # na: noise-aliased critics | sac: critics over noise
     distillation_share: float = bounded(0.5, gt=0)  # distillation steps per critic update, for na
@@ -271,6 +273,16 @@ class DsrlConfig(OffPolicyConfig):
             normal = SteeredActor(policy, within_box=self.variant == "sac")
             return OffPolicyRun(self, setup, learner, offline, invariants, partial(noise_sensitivity, normal))
 
+    def check_policy(self, policy: Policy) -> Policy:
+        """Return the policy, with a deterministic sampler, if it can be steered (else CapabilityError)."""
+        try:
+            found = policy if isinstance(policy, SteeredPolicy) else self._deterministic(policy)
+            require_steerable(found)
+            return found
+        except CapabilityError as error:
+            algo = name_of("algo", self)
+            raise CapabilityError(f"algo={algo}: {error} Without steering, use {ways(policy)}.") from None
+
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; a steered policy keeps its actor."""
         if isinstance(init, SteeredPolicy):
@@ -278,10 +290,7 @@ class DsrlConfig(OffPolicyConfig):
             policy = init.clone().eval()
             policy.actor.requires_grad_(True)
             return policy
-        try:
-            return self.steering.wrap(self._deterministic(init).clone().eval())
-        except CapabilityError as error:
-            raise CapabilityError(f"algo={name_of('algo', self)}: {error}") from None
+        return self.steering.wrap(self.check_policy(init).clone().eval())
 
     def _warn_of_unused(self, init: SteeredPolicy) -> None:
         asked, has = asdict(self.steering), asdict(init.wrapper)
@@ -314,8 +323,7 @@ class DsrlConfig(OffPolicyConfig):
                 f"algo.denoising_steps={steps} is for a sampler with any number of steps; leave it out for "
                 f"sampler={sampler}."
             )
-        noise_free = {name: value for name, value in NOISE_FREE.items() if name in known}
-        policy = init.with_sampler(replace(own, steps=steps, **noise_free))
+        policy = init.with_sampler(replaced(own, steps=steps, **NOISE_FREE))
         if not policy.is_deterministic:
             raise CapabilityError(
                 f"algo.denoising_steps={steps} needs an init with a deterministic sampler, or "

@@ -1,6 +1,6 @@
-"""FPO: policy gradients for flow policies with ratios from matching losses.
+"""FPO: policy gradients for denoising policies with ratios from matching losses.
 
-The density of a flow's actions is unknown; the matching loss of the executed action replaces the negative
+The density of a denoiser's actions is unknown; the matching loss of the executed action replaces the negative
 log-likelihood in PPO. The regression target is the executed action. `algo=fpo` fine-tunes `init`, or trains a
 new policy from the reward alone.
 
@@ -17,11 +17,12 @@ Deviations from the released code:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from algos.onpolicy.flow_setup import RectifiedConfig
+from algos.onpolicy.field_config import FieldConfig
 from algos.onpolicy.fpo_ratio import PREDICTIONS, REDUCTIONS, TIMES, AwmRatio, FpoRatio, Matching
+from algos.onpolicy.requirements import has_field
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.registry import register
@@ -29,14 +30,17 @@ from policies.registry import register
 
 @register("algo", "fpo")
 @dataclass
-class FpoConfig(RectifiedConfig):
+class FpoConfig(FieldConfig):
     """FPO; FPO++ with `per_draw`, `surrogate=aspo` and clamps of losses."""
+
+    requires = "compares matching losses, and needs a policy that acts with their denoiser"
+    fits = staticmethod(has_field)
 
     clip_range: float = bounded(0.05, gt=0)  # clip range of the ratio of an action, or of a draw
     target_kl: float | None = bounded(None, gt=0, le=math.inf)  # KL limit, from the ratios; null: off
     num_draws: int = bounded(8, ge=1)  # n, (time, noise) draws stored per action
     per_draw: bool = False  # one ratio per draw (FPO++); false: per action
-    prediction: str = bounded("eps", choices=PREDICTIONS)  # compared quantity
+    prediction: str | None = bounded(None, choices=PREDICTIONS)  # compared; null: eps for flows, else own
     loss_reduction: str = bounded("mean", choices=REDUCTIONS)  # over executed entries
     loss_scale: float = bounded(1.0, gt=0)  # factor of the losses
     huber: float | None = bounded(None, gt=0)  # threshold of the Huber loss (FPO++); null: squared errors
@@ -55,12 +59,11 @@ class FpoConfig(RectifiedConfig):
         has_both = bounds is None or (len(bounds) == 2 and bounds[0] < 0 < bounds[1])
         self.require("difference_range", has_both, "a negative and a positive number, or empty")
 
-    needs = "compares matching losses"
-
-    @property
-    def matching(self) -> Matching:
+    def matching(self, policy: DenoisingPolicy) -> Matching:
+        """Return the matching loss of a policy."""
+        usual = "eps" if policy.process.kind == "velocity" else policy.process.kind
         return Matching(
-            prediction=self.prediction,
+            prediction=usual if self.prediction is None else self.prediction,
             reduction=self.loss_reduction,
             huber=self.huber,
             scale=self.loss_scale,
@@ -76,7 +79,7 @@ class FpoConfig(RectifiedConfig):
         return {name: getattr(self, name) for name in names}
 
     def estimator(self, policy: DenoisingPolicy) -> FpoRatio:
-        return FpoRatio(policy, self.matching, **self.drawing)
+        return FpoRatio(policy, self.matching(policy), **self.drawing)
 
 
 @register("algo", "awm")
@@ -86,7 +89,7 @@ class AwmConfig(FpoConfig):
 
     target_kl: float | None = bounded(None, gt=0, le=math.inf)  # limit of the loss decrease; null: off
     update_epochs: int = bounded(1, ge=1)  # passes over the rows; ratios are not clipped
-    prediction: str = bounded("velocity", choices=PREDICTIONS)  # compared quantity
+    prediction: str | None = bounded(None, choices=PREDICTIONS)  # compared; null: the network's output
     times: str = bounded("density", choices=TIMES)  # distribution of the drawn times
     weight: str = bounded("one", choices=AwmRatio.WEIGHTS)  # weight of a draw by its noise amplitude
 
@@ -95,4 +98,8 @@ class AwmConfig(FpoConfig):
         self.require("surrogate", self.surrogate == "ppo", "ppo: its ratios are 1, so nothing bounds them")
 
     def estimator(self, policy: DenoisingPolicy) -> FpoRatio:
-        return AwmRatio(policy, self.matching, weight=self.weight, **self.drawing)
+        return AwmRatio(policy, self.matching(policy), weight=self.weight, **self.drawing)
+
+    def matching(self, policy: DenoisingPolicy) -> Matching:
+        prediction = policy.process.kind if self.prediction is None else self.prediction
+        return replace(super().matching(policy), prediction=prediction)

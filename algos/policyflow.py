@@ -21,9 +21,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from algos.onpolicy.flow_setup import RectifiedConfig
+from algos.onpolicy.field_config import FieldConfig
 from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, PolicyflowRatio
 from algos.onpolicy.ratios import REDUCTIONS
+from algos.onpolicy.requirements import has_straight_paths
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.registry import register
@@ -31,8 +32,11 @@ from policies.registry import register
 
 @register("algo", "policyflow")
 @dataclass
-class PolicyFlowConfig(RectifiedConfig):
+class PolicyFlowConfig(FieldConfig):
     """PolicyFlow; with `brownian_coef`, including its regulariser."""
+
+    requires = "shifts velocities along straight paths, and needs process=flow with a deterministic sampler"
+    fits = staticmethod(has_straight_paths)
 
     clip_range: float = bounded(0.2, gt=0)  # clip range of the ratio of one draw
     max_grad_norm: float | None = bounded(1.0, gt=0, le=math.inf)  # gradient clipping of the actor; null: off
@@ -40,8 +44,6 @@ class PolicyFlowConfig(RectifiedConfig):
     num_draws: int = bounded(4, ge=1)  # n, times drawn per action; each is a row
     brownian_coef: float = bounded(0.0, ge=0)  # weight of the Brownian term, which widens the flow
     noise: EndNoiseConfig = field(default_factory=EndNoiseConfig)
-
-    needs = "shifts velocities along straight paths"
 
     def estimator(self, policy: DenoisingPolicy) -> PolicyflowRatio:
         noise = EndNoise(self.noise, policy.chunk.action_dim)

@@ -19,19 +19,22 @@ from typing import Any
 
 from algos.base import Setup
 from algos.onpolicy.config import OnPolicyConfig, rising
-from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
-from algos.onpolicy.running_normalizer import running_moments
+from algos.onpolicy.requirements import has_density
+from algos.onpolicy.start import starting_policy
 from policies.bounds import bounded
-from policies.errors import CapabilityError
-from policies.processes.gaussian import GaussianPolicy
-from policies.registry import name_of, register
+from policies.errors import ConfigError
+from policies.registry import register
 
 
 @register("algo", "ppo")
 @dataclass
 class PpoConfig(OnPolicyConfig):
-    """PPO with a Gaussian policy; also the shared settings of algorithms with log-densities."""
+    """PPO on a density of chunks; also the shared settings of algorithms with log-densities."""
+
+    requires = "needs a density of chunks in closed form (process=gaussian, mixture or tanh_gaussian)"
+    fits = staticmethod(has_density)
 
     log_prob_range: tuple[float, float] | None = (-5.0, 2.0)  # clamp of each element's log-density
     log_prob_reduction: str = bounded("mean", choices=REDUCTIONS)  # over executed steps and dims
@@ -42,26 +45,24 @@ class PpoConfig(OnPolicyConfig):
         self.require("log_prob_range", bounds is None or rising(bounds), "two rising numbers, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:
-        """Return PPO on a copy of the Gaussian policy `setup.init`; without `init`, on a new policy.
+        """Return PPO on a copy of the policy `setup.init`; without `init`, on a new policy.
 
         A new policy learns from the reward alone, and its normaliser is fitted during training.
 
         Raises:
-            ConfigError: If the environment is missing, sizes disagree, or a new policy lacks observation
-                statistics or a reference for the behaviour-cloning term.
-            CapabilityError: If the policy is not Gaussian.
+            ConfigError: If the environment is missing, sizes disagree, a new policy lacks observation
+                statistics or a reference for the behaviour-cloning term, or an unknown entropy has a weight.
+            CapabilityError: If the density of the policy's chunks is not known.
         """
-        algo, is_fresh = name_of("algo", self), setup.init is None
-        init = self.fresh(setup, algo) if is_fresh else check_setup(setup, algo)
-        if not isinstance(init, GaussianPolicy):
-            raise CapabilityError(
-                f"algo={algo} needs a Gaussian policy; got {type(init).__name__} with process "
-                f"'{type(init.config.process).__name__}'. Use process=gaussian, or algo=dppo."
+        init, moments = starting_policy(self, setup)
+        if self.entropy_coef and not init.has_entropy:
+            raise ConfigError(
+                f"algo.entropy_coef must be 0 for a {type(init).__name__}, whose entropy has no closed form; "
+                f"got {self.entropy_coef:g}."
             )
         policy = init.clone().to(setup.device)
         policy.requires_grad_(False).head.requires_grad_(True)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
-        fits_normalizer = is_fresh and policy.normalizer.modes["state"] == "gaussian"
         return OnPolicy(
             self,
             setup,
@@ -69,7 +70,7 @@ class PpoConfig(OnPolicyConfig):
             trainable=policy.head,
             bc_term=None if frozen is None else CloningTerm(frozen, ratio),
             export_policy=policy.clone,
-            moments=running_moments(policy) if fits_normalizer else None,
+            moments=moments,
         )
 
     def ratio(self, policy: Any) -> ChainRatio:

@@ -29,27 +29,31 @@ from typing import Any
 
 import torch
 
-from algos.base import Setup, require_one_policy
-from algos.onpolicy.flow_setup import on_even_times
+from algos.base import Setup
+from algos.onpolicy import samplers
 from algos.onpolicy.frozen_copy import tunable_copy
-from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoiseConfig, PathTerm, ReinflowRatio
+from algos.onpolicy.requirements import has_steps
+from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
-from policies.errors import CapabilityError
-from policies.policy import Policy
-from policies.processes.flow import LinearPath
+from policies.errors import ConfigError
 from policies.registry import name_of, register
-from policies.samplers.ode import Euler
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
+
+STEPS = 4  # denoising steps of a process that takes any number
 
 
 @register("algo", "reinflow")
 @dataclass
 class ReinFlowConfig(PpoConfig):
-    """ReinFlow with the published hyper-parameters of Hopper, for a rectified flow or a shortcut model."""
+    """ReinFlow with the published hyper-parameters of Hopper."""
+
+    requires = "adds noise after every step, and needs a network that is evaluated step by step"
+    fits = staticmethod(has_steps)
 
     batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch; a row is one chain
     entropy_coef: float = bounded(0.03, ge=-math.inf)  # weight of the noise entropy, reduced like densities
@@ -63,7 +67,7 @@ class ReinFlowConfig(PpoConfig):
     critic_min_lr: float | None = bounded(3e-4, ge=0)  # learning rate at the ends of a cycle; null: constant
     critic_lr_cycle: int = 100  # iterations of a cosine cycle
     critic_weight_decay: float = bounded(1e-5, ge=0)  # AdamW
-    denoising_steps: int = bounded(4, ge=1)  # K, in exploration and evaluation
+    denoising_steps: int | None = bounded(None, ge=1)  # K; null: 4, or what the process prescribes
     tuned_steps: int | None = bounded(None, ge=1)  # number of tuned last denoising steps; null: all
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     noise_clip: float | None = bounded(3.0, gt=0)  # clip of exploration noise, standard deviations; null: off
@@ -72,19 +76,18 @@ class ReinFlowConfig(PpoConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps, tuned = self.denoising_steps, self.tuned_steps
+        steps, tuned = self.denoising_steps or STEPS, self.tuned_steps
         self.require("tuned_steps", tuned is None or tuned <= steps, f"in 1..{steps}, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:
-        """Return ReinFlow on a copy of the flow policy `setup.init`.
+        """Return ReinFlow on a copy of the policy `setup.init`; without `init`, on a new policy.
 
         Raises:
-            ConfigError: If policy or environment is missing, their sizes disagree, or the process was not
-                trained for this number of steps.
-            CapabilityError: If the policy is not a flow.
+            ConfigError: If the environment is missing, sizes disagree, or the process does not take this
+                number of steps.
+            CapabilityError: If the policy has no denoising steps.
         """
-        algo = name_of("algo", self)
-        init = require_flow(check_setup(setup, algo), algo)
+        init, moments = starting_policy(self, setup)
         explore, evaluate = self.samplers(init)
         policy = self.exploring(init, explore).to(setup.device)
         ratio, frozen = self.noisy_chain(policy, setup.seed), self.frozen(setup, init)
@@ -95,19 +98,28 @@ class ReinFlowConfig(PpoConfig):
             trainable=ratio.trainable,
             bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
             export_policy=lambda: policy.with_sampler(evaluate).clone(),
+            moments=moments,
         )
 
-    def exploring(self, init: DenoisingPolicy, sampler: Euler) -> DenoisingPolicy:
+    def exploring(self, init: DenoisingPolicy, sampler: Any) -> DenoisingPolicy:
         """Return a copy of the policy with a trainable network for its exploring last steps."""
-        tuned = self.denoising_steps if self.tuned_steps is None else self.tuned_steps
+        tuned = sampler.table(init.process).num_steps if self.tuned_steps is None else self.tuned_steps
         policy = tunable_copy(init, sampler, tuned)
         return policy.with_sampler(sampler, tuned_steps=tuned)
 
-    def samplers(self, init: DenoisingPolicy) -> tuple[Euler, Euler]:
-        """Return (exploration, evaluation) samplers: same steps, clipping as in the initial policy."""
-        own = init.sampler if isinstance(init.sampler, Euler) else Euler(clip_action=init.sampler.clip_action)
-        quiet = replace(on_even_times(own), min_std=0.0, final_std=None)
-        explore = replace(quiet, steps=self.denoising_steps, clip_state=self.clip_state)
+    def samplers(self, init: DenoisingPolicy) -> tuple[Any, Any]:
+        """Return (exploration, evaluation) samplers: same steps, clipping as in the initial policy.
+
+        Raises:
+            ConfigError: If the process does not take this number of steps, or the sampler lacks `clip_state`.
+        """
+        explore = samplers.deterministic(init, self.denoising_steps, default=STEPS)
+        if self.clip_state is not None and not hasattr(explore, "clip_state"):
+            raise ConfigError(
+                f"algo.clip_state bounds the states of sampler=euler; got sampler="
+                f"{name_of('sampler', explore)}. Use algo.clip_state=null."
+            )
+        explore = samplers.replaced(explore, clip_state=self.clip_state)
         return explore, replace(explore)
 
     def noisy_chain(self, policy: DenoisingPolicy, seed: int) -> ReinflowRatio:
@@ -139,14 +151,3 @@ class ReinFlowConfig(PpoConfig):
         times = partial(policy.table.to_device, like=cond.vec)
         second = None if policy.table.second_time is None else times("second_time")
         return cond, times("net_time"), second
-
-
-def require_flow(policy: Policy, algo: str) -> DenoisingPolicy:
-    """Return a straight-path flow or a model of finite steps of one (else CapabilityError)."""
-    require_one_policy(policy, algo)
-    if isinstance(policy, DenoisingPolicy) and isinstance(policy.process, LinearPath):
-        return policy
-    raise CapabilityError(
-        f"algo={algo} needs a flow policy (process=flow, shortcut or meanflow); got {type(policy).__name__} "
-        f"with process '{type(policy.config.process).__name__}'. Clone one, or use algo=dppo for diffusion."
-    )

@@ -29,11 +29,12 @@ from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.onpolicy.loop import check_setup
+from algos.onpolicy.requirements import require
 from algos.onpolicy.running_normalizer import fresh_policy
 from algos.training.observations import trained_encoder
 from envs.fit import require_fit
 from policies.bounds import bounded
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import ConfigError
 from policies.networks.critics import AGGREGATES
 from policies.networks.distributions import highest_entropy, tanh_draw
 from policies.policy import Policy
@@ -49,6 +50,8 @@ class SacConfig(OffPolicyConfig):
     """Soft actor-critic from scratch or from a squashed Gaussian policy."""
 
     entropy_share: ClassVar[float] = -1.0
+
+    requires: ClassVar[str] = "trains a squashed Gaussian (process=tanh_gaussian)"
 
     updates_per_step: float = bounded(1.0, gt=0)  # critic updates per executed control step
     critic_dims: tuple[int, ...] = (256, 256)  # hidden widths
@@ -66,11 +69,7 @@ class SacConfig(OffPolicyConfig):
         """
         algo = name_of("algo", self)
         init = self._fresh(setup, algo) if setup.init is None else check_setup(setup, algo)
-        if not isinstance(init, TanhGaussianPolicy):
-            raise CapabilityError(
-                f"algo={algo} trains a squashed Gaussian policy; got {type(init).__name__} with process "
-                f"'{type(init.config.process).__name__}'. Use process=tanh_gaussian, or algo=dsrl."
-            )
+        init = self.check_policy(init)
         with torch_threads(setup.threads(THREADS)):
             policy = init.clone().to(setup.device).requires_grad_(True)
             actor = SquashedActor(policy, self.density_form, is_fresh=setup.init is None)
@@ -81,6 +80,13 @@ class SacConfig(OffPolicyConfig):
             encoder = trained_encoder(policy) if self.encoder == "trained" else ()
             learner = SacUpdate(actor, critic, self, of_chunks=True, encoder=encoder)
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
+
+    def check_policy(self, policy: Policy) -> TanhGaussianPolicy:
+        """Return the policy if it is a squashed Gaussian (else CapabilityError)."""
+        checked: TanhGaussianPolicy = require(
+            policy, name_of("algo", self), lambda found: isinstance(found, TanhGaussianPolicy), self.requires
+        )
+        return checked
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
         if setup.dataset is not None and setup.env is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -230,6 +230,42 @@ class ChainPolicy(Protocol):
         `cond_row` (M,) maps transitions to rows of `cond`; a shared observation is encoded and projected
         once. Returns unreduced (log_prob, entropy), (M, Th, Da).
         """
+
+
+@runtime_checkable
+class DensityPolicy(ChainPolicy, Protocol):
+    """Policies with a density of the executed chunk in closed form: chains of one step.
+
+    Attributes:
+        head: The network of the density.
+        has_entropy: Whether the entropy is known; else `chain_log_prob` returns 0 for it.
+    """
+
+    head: Any
+    has_entropy: bool
+
+
+@runtime_checkable
+class StepwisePolicy(ChainPolicy, Protocol):
+    """Policies that evaluate a network once per row of a step table; see `policies.samplers.step_table`.
+
+    Attributes:
+        process: Meaning of the network's output.
+        sampler: Settings of the table; replaced with `with_sampler`.
+        table: The steps of the sampler.
+        field: The network.
+    """
+
+    process: Any
+    sampler: Any
+    table: Any
+    field: Any
+
+    def with_sampler(
+        self, sampler: Any, *, tuned_steps: int | None = None, log_prob_min_std: float | None = None
+    ) -> Any:
+        """Return a view with another sampler."""
+        ...
 
 
 @runtime_checkable

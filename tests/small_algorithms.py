@@ -12,6 +12,7 @@ import torch
 from point_env import PointEnv
 
 from algos.base import Setup
+from algos.dsrl import DsrlConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones.mlp import MlpConfig
@@ -55,13 +56,23 @@ SMALL: dict[str, Any] = {
 }
 """Sizes given to every configuration that has a field of this name."""
 
+ONE_STEP: dict[str, dict[str, Any]] = {name: {"tuned_steps": 1} for name in ("consistency", "regression")}
+"""Processes that may have one step only, and what fits it."""
+
+NOISY = {"consistency": 1, "diffusion": 2, "energy": 2}
+"""Processes whose default sampler draws noise after the start, and steps that do without."""
+
 LIMIT = 3
 """Steps of an episode, so few that every iteration finishes some."""
 
 
-def small(part: type) -> Any:
+def small(part: type, process: str = "") -> Any:
+    """Return the smallest configuration of an algorithm, for a policy of a process."""
     known = {field.name for field in dataclasses.fields(part)}
-    return part(**{name: copy.deepcopy(value) for name, value in SMALL.items() if name in known})
+    values = SMALL | ONE_STEP.get(process, {})
+    if issubclass(part, DsrlConfig) and process in NOISY:
+        values = values | {"denoising_steps": NOISY[process]}
+    return part(**{name: copy.deepcopy(value) for name, value in values.items() if name in known})
 
 
 def dataset(episodes: int = 40, length: int = 5) -> EpisodeDataset:
@@ -116,7 +127,7 @@ def setup(process: str, **changes: Any) -> Setup:
 def start(algo: str, process: str, **changes: Any) -> Any:
     """Build a run; one that needs an extra skips the test and says which."""
     try:
-        return small(registry.lookup("algo", algo)).build(setup(process, **changes))
+        return small(registry.lookup("algo", algo), process).build(setup(process, **changes))
     except MissingExtraError as error:
         pytest.skip(str(error))
 
@@ -124,7 +135,7 @@ def start(algo: str, process: str, **changes: Any) -> Any:
 @cache
 def accepts(algo: str, process: str) -> bool:
     try:
-        small(registry.lookup("algo", algo)).build(setup(process)).close()
+        small(registry.lookup("algo", algo), process).build(setup(process)).close()
     except CapabilityError:
         return False
     except MissingExtraError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from algos.base import Setup
 from algos.onpolicy.advantages import CRITIC_INPUTS
 from algos.onpolicy.functional import SURROGATES
-from algos.onpolicy.running_normalizer import fresh_policy
+from algos.onpolicy.requirements import require
 from algos.optim import check_schedule
 from algos.training.observations import ENCODERS
 from policies.bounds import Checked, bounded
-from policies.errors import ConfigError
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy
+from policies.registry import name_of
 
 
 @dataclass
@@ -30,6 +30,8 @@ class OnPolicyConfig(Checked):
     """
 
     takes_dataset: ClassVar[bool] = False  # experience comes from the environment
+    requires: ClassVar[str]  # of a policy, quoted in errors
+    fits: ClassVar[Callable[[Any], bool]]  # whether a policy has it
 
     # budget
     num_envs: int = bounded(40, ge=1)  # parallel environments
@@ -113,16 +115,13 @@ class OnPolicyConfig(Checked):
         """Return the advantage factor of each inner step, (S,)."""
         return torch.ones(inner_steps)
 
+    def check_policy(self, policy: Policy) -> Any:
+        """Return the policy if it has what the algorithm requires (else CapabilityError)."""
+        return require(policy, name_of("algo", self), type(self).fits, self.requires)
+
     def frozen(self, setup: Setup, init: Policy) -> Any:
         """Return the reference of the behaviour-cloning term, if any."""
         return init.clone().to(setup.device).requires_grad_(False) if self.bc_weight else None
-
-    def fresh(self, setup: Setup, algo: str) -> Policy:
-        if self.bc_weight:
-            raise ConfigError(
-                f"algo.bc_weight={self.bc_weight} needs a reference: give init=<policy directory>."
-            )
-        return fresh_policy(setup, algo)
 
 
 def rising(values: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""FPO ratio: likelihood ratio from the difference of flow-matching losses.
+"""FPO ratio: likelihood ratio from the difference of matching losses.
 
 Legend: N environments, n draws per action, P pairs of an environment step and one of its draws, Th horizon,
 Da action width; t sampling time (0 noise, 1 action)::
@@ -40,7 +40,7 @@ _MARGIN = 0.005  # distance of `density` times from both ends
 class Matching:
     """Matching loss of an action and its bounds."""
 
-    prediction: str = "eps"  # compared quantity: velocity, eps or x0
+    prediction: str = "eps"  # compared quantity: velocity, eps, x0 or what the network predicts
     reduction: str = "mean"  # or sqrt (sum / sqrt of the number), per_step (mean over dims), joint (sum)
     huber: float | None = None  # Huber threshold, above which errors are linear; None: squared errors
     scale: float = 1.0  # factor of the loss
@@ -172,13 +172,15 @@ class FpoRatio(FlowRatio):
         if self.times == "grid":
             grid = self.grid.to(uniform)
             return grid[(uniform * len(grid)).long().clamp(max=len(grid) - 1)]
-        return time_of(uniform, self.time_power)
+        return self.policy.process.nearest_time(time_of(uniform, self.time_power))
 
     @property
     def grid(self) -> Tensor:
         """Network times of the sampler at which the loss has weight."""
-        times = torch.tensor(self.policy.table.times[:-1], dtype=torch.float64)
-        return times[times > 0] if self.matching.prediction == "eps" else times
+        table = self.policy.table
+        times = torch.tensor(table.times[:-1], dtype=torch.float64)
+        has_signal = torch.tensor(table.alpha) > 0  # where there is none, eps is the state itself
+        return times[has_signal] if self.matching.prediction == "eps" else times
 
     def _normal(self, shape: Any, generator: torch.Generator) -> Tensor:
         draws = torch.randn(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
@@ -189,8 +191,9 @@ class FpoRatio(FlowRatio):
         process, kind = self.policy.process, self.matching.prediction
         x = process.corrupt(action, eps, t)
         predicted = process.convert(x, t, self.policy.evaluate(cond)(x, t), process.kind, kind)
-        targets = {"eps": lambda: eps, "x0": lambda: action, "velocity": lambda: action - eps}
-        errors = self.matching.errors(targets[kind]() - predicted)
+        is_own = kind == process.kind
+        target = process.target(action, eps, t) if is_own else process.express(action, eps, t, kind)
+        errors = self.matching.errors(target - predicted)
         return self.matching.reduce(errors[:, self.policy.chunk.executed])
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:

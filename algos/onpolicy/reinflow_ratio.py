@@ -1,11 +1,12 @@
 """ReinFlow ratio: a deterministic sampler plus learned noise is a chain of known density.
 
 Legend: B rows, K denoising steps, S tuned last steps (usually all), T and C' widths of embedded times and
-conditions, Th horizon, Da action width; x_0 start noise, x_K the chunk::
+conditions, Th horizon, Da action width; x_0 start noise of deviation std_0 (0: the
+sampler starts from zero), x_K the chunk::
 
     x_{k+1} = step(x_k),                                     k = 0 … K-S-1, by the frozen initial network
     x_{k+1} = step(x_k) + std_k(condition) clip(noise_k),    k = K-S … K-1
-    log p   = sum over these k and entries of log N(x_{k+1}; step(x_k), std_k^2)   [+ log N(x_0; 0, 1)]
+    log p   = sum over these k and entries of log N(x_{k+1}; step(x_k), std_k^2) [+ log N(x_0; 0, std_0^2)]
     log std^2 = lo + (hi - lo) (tanh(net(time, condition)) + 1) / 2,    lo = log min^2,  hi = log max^2
 
 One ratio per chain, on the sampler's time grid: acting and scoring share their functions. The last step
@@ -162,6 +163,11 @@ class ReinflowRatio(NoisyFlowRatio):
         return self.policy.table.num_steps - self.policy.tuned_steps
 
     @property
+    def counts_start(self) -> bool:
+        """Whether the start counts: a start at zero has no density."""
+        return self.count_start and self.policy.table.start_std > 0
+
+    @property
     def trainable(self) -> nn.Module:
         return nn.ModuleList([self.policy.scored_net, self.noise])
 
@@ -169,7 +175,7 @@ class ReinflowRatio(NoisyFlowRatio):
     def factors(self) -> float:
         """Number of log-densities averaged per row; 1 for sums."""
         steps, (rows, dims) = self.policy.tuned_steps, self.policy.chunk.shape
-        start = float(self.count_start)
+        start = float(self.counts_start)
         match self.reduction:
             case "mean":
                 executed = self.policy.chunk.act_steps
@@ -267,9 +273,9 @@ class ReinflowRatio(NoisyFlowRatio):
         """Reduce log-densities (B, S, Th, Da) of a chain, or entropies (without a chain), to (B,)."""
         last = values[:, -1, self.policy.chunk.executed]
         total = values[:, :-1].sum(dim=(1, 2, 3)) + last.sum(dim=(1, 2))
-        if self.count_start:
-            one = torch.ones_like(values[:, 0])
-            start = gaussian_entropy(one) if chain is None else gaussian_log_prob(chain[:, 0], 0 * one, one)
+        if self.counts_start:
+            std = torch.full_like(values[:, 0], self.policy.table.start_std)
+            start = gaussian_entropy(std) if chain is None else gaussian_log_prob(chain[:, 0], 0 * std, std)
             total = total + start.sum(dim=(1, 2))
         return total / self.factors
 

@@ -35,6 +35,11 @@ STUDIES = {
             "dsrl": "avoid_flow_bc",
             "dsrl-sac": "avoid_flow_bc",
             "dsrl-diffusion": "avoid_bc",
+            "dppo-edm": "avoid_edm_bc",
+            "fpo++-edm": "avoid_edm_bc",
+            "reinflow-ddim": "avoid_bc",
+            "reinflow-mip": "avoid_mip_bc",
+            "ppo-mixture": "avoid_mixture_bc",
         },
         {
             "dppo": "avoid_dppo",
@@ -49,6 +54,11 @@ STUDIES = {
             "dsrl-sac": "avoid_dsrl algo.variant=sac algo.steering.adapter=row_repeat algo.init_alpha=0.003 "
             "algo.updates_per_step=0.5 algo.gamma=0.99 algo.tau=0.02",
             "dsrl-diffusion": "avoid_dsrl algo.denoising_steps=5",
+            "dppo-edm": "avoid_dppo",
+            "fpo++-edm": "avoid_fpo_plus",
+            "reinflow-ddim": "avoid_reinflow algo.denoising_steps=5",
+            "reinflow-mip": "avoid_reinflow",
+            "ppo-mixture": "avoid_ppo",
             "rlpd": "avoid_rlpd",
         },
         "success",

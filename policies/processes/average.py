@@ -38,6 +38,10 @@ class AveragePath(RectifiedFlow):
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor:
         return self.time_scale * (t_next - t)
 
+    def stochastic_sampler(self) -> dict[str, Any]:
+        """Return Euler steps; average velocities have no noise to redraw."""
+        return {"name": "euler"}
+
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "euler", "steps": 2}  # one is possible, two are usually needed
 

@@ -161,9 +161,18 @@ class GaussianPath(ABC):
         x = self.corrupt(action, te.eps, te.t)
         return (net(x, te.t, level=te.level) - self.target(action, te.eps, te.t)).square()
 
+    def nearest_time(self, t: Tensor) -> Tensor:
+        return t
+
     def field_of(self, backbone: Backbone) -> Backbone:
         """Return the module evaluated by the policy: the backbone or a wrapper of it."""
         return backbone
+
+    def stochastic_sampler(self) -> dict[str, Any]:
+        return {"name": "ancestral"}
+
+    def deterministic_sampler(self) -> dict[str, Any]:
+        return {"name": "euler"}
 
 
 def over_rows(value: Tensor, x: Tensor) -> Tensor:

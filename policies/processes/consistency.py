@@ -129,6 +129,13 @@ class Consistency(Edm):
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "consistency"}
 
+    def stochastic_sampler(self) -> dict[str, Any]:
+        return {"name": "consistency"}
+
+    def deterministic_sampler(self) -> dict[str, Any]:
+        """Return one step; further ones draw noise."""
+        return {"name": "consistency", "steps": 1}
+
 
 def shared_huber(square: Tensor, huber: float) -> Tensor:
     """Distribute sqrt(|e|^2 + c^2) - c over a chunk, given e^2 (B, Th, Da); c = huber sqrt(Th Da)."""

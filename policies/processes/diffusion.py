@@ -100,8 +100,18 @@ class VPDiffusion(Checked, GaussianPath):
         tau = torch.randint(0, self.num_levels, (n,), generator=generator, device=source)
         return self.levels(device=device, dtype=dtype)[tau.to(device)]
 
+    def nearest_time(self, t: Tensor) -> Tensor:
+        level = level_of_time(t, self.num_levels).round().clamp(min=0.0)
+        return time_of_level(level, self.num_levels).to(t.dtype)
+
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "ddpm"}
+
+    def stochastic_sampler(self) -> dict[str, Any]:
+        return {"name": "ddpm"}
+
+    def deterministic_sampler(self) -> dict[str, Any]:
+        return {"name": "ddim", "eta": 0.0}
 
     def _angle(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return phi and d phi / dt at times t, in the widest float dtype of the device."""

@@ -116,5 +116,8 @@ class Edm(Checked, GaussianPath):
         bottom, top = cdf(ends).tolist()
         return torch.exp(centre + self.density_scale * inverse(bottom + share * (top - bottom)))
 
+    def nearest_time(self, t: Tensor) -> Tensor:
+        return t.clamp(1.0 / (1.0 + self.noise_max), 1.0 / (1.0 + self.noise_min))
+
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "euler"}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.networks.heads import GaussianHead, GaussianHeadConfig
 from policies.policy import PolicyConfig, reduce_elements
-from policies.processes.one_step import OneStepPolicy, OneStepSampler, trunk_of
-from policies.protocols import TE, Chain, Cond, Reduction, Rng
+from policies.processes.one_step import ClosedFormPolicy, OneStepSampler, trunk_of
+from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
 
 
@@ -47,13 +46,31 @@ class Mean(OneStepSampler, Checked):
     clip_action: float | None = bounded(None, gt=0)  # bound on the chunk; null: no bound
 
 
+class GaussianDensity(NamedTuple):
+    """A normal distribution per element; see `policies.processes.one_step.ChunkDensity`."""
+
+    mean: Tensor  # (B, Th, Da)
+    std: Tensor  # (B, Th, Da)
+
+    def draw(self, noise: Tensor) -> Tensor:
+        return self.mean + self.std * noise[:, 1]
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return gaussian_log_prob(x, self.mean, self.std)
+
+    def entropy(self) -> Tensor:
+        return gaussian_entropy(self.std)
+
+    def rows(self, index: Tensor) -> GaussianDensity:
+        return GaussianDensity(self.mean.index_select(0, index), self.std.index_select(0, index))
+
+
 @register("policy_class", "gaussian")
-class GaussianPolicy(OneStepPolicy):
+class GaussianPolicy(ClosedFormPolicy):
     """Acts with the mean; explores with the learned deviation."""
 
     process: GaussianProcess
     sampler: Mean
-    tuned_steps = 1
 
     def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
@@ -65,28 +82,9 @@ class GaussianPolicy(OneStepPolicy):
         clip = self.sampler.clip_action
         return mean if clip is None else mean.clamp(-clip, clip)
 
+    def density(self, cond: Cond) -> GaussianDensity:
+        return GaussianDensity(*self.head(cond.vec))
+
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         mean, std = self.head(cond.vec)
         return reduce_elements(-gaussian_log_prob(action, mean, std), reduce)
-
-    def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
-        """Draw chunks; the chain starts at zero and has one transition. Noise is (B, 2, Th, Da)."""
-        if noise is None:
-            noise = self._randn((len(cond), 2, *self.chunk.shape), generator)
-        mean, std = self.head(cond.vec)
-        action = mean + std * noise[:, 1]
-        x = torch.stack([torch.zeros_like(action), action], dim=1)
-        return Chain(x, gaussian_log_prob(action, mean, std).unsqueeze(1))
-
-    def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        log_prob, entropy = self.transition_log_prob(cond, x[:, 0], x[:, 1], torch.zeros(0))
-        return log_prob.unsqueeze(1), entropy.unsqueeze(1)
-
-    def transition_log_prob(
-        self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        mean, std = self.head(cond.vec)
-        std = std.expand_as(mean)
-        if cond_row is not None:
-            mean, std = mean.index_select(0, cond_row), std.index_select(0, cond_row)
-        return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std)

@@ -18,7 +18,7 @@ Legend: B batch, M modes, Th horizon (r rows), Da action width (d dimensions).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from einops import einsum
@@ -28,7 +28,7 @@ from policies.bounds import Checked, bounded
 from policies.networks.distributions import gaussian_log_prob
 from policies.networks.heads import Mixture, MixtureHead, MixtureHeadConfig
 from policies.policy import PolicyConfig, reduce_elements
-from policies.processes.one_step import OneStepPolicy, OneStepSampler, trunk_of
+from policies.processes.one_step import ClosedFormPolicy, OneStepSampler, trunk_of
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
 
@@ -69,9 +69,10 @@ class ModeMean(OneStepSampler, Checked):
 
 
 @register("policy_class", "mixture")
-class MixturePolicy(OneStepPolicy):
-    """Acts with the mean of one of its modes."""
+class MixturePolicy(ClosedFormPolicy):
+    """Acts with the mean of one of its modes; explores with draws from the mixture."""
 
+    has_entropy = False
     process: MixtureProcess
     sampler: ModeMean
 
@@ -102,17 +103,55 @@ class MixturePolicy(OneStepPolicy):
         std = einsum(share, mixture.std.expand_as(mixture.mean), "B M, B M Th Da -> B Th Da")
         return mean + self.sampler.temperature * std * noise[:, 1]
 
+    def density(self, cond: Cond) -> MixtureDensity:
+        return MixtureDensity(self.head(cond.vec), self.chunk.executed)
+
     def _choice(self, mixture: Mixture, noise: Tensor) -> Tensor:
         """Return the one-hot choice of modes (B, M), given noise (B, Th, Da)."""
-        modes = torch.arange(self.process.num_modes, device=noise.device)
         if self.sampler.likeliest:
-            mode = mixture.log_weight.argmax(dim=1)
-        else:
-            mode = drawn_mode(mixture.log_weight, noise[:, 0, 0])
-        return (mode.unsqueeze(1) == modes).to(noise.dtype)
+            return as_share(mixture.log_weight.argmax(dim=1), mixture.log_weight)
+        return as_share(drawn_mode(mixture.log_weight, noise[:, 0, 0]), mixture.log_weight)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         return reduce_elements(elementwise_nll(self.head(cond.vec), action), reduce)
+
+
+class MixtureDensity(NamedTuple):
+    """The executed rows of a mixture; see `policies.processes.one_step.ChunkDensity`.
+
+    Every element has an equal share of the log-density of the executed rows, which is no sum over elements.
+    """
+
+    mixture: Mixture
+    executed: slice
+
+    def draw(self, noise: Tensor) -> Tensor:
+        log_weight = self.mixture.log_weight
+        share = as_share(drawn_mode(log_weight, noise[:, 0, 0, 0]), log_weight)
+        mean = einsum(share, self.mixture.mean, "B M, B M Th Da -> B Th Da")
+        std = einsum(share, self.mixture.std.expand_as(self.mixture.mean), "B M, B M Th Da -> B Th Da")
+        return mean + std * noise[:, 1]
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        rows, mean = x[:, None, self.executed], self.mixture.mean[:, :, self.executed]
+        std = self.mixture.std.expand_as(self.mixture.mean)[:, :, self.executed]
+        of_modes = gaussian_log_prob(rows, mean, std).sum(dim=(-2, -1))
+        joint = (self.mixture.log_weight + of_modes).logsumexp(dim=1)
+        return (joint / rows.shape[-2:].numel())[:, None, None].expand_as(x)
+
+    def entropy(self) -> Tensor:
+        return torch.zeros_like(self.mixture.mean[:, 0])
+
+    def rows(self, index: Tensor) -> MixtureDensity:
+        log_weight, mean, std = self.mixture
+        parts = (part.index_select(0, index) for part in (log_weight, mean, std.expand_as(mean)))
+        return MixtureDensity(Mixture(*parts), self.executed)
+
+
+def as_share(mode: Tensor, log_weight: Tensor) -> Tensor:
+    """Return 1 for the mode (B,) of each row and 0 for the others, shaped like log_weight (B, M)."""
+    modes = torch.arange(log_weight.shape[1], device=mode.device)
+    return (mode.unsqueeze(1) == modes).to(log_weight.dtype)
 
 
 def drawn_mode(log_weight: Tensor, noise: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ deterministic (TD3+BC, arXiv 2106.06860).
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,8 +16,28 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
 from policies.processes.base import incompatible
-from policies.protocols import TE, Cond, Hooks, Rng, Start
+from policies.protocols import TE, Chain, Cond, Hooks, Rng, Start
 from policies.registry import lookup, name_of
+
+
+class ChunkDensity(Protocol):
+    """A distribution over chunks, for a batch of conditions."""
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """Return draws (B, Th, Da) from standard normals (B, 2, Th, Da)."""
+        ...
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Return log-densities of draws (B, Th, Da); their sum over executed entries is the chunk's."""
+        ...
+
+    def entropy(self) -> Tensor:
+        """Return entropies (B, Th, Da), or 0 where they are unknown."""
+        ...
+
+    def rows(self, index: Tensor) -> Self:
+        """Select rows by an index tensor (M,)."""
+        ...
 
 
 class OneStepSampler:
@@ -71,6 +91,44 @@ class OneStepPolicy(Policy):
     def sample_te(self, n: int, *, generator: Rng = None) -> TE:
         """Return empty draws: regression and likelihood use none."""
         return TE(torch.zeros(n, device=self.device), torch.zeros(n, *self.chunk.shape, device=self.device))
+
+
+class ClosedFormPolicy(OneStepPolicy):
+    """A one-step policy with a density; see `policies.protocols.DensityPolicy`.
+
+    The chain has one transition, from zero to the draw.
+    """
+
+    tuned_steps = 1
+    has_entropy: ClassVar[bool] = True
+    head: Any
+
+    @abstractmethod
+    def density(self, cond: Cond) -> ChunkDensity: ...
+
+    def sample_chain(
+        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Chain:
+        """Draw chunks; noise is (B, 2, Th, Da)."""
+        if noise is None:
+            noise = self._randn((len(cond), 2, *self.chunk.shape), generator)
+        density = self.density(cond)
+        x = density.draw(noise)
+        return Chain(torch.stack([torch.zeros_like(x), x], dim=1), density.log_prob(x).unsqueeze(1))
+
+    def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Score draws x[:, 1] (B, Th, Da)."""
+        log_prob, entropy = self.transition_log_prob(cond, x[:, 0], x[:, 1], torch.zeros(0))
+        return log_prob.unsqueeze(1), entropy.unsqueeze(1)
+
+    def transition_log_prob(
+        self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Score draws x_next (M, Th, Da); there is one step only."""
+        density = self.density(cond)
+        if cond_row is not None:
+            density = density.rows(cond_row)
+        return density.log_prob(x_next), density.entropy()
 
 
 def trunk_of(config: PolicyConfig) -> TrunkConfig:

@@ -75,6 +75,8 @@ class RegressionPath(Checked, GaussianPath):
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "direct"}
 
+    stochastic_sampler = deterministic_sampler = default_sampler
+
 
 @register("process", "regression")
 @dataclass(frozen=True)

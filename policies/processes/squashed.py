@@ -16,8 +16,9 @@ from torch import Tensor
 from policies.bounds import Checked, bounded
 from policies.networks.distributions import MAX_LOG_STD, TanhGaussian
 from policies.policy import PolicyConfig, reduce_elements
-from policies.processes.one_step import OneStepPolicy, OneStepSampler, trunk_of
-from policies.protocols import TE, Cond, Reduction
+from policies.processes.gaussian import GaussianDensity
+from policies.processes.one_step import ClosedFormPolicy, OneStepSampler, trunk_of
+from policies.protocols import TE, Chain, Cond, Reduction
 from policies.registry import register
 
 
@@ -54,10 +55,35 @@ class Squashed(OneStepSampler, Checked):
     temperature: float = bounded(0.0, ge=0, le=1, was="spread")  # factor of the deviation; 0: the mean
 
 
-@register("policy_class", "tanh_gaussian")
-class TanhGaussianPolicy(OneStepPolicy):
-    """Acts in normalised units within [-1, 1]."""
+class DrawDensity(GaussianDensity):
+    """Draws before tanh; the entropy after tanh is unknown."""
 
+    def entropy(self) -> Tensor:
+        return torch.zeros_like(self.mean)
+
+    def rows(self, index: Tensor) -> DrawDensity:
+        return DrawDensity(*super().rows(index))
+
+
+class SquashedChain(Chain):
+    """A chain whose action is tanh of its last state."""
+
+    @property
+    def action(self) -> Tensor:
+        return torch.tanh(self.x[:, -1])
+
+
+@register("policy_class", "tanh_gaussian")
+class TanhGaussianPolicy(ClosedFormPolicy):
+    """Acts in normalised units within [-1, 1]; explores with tanh of draws.
+
+    Chains record and score draws before tanh. The slope of tanh cancels in ratios of densities.
+
+    Attributes:
+        head: Conditions (B, C) to means and logarithms of deviations before tanh, (B, Th Da) each.
+    """
+
+    has_entropy = False
     process: TanhGaussianProcess
     sampler: Squashed
 
@@ -81,6 +107,16 @@ class TanhGaussianPolicy(OneStepPolicy):
         if self.sampler.temperature:
             mean = mean + self.sampler.temperature * log_std.exp() * noise.flatten(1)
         return torch.tanh(mean).view(-1, *self.chunk.shape)
+
+    def density(self, cond: Cond) -> DrawDensity:
+        mean, log_std = (part.view(-1, *self.chunk.shape) for part in self.head(cond.vec))
+        return DrawDensity(mean, log_std.exp())
+
+    def sample_chain(
+        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Chain:
+        chain = super().sample_chain(cond, noise=noise, generator=generator)
+        return SquashedChain(chain.x, chain.log_prob)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         mean, log_std = self.head(cond.vec)

@@ -67,18 +67,27 @@ class Steering(Checked):
         return {"full": horizon, "row_repeat": 1, "low_rank": self.rank}[self.adapter]
 
 
+def _deterministic(process: Any) -> str:
+    """Return the keys of a process's deterministic sampler."""
+    if not hasattr(process, "deterministic_sampler"):
+        return "a deterministic sampler"
+    spec = process.deterministic_sampler()
+    return " with ".join([f"sampler={spec.pop('name')}", *(f"sampler.{k}={v}" for k, v in spec.items())])
+
+
 def require_steerable(policy: Policy) -> None:
     """Refuse a policy whose chunk is no function of its start noise."""
     process, sampler = type(policy.config.process).__name__, type(getattr(policy, "sampler", None)).__name__
     if not policy.noise_sensitive:
         raise CapabilityError(
-            f"steering needs a policy whose noise matters; got process '{process}', sampler '{sampler}'. Use "
-            f"process=diffusion or process=flow."
+            f"steering chooses the noise of a policy, and noise has no influence on this one (process "
+            f"'{process}', sampler '{sampler}'). Use a policy with process=flow."
         )
     if not getattr(policy, "is_deterministic", False) or policy.noise_shape != policy.chunk.shape:
         raise CapabilityError(
-            f"steering needs a deterministic sampler; got process '{process}', sampler '{sampler}'. Use "
-            f"sampler=ddim with sampler.eta=0, or sampler=euler (algo=dsrl: algo.denoising_steps)."
+            f"steering chooses the noise that a policy starts from, and this one draws more (process "
+            f"'{process}', sampler '{sampler}'). Use {_deterministic(policy.config.process)}; algo=dsrl "
+            f"chooses it with algo.denoising_steps."
         )
 
 

@@ -21,7 +21,7 @@ from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import PolicyConfig
-from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 
 
 def test_config_is_a_structured_config() -> None:
@@ -42,7 +42,7 @@ def test_config_is_a_structured_config() -> None:
     [
         ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr"),
         ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup"),
-        ({"sampler": "euler"}, "algo.sampler ddpm ddim euler"),
+        ({"sampler": "euler"}, "algo.sampler auto ddpm ddim ancestral euler"),
         ({"tuned_steps": 0}, "algo.tuned_steps 1 0"),
         ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr must not exceed"),
         ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup must lie in"),
@@ -126,7 +126,7 @@ def test_unfit_setups_are_refused_before_work_starts() -> None:
         def spec(self) -> Any:
             return replace(PointEnv().spec, obs_dim=3)
 
-    flow = PolicyConfig(process=RectifiedFlow(), backbone=MlpConfig(width=8, time_dim=4), act_steps=2)
+    gaussian = PolicyConfig(process=GaussianProcess(), backbone=MlpConfig(width=8, time_dim=4), act_steps=2)
     for setup, error, message in (
         ({"init": None}, ConfigError, "algo=dppo"),
         ({"init": make_init(), "env": None}, ConfigError, "algo=dppo"),
@@ -136,7 +136,11 @@ def test_unfit_setups_are_refused_before_work_starts() -> None:
             ConfigError,
             "tuned_steps 2 3",
         ),
-        ({"init": build_policy(flow, obs_dim=2, action_dim=2)}, CapabilityError, "RectifiedFlow"),
+        (
+            {"init": build_policy(gaussian, obs_dim=2, action_dim=2)},
+            CapabilityError,
+            "GaussianProcess algo=ppo",
+        ),
     ):
         with pytest.raises(error, match=mentions(message)):
             SMALL.build(Setup(**({"env": NoEnv(), "num_workers": 0} | setup)))

@@ -112,7 +112,7 @@ def test_a_policy_that_is_deaf_to_its_noise_is_refused(process: Any) -> None:
 
 def test_a_composition_that_draws_at_every_step_is_refused() -> None:
     members = [flow(VPDiffusion(num_levels=4), seed=seed) for seed in (1, 2)]
-    with pytest.raises(CapabilityError, match=mentions("algo=dsrl sampler.eta=0")):
+    with pytest.raises(CapabilityError, match=mentions("algo=dsrl sampler=ddim")):
         start(init=compose(members, (0.5, 0.5)))
 
 

@@ -9,7 +9,7 @@ import torch
 from point_flows import FPO, POLICYFLOW, RATES, REINFLOW, SIZES, make_flow, make_run
 
 from algos.fpo import AwmConfig
-from algos.onpolicy.flow_setup import on_even_times
+from algos.onpolicy.samplers import on_even_times
 from policies.samplers.ode import Euler, Heun
 
 AWM = AwmConfig(**SIZES, **RATES)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import mentions
 from point_dppo import make_init
+from point_env import PointEnv
 from point_flows import REINFLOW, make_flow, make_run
 
 from algos.onpolicy.reinflow_ratio import NoiseConfig, PathTerm, ReinflowRatio
@@ -21,6 +22,9 @@ from algos.training.serialization import from_plain, to_plain
 from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import gaussian_log_prob
+from policies.policy import PolicyConfig
+from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond
 from policies.samplers.ode import Euler
@@ -299,9 +303,11 @@ def test_a_shortcut_model_takes_the_steps_it_learned_only() -> None:
         make_run(replace(REINFLOW, denoising_steps=3), init)
 
 
-def test_a_policy_that_is_no_flow_is_refused_by_name() -> None:
-    with pytest.raises(CapabilityError, match=mentions("algo=reinflow VPDiffusion")):
-        make_run(REINFLOW, make_init())  # type: ignore[arg-type]
+def test_a_policy_without_steps_is_refused_by_name() -> None:
+    config = PolicyConfig(process=GaussianProcess(), backbone=MlpConfig(width=8), act_steps=2)
+    init: Any = build_policy(config, obs_dim=2, action_dim=2)
+    with pytest.raises(CapabilityError, match=mentions("algo=reinflow GaussianProcess algo=ppo")):
+        make_run(REINFLOW, init)
 
 
 @pytest.mark.parametrize(

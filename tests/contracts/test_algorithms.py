@@ -20,7 +20,11 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from algos.base import Setup
+from algos.onpolicy.config import OnPolicyConfig
+from algos.onpolicy.ratios import Rows
 from algos.training.serialization import from_plain, to_plain
+from burnish.commands import matrix
+from burnish.commands.matrix import algorithms, pairs
 from policies import registry
 from policies.build import build_policy
 from policies.errors import BurnishError, CapabilityError, ConfigError
@@ -29,16 +33,35 @@ from policies.storage.policy_folder import load_policy, save_policy
 from policies.threads import torch_threads
 from tests.global_states import global_states
 
+ONLINE = sorted(algorithms())
+ALLOWED = set(pairs())
+"""Pairs of the page docs/algorithms/matrix.md."""
+
+
+def allowed(algo: str, process: str) -> bool:
+    return (algo, process) in ALLOWED if algo in ONLINE else accepts(algo, process)
+
 
 def accepted() -> Iterator[Any]:
     for algo in ALGOS:
         for process in PROCESSES:
-            if accepts(algo, process):
+            if allowed(algo, process):
                 yield pytest.param(algo, process, id=f"{algo}-{process}")
 
 
 every_run = Laws(("algo", "process"), accepted())
-pytest_generate_tests = every_run.generate
+on_policy = Laws(
+    ("algo", "process"),
+    [case for case in accepted() if issubclass(registry.lookup("algo", case.values[0]), OnPolicyConfig)],
+)
+
+ROUNDING = 2 * 16 * torch.finfo(torch.float32).eps / 0.05
+"""Of a log ratio: that of `test_ratios` for a mean, twice it for a sum over the 4 entries of a chunk."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    every_run.generate(metafunc)
+    on_policy.generate(metafunc)
 
 
 # -- comparing ------------------------------------------------------------------------------------------
@@ -94,6 +117,30 @@ def test_advancing_progresses_and_reports_finite_named_numbers(algo: str, proces
             break
         run.advance()
     assert run.progress >= run.total
+    run.close()
+
+
+@on_policy
+def test_ratios_are_one_on_fresh_data(algo: str, process: str) -> None:
+    run = start(algo, process)
+    experience = run.estimate_advantages(run.collect(), run.policy, run.learner.critic, run.scaler)
+    steps = run.ratio.inner_steps
+    with torch.no_grad():
+        score = run.ratio.score(experience, Rows.sorted_from(torch.arange(len(experience) * steps), steps))
+    assert float((score.log_ratio.exp() - 1).abs().max()) <= ROUNDING
+    run.close()
+
+
+@on_policy
+def test_a_new_policy_learns_from_the_reward_alone(algo: str, process: str) -> None:
+    modes = {"state": "gaussian", "action": "limits"}
+    policy = dataclasses.replace(policy_config(process), normalizer=modes)
+    run = start(algo, process, init=None, policy=policy)
+    before = weights(run.snapshot())
+    metrics = run.advance()
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert not torch.equal(weights(run.snapshot()), before)
+    assert bool((run.policy.normalizer.state_scale != 1).all())
     run.close()
 
 
@@ -217,14 +264,22 @@ def test_an_algorithm_that_derives_from_another_says_its_own_name(
         small(own).build(Setup())
 
 
-@pytest.mark.parametrize("algo", ALGOS)
-def test_a_policy_that_cannot_do_what_is_asked_is_refused_by_both_names(algo: str) -> None:
-    for process in (process for process in PROCESSES if not accepts(algo, process)):
-        part = registry.lookup("process", process)
-        with pytest.raises(CapabilityError) as refused:
-            start(algo, process)
-        message = str(refused.value)
-        assert f"algo={algo}" in message and (part.__name__ in message or f"process={process}" in message)
+@pytest.mark.parametrize(("algo", "process"), [(a, p) for a in ALGOS for p in PROCESSES if not allowed(a, p)])
+def test_a_policy_that_cannot_do_what_is_asked_is_refused_by_both_names(algo: str, process: str) -> None:
+    """And every other algorithm that the refusal names takes this policy."""
+    part = registry.lookup("process", process)
+    with pytest.raises(CapabilityError) as refused:
+        start(algo, process)
+    message = str(refused.value)
+    assert f"algo={algo}" in message and (part.__name__ in message or f"process={process}" in message)
+    named = set(re.findall(r"algo=(\w+)", message)) - {algo}
+    assert named and all(accepts(other, process) for other in named)
+
+
+def test_the_page_of_algorithms_and_processes_is_what_is_registered(tmp_path: Path) -> None:
+    assert matrix.main([str(tmp_path / "matrix.md")]) == 0
+    committed = (Path(__file__).parents[2] / matrix.PAGE).read_text()
+    assert (tmp_path / "matrix.md").read_text() == committed, "run python -m burnish.commands.matrix"
 
 
 @every_run

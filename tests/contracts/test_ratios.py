@@ -171,7 +171,7 @@ def straight_path(process: str, backbone: str, steps: int, reduction: str, dtype
 
 def _matching(config: Any, process: str, backbone: str, steps: int, dtype: Any) -> RatioEstimator:
     # One step asks the network at pure noise only, where the eps loss has no weight.
-    least = 2 if config.prediction == "eps" and config.times == "grid" else 1
+    least = 2 if isinstance(config, FpoConfig) and config.prediction is None and config.times == "grid" else 1
     sampler = Euler(steps=max(least, steps), clip_action=None)
     policy: Any = policy_of(process, backbone, sampler)
     return config.estimator(policy.to(dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.heads import Mixture, MixtureHeadConfig
 from policies.policy import PolicyConfig
 from policies.processes.gaussian import GaussianProcess
-from policies.processes.mixture import MixtureProcess, ModeMean, drawn_mode, elementwise_nll
-from policies.protocols import ChainPolicy, Cond
+from policies.processes.mixture import MixturePolicy, MixtureProcess, ModeMean, drawn_mode, elementwise_nll
+from policies.protocols import Cond, DensityPolicy
 from policies.storage.policy_folder import load_policy, save_policy
 
 SHAPE = (4, 3)
@@ -196,11 +197,38 @@ def test_a_saved_mixture_chooses_its_chunks_as_before(tmp_path: Path) -> None:
     assert torch.equal(again.act(obs, noise=noise), policy.act(obs, noise=noise))
 
 
+# -- exploration --------------------------------------------------------------------------------------
+
+
+def test_the_density_of_a_draw_is_that_of_the_executed_rows() -> None:
+    policy = small_policy(MixtureProcess(num_modes=3), horizon=4, act_steps=2).double()
+    assert isinstance(policy, MixturePolicy) and isinstance(policy, DensityPolicy)
+    cond = policy.encode(policy.observation(observations(5)))
+    chain = policy.sample_chain(cond, generator=seeded(1))
+    mixture = policy.head(cond.vec)
+    components = Independent(Normal(mixture.mean[:, :, :2], mixture.std.expand(-1, 2, -1)), 2)
+    law = MixtureSameFamily(Categorical(logits=mixture.log_weight), components)
+    shares = chain.log_prob[:, 0, :2]
+    torch.testing.assert_close(shares.sum(dim=(1, 2)), law.log_prob(chain.action[:, :2]))
+    assert bool((shares == shares[:, :1, :1]).all())
+    scored, entropy = policy.transition_log_prob(cond, chain.x[:, 0], chain.x[:, 1], torch.zeros(5))
+    assert torch.equal(scored, chain.log_prob[:, 0]) and not entropy.any() and not policy.has_entropy
+
+
+def test_draws_are_of_one_mode_each_by_share() -> None:
+    policy = small_policy(MixtureProcess(num_modes=2, init_std=0.01, min_std=0.005))
+    assert isinstance(policy, MixturePolicy)
+    cond = policy.encode(policy.observation(observations(1))).repeat(4000)
+    mixture = policy.head(cond.vec)
+    action = policy.sample_chain(cond, generator=seeded(2)).action
+    distance = (action.unsqueeze(1) - mixture.mean).abs().amax(dim=(-2, -1))
+    assert float(distance.min(dim=1).values.max()) < 6 * 0.01
+    drawn = (distance.argmin(dim=1) == 0).double().mean()
+    share = mixture.log_weight[0, 0].exp()
+    assert abs(float(drawn - share)) < 4 * math.sqrt(0.25 / 4000)
+
+
 # -- refusals -------------------------------------------------------------------------------------------
-
-
-def test_a_mixture_has_no_chain() -> None:
-    assert not isinstance(small_policy(MixtureProcess()), ChainPolicy)
 
 
 def test_a_start_or_hooks_are_refused() -> None:

@@ -1,0 +1,56 @@
+"""Setup shared by the algorithms that evaluate the network between noise and action.
+
+They act with the policy's sampler and differ in the likelihood ratio. Without `init` a new policy learns from
+the reward alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+
+from algos.base import Setup
+from algos.onpolicy import samplers
+from algos.onpolicy.config import OnPolicyConfig
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ratios import FlowRatio
+from algos.onpolicy.reinflow_ratio import PathTerm
+from algos.onpolicy.start import starting_policy
+from policies.bounds import bounded
+from policies.denoising import DenoisingPolicy
+
+
+@dataclass
+class FieldConfig(OnPolicyConfig):
+    """Settings shared by the algorithms on denoisers that are evaluated between noise and action."""
+
+    denoising_steps: int | None = bounded(None, ge=1)  # K; null: as in the policy's sampler
+
+    @abstractmethod
+    def estimator(self, policy: DenoisingPolicy) -> FlowRatio:
+        """Return the ratio estimator of a policy."""
+
+    def build(self, setup: Setup) -> OnPolicy:
+        """Return the algorithm on a copy of `setup.init`, or on a new policy.
+
+        Raises:
+            ConfigError: If the environment is missing, or sizes disagree.
+            CapabilityError: If the policy does not fit.
+        """
+        init, moments = starting_policy(self, setup)
+        own = samplers.on_even_times(init.sampler)
+        steps = self.denoising_steps
+        evaluate = own if steps is None else samplers.with_steps(own, init, steps)
+        explore = replace(evaluate, clip_action=None)  # clipping would change recorded actions
+        policy = init.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
+        policy.field.requires_grad_(True)
+        ratio, frozen = self.estimator(policy), self.frozen(setup, init)
+        return OnPolicy(
+            self,
+            setup,
+            ratio=ratio,
+            trainable=ratio.trainable,
+            bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
+            export_policy=lambda: policy.with_sampler(evaluate).clone(),
+            moments=moments,
+        )

@@ -1,0 +1,64 @@
+"""What the online algorithms require of a policy, and what they name instead.
+
+Requirements are protocols (`policies.protocols`) and properties of a process; no process is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from algos.base import require_one_policy
+from policies.composition.policy import ComposedPolicy
+from policies.errors import CapabilityError
+from policies.policy import Policy
+from policies.protocols import DensityPolicy, StepwisePolicy
+
+
+def has_steps(policy: Any) -> bool:
+    """Whether a network is evaluated step by step, so that noise after the steps gives a chain densities."""
+    return isinstance(policy, StepwisePolicy)
+
+
+def has_density(policy: Any) -> bool:
+    """Whether the density of chunks is known in closed form."""
+    return isinstance(policy, DensityPolicy)
+
+
+def has_field(policy: Any) -> bool:
+    """Whether the policy acts with the denoiser that its matching loss trains, at every noise level."""
+    return has_steps(policy) and policy.process.is_integrable and not policy.process.has_second_time
+
+
+def has_straight_paths(policy: Any) -> bool:
+    """Whether the policy follows velocities of a straight path from noise to chunk, without noise."""
+    return has_field(policy) and policy.process.kind == "velocity" and policy.is_deterministic
+
+
+def ways(policy: Any) -> str:
+    """Return the algorithms that improve this policy."""
+    if isinstance(policy, ComposedPolicy):
+        return "the algorithms of its members"
+    if has_steps(policy):
+        return "algo=dppo or algo=reinflow"
+    if has_density(policy):
+        return "algo=ppo"
+    if policy.noise_sensitive and getattr(policy, "is_deterministic", False):
+        return "algo=dsrl"
+    return "algo=td3_bc with dataset=<file>"
+
+
+def require(policy: Policy, algo: str, fits: Callable[[Any], bool], why: str) -> Any:
+    """Return the policy if it fits.
+
+    Raises:
+        CapabilityError: If not, or if the policy is a composition; names what is missing and an algorithm
+            that takes this policy.
+    """
+    require_one_policy(policy, algo)
+    if not fits(policy):
+        raise CapabilityError(
+            f"algo={algo} {why}; got {type(policy).__name__} with process "
+            f"'{type(policy.config.process).__name__}'. Use {ways(policy)} for this policy."
+        )
+    return policy

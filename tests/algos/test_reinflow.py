@@ -12,18 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import mentions
-from point_dppo import make_init
-from point_env import PointEnv
 from point_flows import REINFLOW, make_flow, make_run
 
 from algos.onpolicy.reinflow_ratio import NoiseConfig, PathTerm, ReinflowRatio
 from algos.reinflow import ReinFlowConfig
 from algos.training.serialization import from_plain, to_plain
+from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import gaussian_log_prob
 from policies.policy import PolicyConfig
-from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
 from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond

@@ -16,6 +16,7 @@ from algos.base import Setup, dataset_of, goal_dim_of, require_condition_vector,
 from algos.offline.loop import THREADS, Learner, OfflineRun, Probes, probes_of
 from algos.offline.online import OnlineConfig, OnlinePhase
 from algos.optim import DelayedDecay, Ema
+from algos.training.observations import encoder_module
 from algos.transitions import Rewarding, TransitionTable, actions_for, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
@@ -188,7 +189,7 @@ class OfflineConfig(TransitionsConfig):
         """Return a trainable copy of `init`, or a new actor scaled to the action bounds."""
         if setup.init is not None:
             policy = setup.init.clone().to(setup.device).train().requires_grad_(True)
-            policy.encoder.requires_grad_(False)
+            encoder_module(policy).requires_grad_(False)
             return policy
         config, goal_dim = self.actor_config(), goal_dim_of(setup, dataset)
         statistics = {"state": _state_statistics(dataset), "action": box}

@@ -24,7 +24,14 @@ from algos.offpolicy.replay_buffer import ChunkBatch, Mixture, Replay
 from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.optim import DelayedDecay, Ema
 from algos.training.metrics import Means
-from algos.training.observations import encode, flat_state, from_flat_state, mapped, shifted
+from algos.training.observations import (
+    encode,
+    encoder_module,
+    flat_state,
+    from_flat_state,
+    mapped,
+    shifted,
+)
 from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
@@ -258,7 +265,8 @@ class OffPolicyRun:
                 for mine, trained in zip(self._acting.parameters(), actor.parameters(), strict=True):
                     mine.copy_(trained)
                 if self._trains_encoder:
-                    self._acting.policy.encoder.load_state_dict(actor.policy.encoder.state_dict())
+                    own = encoder_module(self._acting.policy)
+                    own.load_state_dict(encoder_module(actor.policy).state_dict())
         self._acting_steps = self._steps
         return self._acting
 

@@ -234,9 +234,8 @@ class Mixture:
         names = ("cond", "action", "reward", "discount", "next_cond")
         parts = {name: (getattr(online, name), getattr(data, name)) for name in names}
         parts["latent"] = (online.latent, unknown)
-        joined = {name: torch.cat(pair) for name, pair in parts.items()}
-        pictures: dict[str, Any] = {}
+        joined: dict[str, Any] = {name: torch.cat(pair) for name, pair in parts.items()}
         for name in ("images", "next_images"):
             ours, theirs = getattr(online, name), getattr(data, name)
-            pictures[name] = {camera: torch.cat([ours[camera], theirs[camera]]) for camera in ours}
-        return ChunkBatch(**joined, **pictures)
+            joined[name] = {camera: torch.cat([ours[camera], theirs[camera]]) for camera in ours}
+        return ChunkBatch(**joined)

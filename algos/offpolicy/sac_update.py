@@ -122,7 +122,8 @@ class SacUpdate:
         target = config.target_entropy_of(actor.latent_dim, actor.highest_entropy)
         self.temperature = Temperature(config, target, critic.weight[0].device)
         self.actor_optimizer = torch.optim.Adam(actor.parameters(), lr=config.actor_lr, fused=True)
-        self.encoder, groups = list(encoder), [{"params": list(critic.parameters())}]
+        self.encoder = list(encoder)
+        groups: list[dict[str, Any]] = [{"params": list(critic.parameters())}]
         if encoder:
             rate = config.critic_lr if config.encoder_lr is None else config.encoder_lr
             groups.append({"params": self.encoder, "lr": rate})

@@ -121,12 +121,12 @@ class AdvantageEstimator:
             paper_compat=self.paper_compat,
         )
         record = {name: item.flatten(0, 1).to(policy.device) for name, item in rollout.record.items()}
-        columns = (x.flatten().to(policy.device, policy.dtype) for x in (advantage, target, value))
+        columns = [x.flatten().to(policy.device, policy.dtype) for x in (advantage, target, value)]
         if self.trains_encoder:
             cond: Readable = EncodedWhenRead(policy, Record(policy.observation(obs)))
         else:
             cond = seen if isinstance(seen, Cond) else encode(policy, obs)
-        return Experience(cond, record, *columns, seen=seen)
+        return Experience(cond, record, columns[0], columns[1], columns[2], seen=seen)
 
     def seen(self, policy: Policy, obs: Observation) -> Readable:
         """Return what the critic reads of physical observations, M rows."""

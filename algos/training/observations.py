@@ -34,8 +34,16 @@ def encode(policy: Policy, obs: Observation) -> Cond:
     rows = len(obs["state"])
     if not policy.images or rows <= IMAGE_ROWS:
         return policy.encode(policy.observation(obs))
-    pieces = [mapped(obs, lambda part, i=i: part[i : i + IMAGE_ROWS]) for i in range(0, rows, IMAGE_ROWS)]
+    parts = [slice(i, i + IMAGE_ROWS) for i in range(0, rows, IMAGE_ROWS)]
+    pieces = [{name: values[part] for name, values in obs.items()} for part in parts]
     return Cond.concatenated([policy.encode(policy.observation(piece)) for piece in pieces])
+
+
+def encoder_module(policy: Policy) -> nn.Module:
+    """Return the encoder of a policy as a module."""
+    encoder: Any = policy.encoder
+    assert isinstance(encoder, nn.Module)
+    return encoder
 
 
 def flat_state(obs: Observation) -> Tensor:
@@ -92,7 +100,7 @@ class EncodingCritic(nn.Module):
     def __init__(self, policy: Policy, critic: nn.Module) -> None:
         super().__init__()
         self._policy = (policy,)  # a tuple keeps it out of the state dict
-        self.encoder: Any = copy.deepcopy(policy.encoder).requires_grad_(True)
+        self.encoder: Any = copy.deepcopy(encoder_module(policy)).requires_grad_(True)
         self.critic = critic
 
     def forward(self, obs: Observation) -> Tensor:
@@ -107,7 +115,7 @@ def trained_encoder(policy: Policy) -> list[nn.Parameter]:
     Raises:
         ConfigError: If it has none.
     """
-    weights = list(policy.encoder.requires_grad_(True).parameters())
+    weights = list(encoder_module(policy).requires_grad_(True).parameters())
     if not weights:
         raise ConfigError(
             f"algo.encoder=trained needs an encoder with weights; {type(policy.encoder).__name__} has none. "

@@ -166,6 +166,7 @@ class Collector:
     def collect(self, actor: Actor, num_steps: int, reset: bool) -> dict[str, Any]:
         if reset or self._obs is None:
             self._restart()
+        assert self._obs is not None
         buffer = _RolloutBuffer(num_steps)
         episodes: list[EpisodeRow] = []
         for t in range(num_steps):
@@ -301,7 +302,7 @@ def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
 
     index = [part["final_index"] + [0, offset] for part, offset in zip(parts, offsets, strict=True)]
     return Rollout(
-        **beside("step"),  # type: ignore[arg-type]
+        **beside("step"),
         obs=beside("obs"),
         next_obs_last=beside("next_obs_last", axis=0),
         final_obs=beside("final_obs", axis=0),

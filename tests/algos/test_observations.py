@@ -141,6 +141,25 @@ def test_a_new_offline_actor_is_told_the_goals_of_its_dataset() -> None:
         Td3BcConfig(steps=1).build(Setup(env=maze("separate"), dataset=bare))
 
 
+def test_a_fresh_policy_gathers_the_scale_of_goals_too() -> None:
+    config = PolicyConfig(
+        process=GaussianProcess(), backbone=MlpConfig(width=8, time_dim=4), horizon=3, act_steps=2,
+        normalizer={"state": "gaussian", "action": "limits"},
+    )  # fmt: skip
+    setup = {"policy": config, "env": maze("separate"), "num_workers": 0, "num_threads": 1, "seed": 5}
+    run, rollouts = CASES["ppo"][0].build(Setup(**setup)), []
+    collect = run.collect
+    run.collect = lambda: rollouts.append(collect()) or rollouts[-1]
+    run.advance()
+    goals = rollouts[0].obs["goal"].flatten(0, 1).double()
+    scaled = run.policy.normalizer.encode("goal", goals.float())
+    torch.testing.assert_close(scaled.mean(0), torch.zeros(2), rtol=0, atol=1e-4)
+    again = CASES["ppo"][0].build(Setup(**setup))
+    again.load_state_dict(run.state_dict())
+    assert torch.equal(again.moments["goal"].mean, goals.mean(0))
+    run.close(), again.close()
+
+
 # -- hindsight -----------------------------------------------------------------------------------------
 
 

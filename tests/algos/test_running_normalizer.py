@@ -102,10 +102,12 @@ def test_an_observation_is_counted_once_however_long_the_history_is() -> None:
     collect = run.collect
     run.collect = lambda: rollouts.append(collect()) or rollouts[-1]  # type: ignore[method-assign,func-returns-value]
     run.advance()
-    newest = rollouts[0].obs[:, :, -1].flatten(0, 1).double()
-    assert run.moments is not None and run.moments.count == len(newest)
-    torch.testing.assert_close(run.moments.mean, newest.mean(0))
-    torch.testing.assert_close(run.moments.std, newest.std(0))
+    newest = rollouts[0].obs["state"][:, :, -1].flatten(0, 1).double()
+    assert run.moments is not None
+    moments = run.moments["state"]
+    assert moments.count == len(newest)
+    torch.testing.assert_close(moments.mean, newest.mean(0))
+    torch.testing.assert_close(moments.std, newest.std(0))
 
 
 def test_a_fresh_policy_learns_and_ships_its_scale() -> None:

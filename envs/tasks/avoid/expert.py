@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
+from envs.spec import Array, Stepper
 from envs.tasks.avoid.scene import AvoidScene
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-    from envs.tasks.avoid.task import AvoidStepper
 
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
@@ -113,7 +113,21 @@ class PathFollower:
         return float(limit * np.tanh(push / limit))
 
 
-def demonstrate_avoid(stepper: AvoidStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
+class DiscStepper(Stepper, Protocol):
+    """What a demonstration needs of the simulator."""
+
+    def physics_state(self, row: int) -> Array: ...
+
+    def motion(self, row: int) -> tuple[Array, Array]:
+        """Return position [m] and velocity [m/s] of a disc, (2,) each."""
+        ...
+
+    def scene_of(self, row: int) -> AvoidScene:
+        """Return the scene of a running episode."""
+        ...
+
+
+def demonstrate_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
     """Record the episode of a seed in row 0 of a stepper.
 
     Extras are the physics state before each action (`states`: time, positions, velocities) and the mode

@@ -112,7 +112,7 @@ class ChunkCriticConfig(TransitionsConfig):
                 goal_dim=goal_dim_of(setup, dataset),
                 images=dataset.image_shapes,
                 statistics=dataset.statistics(),
-                seed=derive_seed(setup.seed, "actor"),
+                seed=derive_seed(setup.seed, "chunk policy"),
             )
             self.require_policy(policy, name_of("algo", self))
         policy = policy.to(setup.device).train(self.refit).requires_grad_(self.refit)

@@ -148,7 +148,7 @@ class OnlinePhase:
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
         )
-        self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
+        self._generator = seeded_generator(setup.seed, "online batches", device=setup.device)
         self.progress, self._pending = 0, 0.0
 
     def act(self, policy: Policy) -> tuple[int, list[EpisodeRow]]:

@@ -239,6 +239,13 @@ class DsrlConfig(OffPolicyConfig):
             "0 with algo.variant=sac: the noise behind recorded actions is unknown",
         )  # fmt: skip
 
+        rule = "frozen: what the critics value are chunks of the frozen policy"
+        self.require("encoder", self.encoder == "frozen", rule)
+        self.require(
+            "hindsight", not self.hindsight or self.variant == "na",
+            "0 with algo.variant=sac: under another goal the same noise gives another chunk",
+        )  # fmt: skip
+
     def build(self, setup: Setup) -> OffPolicyRun:
         """Check the setup and return the algorithm, ready to advance.
 

@@ -30,6 +30,7 @@ from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.running_normalizer import fresh_policy
+from algos.training.observations import trained_encoder
 from envs.fit import require_fit
 from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
@@ -76,7 +77,9 @@ class SacConfig(OffPolicyConfig):
             with seeded_weights(derive_seed(setup.seed, "soft_critics")):
                 critic = self.critic_config().build(policy.encoder.cond_dim, actor.latent_dim)
             critic = critic.to(policy.device, policy.dtype)
-            learner = SacUpdate(actor, critic, self, of_chunks=True)
+            policy.encoder.requires_grad_(False)
+            encoder = trained_encoder(policy) if self.encoder == "trained" else ()
+            learner = SacUpdate(actor, critic, self, of_chunks=True, encoder=encoder)
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:

@@ -13,14 +13,14 @@ remaining actions repeating the last. With Ta = 1 these are the transitions of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from algos.training.observations import encode
+from algos.training.observations import encode, flat_state
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.free_memory import require_memory
 from policies.errors import DatasetError
@@ -46,7 +46,8 @@ class Batch:
     Shapes:
         cond, next_cond: (B, C). action, next_action: (B, A). reward, discount: (B,). has_next: (B,), 1 where
         `next_action` was recorded. plan: (B, Th Da), the window that contains the executed `action`.
-        real: (B, Th), 1 where the plan was recorded. row: (B,) int64, transition indices.
+        real: (B, Th), 1 where the plan was recorded. row: (B,) int64, transition indices. images,
+        next_images: (B, To, H, W, 3) uint8 by camera, of a table for a trained encoder.
     """
 
     cond: Tensor
@@ -59,15 +60,32 @@ class Batch:
     plan: Tensor
     real: Tensor
     row: Tensor
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    next_images: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.row)
 
 
+@dataclass(frozen=True)
+class Pictures:
+    """Images of frames (M, To) of a dataset."""
+
+    images: Mapping[str, Any]
+    frames: Tensor
+
+    def __call__(self, row: Tensor) -> dict[str, Tensor]:
+        """Return the images (B, To, H, W, 3) by camera of rows (B,)."""
+        frames = self.frames.index_select(0, row).cpu()
+        found = {camera: images[frames.flatten()] for camera, images in self.images.items()}
+        return {camera: seen.unflatten(0, frames.shape).to(row.device) for camera, seen in found.items()}
+
+
 class TransitionTable:
     """All transitions, one row each, on one device; shapes as in `Batch`, M rows.
 
-    `frame` (M,) holds the start frames of the transitions in the dataset, if any.
+    `frame` (M,) holds the start frames of the transitions in the dataset, if any. `pictures` and
+    `next_pictures` look up images of transitions, for a trained encoder.
     """
 
     def __init__(
@@ -83,8 +101,10 @@ class TransitionTable:
         plan: Tensor | None = None,
         real: Tensor | None = None,
         frame: Tensor | None = None,
+        pictures: Pictures | None = None,
+        next_pictures: Pictures | None = None,
     ) -> None:
-        self.frame = frame
+        self.frame, self._pictures, self._next_pictures = frame, pictures, next_pictures
         self._cache: dict[str, Any] = {}
         none = action.new_zeros(len(reward), 0)
         has_next = torch.zeros_like(reward) if has_next is None else has_next
@@ -122,7 +142,10 @@ class TransitionTable:
         parts = self._split(self._rows.index_select(0, row.flatten()).view(*row.shape, -1))
         cond, action, next_cond, *single, next_action, plan, real = parts
         reward, discount, has_next = (part.squeeze(-1) for part in single)
-        return Batch(cond, action, reward, next_cond, discount, next_action, has_next, plan, real, row)
+        batch = Batch(cond, action, reward, next_cond, discount, next_action, has_next, plan, real, row)
+        if self._pictures is None or self._next_pictures is None:
+            return batch
+        return replace(batch, images=self._pictures(row), next_images=self._next_pictures(row))
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(self._widths, dim=-1)
@@ -144,11 +167,14 @@ def deviations(cond: Tensor) -> Tensor:
     return torch.where(std < _CONSTANT_STD, torch.ones_like(std), std).to(cond)
 
 
-def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> TransitionTable:
+def tabulate(
+    dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding, *, trains_encoder: bool = False
+) -> TransitionTable:
     """Return the transitions of a dataset on the policy's device, in the policy's encoding.
 
     The policy's history, executed steps, encoding and normalisation are used. With images, the last frame of
-    an episode that goes on is left out: the image after it is not recorded.
+    an episode that goes on is left out: the image after it is not recorded. With `trains_encoder`, conditions
+    are states and goals, physical and flat, and the images are looked up.
 
     Raises:
         DatasetError: If there is no transition.
@@ -168,17 +194,26 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
     actions = policy.normalize_action(dataset.actions)
     following, has_next = _next_chunks(dataset, segment)
     planned, real = _plan_frames(dataset, segment, policy)
+    pictures: dict[str, Pictures] = {}
+    if trains_encoder:
+        ends = ("pictures", segment.start, False), ("next_pictures", segment.last, True)
+        for name, newest, successor in ends:
+            pictures[name] = Pictures(dataset.images, _histories(policy, dataset, newest, successor)[1])
+        read = _flat
+    else:
+        read = _encode
     return TransitionTable(
-        cond=_encode(policy, dataset, segment.start),
+        cond=read(policy, dataset, segment.start),
         action=actions[segment.frames].flatten(1),
         reward=reward,
-        next_cond=_encode(policy, dataset, segment.last, successor=True),
+        next_cond=read(policy, dataset, segment.last, successor=True),
         discount=discount.float(),
         next_action=actions[following].flatten(1),
         has_next=has_next.float(),
         plan=actions[planned].flatten(1),
         real=real.float(),
         frame=segment.start,
+        **pictures,
     )
 
 
@@ -250,23 +285,38 @@ def _encode(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successo
 
     A successor has goal and images of the next frame; of the last one, of which none is recorded, its own.
     """
-    end = _episode_end(dataset)
-    first = dataset.episode_start[:-1].repeat_interleave(dataset.lengths)
-    back = torch.arange(policy.chunk.obs_steps - 1, -1, -1, device=newest.device)
-    pieces = []
-    for frame in newest.split(_IMAGES_AT_ONCE if policy.images else _ENCODED_AT_ONCE):
-        history = torch.maximum(frame[:, None] - back + successor, first[frame][:, None])
-        inside = torch.minimum(history, frame[:, None])
-        obs = {"state": dataset.observations[inside]}
-        if successor:
-            obs["state"][:, -1] = _successors(dataset, frame)
-        seen = torch.minimum(history, end[frame][:, None])
-        if policy.goal_dim:
-            obs["goal"] = dataset.extras["goal"][seen[:, -1]].float()
-        for camera, images in dataset.images.items():
-            obs[camera] = images[seen.flatten().cpu()].unflatten(0, seen.shape)
-        pieces.append(encode(policy, obs).vec)
-    return torch.cat(pieces)
+    pieces = newest.split(_IMAGES_AT_ONCE if policy.images else _ENCODED_AT_ONCE)
+    return torch.cat([encode(policy, _observed(policy, dataset, piece, successor)).vec for piece in pieces])
+
+
+def _flat(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor: bool = False) -> Tensor:
+    """Return states and goals of the same histories, physical and flat, (M, To Do + Dg)."""
+    return flat_state(_observed(policy, replace(dataset, images={}), newest, successor))
+
+
+def _observed(policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor: bool) -> dict[str, Tensor]:
+    """Return the observations with the history up to frames (M,), or up to their successors."""
+    inside, seen = _histories(policy, dataset, frame, successor)
+    obs = {"state": dataset.observations[inside]}
+    if successor:
+        obs["state"][:, -1] = _successors(dataset, frame)
+    if policy.goal_dim:
+        obs["goal"] = dataset.extras["goal"][seen[:, -1]].float()
+    for camera, images in dataset.images.items():
+        obs[camera] = images[seen.flatten().cpu()].unflatten(0, seen.shape)
+    return obs
+
+
+def _histories(
+    policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the frames (M, To) of the states of histories, and those of their images and goals."""
+    first = dataset.episode_start[:-1].repeat_interleave(dataset.lengths)[frame]
+    back = torch.arange(policy.chunk.obs_steps - 1, -1, -1, device=frame.device)
+    history = torch.maximum(frame[:, None] - back + successor, first[:, None])
+    return torch.minimum(history, frame[:, None]), torch.minimum(
+        history, _episode_end(dataset)[frame][:, None]
+    )
 
 
 def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:

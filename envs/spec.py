@@ -33,6 +33,7 @@ class EnvSpec:
     reference_scores: tuple[float, float] | None = None  # D4RL (random, expert) returns
     goal_dim: int = 0  # Dg of goals provided beside the observation; 0: none
     state_goal_dim: int = 0  # Dg of goals appended to the observation; 0: none
+    simulator_dim: int = 0  # Ds of the state that critics may read, where observations hide some of it
     episode_metrics: tuple[str, ...] = ()  # extra per-episode metrics, e.g. "mode" of `avoid`
     packages: tuple[str, ...] = ()  # packages besides MuJoCo and gymnasium whose versions affect the numbers
     extra: str = ""  # extra of burnish that installs `packages`
@@ -145,6 +146,10 @@ class VectorEnv(Protocol):
         """Return `goal` (n, Dg) of some rows (default: all); empty for tasks without separate goals."""
         ...
 
+    def simulator(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return the state `simulator` (n, Ds) of some rows (default: all), if the task gives it."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -219,6 +224,28 @@ class GoalStepper(Protocol):
 
     def goals(self) -> Array:
         """Return the goals of the running episodes, (N, Dg)."""
+        ...
+
+
+@runtime_checkable
+class GoalTask(Protocol):
+    """A task that judges states under any goal."""
+
+    def achieved_goal(self, states: Array) -> Array:
+        """Return the goals (..., Dg) that states (..., Do) reach."""
+        ...
+
+    def outcome(self, states: Array, goals: Array) -> tuple[Array, Array]:
+        """Return reward and termination (...) of states (..., Do) reached under goals (..., Dg)."""
+        ...
+
+
+@runtime_checkable
+class SimulatorStepper(Protocol):
+    """A simulator that gives its state to critics."""
+
+    def simulator(self) -> Array:
+        """Return the states (N, Ds), scaled to about [-1, 1]."""
         ...
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from algos.offpolicy.replay_buffer import Discounting
+from algos.training.observations import ENCODERS
 from policies.bounds import Checked, bounded
 from policies.networks.critics import AGGREGATES, EnsembleConfig
 
@@ -57,6 +58,11 @@ class OffPolicyConfig(Checked):
     actor_lr: float = bounded(3e-4, gt=0)  # Adam
     critic_lr: float = bounded(3e-4, gt=0)  # Adam
     alpha_lr: float = bounded(3e-4, gt=0)  # Adam, of the log temperature
+    hindsight: int = bounded(0, ge=0)  # relabelled copies of a transition, with goals reached later (HER)
+    # images
+    encoder: str = bounded("frozen", choices=ENCODERS)  # trained: the critics train the policy's encoder
+    encoder_lr: float | None = bounded(None, gt=0)  # Adam, of a trained encoder; null: critic_lr
+    image_shift: int = bounded(4, ge=0)  # random shift [pixels] of sampled images, with a trained encoder
     paper_compat: bool = False  # conventions of the released code: chunk rewards summed, ends at time limits
 
     def __post_init__(self) -> None:

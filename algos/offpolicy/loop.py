@@ -9,6 +9,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,11 +19,12 @@ from torch import Tensor, nn
 from algos.base import Metrics, Quantities, Setup
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
-from algos.offpolicy.replay_buffer import Mixture, Replay
+from algos.offpolicy.hindsight import Hindsight
+from algos.offpolicy.replay_buffer import ChunkBatch, Mixture, Replay
 from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.optim import DelayedDecay, Ema
 from algos.training.metrics import Means
-from algos.training.observations import encode
+from algos.training.observations import encode, flat_state, from_flat_state, mapped, shifted
 from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
@@ -33,6 +36,7 @@ from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
+from policies.protocols import Observation
 from policies.registry import name_of
 from policies.seeds import seeded_generator
 from policies.threads import torch_threads
@@ -45,36 +49,78 @@ CHECKED_ROWS = 64  # warm-up transitions inspected before the first update
 class Explorer:
     """Rollout actor that records transitions for the replay buffer; see `envs.rollouts.rollout.Actor`."""
 
-    def __init__(self, actor: LatentActor, *, is_warmup: bool) -> None:
-        self.actor, self.is_warmup = actor, is_warmup
+    def __init__(self, actor: LatentActor, *, is_warmup: bool, trains_encoder: bool = False) -> None:
+        self.actor, self.is_warmup, self.trains_encoder = actor, is_warmup, trains_encoder
 
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return physical actions (N, Ta, Da), and condition, latent and normalised chunk of each."""
+        """Return physical actions (N, Ta, Da), and latent and normalised chunk of each.
+
+        The record holds the condition too, unless the encoder is trained.
+        """
         policy = self.actor.policy
         cond = policy.encode(policy.observation(obs)).vec
         eps = torch.randn(len(cond), self.actor.latent_dim, generator=generator)
         latent = self.actor.warmup_latent(cond, eps) if self.is_warmup else self.actor.draw(cond, eps)[0]
         action = self.actor.chunk(cond, latent)
         physical = policy.physical(action.view(len(cond), policy.chunk.act_steps, -1))
-        return physical, {"cond": cond, "latent": latent, "action": action}
+        record = {"latent": latent, "action": action}
+        return physical, record if self.trains_encoder else {"cond": cond, **record}
 
 
 @torch.no_grad()
-def transitions_of(rollout: Rollout, policy: Policy) -> dict[str, Tensor]:
+def transitions_of(rollout: Rollout, policy: Policy, *, trains_encoder: bool = False) -> dict[str, Any]:
     """Return the T N transitions of a rollout, as arguments of `Replay.add`.
+
+    Conditions are features; with `trains_encoder` they are states and goals, physical and flat, and images
+    are kept beside them.
 
     A chunk that ends its episode is recorded whole, including actions that were not executed. After
     termination the next condition is that of the next episode; the discount of 0 removes its value.
     """
-    cond = rollout.record["cond"]
-    last = encode(policy, rollout.next_obs_last).vec.to(cond.device)
-    next_cond = torch.cat([cond[1:], last[None]])
-    if len(rollout.final_index):
-        final = encode(policy, rollout.final_obs).vec.to(cond.device)
-        next_cond[rollout.final_index[:, 0], rollout.final_index[:, 1]] = final
+    read = flat_state if trains_encoder else lambda obs: encode(policy, obs).vec
+    cond = read(rollout.obs) if trains_encoder else rollout.record["cond"]
+    next_cond = _successors(cond, rollout, read)
     parts = {name: getattr(rollout, name) for name in ("rewards", "length", "terminated", "truncated")}
-    parts |= {**rollout.record, "next_cond": next_cond}
-    return {name: part.flatten(0, 1) for name, part in parts.items()}
+    parts |= {**rollout.record, "cond": cond, "next_cond": next_cond}
+    found: dict[str, Any] = {name: part.flatten(0, 1) for name, part in parts.items()}
+    if trains_encoder:
+        images = {camera: rollout.obs[camera] for camera in policy.images}
+        following = {c: _successors(seen, rollout, itemgetter(c)) for c, seen in images.items()}
+        for name, seen in (("images", images), ("next_images", following)):
+            found[name] = mapped(seen, lambda part: part.flatten(0, 1))
+    return found
+
+
+def _successors(values: Tensor, rollout: Rollout, read: Callable[[Observation], Tensor]) -> Tensor:
+    """Return what follows values (T, N, ...) read from observations."""
+    last = read(rollout.next_obs_last).to(values.device)
+    following = torch.cat([values[1:], last[None]])
+    if len(rollout.final_index):
+        final = read(rollout.final_obs).to(values.device)
+        following[rollout.final_index[:, 0], rollout.final_index[:, 1]] = final
+    return following
+
+
+@dataclass(frozen=True)
+class ImageEncoding:
+    """Encodes sampled batches by the encoder in training: with gradients, successors without.
+
+    Images are shifted by up to `shift` pixels, drawn per row.
+    """
+
+    policy: Policy
+    shift: int
+
+    def __call__(self, batch: ChunkBatch, generator: torch.Generator) -> ChunkBatch:
+        cond = self._features(batch.cond, batch.images, generator)
+        with torch.no_grad():
+            following = self._features(batch.next_cond, batch.next_images, generator)
+        return replace(batch, cond=cond, next_cond=following, images={}, next_images={})
+
+    def _features(self, flat: Tensor, images: Observation, generator: torch.Generator) -> Tensor:
+        obs = from_flat_state(self.policy, flat, images)
+        moved = shifted(self.policy, obs, self.shift, generator)
+        return self.policy.encode(self.policy.observation(moved)).vec
 
 
 class OffPolicyRun:
@@ -114,24 +160,37 @@ class OffPolicyRun:
                 f"algo={name_of('algo', config)} learns in torch.float32; the policy computes in "
                 f"{policy.dtype}. Call .float() on it first."
             )
-        rows = min(config.buffer_size, config.total_steps + config.num_envs * config.steps_per_iteration)
+        rows = config.total_steps + config.num_envs * config.steps_per_iteration
+        rows = min(config.buffer_size, rows * (1 + config.hindsight))
+        self._trains_encoder = trains = config.encoder == "trained"
+        flat, history = chunk.obs_steps * policy.obs_dim + policy.goal_dim, chunk.obs_steps
+        shapes = {camera: (history, *shape) for camera, shape in policy.images.items()}
         self.replay = Replay(
             rows,
-            cond=policy.encoder.cond_dim,
+            cond=flat if trains else policy.encoder.cond_dim,
             latent=learner.actor.latent_dim,
             action=chunk.act_steps * chunk.action_dim,
             steps=chunk.act_steps,
+            images=shapes if trains else None,
             device=setup.device,
         )
         ratio, offset = config.offline_ratio, config.value_offset
-        self.source = Mixture(self.replay, config.discounting, offline, ratio, offset)
+        read = ImageEncoding(policy, config.image_shift) if trains else None
+        self.source = Mixture(self.replay, config.discounting, offline, ratio, offset, read)
         self.pool = RolloutPool(
             match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
             obs_steps=chunk.obs_steps,
             seed=setup.seed,
+            records_path=config.hindsight > 0,
         )
+        self._hindsight: Hindsight | None = None
+        if config.hindsight:
+            goals = seeded_generator(setup.seed, "hindsight")
+            self._hindsight = Hindsight(
+                setup.env, policy, copies=config.hindsight, generator=goals, is_flat=trains
+            )
         self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
         self._check_generator = seeded_generator(setup.seed, "look", device=setup.device)
         self._num_threads = setup.threads(THREADS)
@@ -143,7 +202,7 @@ class OffPolicyRun:
             **(resume_invariants or {}),
         }
         self.progress, self._steps, self._pending_updates = 0, 0, 0.0
-        self._trained = nn.ParameterList(learner.actor.parameters())
+        self._trained = nn.ParameterList([*learner.actor.parameters(), *learner.encoder])
         rule = DelayedDecay(config.ema_decay, every=1)
         self._ema = Ema(self._trained, rule) if config.ema_decay else None
         self._acting: LatentActor | None = None  # CPU copy of the actor, after this many updates:
@@ -176,9 +235,13 @@ class OffPolicyRun:
 
     def _collect(self) -> Rollout:
         is_warmup = self.progress < self.config.warmup_steps
-        explorer = Explorer(self._actor_on_cpu(), is_warmup=is_warmup)
+        trains = self._trains_encoder
+        explorer = Explorer(self._actor_on_cpu(), is_warmup=is_warmup, trains_encoder=trains)
         rollout = self.pool.collect(explorer, self.config.steps_per_iteration)
-        self.replay.add(**transitions_of(rollout, self.learner.policy))
+        found = transitions_of(rollout, self.learner.policy, trains_encoder=trains)
+        self.replay.add(**found)
+        if self._hindsight is not None and (copies := self._hindsight.relabelled(rollout, found)):
+            self.replay.add(**copies)
         executed = int(rollout.length.sum())
         self.progress += executed
         if self.progress >= self.config.warmup_steps:
@@ -194,6 +257,8 @@ class OffPolicyRun:
             with torch.no_grad():
                 for mine, trained in zip(self._acting.parameters(), actor.parameters(), strict=True):
                     mine.copy_(trained)
+                if self._trains_encoder:
+                    self._acting.policy.encoder.load_state_dict(actor.policy.encoder.state_dict())
         self._acting_steps = self._steps
         return self._acting
 
@@ -240,6 +305,7 @@ class OffPolicyRun:
             "learner": self.learner.state_dict(),
             **({} if self._ema is None else {"ema": self._ema.state_dict()}),
             "replay": self.replay.state_dict(),
+            **({} if self._hindsight is None else {"hindsight": self._hindsight.state_dict()}),
             "generator": capture_generator(self._generator),
             "pool": self.pool.state_dict(),
             **self._resume_invariants,
@@ -251,6 +317,8 @@ class OffPolicyRun:
         if self._ema is not None:
             self._ema.restore(state.get("ema"), self._trained)
         self.replay.load_state_dict(state["replay"])
+        if self._hindsight is not None:
+            self._hindsight.load_state_dict(state["hindsight"])
         restore_generator(self._generator, state["generator"])
         self.pool.load_state_dict(state["pool"])
         self.progress, self._steps, self._pending_updates = state["progress"], state["steps"], state["owed"]
@@ -285,7 +353,8 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
         _require_ends(dataset, setup.env)
         dataset = clipped_actions(dataset, box_of(dataset, spec))
     rewarding = Rewarding(config.gamma, config.reward_scale, config.reward_shift)
-    return tabulate(dataset.to(setup.device), policy, rewarding)
+    trains = config.encoder == "trained"
+    return tabulate(dataset.to(setup.device), policy, rewarding, trains_encoder=trains)
 
 
 def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:

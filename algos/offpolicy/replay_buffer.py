@@ -12,9 +12,9 @@ bootstrap beyond the end of an episode, whether terminated or truncated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ class ChunkBatch:
     """Rows of transitions, normalised.
 
     Shapes:
-        cond, next_cond: (B, C). latent: (B, L). action: (B, A). reward, discount: (B,).
+        cond, next_cond: (B, C). latent: (B, L). action: (B, A). reward, discount: (B,). images, next_images:
+        (B, To, H, W, 3) uint8 by camera, for a trained encoder; until they are encoded, the conditions are
+        states and goals, physical and flat.
     """
 
     cond: Tensor
@@ -38,6 +40,8 @@ class ChunkBatch:
     reward: Tensor
     discount: Tensor
     next_cond: Tensor
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    next_images: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -83,7 +87,10 @@ def _outcomes(
 
 
 class Replay:
-    """Ring buffer of the latest transitions, on one device; widths C, L, A and Ta as in the legend."""
+    """Ring buffer of the latest transitions, on one device; widths C, L, A and Ta as in the legend.
+
+    `images` are the shapes (To, H, W, 3) of stored images by camera.
+    """
 
     def __init__(
         self,
@@ -93,10 +100,15 @@ class Replay:
         latent: int,
         action: int,
         steps: int,
+        images: Mapping[str, tuple[int, ...]] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self._widths = [cond, latent, action, steps, 3, cond]
         self._rows = torch.empty(capacity, sum(self._widths), device=device)
+        byte = partial(torch.empty, dtype=torch.uint8, device=device)
+        shapes = {c: (capacity, *shape) for c, shape in (images or {}).items()}
+        self._images = {camera: byte(shape) for camera, shape in shapes.items()}
+        self._next_images = {camera: byte(shape) for camera, shape in shapes.items()}
         self._size = self._next = 0
 
     def __len__(self) -> int:
@@ -121,6 +133,8 @@ class Replay:
         terminated: Tensor,
         truncated: Tensor,
         next_cond: Tensor,
+        images: Mapping[str, Tensor] | None = None,
+        next_images: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Overwrite the oldest rows with n transitions; shapes as in `ChunkBatch` and `Discounting`."""
         single = (length[:, None], terminated[:, None], truncated[:, None])
@@ -128,6 +142,9 @@ class Replay:
         rows = torch.cat(parts, dim=1)[-self.capacity :]
         place = (self._next + torch.arange(len(rows), device=self.device)) % self.capacity
         self._rows.index_copy_(0, place, rows)
+        for store, given in ((self._images, images), (self._next_images, next_images)):
+            for camera, kept in store.items():
+                kept.index_copy_(0, place, (given or {})[camera][-self.capacity :].to(kept.device))
         self._next = (self._next + len(rows)) % self.capacity
         self._size = min(self._size + len(rows), self.capacity)
 
@@ -139,10 +156,19 @@ class Replay:
         parts = self._rows.index_select(0, row).split(self._widths, dim=1)
         cond, latent, action, rewards, end, next_cond = parts
         reward, discount = discounting(rewards, end)
-        return ChunkBatch(cond, latent, action, reward, discount, next_cond)
+        if not self._images:
+            return ChunkBatch(cond, latent, action, reward, discount, next_cond)
+        seen = ({c: kept.index_select(0, row) for c, kept in store.items()} for store in self._stores)
+        return ChunkBatch(cond, latent, action, reward, discount, next_cond, *seen)
+
+    @property
+    def _stores(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return self._images, self._next_images
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self._rows[: self._size].clone(), "next": self._next, "capacity": self.capacity}
+        images = [{c: kept[: self._size].clone() for c, kept in store.items()} for store in self._stores]
+        state = {"rows": self._rows[: self._size].clone(), "next": self._next, "capacity": self.capacity}
+        return state | ({"images": images} if self._images else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; the capacity may differ (CheckpointError if too small)."""
@@ -152,10 +178,14 @@ class Replay:
                 f"the saved replay has {len(rows)} rows of {rows.shape[1]} numbers; this one has place for "
                 f"{self.capacity} of {self._rows.shape[1]}. Keep policy, budget and algo.buffer_size."
             )
+        turned = 0
         if state["capacity"] != self.capacity:  # oldest first
-            rows, place = rows.roll(-place, dims=0), len(rows) % self.capacity
+            turned, place = -place, len(rows) % self.capacity
         self._size, self._next = len(rows), place
-        self._rows[: self._size] = rows.to(self._rows)
+        self._rows[: self._size] = rows.roll(turned, dims=0).to(self._rows)
+        for store, saved in zip(self._stores, state.get("images", ()), strict=bool(self._images)):
+            for camera, kept in store.items():
+                kept[: self._size] = saved[camera].roll(turned, dims=0).to(kept.device)
 
 
 class Mixture:
@@ -167,6 +197,7 @@ class Mixture:
         offline: Dataset transitions with computed rewards and discounts; None: no dataset.
         ratio: Fraction of dataset rows, rounded; at least one row comes from the buffer.
         value_offset: c; rewards increase by c (1 - discount), which increases every value by c.
+        encode: Encodes the images of a batch, given the generator of the draw; None: no images.
     """
 
     def __init__(
@@ -176,7 +207,9 @@ class Mixture:
         offline: TransitionTable | None = None,
         ratio: float = 0.0,
         value_offset: float = 0.0,
+        encode: Callable[[ChunkBatch, torch.Generator], ChunkBatch] | None = None,
     ) -> None:
+        self.encode = encode
         self.online, self.discounting, self.offline = online, discounting, offline
         self.ratio = ratio if offline is not None else 0.0
         self.value_offset = value_offset
@@ -184,6 +217,8 @@ class Mixture:
     def draw(self, n: int, generator: torch.Generator) -> ChunkBatch:
         """Return a batch of n rows, dataset rows last."""
         batch = self._drawn(n, generator)
+        if self.encode is not None:
+            batch = self.encode(batch, generator)
         if not self.value_offset:
             return batch
         return replace(batch, reward=batch.reward + self.value_offset * (1 - batch.discount))
@@ -196,6 +231,12 @@ class Mixture:
         row = torch.randint(len(self.offline), (count,), generator=generator, device=generator.device)
         data = self.offline.gather(row.to(self.offline.device))
         unknown = data.action.new_zeros(count, online.latent.shape[1])  # critics over chunks do not use it
-        rest = ChunkBatch(data.cond, unknown, data.action, data.reward, data.discount, data.next_cond)
-        pairs = ((getattr(online, one.name), getattr(rest, one.name)) for one in fields(ChunkBatch))
-        return ChunkBatch(*map(torch.cat, pairs))
+        names = ("cond", "action", "reward", "discount", "next_cond")
+        parts = {name: (getattr(online, name), getattr(data, name)) for name in names}
+        parts["latent"] = (online.latent, unknown)
+        joined = {name: torch.cat(pair) for name, pair in parts.items()}
+        pictures: dict[str, Any] = {}
+        for name in ("images", "next_images"):
+            ours, theirs = getattr(online, name), getattr(data, name)
+            pictures[name] = {camera: torch.cat([ours[camera], theirs[camera]]) for camera in ours}
+        return ChunkBatch(**joined, **pictures)

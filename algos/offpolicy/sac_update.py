@@ -11,14 +11,15 @@ latent, x critic input (a latent or a chunk), H target entropy, C_i aggregate ov
 in this order. alpha is the value before its step; the actor uses the critic after its step; the target copy
 is updated last.
 
-Source: SAC, arXiv 1812.05905; order of the steps: released code of DSRL.
+Source: SAC, arXiv 1812.05905; order of the steps: released code of DSRL; trained encoder: DrQ-v2 (arXiv
+2107.09645), whose targets read the present encoder too.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -102,11 +103,18 @@ class Temperature:
 class SacUpdate:
     """Actor, critics, temperature and their optimisers; takes one step on one batch.
 
-    With `of_chunks`, the critic's input is the recorded chunk instead of the recorded latent.
+    With `of_chunks`, the critic's input is the recorded chunk instead of the recorded latent. Weights of a
+    trained `encoder` learn from the critic loss alone; the actor and the targets read its features.
     """
 
     def __init__(
-        self, actor: LatentActor, critic: Ensemble, config: OffPolicyConfig, *, of_chunks: bool = False
+        self,
+        actor: LatentActor,
+        critic: Ensemble,
+        config: OffPolicyConfig,
+        *,
+        of_chunks: bool = False,
+        encoder: Sequence[torch.nn.Parameter] = (),
     ) -> None:
         self.actor, self.critic, self.config, self._of_chunks = actor, critic, config, of_chunks
         self.policy: Policy = actor.policy
@@ -114,7 +122,11 @@ class SacUpdate:
         target = config.target_entropy_of(actor.latent_dim, actor.highest_entropy)
         self.temperature = Temperature(config, target, critic.weight[0].device)
         self.actor_optimizer = torch.optim.Adam(actor.parameters(), lr=config.actor_lr, fused=True)
-        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
+        self.encoder, groups = list(encoder), [{"params": list(critic.parameters())}]
+        if encoder:
+            rate = config.critic_lr if config.encoder_lr is None else config.encoder_lr
+            groups.append({"params": self.encoder, "lr": rate})
+        self.critic_optimizer = torch.optim.Adam(groups, lr=config.critic_lr, fused=True)
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         device = self.critic.weight[0].device
@@ -128,7 +140,7 @@ class SacUpdate:
         if not updates_actor:
             out = self._update_critic(batch, draws, self.temperature.value)
         else:
-            latent, log_prob = self.actor.draw(batch.cond, draws["eps"])
+            latent, log_prob = self.actor.draw(batch.cond.detach(), draws["eps"])
             alpha = self.temperature.value
             out = self.temperature.update(log_prob)
             out |= self._update_critic(batch, draws, alpha)
@@ -167,7 +179,7 @@ class SacUpdate:
     def _update_actor(
         self, batch: ChunkBatch, latent: Tensor, log_prob: Tensor, alpha: Tensor, draws: Draws
     ) -> Quantities:
-        values = self.actor_values(batch.cond, latent)
+        values = self.actor_values(batch.cond.detach(), latent)
         loss = (alpha * log_prob - self._aggregated(values, self.config.actor_aggregate, draws)).mean()
         descend(self.actor_optimizer, loss)
         with torch.no_grad():

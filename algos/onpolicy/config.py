@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup
+from algos.onpolicy.advantages import CRITIC_INPUTS
 from algos.onpolicy.functional import SURROGATES
 from algos.onpolicy.running_normalizer import fresh_policy
 from algos.optim import check_schedule
+from algos.training.observations import ENCODERS
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.networks.heads import CriticConfig
@@ -69,6 +71,13 @@ class OnPolicyConfig(Checked):
     critic_lr_cycle: int = 1000  # iterations of a cosine cycle
     critic_weight_decay: float = bounded(0.0, ge=0)  # AdamW
     critic: CriticConfig = field(default_factory=CriticConfig)
+    # images
+    encoder: str = bounded("frozen", choices=ENCODERS)  # trained: the policy's encoder learns with it
+    encoder_lr: float | None = bounded(None, gt=0)  # peak learning rate of a trained encoder; null: actor_lr
+    image_shift: int = bounded(4, ge=0)  # random shift [pixels] per iteration, with a trained encoder
+    critic_input: str = bounded(
+        "policy", choices=CRITIC_INPUTS
+    )  # features of policy or own encoder | simulator
     # execution
     microbatch_size: int = bounded(2048, ge=1, was="chunk_rows")  # rows per gradient task; CPU speed only
     paper_compat: bool = False  # ignore truncation in advantages, allow min_lr > lr, as in the reference
@@ -90,6 +99,11 @@ class OnPolicyConfig(Checked):
         lr, low = getattr(self, f"{network}_lr"), getattr(self, f"{network}_min_lr")
         warmup, cycle = getattr(self, f"{network}_lr_warmup"), getattr(self, f"{network}_lr_cycle")
         return {"lr": lr, "min_lr": lr if low is None else low, "warmup": warmup, "cycle": cycle}
+
+    @property
+    def encoder_share(self) -> float:
+        """Learning rate of a trained encoder, relative to the actor's."""
+        return 1.0 if self.encoder_lr is None else self.encoder_lr / self.actor_lr
 
     def clip_range_of(self, inner_steps: int) -> Tensor:
         """Return the clip range of each inner step, (S,)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,13 @@ from algos.onpolicy.functional import RewardScaler, explained_variance
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.training.observations import EncodingCritic, encode, mapped, shifted, trained_encoder
 from algos.training.resume_checks import init_facts, require_unchanged
 from envs.engine.pixels import match_cameras
 from envs.fit import require_fit
 from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
+from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.seeds import derive_seed, seeded_generator, seeded_weights
@@ -28,6 +31,7 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
+NO_STATE = "the observation of this task is the simulator's state, or the task does not give it"
 SATURATED_SHARE = 0.1  # fraction of terms without gradient above which a run warns, once
 THREADS = 2  # gradient threads, unless `num_threads` is set; results are equal for any number
 
@@ -97,13 +101,13 @@ class OnPolicy:
         assert setup.env is not None
         policy = self.policy = ratio.policy
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
-        with seeded_weights(derive_seed(setup.seed, "critic")):
-            critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
+        self._bc_term = bc_term
         self.learner = PpoUpdate(
             config,
             ratio=ratio,
             actor=list(trainable.parameters()),
-            critic=critic,
+            critic=self._critic(setup),
+            encoder=self._encoder_weights(),
             cloning=bc_term,
             num_threads=setup.threads(THREADS),
         )
@@ -114,14 +118,16 @@ class OnPolicy:
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
+            records_simulator=config.critic_input == "simulator",
         )
         self.draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
         self._init_facts = init_facts(setup.init, policy)
         gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
         self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.estimate_advantages = AdvantageEstimator(
-            config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat
-        )
+            config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat,
+            config.critic_input, trains_encoder=config.encoder == "trained",
+        )  # fmt: skip
         self.iteration, self.progress = 0, 0
         self._warned = False
 
@@ -145,7 +151,7 @@ class OnPolicy:
         started = time.perf_counter()
         rollout = self.collect()
         collected = time.perf_counter()
-        experience = self.estimate_advantages(rollout, self.policy, self.learner.critic, self.scaler)
+        experience = self.experience(rollout)
         metrics: Metrics = dict(self.learner.update(experience, iteration=self.iteration, draws=self.draws))
         self._warned = self._warned or warn_of_saturation(float(metrics["policy/saturated_fraction"]))
         metrics |= rollout_metrics(rollout, experience, self.pool.env)
@@ -162,6 +168,44 @@ class OnPolicy:
             "time/update_s": finished - collected,
             "time/env_steps_per_s": executed / (finished - started),
         }
+
+    def experience(self, rollout: Rollout) -> Experience:
+        """Return the data of an iteration; images of a trained encoder are shifted, once per iteration."""
+        trains = self.config.encoder == "trained"
+        if trains and self.config.image_shift:
+            flat = mapped(rollout.obs, lambda part: part.flatten(0, 1))
+            moved = shifted(self.policy, flat, self.config.image_shift, self.draws.generator)
+            shape = rollout.length.shape
+            rollout = replace(rollout, obs=mapped(moved, lambda part: part.unflatten(0, shape)))
+        experience = self.estimate_advantages(rollout, self.policy, self.learner.critic, self.scaler)
+        if not trains or self._bc_term is None:
+            return experience
+        frozen, obs = self._bc_term.frozen, mapped(rollout.obs, lambda part: part.flatten(0, 1))
+        return replace(experience, initial_cond=encode(frozen, obs))
+
+    def _critic(self, setup: Setup) -> nn.Module:
+        config, policy = self.config, self.policy
+        width = policy.encoder.cond_dim
+        if config.critic_input == "simulator":
+            assert setup.env is not None
+            width = setup.env.spec.simulator_dim
+            config.require("critic_input", width > 0, f"policy or own: {NO_STATE}")
+        with seeded_weights(derive_seed(setup.seed, "critic")):
+            critic: nn.Module = config.critic.build(width)
+        if config.critic_input == "own":
+            critic = EncodingCritic(policy, critic)
+        return critic.to(setup.device, policy.dtype)
+
+    def _encoder_weights(self) -> list[nn.Parameter]:
+        """Return the weights of a trained encoder; none of a frozen one."""
+        if self.config.encoder == "frozen":
+            return []
+        switched = isinstance(getattr(self.policy, "field", None), SwitchedField)
+        rule = (
+            "frozen unless algo.tuned_steps is the number of denoising steps: frozen steps would change too"
+        )
+        self.config.require("encoder", not switched, rule)
+        return trained_encoder(self.policy)
 
     def _completed_fraction(self) -> float:
         """Return the completed fraction of the run, 0 to 1."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,9 @@ from algos.onpolicy.functional import (
     normalize_advantage,
     value_losses,
 )
-from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows
+from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows, Score
 from algos.optim import load_parts, save_parts, warmup_cosine
-from policies.protocols import Cond
+from algos.training.observations import EncodedWhenRead
 from policies.threads import torch_threads
 
 SURROGATE_METRICS = (
@@ -108,18 +108,22 @@ class PpoUpdate:
         ratio: RatioEstimator,
         actor: Sequence[nn.Parameter],
         critic: nn.Module,
+        encoder: Sequence[nn.Parameter] = (),
         cloning: BcTerm | None = None,
         num_threads: int = 1,
     ) -> None:
         self.config, self.ratio, self.critic, self.cloning = config, ratio, critic, cloning
-        self.actor, self.critic_params = list(actor), list(critic.parameters())
+        self.actor, self.critic_params = [*actor, *encoder], list(critic.parameters())
         self.threads = GradientThreads(num_threads)
         steps, device = ratio.inner_steps, self.actor[0].device
         self.clip_range = config.clip_range_of(steps).to(device)
         self.discount = config.discount_of(steps).to(device)
         adamw = partial(torch.optim.AdamW, fused=True)
         actor_decay, critic_decay = config.actor_weight_decay, config.critic_weight_decay
-        self.actor_optimizer = adamw(self.actor, config.actor_lr, weight_decay=actor_decay)
+        groups: list[dict[str, Any]] = [{"params": list(actor), "share": 1.0}]
+        if encoder:
+            groups.append({"params": list(encoder), "share": config.encoder_share})
+        self.actor_optimizer = adamw(groups, config.actor_lr, weight_decay=actor_decay)
         self.critic_optimizer = adamw(self.critic_params, config.critic_lr, weight_decay=critic_decay)
 
     # -- one iteration ---------------------------------------------------------------------------------
@@ -132,7 +136,9 @@ class PpoUpdate:
         actor_lr, critic_lr = self.rates(iteration)
         for optimizer, lr in ((self.actor_optimizer, actor_lr), (self.critic_optimizer, critic_lr)):
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("share", 1.0)
+        if isinstance(experience.cond, EncodedWhenRead):
+            experience = replace(experience, shift=self.shift(experience))
         train_actor = iteration >= self.config.critic_warmup_iterations
         reports: list[Quantities] = []
         for index in self.minibatches(len(experience) * self.ratio.inner_steps, draws):
@@ -199,7 +205,7 @@ class PpoUpdate:
     ) -> tuple[Tensor, Tensor]:
         """Return this microbatch's part of the loss over `total` rows; `index`, `advantage` are (B,)."""
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
-        score = self.ratio.score(experience, rows, advantage)
+        score = self.score(experience, index, rows, advantage)
         ratio, clip_range = score.log_ratio.exp(), self.clip_range.index_select(0, rows.step)
         loss = SURROGATES[self.config.surrogate](ratio, advantage, clip_range)
         penalty = torch.zeros_like(loss) if score.penalty is None else score.penalty
@@ -211,6 +217,28 @@ class PpoUpdate:
             terms = (loss, clipped, kl, ratio, away.square(), score.entropy, score.saturated, penalty)
             zero = loss.new_zeros(())
             return objective, torch.stack([*(term.sum() / total for term in terms), zero])
+
+    def score(
+        self, experience: Experience, index: Tensor, rows: Rows, advantage: Tensor | None = None
+    ) -> Score:
+        """Return the score of rows; images shifted alike for the old and the new policy."""
+        score = self.ratio.score(experience, rows, advantage)
+        if experience.shift is None:
+            return score
+        log_ratio, drift = experience.shift.index_select(1, index)
+        moved = None if score.drift is None else score.drift - drift
+        return replace(score, log_ratio=score.log_ratio - log_ratio, drift=moved)
+
+    @torch.no_grad()
+    def shift(self, experience: Experience) -> Tensor:
+        """Return the log ratios and drifts (2, M S) of the acting policy on the images of the updates."""
+        index = torch.arange(len(experience) * self.ratio.inner_steps, device=experience.advantage.device)
+        found = []
+        for part in index.split(self.microbatch_size(index)):
+            score = self.ratio.score(experience, Rows.sorted_from(part, self.ratio.inner_steps))
+            drift = torch.zeros_like(score.log_ratio) if score.drift is None else score.drift
+            found.append(torch.stack([score.log_ratio, drift]))
+        return torch.cat(found, dim=1)
 
     def weighted_advantage(self, experience: Experience, index: Tensor) -> Tensor:
         """Return the rows' advantages: normalised over the minibatch, clipped, discounted by inner step."""
@@ -239,14 +267,18 @@ class PpoUpdate:
         noise = draws.noise((len(state), *self.cloning.noise_shape), experience.advantage)
         size = self.microbatch_size(index)
         return [
-            Task(self.actor, partial(self.cloning_loss, experience.cond, rows, part, len(state)))
+            Task(self.actor, partial(self.cloning_loss, experience, rows, part, len(state)))
             for rows, part in zip(state.split(size), noise.split(size), strict=True)
         ]
 
-    def cloning_loss(self, cond: Cond, state: Tensor, noise: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Return this microbatch's part of the weighted cloning loss; `state` (B,) are rows of `cond`."""
+    def cloning_loss(
+        self, experience: Experience, state: Tensor, noise: Tensor, total: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return this microbatch's part of the weighted cloning loss at environment steps `state` (B,)."""
         assert self.cloning is not None
-        loss = self.cloning.losses(cond.rows(state), noise).sum() / total
+        cond, initial = experience.cond.rows(state), experience.initial_cond
+        frozen = None if initial is None else initial.rows(state)
+        loss = self.cloning.losses(cond, noise, frozen).sum() / total
         metrics = torch.zeros(len(SURROGATE_METRICS) + 1, device=loss.device, dtype=loss.dtype)
         metrics[-1] = loss.detach()
         return self.config.bc_weight * loss, metrics
@@ -268,7 +300,8 @@ class PpoUpdate:
     ) -> tuple[Tensor, Tensor]:
         """Return this microbatch's part of the value loss; states (U,) are weighted by row count."""
         target, old = experience.target.index_select(0, state), experience.value.index_select(0, state)
-        value = self.critic(experience.cond.rows(state).vec)
+        seen = experience.cond if experience.seen is None else experience.seen
+        value = self.critic(seen.rows(state))
         losses = value_losses(value, target, old, self.config.value_clip)
         loss = (losses * count).sum() / total
         return self.config.vf_coef * loss, loss

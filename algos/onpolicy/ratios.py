@@ -233,8 +233,14 @@ class BcTerm(Protocol):
     @property
     def noise_shape(self) -> tuple[int, ...]: ...
 
-    def losses(self, cond: Cond, noise: Tensor) -> Tensor:
-        """Return the loss of each row (B,); noise is (B, *noise_shape)."""
+    @property
+    def frozen(self) -> Policy: ...
+
+    def losses(self, cond: Cond, noise: Tensor, frozen_cond: Cond | None = None) -> Tensor:
+        """Return the loss of each row (B,); noise is (B, *noise_shape).
+
+        `frozen_cond` is the condition of the other policy, if its encoder is another; None: `cond`.
+        """
         ...
 
 
@@ -253,9 +259,9 @@ class CloningTerm:
         shape = self.frozen.noise_shape
         return shape if len(shape) == 3 else (2, *shape)
 
-    def losses(self, cond: Cond, noise: Tensor) -> Tensor:
+    def losses(self, cond: Cond, noise: Tensor, frozen_cond: Cond | None = None) -> Tensor:
         with torch.no_grad():
-            chain = self.frozen.sample_chain(cond, noise=noise).x
+            chain = self.frozen.sample_chain(frozen_cond or cond, noise=noise).x
         log_prob, _ = self.ratio.policy.chain_log_prob(cond, chain)
         if self.ratio.log_prob_range is not None:
             log_prob = log_prob.clamp(*self.ratio.log_prob_range)

@@ -295,7 +295,7 @@ class PathTerm:
     def noise_shape(self) -> tuple[int, ...]:
         return self.policy.noise_shape
 
-    def losses(self, cond: Cond, noise: Tensor) -> Tensor:
+    def losses(self, cond: Cond, noise: Tensor, frozen_cond: Cond | None = None) -> Tensor:
         with torch.no_grad():
-            target = self.frozen.decode(cond, noise)
+            target = self.frozen.decode(frozen_cond or cond, noise)
         return (self.policy.decode(cond, noise, grad=True) - target).square().mean(dim=(1, 2))

@@ -16,7 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from envs.spec import Array, ChunkStep, ChunkStepper, EnvSpec, GoalStepper, ImageHistory, Stepper, StepResult
+from envs.spec import (
+    Array,
+    ChunkStep,
+    ChunkStepper,
+    EnvSpec,
+    GoalStepper,
+    ImageHistory,
+    SimulatorStepper,
+    Stepper,
+    StepResult,
+)
 from policies.errors import (
     BurnishError,
     CapabilityError,
@@ -148,6 +158,13 @@ class ChunkVector:
             return {}
         goals = self.stepper.goals()
         return {"goal": goals.copy() if rows is None else goals[np.asarray(rows, np.int64)]}
+
+    def simulator(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return `simulator` (n, Ds) float64 of some rows (default: all), if the task gives it."""
+        if not self.spec.simulator_dim or not isinstance(self.stepper, SimulatorStepper):
+            return {}
+        states = self.stepper.simulator()
+        return {"simulator": states if rows is None else states[np.asarray(rows, np.int64)]}
 
     def _step_through(self, stepper: ChunkStepper, actions: Array, running: Array) -> ChunkStep:
         """Execute whole chunks at once and keep the part before the end of each episode."""

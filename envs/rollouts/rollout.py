@@ -48,6 +48,7 @@ class Rollout:
         final_obs: as `obs`, (M, ...), true final observation of every truncated chunk.
         final_index: (M, 2) int64, its [t, n].
         record: tensors recorded by the actor, (T, N, ...) by name.
+        path: (T, N, Ta, Do) float32, state after each executed step, zero past `length`; None: not recorded.
     """
 
     obs: dict[str, Tensor]
@@ -61,6 +62,7 @@ class Rollout:
     final_index: Tensor
     record: dict[str, Tensor]
     episodes: list[EpisodeRow]
+    path: Tensor | None = None
 
 
 class RolloutPool:
@@ -68,7 +70,8 @@ class RolloutPool:
 
     Episodes continue from one collection to the next. Environment n starts its e-th episode from a seed
     that depends on (seed, n, e) alone; the actor's noise comes from one generator per worker.
-    `num_workers=0` runs in this process with the numbers of one worker.
+    `num_workers=0` runs in this process with the numbers of one worker. With `records_simulator`,
+    observations have the part `simulator` (..., Ds), for critics; with `records_path`, rollouts have `path`.
 
     Raises:
         ConfigError: If there are fewer environments than workers.
@@ -83,6 +86,8 @@ class RolloutPool:
         num_workers: int,
         obs_steps: int = 1,
         seed: int = 0,
+        records_simulator: bool = False,
+        records_path: bool = False,
     ) -> None:
         if num_workers < 0 or num_envs < max(1, num_workers):
             raise ConfigError(
@@ -92,7 +97,8 @@ class RolloutPool:
         self.env = env
         self.num_envs = num_envs
         rows = np.array_split(np.arange(num_envs), max(1, num_workers))
-        arguments = [(env, part.tolist(), obs_steps, seed, i) for i, part in enumerate(rows)]
+        options = (obs_steps, seed, records_simulator, records_path)
+        arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(rows)]
         self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
 
     def collect(self, actor: Actor, num_steps: int, *, reset: bool = False) -> Rollout:
@@ -138,9 +144,19 @@ class Collector:
     `rows` are the global indices of its environments, which determine the seeds; `index` is the worker's.
     """
 
-    def __init__(self, env: EnvConfig, rows: list[int], obs_steps: int, seed: int, index: int) -> None:
+    def __init__(
+        self,
+        env: EnvConfig,
+        rows: list[int],
+        index: int,
+        obs_steps: int,
+        seed: int,
+        records_simulator: bool = False,
+        records_path: bool = False,
+    ) -> None:
+        self._records_path = records_path
         self._rows = rows
-        self._seed = seed
+        self._seed, self._records_simulator = seed, records_simulator
         self._vector: VectorEnv = env.make_vector(len(rows), obs_steps=obs_steps)
         self._generator = seeded_generator(seed, "exploration", index)
         self._next_episode = np.zeros(len(rows), np.int64)
@@ -160,6 +176,8 @@ class Collector:
             first = self._tracker.length == 0
             self._tracker.add(step)
             buffer.write(t, obs, first, step, record)
+            if self._records_path:
+                buffer.write_path(t, step.path)
             if len(rows := np.flatnonzero(step.truncated)):
                 buffer.write_final(t, rows, self._observation(step.obs[rows], rows))
             if t == num_steps - 1:
@@ -170,6 +188,8 @@ class Collector:
     def _observation(self, state: Array, rows: Array | None = None) -> dict[str, Array]:
         """Return the present observations of rows (default: all) with state histories (n, To, Do)."""
         beside = self._vector.goals(rows) | self._vector.images(rows)
+        if self._records_simulator:
+            beside |= self._vector.simulator(rows)
         return {name: _single(value) for name, value in ({"state": state} | beside).items()}
 
     def state(self) -> dict[str, Any]:
@@ -247,6 +267,9 @@ class _RolloutBuffer:
             if t == 0:
                 arrays[name] = np.empty((self._num_steps, *value.shape), value.dtype)
             arrays[name][t] = value
+
+    def write_path(self, t: int, path: Array) -> None:
+        self._write(t, "step", {"path": path.astype(np.float32)})
 
     def write_final(self, t: int, rows: Array, obs: dict[str, Array]) -> None:
         """Add the true final observations of truncated rows (m,)."""

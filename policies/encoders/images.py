@@ -15,7 +15,8 @@ from policies.encoders import ImageShape, ObservationSizes, read
 from policies.errors import ConfigError
 from policies.protocols import Observation
 
-RESERVED = ("state", "goal", "action", "observation", "noise")  # inputs and outputs of a policy and its graph
+# Inputs and outputs of a policy and its graph, and what critics may read.
+RESERVED = ("state", "goal", "simulator", "action", "observation", "noise")
 
 
 def chosen(sizes: ObservationSizes, cameras: Sequence[str]) -> dict[str, ImageShape]:

@@ -13,22 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import mentions
 from point_dppo import make_init
-from point_env import PointEnv
 from point_flows import REINFLOW, make_flow, make_run
 
 from algos.onpolicy.reinflow_ratio import NoiseConfig, PathTerm, ReinflowRatio
 from algos.reinflow import ReinFlowConfig
 from algos.training.serialization import from_plain, to_plain
-from envs.spec import EnvSpec
-from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
-from policies.build import build_policy
-from policies.encoders.resnet import ResNetEncoderConfig
-from policies.encoders.state import StateEncoderConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import gaussian_log_prob
-from policies.policy import PolicyConfig
-from policies.processes.flow import RectifiedFlow
 from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond
 from policies.samplers.ode import Euler
@@ -55,27 +47,6 @@ def test_deviations_lie_between_their_bounds_and_start_near_the_middle() -> None
             weight.zero_()
     middle = net(torch.zeros(1), torch.zeros(1, 6), torch.zeros(1, 3))
     torch.testing.assert_close(middle, torch.full_like(middle, math.sqrt(0.1 * 0.24)))
-
-
-@pytest.mark.parametrize("shown", ["goals", "images"])
-def test_what_it_cannot_learn_from_is_refused_by_name(shown: str) -> None:
-    goal_dim, images = (2, {}) if shown == "goals" else (0, {"front": (40, 40, 3)})
-    config = PolicyConfig(
-        process=RectifiedFlow(),
-        backbone=MlpConfig(width=16, time_dim=4),
-        encoder=ResNetEncoderConfig(width=16) if images else StateEncoderConfig(),
-        horizon=3,
-        act_steps=2,
-    )
-    init: Any = build_policy(config, obs_dim=2, action_dim=2, goal_dim=goal_dim, images=images)
-
-    class Shown(PointEnv):
-        @property
-        def spec(self) -> EnvSpec:
-            return replace(super().spec, goal_dim=goal_dim)
-
-    with pytest.raises(CapabilityError, match=r"reinflow learns from states; .*(goals|front)"):
-        make_run(REINFLOW, init=init, env=Shown())
 
 
 def test_a_constant_level_is_the_upper_bound_and_learns_nothing() -> None:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.cdsa import CdsaConfig
-from algos.iql import IqlConfig
 from algos.td3_bc import Td3BcConfig
 from algos.transitions import Rewarding, TransitionTable, actions_for, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
 from policies.build import build_policy
-from policies.errors import CapabilityError, DatasetError
+from policies.errors import DatasetError
 from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
 
@@ -152,18 +151,6 @@ def test_values_do_not_look_beyond_a_mask() -> None:
     plain = tabulate(data, policy(horizon=2, act_steps=2), Rewarding(0.9))
     cut = (table.gather(torch.arange(len(table))).discount == 0).sum()
     assert cut == (plain.gather(torch.arange(len(plain))).discount == 0).sum() + 2
-
-
-def test_policies_that_are_told_goals_are_refused() -> None:
-    one = torch.ones(3)
-    limits = {"mean": one, "std": one, "min": -one, "max": one}
-    goal = build_policy(
-        PolicyConfig(process=DeterministicProcess()), obs_dim=3, action_dim=3, goal_dim=3,
-        statistics={"state": limits, "action": limits, "goal": limits},
-    )  # fmt: skip
-    for config in (Td3BcConfig(), IqlConfig(), CdsaConfig()):
-        with pytest.raises(CapabilityError, match="learns from states; the policy is conditioned on goals"):
-            config.build(Setup(dataset=dataset(), init=goal))
 
 
 def test_recordings_without_a_stretch_are_refused() -> None:

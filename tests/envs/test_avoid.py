@@ -12,8 +12,8 @@ from messages import mentions
 from envs.engine.vector import ChunkVector
 from envs.rollouts.collect import collect
 from envs.tasks.avoid.expert import AvoidExpert
-from envs.tasks.avoid.scene import load_scene
-from envs.tasks.avoid.task import MAX_SPEED, Avoid, AvoidStepper, start_position
+from envs.tasks.avoid.scene import SHIFT_M, load_scene
+from envs.tasks.avoid.task import MAX_SPEED, Avoid, AvoidStepper, row_shifts, start_position
 from policies.errors import ConfigError, MissingExtraError
 
 SCENE = load_scene()
@@ -276,3 +276,81 @@ def test_an_episode_can_be_photographed_from_its_first_moment() -> None:
 def rng() -> np.random.Generator:
     """A generator with a fixed seed."""
     return np.random.default_rng(0)
+
+
+SIGHT = {"rows": "moved", "observation": "position"}
+
+
+def test_rows_move_by_their_seed_and_by_nothing_else() -> None:
+    a, b = (Avoid(**SIGHT).stepper(2) for _ in range(2))
+    for row, seed in ((0, 7), (1, 8)):
+        assert a.reset(row, seed).tolist() == b.reset(1 - row, seed).tolist() == start_position(seed).tolist()
+        assert np.array_equal(a.scene_of(row).gap_x[0], b.scene_of(1 - row).gap_x[0])
+    shift = np.array([row_shifts(seed, 4) for seed in range(200)])
+    assert np.abs(shift).max() <= SHIFT_M and np.abs(shift).max() > 0.9 * SHIFT_M
+    moved = a.scene_of(0)
+    for before, after, dx in zip(SCENE.gap_x, moved.gap_x, row_shifts(7, 4), strict=True):
+        np.testing.assert_allclose(np.subtract(after, before), dx, atol=1e-12)
+    assert len(moved.obstacles) == len(SCENE.obstacles)
+
+
+def test_no_gap_opens_beside_a_wall_however_far_a_row_moves() -> None:
+    for side in (-SHIFT_M, SHIFT_M):
+        scene = SCENE.moved([side] * 4)
+        for y in scene.row_y:
+            xs = sorted(x for x, at in scene.obstacles if abs(at - y) < 1e-9)
+            left, right = xs[0] - scene.pillar_radius, xs[-1] + scene.pillar_radius
+            opening = max(left + scene.half_width, scene.half_width - right)
+            assert opening < 2 * scene.disc_radius
+
+
+def test_a_contact_is_with_the_moved_pillar() -> None:
+    stepper = Avoid(**SIGHT).stepper(1)
+    stepper.reset(0, 3)
+    pillar = stepper.scene_of(0).pillar_x[0][1]
+    straight = np.array([[0.0, 1.0]])
+    stepper._qpos[0][:] = stepper._position[0] = (pillar, 0.05)
+    for _ in range(6):
+        step = stepper.step(np.array([0]), straight)
+        if step.terminated[0]:
+            break
+    assert step.terminated[0] and not step.success[0]
+    assert abs(step.obs[0, 1] - (SCENE.row_y[0] - SCENE.pillar_radius - SCENE.disc_radius)) < 0.01
+
+
+def test_moved_rows_continue_after_saving() -> None:
+    a, b = (Avoid(**SIGHT).make_vector(2) for _ in range(2))
+    a.reset([4, 5]), b.reset([6, 7])
+    b.load_state_dict(a.state_dict())
+    actions = np.tile([0.1, 0.9], (2, 4, 1))
+    for _ in range(6):
+        left, right = a.step_chunk(actions), b.step_chunk(actions)
+        assert np.array_equal(left.path, right.path) and np.array_equal(left.done, right.done)
+        if left.done.any():
+            break
+    assert np.array_equal(a.simulator()["simulator"], b.simulator()["simulator"])
+
+
+def test_the_expert_sees_the_moved_rows_and_the_actions_of_another_episode_fail() -> None:
+    task = Avoid(**SIGHT)
+    episodes = [task.demonstrate(seed) for seed in range(20)]
+    assert sum(bool(episode.success) for episode in episodes) >= 18
+    assert episodes[0].observations.shape[1] == task.spec.obs_dim == 2
+    vector, passed = task.make_vector(1), 0
+    for seed, episode in enumerate(episodes):
+        vector.reset([1000 + seed])
+        for action in episode.actions:
+            step = vector.step_chunk(action[None, None])
+            if step.done.any():
+                break
+        passed += int(step.success[0])
+    assert passed <= 3
+
+
+def test_the_simulator_s_state_is_told_where_something_is_hidden() -> None:
+    assert Avoid().spec.simulator_dim == 0 and Avoid().make_vector(1).simulator() == {}
+    vector = Avoid(**SIGHT).make_vector(3)
+    vector.reset([1, 2, 3])
+    told = vector.simulator([0, 2])["simulator"]
+    assert told.shape == (2, Avoid(**SIGHT).spec.simulator_dim) and np.abs(told).max() <= 1
+    np.testing.assert_allclose(told[1, -4:] * SHIFT_M, row_shifts(3, 4))

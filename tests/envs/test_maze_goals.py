@@ -14,18 +14,17 @@ from messages import mentions
 
 from algos.base import Setup
 from algos.bc import BcConfig
-from algos.dppo import DppoConfig
-from algos.td3_bc import Td3BcConfig
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.datasets.array_storage import Disk
 from envs.evaluation.evaluate import evaluate
 from envs.fit import with_task_observations
 from envs.make import env
 from envs.rollouts.collect import collect
+from envs.spec import GoalTask
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import ConfigError
 from policies.export.export import export_onnx
 from policies.export.exported_policy import ExportedPolicy
 from policies.policy import Policy, PolicyConfig
@@ -133,8 +132,6 @@ def test_states_that_lack_a_goal_nobody_recorded_are_refused(demonstrations: Epi
     for data, found in ((replace(demonstrations, extras={}), "no goals"), (wide, "(3,)")):
         with pytest.raises(ConfigError, match=mentions(f"6 2 {found}")):
             with_task_observations(task("appended"), data)
-    with pytest.raises(CapabilityError, match=mentions("algo=td3_bc env.goal=appended")):
-        Td3BcConfig(steps=1).build(Setup(env=task("separate"), dataset=demonstrations))
 
 
 def test_positions_in_walls_are_told(
@@ -212,9 +209,28 @@ def test_what_has_no_use_for_goals_is_refused_by_name(demonstrations: EpisodeDat
         task("none")
     with pytest.raises(ConfigError, match=mentions("2 0 goal width policy")):
         evaluate(blank(goal_dim=0), task(), episodes=1)
-    init = build_policy(PolicyConfig(), obs_dim=4, action_dim=2, goal_dim=2)
-    with pytest.raises(CapabilityError, match=mentions("algo=dppo env.goal=appended")):
-        DppoConfig().build(Setup(policy=PolicyConfig(), env=task(), init=init))
+
+
+@pytest.mark.parametrize("options", [{}, {"reward": "dense"}, {"continuing": True}])
+def test_the_rule_for_any_goal_is_the_rule_of_the_task(options: dict[str, Any]) -> None:
+    maze = replace(task(), **options)
+    assert isinstance(maze, GoalTask)
+    vector = maze.make_vector(2)
+    vector.reset([0, 1])
+    far, near = vector.goals()["goal"].copy(), False
+    vector.stepper._goal[1] = vector.stepper._start[1] + 0.3  # reached within a few steps
+    for _ in range(8):
+        goals = vector.goals()["goal"]
+        step = vector.step_chunk(np.tile(goals[:, None] / 2, (1, 2, 1)))
+        reward, over = maze.outcome(step.path, goals[:, None].repeat(2, axis=1))
+        executed = np.arange(2) < step.length[:, None]
+        assert np.array_equal(step.rewards, np.where(executed, reward, 0.0))
+        assert np.array_equal(step.terminated, (over & executed).any(axis=1))
+        assert np.array_equal(maze.achieved_goal(step.path), step.path[..., :2])
+        near = near or bool((step.rewards[1] > 0.7).any())
+        if step.done.any():
+            break
+    assert near and np.array_equal(vector.goals()["goal"][0], far[0])
 
 
 def test_drawings_without_goals_have_no_rings() -> None:

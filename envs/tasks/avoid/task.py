@@ -45,6 +45,7 @@ CONTROL_HZ = 20.0
 MAX_SPEED = 0.4  # speed of an action of 1, per axis [m/s]
 ROWS = ("fixed", "moved")
 OBSERVATIONS = ("motion", "position")
+_NUM_ROWS = 4  # R, of the scene; a specification does not load the model
 _SHIFT_STREAM = 2  # separates the random numbers of the rows from those of the start
 
 
@@ -110,7 +111,9 @@ class AvoidStepper(MujocoStepper):
         self._position[rows] = position
         success = ~hit & (position[:, 1] >= self.scene.finish_y)
         obs = np.concatenate([position, velocity], axis=1)
-        return StepResult(obs[:, : self._width], success.astype(np.float64), hit | success, np.zeros_like(hit), success)
+        return StepResult(
+            obs[:, : self._width], success.astype(np.float64), hit | success, np.zeros_like(hit), success
+        )
 
     def motion(self, row: int) -> tuple[Array, Array]:
         """Return position [m] and velocity [m/s] of a disc, (2,) each."""
@@ -119,6 +122,13 @@ class AvoidStepper(MujocoStepper):
     def scene_of(self, row: int) -> AvoidScene:
         """Return the scene of a running episode."""
         return self.scene.moved(self._shift[row].tolist()) if self._moves_rows else self.scene
+
+    def simulator(self) -> Array:
+        """Return position, velocity and shifts of the rows, (N, 4 + R), scaled to about [-1, 1]."""
+        position, velocity = np.stack(self._qpos), np.stack(self._qvel)
+        scales = (self.scene.half_width, MAX_SPEED, SHIFT_M)
+        parts = (position, velocity, self._shift)
+        return np.concatenate([part / scale for part, scale in zip(parts, scales, strict=True)], axis=1)
 
     def metrics(self) -> dict[str, Array]:
         crossed = (self._gaps >= 0).all(axis=1)
@@ -186,7 +196,13 @@ class Avoid(HasCameras):
             control_hz=CONTROL_HZ,
             success_rule="the disc crosses the finish line without having touched a pillar or a wall",
             episode_metrics=("mode",),
+            simulator_dim=4 + _NUM_ROWS if self.hides_something else 0,
         )
+
+    @property
+    def hides_something(self) -> bool:
+        """Whether the state leaves out something that changes."""
+        return self.rows == "moved" or self.observation == "position"
 
     def stepper(self, num_envs: int) -> AvoidStepper:
         keeps_speed = self.observation == "motion"

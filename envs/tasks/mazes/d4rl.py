@@ -59,17 +59,19 @@ class MazeStepper(MazeRows):
         for row, action in zip(rows.tolist(), actions, strict=True):
             self.task.drive(self.model, self.datas[row], action)
         obs = np.stack([self._observe(row) for row in rows.tolist()])
-        # Norm over an axis, as in gymnasium-robotics: a dot product may round differently on some processors.
-        distance = np.linalg.norm(obs[:, :2] - self._goal[rows], axis=-1)
-        success = distance <= RADIUS_M
-        reward = np.exp(-distance) if self.task.reward == "dense" else success.astype(np.float64)
-        ended = success & (not self.task.continuing)
+        reward, ended = self.task.outcome(obs, self._goal[rows])
+        success = self.task.is_at(obs, self._goal[rows])
         return StepResult(obs, reward, ended, np.zeros_like(ended), success)
 
     def _observe(self, row: int) -> Array:
         data = self.datas[row]
         goal = () if self.task.goal == "separate" else self._goal[row]
         return np.concatenate([data.qpos, data.qvel, goal])
+
+
+def _distance(states: Array, goals: Array) -> Array:
+    # Norm over an axis, as in gymnasium-robotics: a dot product may round differently on some processors.
+    return np.linalg.norm(states[..., :2] - goals, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,20 @@ class _Maze(MazeTask):
     def ends(self) -> tuple[Cell | None, Cell | None]:
         start, goal = (tuple(cell) or None for cell in (self.start_cell, self.goal_cell))
         return start, goal  # type: ignore[return-value]
+
+    def achieved_goal(self, states: Array) -> Array:
+        return states[..., :2]
+
+    def is_at(self, states: Array, goals: Array) -> Array:
+        """Return whether states (..., Do) are within the success radius of goals (..., 2)."""
+        return _distance(states, goals) <= RADIUS_M
+
+    def outcome(self, states: Array, goals: Array) -> tuple[Array, Array]:
+        """Return reward and termination (...) of states (..., Do) under goals (..., 2)."""
+        success = self.is_at(states, goals)
+        dense = self.reward == "dense"
+        reward = np.exp(-_distance(states, goals)) if dense else success.astype(np.float64)
+        return reward, success & (not self.continuing)
 
     @abstractmethod
     def agent_file(self) -> str:

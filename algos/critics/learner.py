@@ -116,7 +116,8 @@ class ChunkCriticConfig(TransitionsConfig):
             )
             self.require_policy(policy, name_of("algo", self))
         policy = policy.to(setup.device).train(self.refit).requires_grad_(self.refit)
-        policy.encoder.requires_grad_(False)  # conditions are stored
+        encoder: Any = policy.encoder
+        encoder.requires_grad_(False)  # conditions are stored
         return policy
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> ChunkCriticLearner:

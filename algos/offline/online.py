@@ -181,7 +181,8 @@ class OnlinePhase:
         if n > count:
             batches[0] = replace(batches[0], row=torch.full_like(batches[0].row, -1))
         columns = {one.name for one in fields(Batch)} - {"images", "next_images"}
-        return Batch(**{name: torch.cat([getattr(one, name) for one in batches]) for name in columns})
+        parts: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in batches]) for name in columns}
+        return Batch(**parts)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -18,9 +18,10 @@ release starts a plain network anew; from a teacher that is no flow it starts an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner
@@ -52,12 +53,13 @@ def student_of(teacher: DenoisingPolicy, seed: int) -> DenoisingPolicy:
             seed=derive_seed(seed, "student"),
         )
         fresh.normalizer.load_state_dict(teacher.normalizer.state_dict())
-        fresh.encoder.load_state_dict(teacher.encoder.state_dict())
+        new, own = (cast(nn.Module, policy.encoder) for policy in (fresh, teacher))
+        new.load_state_dict(own.state_dict())
         assert isinstance(fresh, DenoisingPolicy)
         student = fresh.to(teacher.device, teacher.dtype)
     student = student.with_sampler(Euler(steps=1, clip_action=clip))
     student.train().requires_grad_(True)
-    student.encoder.requires_grad_(False)
+    cast(nn.Module, student.encoder).requires_grad_(False)
     return student
 
 

@@ -112,11 +112,12 @@ class ChunkCriticConfig(TransitionsConfig):
                 goal_dim=goal_dim_of(setup, dataset),
                 images=dataset.image_shapes,
                 statistics=dataset.statistics(),
-                seed=derive_seed(setup.seed, "actor"),
+                seed=derive_seed(setup.seed, "chunk policy"),
             )
             self.require_policy(policy, name_of("algo", self))
         policy = policy.to(setup.device).train(self.refit).requires_grad_(self.refit)
-        policy.encoder.requires_grad_(False)  # conditions are stored
+        encoder: Any = policy.encoder
+        encoder.requires_grad_(False)  # conditions are stored
         return policy
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> ChunkCriticLearner:

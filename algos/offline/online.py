@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -68,7 +68,8 @@ class Experience(TransitionTable):
     """Ring of the latest transitions, with the columns of a dataset's table."""
 
     def __init__(self, capacity: int, like: TransitionTable) -> None:
-        self.frame, self._cache, self._widths = None, {}, like._widths
+        self.frame, self._pictures, self._next_pictures = None, None, None
+        self._cache, self._widths = {}, like._widths
         self._rows = torch.empty(capacity, sum(self._widths), device=like.device)
         self.size = self._next = 0
 
@@ -148,7 +149,7 @@ class OnlinePhase:
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
         )
-        self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
+        self._generator = seeded_generator(setup.seed, "online batches", device=setup.device)
         self.progress, self._pending = 0, 0.0
 
     def act(self, policy: Policy) -> tuple[int, list[EpisodeRow]]:
@@ -178,8 +179,10 @@ class OnlinePhase:
                 )
                 batches.append(table.gather(row.to(table.device)))
         if n > count:
-            batches[0] = Batch(**{**vars(batches[0]), "row": torch.full_like(batches[0].row, -1)})
-        return Batch(*(torch.cat([getattr(b, one.name) for b in batches]) for one in fields(Batch)))
+            batches[0] = replace(batches[0], row=torch.full_like(batches[0].row, -1))
+        columns = {one.name for one in fields(Batch)} - {"images", "next_images"}
+        parts: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in batches]) for name in columns}
+        return Batch(**parts)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -197,4 +197,5 @@ def batch_of(arrays: Mapping[str, Any]) -> Batch:
 def valid_rows(batch: Batch) -> Batch:
     """Return the rows whose chunk lies within its episode, the only ones that we draw."""
     kept = batch.real[:, -1] == 1
-    return Batch(**{name: part[kept] for name, part in vars(batch).items()})
+    columns = {name: part for name, part in vars(batch).items() if isinstance(part, Tensor)}
+    return Batch(**{name: part[kept] for name, part in columns.items()})

@@ -10,6 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from official_critics import (
+    STATED,
+    Layer,
+    arrays_of,
+    batch_of,
+    layers_of,
+    load_critic,
+)
 from torch import Tensor
 
 from algos.critics.edits import EditLearner
@@ -21,14 +29,6 @@ from policies.policy import PolicyConfig
 from policies.processes import RectifiedFlow
 from policies.protocols import Cond
 from policies.wrappers.candidates import ranked, select
-from tests.oracles.official_critics import (
-    STATED,
-    Layer,
-    arrays_of,
-    batch_of,
-    layers_of,
-    load_critic,
-)
 
 expo = pytest.mark.golden("expo_*.npz")
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from algos.critics.fql import FqlConfig, FqlLearner
-from policies.protocols import Cond
-from tests.oracles.official_critics import (
+from official_critics import (
     STATED,
     arrays_of,
     assert_critic_gradient,
@@ -21,6 +18,9 @@ from tests.oracles.official_critics import (
     load_critic,
     valid_rows,
 )
+
+from algos.critics.fql import FqlConfig, FqlLearner
+from policies.protocols import Cond
 
 files = pytest.mark.golden("*fql_losses*.npz")
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from official_critics import CLOSE, Layer, arrays_of, batch_of, layers_of, load_critic
 from torch import Tensor
 
 from algos.critics.idql import IdqlConfig, IdqlLearner
@@ -23,7 +24,6 @@ from policies.networks.critics import aggregate
 from policies.policy import PolicyConfig
 from policies.processes import RectifiedFlow
 from policies.wrappers.candidates import ranked, select
-from tests.oracles.official_critics import CLOSE, Layer, arrays_of, batch_of, layers_of, load_critic
 
 idql = pytest.mark.golden("idql_*.npz")
 WEIGHTINGS = {"bc": "clone", "soft_adv": "soft", "hard_adv": "hard", "exp_adv": "exponential"}

@@ -12,11 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from algos.critics.qc import QcConfig, QcLearner
-from policies.protocols import TE, Cond
-from policies.wrappers.candidates import ranked, select
-from tests.oracles.official_critics import (
+from official_critics import (
     CLOSE,
     arrays_of,
     assert_critic_gradient,
@@ -27,6 +23,10 @@ from tests.oracles.official_critics import (
     load_critic,
     valid_rows,
 )
+
+from algos.critics.qc import QcConfig, QcLearner
+from policies.protocols import TE, Cond
+from policies.wrappers.candidates import ranked, select
 
 qc = pytest.mark.golden("qc_bestofn_*.npz")
 

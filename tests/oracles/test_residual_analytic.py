@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from official_critics import arrays_of
 from torch import Tensor
 
 from algos.critics.residual import ResidualConfig
@@ -23,7 +24,6 @@ from policies.networks.distributions import tanh_draw
 from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow
 from policies.wrappers.candidates import CandidatePolicy, Candidates
-from tests.oracles.official_critics import arrays_of
 
 files = pytest.mark.golden("residual_analytic*.npz")
 EXACT = {"rtol": 0.0, "atol": 1e-6}
@@ -79,7 +79,8 @@ def test_transitions_of_several_steps_end_with_task_and_episode(arrays: dict[str
     """Rows that are cut by a time limit before n steps are no transitions of ours; the others are."""
     steps, gamma = int(arrays["n"]), float(arrays["gamma"])
     episode = arrays["episode"].long()
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), (episode.diff() != 0).nonzero().squeeze(1) + 1])
+    begins = (episode.diff() != 0).nonzero().squeeze(1) + 1
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), begins, torch.tensor([len(episode)])])
     rows, width = len(episode), 2
     data = EpisodeDataset.from_arrays(
         torch.arange(rows).float()[:, None], torch.zeros(rows, width), arrays["rew"].float(),

@@ -1,4 +1,4 @@
-"""Compatibility checks of policy, dataset and task: the only comparison of widths."""
+"""Compatibility checks of policies, datasets and tasks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,13 @@ _MEANINGS = {
 _log = logging.getLogger(__name__)
 
 
-def as_shown(env: EnvConfig, dataset: EpisodeDataset) -> EpisodeDataset:
-    """Return a dataset with the observations of a task: goals are appended to states if the task does so.
+def with_task_observations(env: EnvConfig, dataset: EpisodeDataset) -> EpisodeDataset:
+    """Return a dataset with the task's observations: goals are appended to states if the task does so.
 
     Tasks with `check_recording` then check the data further.
 
-    Args:
-        env: The task.
-        dataset: Its goals, if any, are `extras["goal"]`.
-
     Raises:
-        ConfigError: If the states lack only goals, and the dataset has none.
+        ConfigError: If the states lack only goals, and the dataset has none in `extras["goal"]`.
         DatasetError: If there is no memory or disk space for wider states.
     """
     spec, lacking = env.spec, env.spec.obs_dim - dataset.obs_dim
@@ -48,7 +44,6 @@ def as_shown(env: EnvConfig, dataset: EpisodeDataset) -> EpisodeDataset:
 
 
 def _require_goals(spec: EnvSpec, dataset: EpisodeDataset) -> None:
-    """Refuse a dataset without the goals that the task appends to states."""
     goals = dataset.extras.get("goal")
     if goals is None or goals.shape[1:] != (spec.state_goal_dim,):
         found = "no goals" if goals is None else f"goals of shape {tuple(goals.shape[1:])}"
@@ -60,20 +55,14 @@ def _require_goals(spec: EnvSpec, dataset: EpisodeDataset) -> None:
 
 
 def require_fit(name: str, thing: Any, other_name: str, other: Any, *, advice: str) -> None:
-    """Refuse two objects whose observation, action or goal widths differ, before any work.
+    """Refuse two objects whose observation, action or goal widths differ.
 
-    Widths that one of them lacks (e.g. goals of a dataset) are not compared. A dataset of the same widths
-    recorded in another task gives a warning.
-
-    Args:
-        name: Name of `thing` in messages, e.g. `env=hopper`.
-        thing: A task's specification, a policy, or a dataset.
-        other_name: Name of `other` in messages.
-        other: Another of these.
-        advice: Remedy in messages.
+    Each object is a task's specification, a policy or a dataset; names and advice appear in messages. Widths
+    that one of them lacks (e.g. goals of a dataset) are not compared. A dataset of the same widths recorded
+    in another task gives a warning.
 
     Raises:
-        ConfigError: If widths differ; names both objects and widths.
+        ConfigError: If widths or images differ; names both objects and widths.
     """
     for what in ("observation", "action", "goal"):
         width, other_width = _width(thing, what), _width(other, what)
@@ -104,32 +93,30 @@ def _warn_of_another_task(name: str, spec: EnvSpec, dataset_name: str, meta: Any
             mine, other = (mine, other) if key == "control_hz" else _first_unlike(mine, other)
             _log.warning(
                 "%s was recorded in env=%s with other options: %s differs, %s there and %s here. Give the "
-                "options that it was recorded with (burnish data inspect tells them).",
+                "options of the recording (see burnish data inspect).",
                 *(dataset_name, recorded, meaning, other, mine),
             )
 
 
 def _first_unlike(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
-    """Return the first differing pair of entries, quoted."""
     pair = next(pair for pair in zip(one, other, strict=True) if pair[0] != pair[1])
     return f"'{pair[0]}'", f"'{pair[1]}'"
 
 
 def _require_images(name: str, policy: Any, dataset_name: str, dataset: Any, advice: str) -> None:
-    """Refuse a dataset without the images that a policy requires."""
     shown: dict[str, Any] | None = getattr(dataset, "image_shapes", None)
     if shown is None:
         return
     for camera, shape in getattr(policy, "images", {}).items():
         if tuple(shape) != shown.get(camera):
             raise ConfigError(
-                f"{name} looks at images {tuple(shape)} of camera '{camera}', but {dataset_name} has "
+                f"{name} needs images {tuple(shape)} of camera '{camera}', but {dataset_name} has "
                 f"{shown.get(camera, 'none')}. {advice}"
             )
 
 
 def _width(thing: Any, what: str) -> int | None:
-    """Return a width, or None; the action width of a policy is in its chunk."""
+    """Return a width, or None; a policy's action width is in its chunk."""
     if what == "action":
         thing = getattr(thing, "chunk", thing)
     width: int | None = getattr(thing, {"observation": "obs_dim"}.get(what, f"{what}_dim"), None)

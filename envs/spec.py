@@ -35,11 +35,27 @@ class EnvSpec:
     state_goal_dim: int = 0  # Dg of goals appended to the observation; 0: none
     episode_metrics: tuple[str, ...] = ()  # extra per-episode metrics, e.g. "mode" of `avoid`
     packages: tuple[str, ...] = ()  # packages besides MuJoCo and gymnasium whose versions affect the numbers
+    extra: str = ""  # extra of burnish that installs `packages`
 
     @property
     def quantity(self) -> str:
-        """Evaluation criterion: `success` or `return`."""
         return judged_by(self.success_rule)
+
+
+def symmetric_spec(
+    obs_names: tuple[str, ...], action_names: tuple[str, ...], *, limit: float | Array = 1.0, **rest: Any
+) -> EnvSpec:
+    """Return the specification of a task with actions in [-limit, limit]; `rest` are fields of `EnvSpec`."""
+    high = np.broadcast_to(limit, len(action_names))
+    return EnvSpec(
+        obs_dim=len(obs_names),
+        action_dim=len(action_names),
+        action_low=tuple((-high).tolist()),
+        action_high=tuple(high.tolist()),
+        obs_names=obs_names,
+        action_names=action_names,
+        **rest,
+    )
 
 
 def judged_by(success_rule: str) -> str:
@@ -98,7 +114,6 @@ class ChunkStep:
 
     @property
     def done(self) -> Array:
-        """(N,) the episode is terminated or truncated."""
         return self.terminated | self.truncated
 
 
@@ -132,9 +147,7 @@ class VectorEnv(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -183,9 +196,7 @@ class Stepper(Protocol):
 
     def get_state(self) -> Any: ...
 
-    def set_state(self, state: Any) -> None:
-        """Continue from `get_state`."""
-        ...
+    def set_state(self, state: Any) -> None: ...
 
     def close(self) -> None: ...
 
@@ -226,8 +237,6 @@ class ImageHistory(Protocol):
 
     def get_state(self) -> Any: ...
 
-    def set_state(self, state: Any) -> None:
-        """Continue from `get_state`."""
-        ...
+    def set_state(self, state: Any) -> None: ...
 
     def close(self) -> None: ...

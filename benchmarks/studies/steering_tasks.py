@@ -182,7 +182,7 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
         """Tell whether an episode ended well and passed the cells of a way, turns back aside."""
         cells = self._ways[way]
         # The goal is reached half a metre before its middle, which may be a cell early.
-        return bool(row.success) and self.base.layout.way(_path(row)[:, :2]) in (cells, cells[:-1])
+        return bool(row.success) and self.base.layout.cells_along(_path(row)[:, :2]) in (cells, cells[:-1])
 
     def is_free(self, row: EpisodeRow) -> bool:
         """Tell whether the ball kept away from the walls."""
@@ -193,7 +193,7 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
 
     def draw(self, axes: Axes, rows: Sequence[EpisodeRow], beside: float) -> None:
         """Draw walls, episodes and the sketch."""
-        draw_maze(axes, self.base.layout, [_path(row) for row in rows], [row.success for row in rows])
+        draw_maze(axes, [_path(row) for row in rows], [row.success for row in rows], maze=self.base.layout)
         _draw_line(axes, np.array(self.sketch(self.drawn, beside).waypoints))
 
 

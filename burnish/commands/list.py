@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Iterator, Sequence
-from importlib import resources
-from typing import Any
+from importlib import metadata, resources
 
 import yaml
 
 from burnish.config.overrides import default_options, experiments
 from burnish.console import output, table
 from policies import registry
-from policies.errors import MissingExtraError
+from policies.extras import install_command
 
 KINDS = {
     "algos": "algo",
@@ -55,7 +54,6 @@ def first_sentence(text: str) -> str:
 
 
 def _parts(group: str) -> Iterator[tuple[object, ...]]:
-    """Yield name, summary and module of every part; ours are read from the sources."""
     for name in registry.names(group):
         source = registry.sources(group).get(name)
         if source is None:
@@ -67,26 +65,20 @@ def _parts(group: str) -> Iterator[tuple[object, ...]]:
 
 
 def _envs() -> Iterator[tuple[object, ...]]:
-    here: dict[Any, str] = {}  # tasks of one kind need the same packages, and building is slow
     for name, part in registry.parts("env").items():
         spec = part().spec
-        kind = (part.__module__, part.__bases__)
-        if kind not in here:
-            here[kind] = availability(part())
         expert = "yes" if hasattr(part, "demonstrate") else ""
         sizes = (spec.obs_dim, spec.action_dim, spec.max_episode_steps, f"{spec.control_hz:.3g}")
-        yield name, *sizes, expert, here[kind], summary(part)
+        yield name, *sizes, expert, availability(spec.packages, spec.extra), summary(part)
 
 
-def availability(env: object) -> str:
-    """Return whether an environment can be built here; if not, the missing extra."""
+def availability(packages: Sequence[str], extra: str) -> str:
+    """Return whether the packages of a task are installed; if not, how to install them."""
     try:
-        env.make_vector(1).close()  # type: ignore[attr-defined]
-    except MissingExtraError as error:
-        _, found, line = str(error).partition("pip install")
-        return f"no: pip install{line}".rstrip(".") if found else f"no: {error}"
-    except Exception as error:  # every simulator fails differently, and the list must go on
-        return f"no: {type(error).__name__} {error}".splitlines()[0]
+        for package in packages:
+            metadata.version(package)
+    except metadata.PackageNotFoundError as error:
+        return f"no: {install_command(extra)}" if extra else f"no: pip install {error.name}"
     return "yes"
 
 

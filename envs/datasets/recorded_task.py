@@ -34,15 +34,19 @@ def recorded_task(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None] 
 
 
 def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str | None:
-    """Return the recorded task as command-line text, e.g. `env=pointmaze-umaze env.hold=5`; None if unknown.
+    """Return the recorded task as `env=pointmaze-umaze env.hold=5`; None if unknown or of other widths."""
+    from envs.make import env
 
-    Args:
-        meta: Metadata of the dataset.
-        obs_dim: Do of the dataset; tasks with another observation width give None.
-        action_dim: Da of the dataset.
-    """
     found = recorded_task(meta)
-    return None if found is None else _command_line(found[0], found[1] or {}, obs_dim, action_dim)
+    if found is None:
+        return None
+    name, options = found[0], found[1] or {}
+    spec = recorded_spec(name, options)
+    if spec is None or (spec.obs_dim, spec.action_dim) != (obs_dim, action_dim):
+        return None
+    default = {field.name: field.default for field in fields(type(env(name)))}  # type: ignore[arg-type]
+    chosen = {key: value for key, value in options.items() if key in default and value != default[key]}
+    return " ".join([f"env={name}", *(f"env.{key}={_typed(value)}" for key, value in chosen.items())])
 
 
 def recorded_spec(name: str, options: Mapping[str, Any]) -> Any:
@@ -57,7 +61,6 @@ def recorded_spec(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _of_ours(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return the task from metadata of `burnish collect`."""
     own, args = meta.get("env"), meta.get("env_args")
     if isinstance(own, Mapping) and "name" in own:
         return str(own["name"]), _plain({key: value for key, value in own.items() if key != "name"})
@@ -77,21 +80,6 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as in a configuration, without those of nested parts (the expert)."""
     kept = {key: value for key, value in options.items() if not isinstance(value, Mapping)}
     return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
-
-
-def _command_line(name: str, options: dict[str, Any], obs_dim: int, action_dim: int) -> str | None:
-    """Return one of our tasks as command-line text; None for other options or widths."""
-    from envs.make import env
-
-    known = {field.name: field.default for field in fields(type(env(name)))}  # type: ignore[arg-type]
-    chosen = {key: value for key, value in options.items() if key in known and value != known[key]}
-    try:
-        spec = env(name, **chosen).spec
-    except (ConfigError, TypeError, ValueError):
-        return None
-    if (spec.obs_dim, spec.action_dim) != (obs_dim, action_dim):
-        return None
-    return " ".join([f"env={name}", *(f"env.{key}={_typed(value)}" for key, value in chosen.items())])
 
 
 def _of_gymnasium(spec: Any) -> tuple[str, dict[str, Any]] | None:

@@ -1,12 +1,9 @@
 """Fork server: a small process that has imported the heavy packages and forks workers.
 
-Starting an interpreter and importing torch takes seconds; forking a process that has done so takes
-milliseconds. The fork server starts once per program, with the first worker, and never runs threads, so that
-forking is safe. Unlike `multiprocessing`, it does not import the main script, so no
-`if __name__ == "__main__"` is needed; objects sent to workers must come from importable modules.
-
-Fork server and workers end when their socket is closed. On Linux the kernel also kills them with their
-parent, should they be too busy to react.
+Importing torch takes seconds; forking a process that has done so takes milliseconds. The server never runs
+threads, so forking is safe. Unlike `multiprocessing` it does not import the main script; objects sent to
+workers must come from importable modules. Server and workers end when their socket is closed; on Linux the
+kernel also kills them with their parent.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -34,12 +32,12 @@ _PRELOAD = (
     if sys.platform == "linux"
     else ()
 )
-_BOOT = (
+_START_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from envs.engine.fork_server import tend; tend(sys.argv[2], *map(int, sys.argv[3:]))"
+    "from envs.engine.fork_server import run_fork_server as run; run(sys.argv[2], *map(int, sys.argv[3:]))"
 )
 _GRACE_S = 5.0  # grace period before a process is killed [s]
-_WORD = 8  # bytes of each of the two numbers in requests and answers
+_MESSAGE = struct.Struct("<qq")  # requests and answers: request number and content
 _PR_SET_PDEATHSIG = 1
 _lock = threading.RLock()
 _current: ForkServer | None = None
@@ -57,7 +55,7 @@ class Child:
     def end(self, *, grace_s: float = _GRACE_S) -> int:
         """Wait for the process to exit, kill it after `grace_s`; returns its exit code (-signal)."""
         if self._code is None:
-            if not _hangs_up(self.link, grace_s):
+            if not _closes_in_time(self.link, grace_s):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
             self.link.close()
@@ -73,16 +71,16 @@ class ForkServer:
             raise ConfigError("worker processes need Linux or macOS; use num_workers=0 on this system.")
         self.owner = os.getpid()
         self.target = target
-        self._asked = 0  # number of the last request
-        self._asking = False
-        self._left: list[int] = []  # ended workers whose exit code was not collected
+        self._last_request = 0  # number of the last request
+        self._is_requesting = False
+        self._uncollected: list[int] = []  # ended workers whose exit code was not collected
         self._control, theirs = socket.socketpair()
         # Linux ties the signal to the starting *thread*; only the main thread may request it.
         in_main_thread = threading.current_thread() is threading.main_thread()
         arguments = (theirs.fileno(), os.getpid(), int(in_main_thread))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), target, *map(str, arguments)],
+                [sys.executable, "-c", _START_CODE, json.dumps(sys.path), target, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **ONE_THREAD},
@@ -96,14 +94,10 @@ class ForkServer:
         return self.owner == os.getpid() and self._process.poll() is None
 
     def fork(self) -> Child:
-        """Start a worker that runs the target on its end of a new socket pair.
-
-        Raises:
-            WorkerError: If the fork server is dead.
-        """
+        """Start a worker that runs the target on its end of a new socket pair."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            pid = self._ask(0, [theirs.fileno()])
+            pid = self._request(0, [theirs.fileno()])
             if pid <= 1:  # signalling it would affect this program or all processes
                 raise WorkerError(f"the process that starts workers must name a process; got {pid}.")
             return Child(self, pid, Connection(ours.detach()))
@@ -111,38 +105,34 @@ class ForkServer:
     def reap(self, pid: int) -> int:
         """Wait for an ending worker; returns its exit code, negative for a signal."""
         with _lock:
-            if self._asking:  # a finalizer runs during a request of the same thread
-                self._left.append(pid)
+            if self._is_requesting:  # a finalizer runs during a request of the same thread
+                self._uncollected.append(pid)
                 return -signal.SIGKILL
             with contextlib.suppress(WorkerError):
-                while self._left:
-                    self._ask(self._left.pop(), [])
-                return self._ask(pid, [])
+                while self._uncollected:
+                    self._request(self._uncollected.pop(), [])
+                return self._request(pid, [])
         return -signal.SIGKILL  # the fork server was killed, and its workers too
 
-    def _ask(self, number: int, descriptors: list[int]) -> int:
+    def _request(self, number: int, descriptors: list[int]) -> int:
         """Send a request and wait for its answer; drops answers of interrupted requests."""
         with _lock:
-            self._asked += 1
-            self._asking = True
+            self._last_request += 1
+            self._is_requesting = True
             try:
-                socket.send_fds(self._control, [_packed(self._asked, number)], descriptors)
-                while (answer := _unpacked(self._control.recv(2 * _WORD))) is not None:
-                    if answer[0] == self._asked:
+                socket.send_fds(self._control, [_MESSAGE.pack(self._last_request, number)], descriptors)
+                while (answer := _decoded(self._control.recv(_MESSAGE.size))) is not None:
+                    if answer[0] == self._last_request:
                         return answer[1]
             except OSError:
                 pass
             finally:
-                self._asking = False
+                self._is_requesting = False
         raise WorkerError("the process that starts workers has died. Out of memory? Try fewer workers.")
 
 
 def fork_worker(target: str) -> Child:
-    """Start a worker process, and the fork server if there is none.
-
-    Args:
-        target: `module:function` that a worker runs on the file descriptor of its socket.
-    """
+    """Start a worker process that runs `target` (`module:function`) on the file descriptor of its socket."""
     global _current
     with _lock:
         if _current is None or not _current.is_usable or _current.target != target:
@@ -150,31 +140,31 @@ def fork_worker(target: str) -> Child:
         return _current.fork()
 
 
-def tend(target: str, descriptor: int, parent: int, die_with_parent: int) -> None:
+def run_fork_server(target: str, descriptor: int, parent: int, die_with_parent: int) -> None:
     """Run the fork server: fork a worker or report an exit code per request, until the socket closes."""
     for stop in (signal.SIGINT, signal.SIGTERM):  # the program ends its workers
         signal.signal(stop, signal.SIG_IGN)
     if die_with_parent:
-        _die_with(parent)
+        _end_with(parent)
     module, _, function = target.partition(":")
     for name in _PRELOAD:
         importlib.import_module(name)
     serve = getattr(importlib.import_module(module), function)
     with socket.socket(fileno=descriptor) as control:
         while True:
-            message, descriptors, _, _ = socket.recv_fds(control, 2 * _WORD, 1)
-            request = _unpacked(message)
+            message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE.size, 1)
+            request = _decoded(message)
             if request is None:
                 break
             which, number = request
             answer = _fork(control, descriptors[0], serve) if descriptors else _exit_code(number)
-            control.sendall(_packed(which, answer))
+            control.sendall(_MESSAGE.pack(which, answer))
     os._exit(0)
 
 
 def exit_on_hangup(descriptor: int) -> None:
     """Monitor a socket in a thread and exit this process when the other side closes it."""
-    threading.Thread(target=_watch, args=(descriptor,), daemon=True).start()
+    threading.Thread(target=_exit_when_closed, args=(descriptor,), daemon=True).start()
 
 
 def _fork(control: socket.socket, descriptor: int, serve: Callable[[int], None]) -> int:
@@ -185,7 +175,7 @@ def _fork(control: socket.socket, descriptor: int, serve: Callable[[int], None])
         os.close(descriptor)
         return pid
     try:
-        _die_with(fork_server)
+        _end_with(fork_server)
         control.close()
         serve(descriptor)
     finally:
@@ -200,20 +190,12 @@ def _exit_code(pid: int) -> int:
         return -signal.SIGKILL
 
 
-def _packed(which: int, number: int) -> bytes:
-    """Serialise a request or answer: request number and content."""
-    return b"".join(value.to_bytes(_WORD, "little", signed=True) for value in (which, number))
+def _decoded(message: bytes) -> tuple[int, int] | None:
+    """Return the request number and its content; None if the socket is closed."""
+    return _MESSAGE.unpack(message) if len(message) == _MESSAGE.size else None
 
 
-def _unpacked(message: bytes) -> tuple[int, int] | None:
-    """Parse the output of `_packed`; None if the socket is closed."""
-    if len(message) != 2 * _WORD:
-        return None
-    which, number = message[:_WORD], message[_WORD:]
-    return int.from_bytes(which, "little", signed=True), int.from_bytes(number, "little", signed=True)
-
-
-def _die_with(parent: int) -> None:
+def _end_with(parent: int) -> None:
     """Make the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -221,7 +203,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _watch(descriptor: int) -> None:
+def _exit_when_closed(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, 0)  # hang-ups are always reported
     while not any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll()):
@@ -229,7 +211,7 @@ def _watch(descriptor: int) -> None:
     os._exit(1)
 
 
-def _hangs_up(link: Connection, timeout_s: float) -> bool:
+def _closes_in_time(link: Connection, timeout_s: float) -> bool:
     """Whether the other side closes in time; late answers are dropped."""
     with contextlib.suppress(OSError):
         while link.poll(timeout_s):

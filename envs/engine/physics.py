@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from envs.spec import Array, StepResult
 from policies.errors import CheckpointError, ConfigError
 
-Array = np.ndarray
 
-
-class MujocoStepper:
-    """N simulator states of one compiled model.
-
-    Args:
-        model: `mujoco.MjModel`.
-        num_envs: N.
-    """
+class MujocoStepper(ABC):
+    """N simulator states of one compiled `mujoco.MjModel`."""
 
     can_save = True
 
@@ -29,6 +24,14 @@ class MujocoStepper:
             raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         self.model, self.num_envs = model, num_envs
         self.datas = [mujoco.MjData(model) for _ in range(num_envs)]
+
+    @abstractmethod
+    def reset(self, row: int, seed: int) -> Array:
+        """Start a seeded episode in one row; returns the observation (Do,)."""
+
+    @abstractmethod
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da) for one control step."""
 
     def metrics(self) -> dict[str, Array]:
         return {}
@@ -48,15 +51,7 @@ class MujocoStepper:
 
 
 def get_physics(model: Any, datas: Sequence[Any]) -> Array:
-    """Return the full integration state, including warm starts.
-
-    Args:
-        model: `mujoco.MjModel` of all simulators.
-        datas: N `mujoco.MjData`.
-
-    Returns:
-        Integration states (N, nstate).
-    """
+    """Return the integration states (N, nstate) of N `MjData` of one model, including warm starts."""
     import mujoco
 
     signature = mujoco.mjtState.mjSTATE_INTEGRATION
@@ -68,11 +63,6 @@ def get_physics(model: Any, datas: Sequence[Any]) -> Array:
 
 def set_physics(model: Any, datas: Sequence[Any], states: Any) -> None:
     """Restore the output of `get_physics`; derived quantities are not recomputed.
-
-    Args:
-        model: `mujoco.MjModel` of all simulators.
-        datas: N `mujoco.MjData`.
-        states: (N, nstate).
 
     Raises:
         CheckpointError: If the states belong to other simulators or another number of them.

@@ -1,9 +1,7 @@
 """Image observations: cameras of a task and their image history.
 
-Images are rendered on request, never during stepping. Each step stores only what determines them: positions,
-and the task's changes to its model (targets, colours). Rendering uses copies of model and simulator, so it
-changes no state, and the image shows the same state as the observation. Images therefore depend only on seed
-and actions, whatever the number of environments.
+Images are rendered on request. Each step stores only what determines them: positions, and the task's changes
+to its model (targets, colours). Rendering uses copies of model and simulator, so it changes no state.
 
 Legend: N environments, M of them addressed, To observation history, H and W height and width.
 """
@@ -14,22 +12,22 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, Stepper
 from policies.bounds import Checked, bounded
-from policies.encoders import ImageShape
-from policies.encoders.images import RESERVED
 from policies.errors import CapabilityError, ConfigError
+
+if TYPE_CHECKING:
+    from policies.encoders import ImageShape
 
 Array = np.ndarray
 AnyEnv = TypeVar("AnyEnv")
 
 FREE = "free"
-"""Name of MuJoCo's free camera, which looks at the scene as the model says."""
+"""Name of MuJoCo's free camera."""
 
 
 @runtime_checkable
@@ -56,31 +54,31 @@ class HasCameras(Checked):
     image_shadows: bool = True  # render shadows; false is several times faster without a GPU
 
     def __post_init__(self) -> None:
-        """Refuse image sizes of another rank, and duplicate or reserved camera names."""
         super().__post_init__()
         self.require("image_size", len(self.image_size) == 2, "height and width, e.g. [96,96]")
+        if not self.cameras:
+            return
+        from policies.encoders.images import RESERVED
+
         distinct = len(set(self.cameras)) == len(self.cameras) and not set(self.cameras) & set(RESERVED)
         self.require("cameras", distinct, f"distinct, and none of {', '.join(RESERVED)}")
 
     @property
     def images(self) -> dict[str, ImageShape]:
-        """Shapes (H, W, 3) of the images by camera."""
         height, width = self.image_size
         return {camera: (height, width, 3) for camera in self.cameras}
 
-    def vector_of(self: Any, stepper: Stepper, obs_steps: int) -> ChunkVector:
-        """Return the environments of a simulator, with an image history if there are cameras.
+    def make_vector(self: Any, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build N environments from the task's `stepper`, with an image history if there are cameras.
 
         Raises:
             ConfigError: If the model lacks a camera.
+            MissingExtraError: If the simulator is not installed.
         """
-        spec: EnvSpec = self.spec
-        image_history = None
+        stepper, history = self.stepper(num_envs), None
         if self.cameras:
-            image_history = FrameHistory(
-                stepper, self.images, obs_steps=obs_steps, shadows=self.image_shadows
-            )
-        return ChunkVector(spec, stepper, obs_steps=obs_steps, image_history=image_history)
+            history = FrameHistory(stepper, self.images, obs_steps=obs_steps, shadows=self.image_shadows)
+        return ChunkVector(self.spec, stepper, obs_steps=obs_steps, image_history=history)
 
     def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
         """Replay an episode and return its frames (F, height, width, 3); see `rendering.replay_frames`."""
@@ -93,22 +91,18 @@ CAMERA_OPTIONS = tuple(f.name for f in fields(HasCameras))
 
 
 def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
-    """Return a task with exactly the cameras of a policy.
-
-    Args:
-        env: Its configuration. Configured cameras must include those of the policy.
-        images: Image shapes of the policy by camera; empty: no rendering.
+    """Return a task with exactly the cameras of a policy, whose `images` are shapes by camera.
 
     Raises:
         CapabilityError: If the scene of the task cannot be rendered.
-        ConfigError: If the task has other cameras or another image size.
+        ConfigError: If the configured cameras lack one of the policy's or differ in image size.
     """
     if not isinstance(env, HasCameras):
         if not images:
             return env
         raise CapabilityError(
-            f"the policy looks through the cameras {', '.join(images)}; the scene of this task cannot be "
-            f"drawn. Evaluate it on a task that has the options env.cameras and env.image_size."
+            f"the policy needs the cameras {', '.join(images)}; the scene of this task cannot be "
+            "drawn. Use a task with the options env.cameras and env.image_size."
         )
     assert is_dataclass(env)
     if not images:
@@ -117,26 +111,20 @@ def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
         _check_cameras(env, images)
     sizes = {shape[:2] for shape in images.values()}
     if len(sizes) > 1:
-        raise ConfigError(
-            f"a task draws all images in one size; the policy looks at {dict(images)}. Train it on images "
-            f"of one size."
-        )
+        raise ConfigError(f"the images of a policy must have one size in a task; got {dict(images)}.")
     return replace(env, cameras=tuple(images), image_size=sizes.pop())
 
 
 def _check_cameras(env: HasCameras, images: Mapping[str, ImageShape]) -> None:
-    """Refuse a task configured with other cameras or sizes."""
-    shown = env.images
-    missing = [camera for camera in images if camera not in shown]
-    if missing:
+    if not set(images) <= set(env.cameras):
         raise ConfigError(
-            f"the policy looks through the cameras {', '.join(images)}; env.cameras has "
+            f"the policy needs the cameras {', '.join(images)}; env.cameras has "
             f"{', '.join(env.cameras)}. Leave env.cameras out, or name those of the policy."
         )
     for camera, shape in images.items():
-        if tuple(shape) != shown[camera]:
+        if tuple(shape) != env.images[camera]:
             raise ConfigError(
-                f"the policy looks at images of {shape[0]} x {shape[1]} pixels from camera '{camera}'; "
+                f"the policy needs images of {shape[0]} x {shape[1]} pixels from camera '{camera}'; "
                 f"env.image_size is {list(env.image_size)}. Leave env.cameras out, or set "
                 f"env.image_size=[{shape[0]},{shape[1]}]."
             )
@@ -148,16 +136,11 @@ class SceneState:
 
     positions: Array
     appearance: dict[str, Array]
-    pictures: dict[str, Array] = field(default_factory=dict)
+    images: dict[str, Array] = field(default_factory=dict)
 
 
 class CameraRenderer:
-    """Render simulator states with some cameras, on its own copy of the model.
-
-    Args:
-        stepper: A MuJoCo simulator with a `model` and one of `datas` per environment.
-        images: Image shapes by camera, all of one size.
-        shadows: Whether lights cast shadows.
+    """Render simulator states with cameras of one image size, on its own copy of the stepper's model.
 
     Raises:
         ConfigError: If the model lacks a camera.
@@ -168,12 +151,16 @@ class CameraRenderer:
 
         self._stepper, self._images, self._shadows = stepper, dict(images), shadows
         self._model = copy.copy(stepper.model)
-        _check_names(self._model, images)
+        _check_camera_names(self._model, images)
         self._data = mujoco.MjData(self._model)
         part = mujoco.mjtState
         self._signature = part.mjSTATE_QPOS | part.mjSTATE_MOCAP_POS | part.mjSTATE_MOCAP_QUAT
         self._size = mujoco.mj_stateSize(self._model, self._signature)
         self._renderer: Any = None
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        return tuple(self._images)
 
     def capture(self, row: int) -> SceneState:
         """Return the current appearance of a row."""
@@ -186,15 +173,11 @@ class CameraRenderer:
         )
 
     def render(self, state: SceneState) -> dict[str, Array]:
-        """Return the images (H, W, 3) of a state by camera.
-
-        Raises:
-            MissingExtraError: If no GL context can be made.
-        """
-        if not state.pictures:
+        """Return the images (H, W, 3) of a state by camera."""
+        if not state.images:
             self._restore(state)
-            state.pictures = {camera: self._picture(camera) for camera in self._images}
-        return state.pictures
+            state.images = {camera: self._render_camera(camera) for camera in self._images}
+        return state.images
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -211,15 +194,15 @@ class CameraRenderer:
         for stage in (mujoco.mj_kinematics, mujoco.mj_comPos, mujoco.mj_camlight, mujoco.mj_tendon):
             stage(model, data)
 
-    def _picture(self, camera: str) -> Array:
+    def _render_camera(self, camera: str) -> Array:
         from envs.engine.rendering import OffscreenRenderer
 
         if self._renderer is None:
             height, width, _ = self._images[camera]
             self._renderer = OffscreenRenderer(self._model, width=width, height=height, shadows=self._shadows)
         self._renderer.look_through(None if camera == FREE else camera)
-        picture: Array = self._renderer.frame(self._data)
-        return picture
+        image: Array = self._renderer.frame(self._data)
+        return image
 
 
 class FrameHistory:
@@ -243,15 +226,13 @@ class FrameHistory:
 
     def images(self, rows: Iterable[int]) -> dict[str, Array]:
         """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
-        drawn = [[self._renderer.render(state) for state in self._states[row]] for row in rows]
-        cameras = list(self._renderer._images)
+        histories = [[self._renderer.render(state) for state in self._states[row]] for row in rows]
         return {
-            camera: np.stack([np.stack([pictures[camera] for pictures in history]) for history in drawn])
-            for camera in cameras
+            camera: np.stack([np.stack([images[camera] for images in history]) for history in histories])
+            for camera in self._renderer.cameras
         }
 
     def get_state(self) -> list[list[dict[str, Any]]]:
-        """Return the states of every row, without images."""
         return [
             [{"positions": state.positions.copy(), "look": dict(state.appearance)} for state in states]
             for states in self._states
@@ -266,8 +247,7 @@ class FrameHistory:
         self._renderer.close()
 
 
-def _check_names(model: Any, cameras: Iterable[str]) -> None:
-    """Refuse cameras that the model lacks."""
+def _check_camera_names(model: Any, cameras: Iterable[str]) -> None:
     names = [model.camera(i).name for i in range(model.ncam)]
     known = [*(name for name in names if name), FREE]
     unknown = [camera for camera in cameras if camera not in known]

@@ -9,36 +9,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.spec import VectorEnv
 from policies.errors import MissingExtraError
 
 if TYPE_CHECKING:
     import mujoco
 
-    pass
-
-
-class SteppedVector(VectorEnv, Protocol):
-    """A vector of environments with a stepper."""
-
-    stepper: Any
+    from envs.engine.vector import ChunkVector
 
 
 class OffscreenRenderer:
-    """Renders one model without a window; use as a context manager.
+    """Renderer of one model without a window; use as a context manager.
 
-    Headless machines need no setting: see `gl_backends`.
-
-    Args:
-        model: The compiled model.
-        width: Pixels.
-        height: Pixels.
-        camera: Name of a camera of the model; None is MuJoCo's free camera.
-        shadows: Whether lights cast shadows, the main cost of a software rasteriser.
+    Headless machines need no setting: see `gl_backends`. `camera` names a camera of the model, None the free
+    camera. Shadows are the main cost of a software rasteriser.
 
     Raises:
         MissingExtraError: If no GL context can be made.
@@ -62,14 +49,14 @@ class OffscreenRenderer:
         self._scene = mujoco.MjvScene(model, maxgeom=10_000)
         self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = shadows
         self._option = mujoco.MjvOption()
-        self._camera = _view(model, camera)
+        self._camera = _camera(model, camera)
         with _buffers_for(model, width, height, shadows):
             self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150.value)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
 
     def look_through(self, camera: str | None) -> None:
-        """Set the camera of subsequent frames; see the class."""
-        self._camera = _view(self._model, camera)
+        """Set the camera of subsequent frames."""
+        self._camera = _camera(self._model, camera)
 
     def frame(self, data: mujoco.MjData) -> np.ndarray:
         """Return the image of a state: (height, width, 3) uint8."""
@@ -97,10 +84,7 @@ class OffscreenRenderer:
 
 @contextmanager
 def _buffers_for(model: mujoco.MjModel, width: int, height: int, shadows: bool) -> Iterator[None]:
-    """Allocate buffers of the image size instead of the model's, which may be many times larger.
-
-    Pixels are unchanged.
-    """
+    """Allocate buffers of the image size instead of the model's, which may be many times larger."""
     size, quality = model.vis.global_, model.vis.quality
     before = size.offwidth, size.offheight, quality.shadowsize
     size.offwidth, size.offheight = width, height
@@ -134,16 +118,12 @@ def has_library(name: str) -> bool:
 
 
 def require_gl() -> None:
-    """Check that rendering works.
-
-    Raises:
-        MissingExtraError: If no GL context can be made.
-    """
+    """Raise MissingExtraError unless rendering works."""
     _gl_context(8, 8).free()
 
 
 def replay_frames(
-    vector: SteppedVector,
+    vector: ChunkVector,
     seed: int,
     actions: np.ndarray,
     *,
@@ -152,19 +132,16 @@ def replay_frames(
     height: int = 240,
     camera: str | None = None,
 ) -> np.ndarray:
-    """Replay an episode in the exact engine and render it.
+    """Replay an episode of one environment in the exact engine; returns frames (F, height, width, 3) uint8.
 
     Args:
-        vector: One environment whose stepper has a `model` and `datas` (MuJoCo).
+        vector: A `ChunkVector` of one environment, simulated by MuJoCo.
         seed: Seed of the episode.
         actions: (L, Da) its actions, e.g. `EpisodeRow.actions`.
         every: Control steps between frames; the reset and the last step are always included.
         width: Pixels.
         height: Pixels.
         camera: Name of a camera of the model; None: the free camera.
-
-    Returns:
-        (F, height, width, 3) uint8.
 
     Raises:
         MissingExtraError: If no GL context can be made.
@@ -182,14 +159,7 @@ def replay_frames(
     return np.stack(frames)
 
 
-def film_strip(frames: np.ndarray, *, columns: int = 8) -> np.ndarray:
-    """Concatenate evenly spaced frames (F, H, W, 3) horizontally: (H, columns W, 3)."""
-    chosen = np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)
-    return np.concatenate(list(frames[chosen]), axis=1)
-
-
-def _view(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
-    """Return a named camera of the model, or its free camera."""
+def _camera(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
     import mujoco
 
     view = mujoco.MjvCamera()

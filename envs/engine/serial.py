@@ -1,7 +1,4 @@
-"""Any gymnasium-API environment, stepped serially.
-
-For simulators without a faster engine, and as reference for faster engines.
-"""
+"""Any gymnasium-API environment, stepped serially; also the reference of faster engines."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ _DEFAULT_HZ = 1.0  # for environments without a control rate
 
 
 def _flat_observation(obs: Any) -> Array:
-    """Flatten an array observation to float64."""
     return np.asarray(obs, np.float64).reshape(-1)
 
 
@@ -86,7 +82,6 @@ class SerialStepper:
         return StepResult(np.stack(obs), np.array(reward), *flags)
 
     def metrics(self) -> dict[str, Array]:
-        """Return the chosen keys of the latest infos, (N,) each."""
         return {name: values.copy() for name, values in self._metrics.items()}
 
     def get_state(self) -> dict[str, Any]:
@@ -117,13 +112,9 @@ class SerialVector(ChunkVector):
         *,
         obs_steps: int = 1,
         paper_compat: bool = False,
-        observe: Callable[[Any], Array] = _flat_observation,
-        succeeded: Callable[[Mapping[str, Any]], bool] = _reported_success,
-        options: Callable[[int], dict[str, Any] | None] | None = None,
+        **stepper_options: Any,
     ) -> None:
-        stepper = SerialStepper(
-            envs, observe=observe, succeeded=succeeded, options=options, metric_names=spec.episode_metrics
-        )
+        stepper = SerialStepper(envs, metric_names=spec.episode_metrics, **stepper_options)
         super().__init__(spec, stepper, obs_steps=obs_steps, paper_compat=paper_compat)
 
 
@@ -140,7 +131,6 @@ class GymSerial:
 
     @cached_property
     def spec(self) -> EnvSpec:
-        """Return the specification; creates the environment once."""
         import gymnasium
 
         made = gymnasium.make(self.env_id)
@@ -164,7 +154,6 @@ class GymSerial:
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> SerialVector:
-        """Create N environments; the vector applies the time limit."""
         import gymnasium
 
         if num_envs < 1:
@@ -177,7 +166,6 @@ class GymSerial:
 def _widths(
     observation: object, action: object, env_id: str
 ) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
-    """Return Do and the action box, or refuse other spaces."""
     from gymnasium.spaces import Box
 
     flat = isinstance(observation, Box) and len(observation.shape) == 1

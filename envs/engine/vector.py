@@ -1,9 +1,8 @@
-"""Vectors of environments that execute action chunks, with shared bookkeeping.
+"""Vectors of environments that execute action chunks.
 
 A `Stepper` advances some of one simulator's N environments by one control step. `ChunkVector` adds
-simulator-independent parts: observation history, chunks that stop at the end of their episode, time limits,
-seeds, and saving. There is no automatic reset: an ended episode returns its true last observation, and the
-caller starts the next one with a seed of its choice.
+observation history, chunks that stop at the end of their episode, time limits, seeds and saving. There is no
+automatic reset: an ended episode returns its true last observation.
 
 Legend: N environments, M of them addressed, To observation history, Ta executed steps, Do and Da widths.
 """
@@ -82,7 +81,7 @@ class ChunkVector:
         if len(seeds) != len(index):
             raise ConfigError(f"reset needs one seed per row; got {len(seeds)} seeds for {len(index)} rows.")
         for row, seed in zip(index.tolist(), seeds, strict=True):
-            with self._told("reset"):
+            with self._named_errors("reset"):
                 self._history[row] = self.stepper.reset(row, int(seed))
             if self._image_history is not None:
                 self._image_history.begin(row)
@@ -102,7 +101,7 @@ class ChunkVector:
             EnvironmentFailure: If the simulator raises an error, or an observation or reward is not finite.
         """
         running = np.ones(self.num_envs, bool) if active is None else np.array(active, bool)
-        actions = self._checked(actions, running)
+        actions = self._check_actions(actions, running)
         if isinstance(self.stepper, ChunkStepper) and not self.paper_compat and self._image_history is None:
             return self._step_through(self.stepper, actions, running)
         n, num_steps = actions.shape[:2]
@@ -114,9 +113,9 @@ class ChunkVector:
             rows = np.flatnonzero(running)
             if rows.size == 0:
                 break
-            with self._told("step"):
+            with self._named_errors("step"):
                 step = self.stepper.step(rows, actions[rows, j])
-            self._remember(rows, step.obs)
+            self._append(rows, step.obs)
             path[rows, j] = step.obs
             rewards[rows, j] = step.reward
             length[rows] += 1
@@ -132,12 +131,10 @@ class ChunkVector:
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
 
     def images(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
-        """Render the camera images of some rows: (n, To, H, W, 3) uint8 by camera; empty without cameras.
+        """Render the camera images of some rows (default: all) at the steps of the observation history.
 
-        The images show the same steps as the observation history.
-
-        Args:
-            rows: Indices; None: all.
+        Returns:
+            (n, To, H, W, 3) uint8 by camera; empty without cameras.
 
         Raises:
             MissingExtraError: If no GL context can be made.
@@ -146,11 +143,7 @@ class ChunkVector:
         return {} if self._image_history is None else self._image_history.images(index)
 
     def goals(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
-        """Return `goal` (n, Dg) float64 of some rows; empty for tasks without separate goals.
-
-        Args:
-            rows: Indices; None: all.
-        """
+        """Return `goal` (n, Dg) float64 of some rows (default: all); empty without separate goals."""
         if not self.spec.goal_dim or not isinstance(self.stepper, GoalStepper):
             return {}
         goals = self.stepper.goals()
@@ -160,7 +153,7 @@ class ChunkVector:
         """Execute whole chunks at once and keep the part before the end of each episode."""
         n, num_steps = actions.shape[:2]
         rows = np.flatnonzero(running)
-        with self._told("step"):
+        with self._named_errors("step"):
             step = stepper.step_through(rows, actions[rows])
         count = np.arange(1, num_steps + 1)
         limited = step.truncated | (self._elapsed[rows, None] + count >= self.spec.max_episode_steps)
@@ -185,12 +178,8 @@ class ChunkVector:
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Convert simulator errors to one error that names the task.
-
-        Raises:
-            EnvironmentFailure: If it raises anything but an error of ours.
-        """
+    def _named_errors(self, what: str) -> Iterator[None]:
+        """Convert simulator errors to an EnvironmentFailure that names the task."""
         try:
             yield
         except BurnishError:
@@ -204,11 +193,6 @@ class ChunkVector:
             ) from error
 
     def _require_finite(self, what: str, values: Array, rows: Array | None = None) -> None:
-        """Refuse observations or rewards (M, ...) that are not finite.
-
-        Raises:
-            EnvironmentFailure: Naming the rows.
-        """
         if np.isfinite(values).all():
             return
         bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
@@ -218,7 +202,6 @@ class ChunkVector:
         )
 
     def _terminated(self, step: StepResult) -> Array:
-        """Return which steps end their task, by the simulator or by `terminate_on_success`."""
         return step.terminated | step.success if self.spec.terminate_on_success else step.terminated
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,11 +221,7 @@ class ChunkVector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CheckpointError: If the state has other shapes.
-        """
+        """Continue from `state_dict`; raises CheckpointError if the state has other shapes."""
         history = np.asarray(state["history"])
         if history.shape != self._history.shape:
             raise CheckpointError(
@@ -261,8 +240,7 @@ class ChunkVector:
             self._image_history.close()
         self.stepper.close()
 
-    def _checked(self, actions: Array, active: Array) -> Array:
-        """Return actions clipped to the box, in their own floating-point dtype."""
+    def _check_actions(self, actions: Array, active: Array) -> Array:
         actions = np.asarray(actions)
         if actions.ndim != 3 or actions.shape[::2] != (self.num_envs, self.spec.action_dim):
             raise ConfigError(
@@ -277,8 +255,7 @@ class ChunkVector:
             raise ConfigError(f"environments {rows} of '{self.spec.name}' are finished; reset them first.")
         return np.clip(actions, self._low, self._high)
 
-    def _remember(self, rows: Array, obs: Array) -> None:
-        """Append observations (M, Do) to the history of rows (M,)."""
+    def _append(self, rows: Array, obs: Array) -> None:
         if self.obs_steps > 1:
             self._history[rows, :-1] = self._history[rows, 1:]
         self._history[rows, -1] = obs

@@ -1,8 +1,7 @@
 """Objects in worker processes that serve method calls.
 
-Each process uses one thread for linear algebra, ignores Ctrl-C (handled by the program), and ends with the
-program (see `envs.engine.fork_server`). Messages are pickles between a program and its own children; large
-arrays are sent outside the pickle stream and copied once.
+Each process uses one thread for linear algebra, ignores Ctrl-C and ends with the program. Messages are
+pickles between a program and its own children; large arrays are sent outside the pickle stream.
 """
 
 from __future__ import annotations
@@ -41,12 +40,9 @@ class Workers(Protocol):
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, on_message: OnMessage | None = None
     ) -> list[Any]:
-        """Call a method of every object with its own arguments; returns the results in order.
+        """Call a method of every object with its own tuple of arguments; returns the results in order.
 
-        Args:
-            method: Name of the method.
-            arguments: One tuple per object.
-            on_message: Receives the arguments of the objects' `notify` calls during the call.
+        `on_message` receives the arguments of the objects' `notify` calls during the call.
         """
         ...
 
@@ -57,11 +53,6 @@ class Workers(Protocol):
 
 def start_workers(factory: Factory, arguments: Sequence[tuple[Any, ...]], *, processes: bool) -> Workers:
     """Build one object per tuple of arguments, each in its own process or all in this one.
-
-    Args:
-        factory: Builds an object; with `processes` it must be importable by name.
-        arguments: One tuple per object.
-        processes: Whether to start processes.
 
     Raises:
         WorkerError: If an object cannot be built in its process.
@@ -82,11 +73,10 @@ class LocalWorkers:
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, on_message: OnMessage | None = None
     ) -> list[Any]:
-        """Call a method of every object, one after the other."""
         results = []
         with torch_threads(1):
             for worker, args in zip(self._objects, arguments, strict=True):
-                worker.notify = on_message or _ignore
+                worker.notify = on_message or _drop
                 results.append(getattr(worker, method)(*args))
         return results
 
@@ -106,11 +96,11 @@ class ProcessWorkers:
 
     def __init__(self, factory: Factory, arguments: Sequence[tuple[Any, ...]]) -> None:
         self._children: list[Child] = []
-        self._finalizer = weakref.finalize(self, _end, self._children)
+        self._finalizer = weakref.finalize(self, _close_all, self._children)
         for _ in arguments:
             self._children.append(fork_worker(_SERVE))
-        place = {"path": sys.path, "directory": os.getcwd(), "environment": dict(os.environ)}
-        self._exchange([place] * len(arguments), None)
+        program = {"path": sys.path, "directory": os.getcwd(), "environment": dict(os.environ)}
+        self._exchange([program] * len(arguments), None)
         self._exchange([(factory, args) for args in arguments], None)
 
     def __len__(self) -> int:
@@ -138,7 +128,6 @@ class ProcessWorkers:
         return self._exchange([(method, args) for args in arguments], on_message)
 
     def close(self) -> None:
-        """End all processes; safe to call twice."""
         self._finalizer()
         self._children = []
 
@@ -149,11 +138,10 @@ class ProcessWorkers:
                 self._send(index, message)
             return self._collect(on_message)
         except BaseException:
-            self._hang_up()
+            self._kill_all()
             raise
 
-    def _hang_up(self) -> None:
-        """End all processes immediately."""
+    def _kill_all(self) -> None:
         for child in self._children:
             child.end(grace_s=0.0)
         self.close()
@@ -180,7 +168,7 @@ class ProcessWorkers:
                 except (EOFError, OSError):
                     raise self._died(index) from None
                 if kind == "message":
-                    (on_message or _ignore)(value)
+                    (on_message or _drop)(value)
                     continue
                 if kind == "refusal":
                     raise value
@@ -199,12 +187,7 @@ class ProcessWorkers:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickle tensors as arrays, whose memory is sent outside the pickle stream.
-
-    Raises:
-        pickle.PicklingError: If an object is defined in the main script or a notebook, which workers cannot
-            import.
-    """
+    """Pickle tensors as arrays, whose memory is sent outside the pickle stream."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
@@ -219,7 +202,6 @@ _NUMPY_TYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.ui
 
 
 def _tensor(kind: type, values: Any, requires_grad: bool) -> Tensor:
-    """Return a tensor or parameter over the memory of an array."""
     tensor = torch.from_numpy(values)
     return Parameter(tensor, requires_grad) if kind is Parameter else tensor.requires_grad_(requires_grad)
 
@@ -238,11 +220,7 @@ def send(link: Connection, message: Any) -> None:
 
 
 def receive(link: Connection) -> Any:
-    """Receive an object from `send`; arrays are writable.
-
-    Raises:
-        EOFError: If the connection is closed.
-    """
+    """Receive an object from `send`; arrays are writable. Raises EOFError if the connection is closed."""
     message = memoryview(link.recv_bytes())
     count = int.from_bytes(message[:8], "little")
     buffers = [bytearray(link.recv_bytes()) for _ in range(count)]
@@ -256,22 +234,22 @@ def serve(descriptor: int) -> None:
     exit_on_hangup(descriptor)
     link = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):
-        _settle(receive(link))
+        _adopt(receive(link))
         send(link, ("ok", None))
         with torch_threads(1):
-            _answer(link)
+            _serve_calls(link)
     os._exit(0)
 
 
-def _settle(place: dict[str, Any]) -> None:
+def _adopt(program: dict[str, Any]) -> None:
     """Adopt the program's module search path, working directory and environment variables."""
-    sys.path[:] = place["path"]
-    os.chdir(place["directory"])
+    sys.path[:] = program["path"]
+    os.chdir(program["directory"])
     os.environ.clear()
-    os.environ.update(place["environment"] | ONE_THREAD)
+    os.environ.update(program["environment"] | ONE_THREAD)
 
 
-def _answer(link: Connection) -> None:
+def _serve_calls(link: Connection) -> None:
     """Build the object, then serve calls until the stop message."""
     worker: Any = None
     while True:
@@ -294,7 +272,7 @@ def _answer(link: Connection) -> None:
             send(link, ("error", traceback.format_exc()))
 
 
-def _end(children: list[Child]) -> None:
+def _close_all(children: list[Child]) -> None:
     """Request processes to close, then kill the rest."""
     for child in children:
         with contextlib.suppress(OSError):
@@ -303,5 +281,5 @@ def _end(children: list[Child]) -> None:
         child.end()
 
 
-def _ignore(_: Any) -> None:
+def _drop(_: Any) -> None:
     """Drop a message."""

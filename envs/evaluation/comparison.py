@@ -30,7 +30,6 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether the policies differ significantly."""
         if self.episodes < FEWEST_EPISODES:
             return "too few episodes to tell"
         return "clearly different" if self.difference.excludes_zero else "within noise"
@@ -45,11 +44,7 @@ class Comparison:
 
 
 def format_interval(quantity: str, interval: Mapping[str, float]) -> tuple[str, str]:
-    """Format mean and interval: success in percent, everything else with three significant digits.
-
-    Args:
-        quantity: Measured quantity; see `Evaluation.values`.
-        interval: `Interval` as a dict; a value alone has no interval, "–".
+    """Format mean and interval: success in percent, else three significant digits; "–" without interval.
 
     Example:
         >>> format_interval("return", {"value": 0.01, "low": 0.0, "high": 0.03})
@@ -111,6 +106,5 @@ def compare(
 
 
 def _by_seed(evaluation: Evaluation, quantity: str, seeds: Sequence[int]) -> Array:
-    """Return a quantity (len(seeds),) in the order of the seeds."""
     values = dict(zip((row.seed for row in evaluation.rows), evaluation.values(quantity), strict=True))
     return np.array([values[seed] for seed in seeds])

@@ -27,7 +27,7 @@ from envs.evaluation.intervals import (
     value_at_risk,
     wilson,
 )
-from envs.evaluation.protocol import as_evaluated, described, prepare_eval
+from envs.evaluation.protocol import describe_protocol, prepare_eval, with_settings
 from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.player import NETWORK_CALLS, EpisodeRunner, EvaluatedPolicy, Evaluator
@@ -41,12 +41,7 @@ from policies.wrappers.steering import Steering
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Per-episode rows and their protocol.
-
-    Attributes:
-        rows: One per episode, in order.
-        protocol: Everything but the policy that determines the numbers; JSON values.
-    """
+    """Per-episode rows in order, and the protocol: all but the policy that determines the numbers."""
 
     rows: tuple[EpisodeRow, ...]
     protocol: dict[str, Any]
@@ -59,7 +54,6 @@ class Evaluation:
 
     @property
     def quantity(self) -> str:
-        """Evaluation criterion: `success` or `return`."""
         return judged_by(self.protocol["env"]["success_rule"])
 
     def values(self, quantity: str) -> Array:
@@ -86,18 +80,12 @@ class Evaluation:
             out["success"] = asdict(wilson(int(self.values("success").sum()), len(self.rows)))
         if self.protocol["env"]["reference_scores"]:
             out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
-        out |= self._risk()
+        returns, share = self.values("return"), {"share": RISK_SHARE}
+        out["return_var"] = {"value": value_at_risk(returns)} | share
+        out["return_cvar"] = asdict(conditional_value_at_risk(returns)) | share
         if self.rows and NETWORK_CALLS in self.rows[0].metrics:
             out[NETWORK_CALLS] = asdict(bootstrap_mean(self.values(NETWORK_CALLS)))
         return out
-
-    def _risk(self) -> dict[str, Any]:
-        """Return risk measures of the returns over the worst episodes."""
-        returns, share = self.values("return"), {"share": RISK_SHARE}
-        return {
-            "return_var": {"value": value_at_risk(returns)} | share,
-            "return_cvar": asdict(conditional_value_at_risk(returns)) | share,
-        }
 
     def d4rl_scores(self) -> Array:
         """Return (E,) scores in points: 0 for the random and 100 for the expert reference return.
@@ -187,10 +175,10 @@ def evaluate(
             task that cannot be rendered.
         MissingExtraError: If the policy requires images and rendering is unavailable.
     """
-    short_run, sketched = warm_start or WarmStart(), steer or Steering()
+    short_run, sketch = warm_start or WarmStart(), steer or Steering()
     settings = EvaluationSettings(
         *(episodes, first_seed, noise_seed, start_noise, sampling_noise),
-        *(steps, num_envs, act_steps, short_run, sketched),
+        *(steps, num_envs, act_steps, short_run, sketch),
     )
     if episodes < 1 or num_workers < 0:
         raise ConfigError(
@@ -202,8 +190,8 @@ def evaluate(
             f"differ by their noise; got {start_noise} and {sampling_noise}."
         )
     task = prepare_eval(env, policy)
-    player = EpisodeRunner(
-        policy=as_evaluated(policy, settings),
+    runner = EpisodeRunner(
+        policy=with_settings(policy, settings),
         first_seed=first_seed,
         noise_seed=noise_seed,
         start_noise=start_noise,
@@ -211,35 +199,37 @@ def evaluate(
         keep=keep_observations,
         warm_start=short_run,
     )
-    counter = _Counter(episodes, on_progress)
-    rows = _play(player, task, episodes, num_envs, num_workers, counter)
-    return Evaluation(tuple(sorted(rows, key=lambda row: row.episode)), described(env, settings, task))
+    finished = 0
+
+    def count(ended: int) -> None:
+        nonlocal finished
+        finished += ended
+        if on_progress is not None:
+            on_progress(finished, episodes)
+
+    rows = _run_episodes(runner, task, episodes, num_envs, num_workers, count)
+    return Evaluation(
+        tuple(sorted(rows, key=lambda row: row.episode)), describe_protocol(env, settings, task)
+    )
 
 
-class _Counter:
-    """Count the finished episodes of all workers."""
-
-    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
-        self._done, self._total, self._on_progress = 0, total, on_progress
-
-    def __call__(self, ended: int) -> None:
-        self._done += ended
-        if self._on_progress is not None:
-            self._on_progress(self._done, self._total)
-
-
-def _play(
-    player: EpisodeRunner, env: EnvConfig, episodes: int, num_envs: int, num_workers: int, counter: _Counter
+def _run_episodes(
+    runner: EpisodeRunner,
+    env: EnvConfig,
+    episodes: int,
+    num_envs: int,
+    num_workers: int,
+    on_message: Callable[[int], None],
 ) -> list[EpisodeRow]:
     count = min(max(1, num_workers), episodes, num_envs)
     shares = [part.tolist() for part in np.array_split(np.arange(episodes), count)]
     widths = [len(part) for part in np.array_split(np.arange(num_envs), count)]
-    with _in_evaluation_mode(player.policy):
-        sent = _on_cpu(player) if num_workers else player
+    with _in_evaluation_mode(runner.policy):
+        sent = _on_cpu(runner) if num_workers else runner
         arguments = [(env, sent, share, width) for share, width in zip(shares, widths, strict=True)]
         workers = start_workers(Evaluator, arguments, processes=num_workers > 0)
         try:
-            return [row for rows in workers.call("run", [()] * count, on_message=counter) for row in rows]
+            return [row for rows in workers.call("run", [()] * count, on_message=on_message) for row in rows]
         finally:
             workers.close()
 
@@ -259,10 +249,9 @@ def _in_evaluation_mode(policy: EvaluatedPolicy) -> Iterator[None]:
             part.training = mode
 
 
-def _on_cpu(player: EpisodeRunner) -> EpisodeRunner:
-    """Return a player with its policy on the CPU, for worker processes."""
-    policy = player.policy
-    return replace(player, policy=policy.on_cpu() if isinstance(policy, Policy | BestOfN) else policy)
+def _on_cpu(runner: EpisodeRunner) -> EpisodeRunner:
+    policy = runner.policy
+    return replace(runner, policy=policy.on_cpu() if isinstance(policy, Policy | BestOfN) else policy)
 
 
 def _row_to_json(row: EpisodeRow) -> dict[str, Any]:

@@ -39,12 +39,7 @@ class Interval:
 
 
 def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
-    """Return the success rate and its Wilson score interval.
-
-    Args:
-        successes: Number of successes, 0..n.
-        n: Number of episodes, positive.
-        confidence: Coverage.
+    """Return the success rate of `n` episodes and its Wilson score interval.
 
     Raises:
         ConfigError: If the counts are inconsistent.
@@ -72,8 +67,8 @@ def success_rate(successes: ArrayLike, *, confidence: float = 0.95) -> Interval:
     """Return the success rate of `successes` (S, E) or (E,), true or false, with its interval.
 
     Episodes of one seed are draws of one policy; the interval is Wilson's. Episodes of several seeds do not
-    share one rate; the interval is `bootstrap_mean`'s over seeds and episodes. It is at least as wide as
-    Wilson's over all episodes, since resamples of nearly constant episodes hardly differ.
+    share one rate; the interval is the bootstrap over seeds and episodes. It is at least as wide as Wilson's
+    over all episodes, since resamples of nearly constant episodes hardly differ.
 
     Raises:
         ConfigError: If there is no episode, or values are not boolean.
@@ -110,31 +105,15 @@ def bootstrap_mean(
     return _bootstrap(values, lambda means: means.mean(axis=1), confidence, num_resamples, seed)
 
 
-def bootstrap_iqm(
-    values: np.ndarray, *, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
-) -> Interval:
-    """Return the interquartile mean over the seeds' means of `values` (S, E), with its interval.
-
-    With fewer than five seeds it is the mean.
-    """
-    few = np.atleast_2d(values).shape[0] < IQM_FROM_SEEDS
-    return _bootstrap(
-        values,
-        (lambda means: means.mean(axis=1)) if few else _iqm_rows,
-        confidence,
-        num_resamples,
-        seed,
-    )
+def bootstrap_iqm(values: np.ndarray) -> Interval:
+    """Return the interquartile mean of the seeds' means of `values` (S, E); below five seeds, their mean."""
+    if np.atleast_2d(values).shape[0] < IQM_FROM_SEEDS:
+        return bootstrap_mean(values)
+    return _bootstrap(values, _iqm_rows, confidence=0.95, num_resamples=10_000, seed=0)
 
 
 def value_at_risk(values: np.ndarray, share: float = RISK_SHARE) -> float:
-    """Return the largest of the worst `share` of `values` (E,).
-
-    The count of worst episodes is share E, rounded down, at least 1.
-
-    Raises:
-        ConfigError: If the share is not in (0, 1], or the values are not finite.
-    """
+    """Return the largest of the worst `share` of `values` (E,): share E, rounded down, at least 1."""
     return float(_worst(np.asarray(values, np.float64)[None], share)[0, -1])
 
 
@@ -148,9 +127,8 @@ def conditional_value_at_risk(
 ) -> Interval:
     """Return the mean of the worst `share` of `values` (S, E) or (E,), with a percentile bootstrap interval.
 
-    The worst are those of all seeds together, share S E of them, rounded down, at least 1. Resamples draw
-    seeds and, within them, episodes, as in `bootstrap_mean`. With few episodes the interval is too narrow:
-    resamples contain nothing below the observed minimum.
+    The worst are those of all seeds together, share S E of them, rounded down, at least 1. The interval of
+    few episodes is too narrow: resamples contain nothing below the observed minimum.
 
     Raises:
         ConfigError: If the share is not in (0, 1], or the values are not finite.
@@ -179,12 +157,7 @@ def _worst(rows: np.ndarray, share: float) -> np.ndarray:
 
 
 def paired_difference(
-    before: np.ndarray,
-    after: np.ndarray,
-    *,
-    confidence: float = 0.95,
-    num_resamples: int = 10_000,
-    seed: int = 0,
+    before: np.ndarray, after: np.ndarray, *, num_resamples: int = 10_000, seed: int = 0
 ) -> Interval:
     """Return the mean of `after - before` on the same episodes, (S, E) or (E,), with its interval.
 
@@ -196,7 +169,7 @@ def paired_difference(
         raise ConfigError(
             f"a paired difference needs the same episodes twice; got {before.shape} and {after.shape}."
         )
-    return bootstrap_mean(after - before, confidence=confidence, num_resamples=num_resamples, seed=seed)
+    return bootstrap_mean(after - before, num_resamples=num_resamples, seed=seed)
 
 
 def _bootstrap(
@@ -227,7 +200,6 @@ def _resamples(values: np.ndarray, num_resamples: int, seed: int) -> Iterator[np
 
 
 def _percentiles(point: float, draws: np.ndarray, confidence: float) -> Interval:
-    """Return the percentile interval of the draws (R,) of a statistic."""
     tail = (1 - confidence) / 2
     low, high = np.quantile(draws, [tail, 1 - tail])
     return Interval(point, float(low), float(high), confidence)

@@ -1,7 +1,4 @@
-"""Evaluation protocol: fixed settings, their serialisation, and their effect on a policy.
-
-Legend: E episodes.
-"""
+"""Evaluation protocol: fixed settings, their serialisation, and their effect on a policy."""
 
 from __future__ import annotations
 
@@ -28,20 +25,14 @@ from policies.wrappers.sketch_guidance import describe_steering, steered
 _VERSIONS = ("mujoco", "gymnasium", "burnish")
 
 
-def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfig) -> dict[str, Any]:
-    """Return the protocol, everything but the policy that determines the numbers, as JSON values.
-
-    Args:
-        env: The task.
-        settings: Evaluation settings.
-        staged_env: The task with the cameras of the policy.
-    """
+def describe_protocol(env: EnvConfig, settings: EvaluationSettings, task: EnvConfig) -> dict[str, Any]:
+    """Return the protocol, everything but the policy that determines the numbers, as JSON values."""
     numbers = json.loads(json.dumps({**asdict(settings), "steer": describe_steering(settings.steer)}))
     del numbers["num_envs"]  # no effect on the numbers
     return {
         "env": describe_task(env),
         **numbers,
-        **_describe_images(staged_env),
+        **_describe_images(task),
         "block_rows": BLOCK_ROWS,
         "engine": "exact",
         "versions": {name: _version(name) for name in (*_VERSIONS, *env.spec.packages)},
@@ -54,22 +45,18 @@ def describe_task(env: EnvConfig) -> dict[str, Any]:
     options = options_of(with_paths(env, _digest))
     for name in ("expert", *CAMERA_OPTIONS):  # not part of the evaluated task
         options.pop(name, None)
-    description: dict[str, Any] = json.loads(
-        json.dumps(
-            {
-                "name": spec.name,
-                "options": options,
-                "max_episode_steps": spec.max_episode_steps,
-                "success_rule": spec.success_rule,
-                "reference_scores": spec.reference_scores,
-            }
-        )
-    )
+    task = {
+        "name": spec.name,
+        "options": options,
+        "max_episode_steps": spec.max_episode_steps,
+        "success_rule": spec.success_rule,
+        "reference_scores": spec.reference_scores,
+    }
+    description: dict[str, Any] = json.loads(json.dumps(task))
     return description
 
 
 def _digest(path: str) -> str:
-    """Return the digest of a file: numbers depend on its content, not its path."""
     return f"sha256:{sha256(Path(path).expanduser())}"
 
 
@@ -93,8 +80,8 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
     """Return the task with the cameras of a policy.
 
     Raises:
-        ConfigError: If observations, actions or goals of the two differ in width.
-        ConfigError, CapabilityError: If the task cannot provide the policy's images; see `match_cameras`.
+        ConfigError: If observations, actions, goals or images of the two differ.
+        CapabilityError: If the task's scene cannot be rendered.
         MissingExtraError: If rendering is unavailable.
     """
     spec, advice = env.spec, "Evaluate it on the task it was made for."
@@ -108,7 +95,7 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
     return task
 
 
-def as_evaluated(policy: EvaluatedPolicy, settings: EvaluationSettings) -> EvaluatedPolicy:
+def with_settings(policy: EvaluatedPolicy, settings: EvaluationSettings) -> EvaluatedPolicy:
     """Return the policy with the settings' steps, warm start and sketch guidance.
 
     Raises:

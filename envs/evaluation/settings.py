@@ -13,16 +13,7 @@ SEEDS = 2**32  # seed range of all simulators: 0 to SEEDS - 1
 
 
 def check_seeds(name: str, first: int, count: int = 1) -> None:
-    """Refuse seeds outside the simulators' range.
-
-    Args:
-        name: Configuration key of the first seed.
-        first: The first seed.
-        count: Number of consecutive seeds.
-
-    Raises:
-        ConfigError: If a seed is negative or too large.
-    """
+    """Refuse `count` consecutive seeds outside the simulators' range; `name` is the key of the first."""
     if first < 0 or first + max(count, 1) > SEEDS:
         largest = SEEDS - max(count, 1)
         raise ConfigError(f"{name} must be from 0 to {largest}; got {first}.")
@@ -44,7 +35,6 @@ class EvaluationSettings:
     steer: Steering = field(default_factory=Steering)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name, least in (("episodes", 0), ("num_envs", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
@@ -59,4 +49,4 @@ class EvaluationSettings:
             if self.steer.is_on and getattr(self, name) == "zero":
                 raise ConfigError(f"{name}=zero and steer exclude each other. Leave one of them out.")
         if self.steer.is_on and self.warm_start.is_on:
-            raise ConfigError("steer and warm_start both say where a plan begins. Give one of them.")
+            raise ConfigError("steer and warm_start both set the start of a plan. Give one of them.")

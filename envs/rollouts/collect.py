@@ -21,9 +21,7 @@ MAX_ATTEMPTS = 10
 
 
 def with_images(env: Any, episode: Episode) -> Episode:
-    """Return an episode with camera images before each action.
-
-    The episode is replayed in the exact engine from its seed and actions.
+    """Return an episode with camera images before each action, replayed in the exact engine.
 
     Raises:
         CapabilityError: If the replay diverges: the episode does not belong to the task as configured.
@@ -39,18 +37,16 @@ def with_images(env: Any, episode: Episode) -> Episode:
 
 
 def _replay_images(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
-    """Return images (T, H, W, 3) by camera."""
-    obs, seen = vector.reset([episode.seed])[0, -1], []
+    obs, frames = vector.reset([episode.seed])[0, -1], []
     for t, action in enumerate(episode.actions):
         if not np.array_equal(obs, episode.observations[t]):
             raise CapabilityError(
-                f"this expert of {vector.spec.name} cannot be with_images: its episodes do not begin or go "
-                f"on as those of the task (seed {episode.seed}, step {t}). Leave env.cameras out, or choose "
-                f"another expert."
+                f"images of this expert of {vector.spec.name} cannot be recorded: its episodes differ from "
+                f"the task's (seed {episode.seed}, step {t}). Leave env.cameras out, or use another expert."
             )
-        seen.append(vector.images())
+        frames.append(vector.images())
         obs = vector.step_chunk(action[None, None]).obs[0, -1]
-    return {camera: np.concatenate([images[camera][:, 0] for images in seen]) for camera in seen[0]}
+    return {camera: np.concatenate([images[camera][:, 0] for images in frames]) for camera in frames[0]}
 
 
 class HasExpert(Protocol):
@@ -99,34 +95,23 @@ def collect(
         raise ConfigError(f"episodes must be at least 1; got {episodes}.")
     env = _with_expert(env, noise=noise, expert=expert)
     attempts = _Attempts(env, episodes, first_seed, keep_failures or not env.spec.success_rule, progress)
-    dataset = EpisodeDataset.from_episodes(attempts, meta=_origin(env) | {"first_seed": first_seed})
+    dataset = EpisodeDataset.from_episodes(attempts, meta=_metadata(env) | {"first_seed": first_seed})
     dataset.meta["attempts"] = attempts.done
     return dataset
 
 
 @dataclass
 class _Attempts:
-    """Attempts of an expert; iteration runs them and yields the kept episodes.
-
-    Attributes:
-        wanted: Number of episodes to keep.
-        keeps_all: Whether episodes without success are kept.
-        done: Number of attempts so far.
-    """
+    """Attempts of an expert; iteration runs them and yields the kept episodes."""
 
     env: Any
     wanted: int
     first_seed: int
-    keeps_all: bool
+    keep_failures: bool
     progress: Callable[[int, int], None] | None
     done: int = 0
 
     def __iter__(self) -> Iterator[Episode]:
-        """Yield the episodes.
-
-        Raises:
-            DatasetError: If too few attempts succeed.
-        """
         kept = 0
         while kept < self.wanted:
             if self.done == MAX_ATTEMPTS * self.wanted:
@@ -136,7 +121,7 @@ class _Attempts:
                 )
             episode = self.env.demonstrate(self.first_seed + self.done)
             self.done += 1
-            is_kept = episode.success or self.keeps_all
+            is_kept = episode.success or self.keep_failures
             kept += is_kept
             if is_kept:
                 episode = with_images(self.env, episode)
@@ -150,10 +135,10 @@ _FIELDS = {"noise": ("noise", "has no noise to set"), "expert": ("tier", "is the
 """Argument of `collect` -> field of the options of experts, and what it means that they lack it."""
 
 
-def _with_expert(env: Any, **wanted: Any) -> Any:
+def _with_expert(env: Any, **options: Any) -> Any:
     """Return the configuration with other expert options; None keeps an option."""
     changes = {}
-    for name, value in wanted.items():
+    for name, value in options.items():
         field, missing = _FIELDS[name]
         if value is None:
             continue
@@ -163,6 +148,5 @@ def _with_expert(env: Any, **wanted: Any) -> Any:
     return replace(env, expert=replace(env.expert, **changes)) if changes else env
 
 
-def _origin(env: Any) -> dict[str, Any]:
-    """Return the metadata of the recorded episodes, as plain values."""
+def _metadata(env: Any) -> dict[str, Any]:
     return {"source": f"demonstrations of {env.spec.name}", "env": named_options(env)}

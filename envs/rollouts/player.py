@@ -1,9 +1,7 @@
 """Run evaluation episodes whose result depends only on their seed, not on batch size or neighbours.
 
 The policy is called on blocks of a fixed number of rows, and each episode always occupies the same row of
-its block (its lane). The result is thereby independent of the other episodes, the number of environments and
-matrix shapes, which affect rounding. The policy's memory between decisions is stored with the episode; first
-and later decisions are in separate blocks.
+its block (its lane), because matrix shapes affect rounding. First and later decisions are in separate blocks.
 
 Legend: N environments, M of them playing, To observation history, Th horizon, Ta executed steps, Do and Da
 widths.
@@ -55,18 +53,13 @@ class EvaluatedPolicy(Protocol):
 
 @dataclass
 class Memory:
-    """State of an episode between decisions.
-
-    Shapes:
-        plan: (Th, Da), normalised; None: no decision yet, or a policy without memory.
-    """
+    """State of an episode between decisions; `plan` (Th, Da) is normalised, None before the first."""
 
     plan: Tensor | None = None
     calls: int = 0
     decisions: int = 0
 
     def remember(self, plan: Tensor, calls: int) -> None:
-        """Store a decision and its number of network evaluations."""
         self.plan = plan
         self.calls += calls
         self.decisions += 1
@@ -90,7 +83,6 @@ class EpisodeRunner:
         return Replanner(self.policy, self.warm_start) if self.warm_start.is_on else None
 
     def generator(self, episode: int) -> torch.Generator:
-        """Return the noise generator of an episode."""
         return seeded_generator(self.noise_seed, "evaluation", episode)
 
     def noise(self, generator: torch.Generator) -> Tensor:
@@ -125,45 +117,38 @@ class EpisodeRunner:
         is_first = [memory.plan is None for memory in memories]
         for members in _blocks(list(zip(is_first, lanes, strict=True))):
             rows = [lanes[m] for m in members]
-            seen = {name: _placed(_tensor(values[members]), rows) for name, values in obs.items()}
-            tape = _placed(torch.stack([noise[m] for m in members]), rows)
+            seen = {name: _scatter(_to_tensor(values[members]), rows) for name, values in obs.items()}
+            block_noise = _scatter(torch.stack([noise[m] for m in members]), rows)
             with torch.inference_mode():
-                actions = self._decide(seen, tape, rows, [memories[m] for m in members]).cpu().numpy()
+                actions = self._decide(seen, block_noise, rows, [memories[m] for m in members]).cpu().numpy()
             for member, row in zip(members, rows, strict=True):
                 out[member] = actions[row]
         return np.stack([chunk for chunk in out if chunk is not None])
 
     def _decide(
-        self, obs: Observation, tape: Tensor, rows: Sequence[int], memories: Sequence[Memory]
+        self, obs: Observation, block_noise: Tensor, rows: Sequence[int], memories: Sequence[Memory]
     ) -> Tensor:
         """Compute chunks for a block in which all episodes have a plan, or none has."""
         if self.replanner is None:
-            return self.policy.act(obs, noise=tape)
+            return self.policy.act(obs, noise=block_noise)
         plans = [memory.plan for memory in memories if memory.plan is not None]
-        previous = _placed(torch.stack(plans), rows) if plans else None
-        decision = self.replanner.decide(obs, noise=tape, previous=previous)
+        previous = _scatter(torch.stack(plans), rows) if plans else None
+        decision = self.replanner.decide(obs, noise=block_noise, previous=previous)
         for memory, row in zip(memories, rows, strict=True):
             memory.remember(decision.plan[row], decision.calls)
         return decision.actions
 
 
 class Evaluator:
-    """One worker's share of an evaluation.
-
-    Args:
-        env: The task, with the cameras of the policy.
-        player: The policy and its options.
-        episodes: Indices of the episodes.
-        num_envs: Environments of this worker.
-    """
+    """One worker's share of an evaluation: `episodes` of a task with the policy's cameras."""
 
     notify: Callable[[Any], None]
 
-    def __init__(self, env: EnvConfig, player: EpisodeRunner, episodes: list[int], num_envs: int) -> None:
-        self._player = player
-        self._waiting = _Queue(episodes)
+    def __init__(self, env: EnvConfig, runner: EpisodeRunner, episodes: list[int], num_envs: int) -> None:
+        self._runner = runner
+        self._queue = _EpisodeQueue(episodes)
         width = min(num_envs, len(episodes))
-        self._vector: VectorEnv = env.make_vector(width, obs_steps=self._player.policy.chunk.obs_steps)
+        self._vector: VectorEnv = env.make_vector(width, obs_steps=self._runner.policy.chunk.obs_steps)
         self._tracker = EpisodeTracker(width)
         self._episode = np.full(width, -1)  # -1: no episode left for this environment
         self._obs = np.zeros((width, self._vector.obs_steps, self._vector.spec.obs_dim))
@@ -172,7 +157,6 @@ class Evaluator:
         self._memories = [Memory() for _ in range(width)]
 
     def run(self) -> list[EpisodeRow]:
-        """Run all episodes."""
         done: list[EpisodeRow] = []
         self._begin(np.arange(len(self._episode)))
         while (self._episode >= 0).any():
@@ -188,12 +172,12 @@ class Evaluator:
     def _begin(self, rows: Array) -> None:
         for row in rows.tolist():
             lane = int(self._episode[row]) % BLOCK_ROWS if self._episode[row] >= 0 else row % BLOCK_ROWS
-            self._episode[row] = episode = self._waiting.take(lane)
+            self._episode[row] = episode = self._queue.take(lane)
             if episode < 0:
                 continue
-            seed = self._player.first_seed + episode
+            seed = self._runner.first_seed + episode
             self._obs[row] = self._vector.reset([seed], [row])[0]
-            self._generators[row] = self._player.generator(episode)
+            self._generators[row] = self._runner.generator(episode)
             self._tracker.reset(np.array([row]))
             self._tracker.begin(np.array([row]), [seed], [episode])
             self._buffers[row] = _EpisodeBuffer([self._obs[row, -1].copy()[None]])
@@ -202,25 +186,27 @@ class Evaluator:
     def _advance(self) -> list[EpisodeRow]:
         active = self._episode >= 0
         playing = np.flatnonzero(active)
-        noise = [self._player.noise(self._generators[i]) for i in playing.tolist()]
+        noise = [self._runner.noise(self._generators[i]) for i in playing.tolist()]
         lanes = (self._episode[playing] % BLOCK_ROWS).tolist()
         memories = [self._memories[i] for i in playing.tolist()]
         state = {"state": self._obs[playing]}
         obs = state | self._vector.goals(playing) | self._vector.images(playing)
-        chosen = self._player.act(obs, noise, lanes, memories)
+        chosen = self._runner.act(obs, noise, lanes, memories)
         actions = np.zeros((len(active), *chosen.shape[1:]), chosen.dtype)
         actions[playing] = chosen
         step = self._vector.step_chunk(actions, active)
         self._tracker.add(step)
         self._obs[playing] = step.obs[playing]
-        if self._player.keep:
+        if self._runner.keep:
             for i in playing.tolist():
                 self._buffers[i].add(step.path[i, : step.length[i]], actions[i, : step.length[i]])
         ended = np.flatnonzero(step.done & active)
         rows = self._tracker.rows(ended, step)
-        rows = [_counted(row, self._memories[i]) for i, row in zip(ended.tolist(), rows, strict=True)]
-        if self._player.keep:
-            rows = [self._buffers[i].develop(row) for i, row in zip(ended.tolist(), rows, strict=True)]
+        rows = [
+            _with_network_calls(row, self._memories[i]) for i, row in zip(ended.tolist(), rows, strict=True)
+        ]
+        if self._runner.keep:
+            rows = [self._buffers[i].attach_to(row) for i, row in zip(ended.tolist(), rows, strict=True)]
         self._begin(ended)
         return rows
 
@@ -233,18 +219,16 @@ class _EpisodeBuffer:
         self._actions: list[Array] = []
 
     def add(self, path: Array, actions: Array) -> None:
-        """Append the observations after some control steps and their actions."""
         self._observations.append(path)
         self._actions.append(actions)
 
-    def develop(self, row: EpisodeRow) -> EpisodeRow:
-        """Attach the trajectory to the episode's row."""
+    def attach_to(self, row: EpisodeRow) -> EpisodeRow:
         return replace(
             row, observations=np.concatenate(self._observations), actions=np.concatenate(self._actions)
         )
 
 
-class _Queue:
+class _EpisodeQueue:
     """Pending episodes, dispatched by lane so that blocks stay full."""
 
     def __init__(self, episodes: Sequence[int]) -> None:
@@ -258,20 +242,19 @@ class _Queue:
         return queue.pop() if queue else -1
 
 
-def _counted(row: EpisodeRow, memory: Memory) -> EpisodeRow:
-    """Add the network evaluations per decision, if counted."""
+def _with_network_calls(row: EpisodeRow, memory: Memory) -> EpisodeRow:
     if not memory.decisions:
         return row
     return replace(row, metrics={**row.metrics, NETWORK_CALLS: memory.calls / memory.decisions})
 
 
-def _tensor(values: Array) -> Tensor:
+def _to_tensor(values: Array) -> Tensor:
     """Convert states to float32; images are unchanged."""
     tensor = torch.from_numpy(values)
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _placed(values: Tensor, rows: Sequence[int]) -> Tensor:
+def _scatter(values: Tensor, rows: Sequence[int]) -> Tensor:
     """Scatter values (M, ...) into rows of a zero block."""
     block = values.new_zeros(BLOCK_ROWS, *values.shape[1:])
     block[list(rows)] = values

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.datasets.episode import Episode
-from envs.spec import StepResult
+from envs.spec import Array, Stepper
 
-Array = np.ndarray
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
 _FIRST = np.zeros(1, np.int64)
-
-
-class Stepper(Protocol):
-    """A simulator of one or more environments; experts use row 0."""
-
-    def reset(self, row: int, seed: int) -> Array: ...
-
-    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
 
 class Recording:
     """One episode in row 0 of a stepper.
-
-    Args:
-        stepper: Simulator.
-        seed: Of the episode.
-        terminate_on_success: Whether a success terminates the episode; see `EnvSpec`.
 
     Attributes:
         observations: (Do,) each, the first one before any action.
@@ -51,16 +38,10 @@ class Recording:
 
     @property
     def now(self) -> Array:
-        """The present observation (Do,)."""
         return self.observations[-1]
 
     def step(self, action: Array, **extras: Array) -> None:
-        """Execute an action (Da,) inside the box and record the result.
-
-        Args:
-            action: The action.
-            extras: Values before the action, stored with the step, e.g. `states`.
-        """
+        """Execute an action (Da,) inside the box; `extras` are values before it, stored with the step."""
         action = np.asarray(action, np.float32)
         for name, value in extras.items():
             self._extras.setdefault(name, []).append(value)
@@ -74,6 +55,8 @@ class Recording:
 
     def episode(self, *, truncated: bool, success: bool, **extras: Array) -> Episode:
         """Return the episode, with per-episode `extras` (T, …) beside the per-step ones."""
+        from envs.datasets.episode import Episode
+
         kept: dict[str, Any] = {name: np.stack(values) for name, values in self._extras.items()}
         return Episode(
             observations=np.stack(self.observations),

@@ -67,13 +67,7 @@ class RolloutPool:
 
     Episodes continue from one collection to the next. Environment n starts its e-th episode from a seed
     that depends on (seed, n, e) alone; the actor's noise comes from one generator per worker.
-
-    Args:
-        env: The task.
-        num_envs: N, over all workers.
-        num_workers: Processes; 0 runs in this process with the numbers of one worker.
-        obs_steps: To.
-        seed: Root of all randomness.
+    `num_workers=0` runs in this process with the numbers of one worker.
 
     Raises:
         ConfigError: If there are fewer environments than workers.
@@ -101,12 +95,9 @@ class RolloutPool:
         self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
 
     def collect(self, actor: Actor, num_steps: int, *, reset: bool = False) -> Rollout:
-        """Execute `num_steps` chunks in every environment.
+        """Execute T = `num_steps` chunks in every environment; the actor is copied to the workers.
 
-        Args:
-            actor: Policy; copied to the workers.
-            num_steps: T.
-            reset: Start new episodes everywhere; running ones are dropped without an episode row.
+        With `reset`, new episodes start everywhere; running ones are dropped without an episode row.
 
         Raises:
             ConfigError: If `num_steps` is not positive.
@@ -126,11 +117,7 @@ class RolloutPool:
         return {"num_envs": self.num_envs, "workers": _map_leaves(states, _to_tensor)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CheckpointError: If the numbers of environments or workers differ.
-        """
+        """Continue from `state_dict`; numbers of environments and workers must agree (CheckpointError)."""
         saved = (state["num_envs"], len(state["workers"]))
         if saved != (self.num_envs, len(self._workers)):
             raise CheckpointError(
@@ -141,19 +128,13 @@ class RolloutPool:
         self._workers.call("load", [(part,) for part in arrays])
 
     def close(self) -> None:
-        """End the workers; safe to call twice."""
         self._workers.close()
 
 
 class Collector:
     """One worker's share: a vector of environments and their running episodes.
 
-    Args:
-        env: The task.
-        rows: Global indices of its environments; they determine the seeds.
-        obs_steps: To.
-        seed: Root of all randomness.
-        index: Index of the worker.
+    `rows` are the global indices of its environments, which determine the seeds; `index` is the worker's.
     """
 
     def __init__(self, env: EnvConfig, rows: list[int], obs_steps: int, seed: int, index: int) -> None:
@@ -166,7 +147,6 @@ class Collector:
         self._obs: Array | None = None  # (n, To, Do); None before the first reset
 
     def collect(self, actor: Actor, num_steps: int, reset: bool) -> dict[str, Any]:
-        """Execute T chunks; see `RolloutPool.collect`."""
         if reset or self._obs is None:
             self._restart()
         buffer = _RolloutBuffer(num_steps)
@@ -183,7 +163,6 @@ class Collector:
         return {**buffer.read(), "episodes": episodes}
 
     def state(self) -> dict[str, Any]:
-        """Return the state that determines the next collection."""
         can_save = self._vector.can_save and self._obs is not None
         return {
             "generator": self._generator.get_state(),
@@ -245,7 +224,6 @@ class _RolloutBuffer:
         self._last: Array | None = None
 
     def write(self, t: int, obs: Tensor, first: Array, step: ChunkStep, record: Mapping[str, Tensor]) -> None:
-        """Store chunk t."""
         values = {
             "obs": obs.numpy(),
             "rewards": step.rewards.astype(np.float32),
@@ -306,7 +284,6 @@ def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
 
 
 def _map_leaves(tree: Any, change: Any) -> Any:
-    """Map a function over the leaves of nested dicts, lists and tuples."""
     if isinstance(tree, Mapping):
         return {key: _map_leaves(value, change) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

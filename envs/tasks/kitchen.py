@@ -1,14 +1,11 @@
 """Franka kitchen: a nine-joint arm completes four of seven household tasks (gymnasium-robotics).
 
-Physics, noise, control and goals are those of `FrankaKitchen-v1`, step by step and bit for bit; one
-compiled model is shared by one `MjData` per environment. The observation has the layout of D4RL's kitchen
-data: 9 robot positions, 21 object positions, and the 30 target positions (constant).
+Physics, noise, control and goals are those of `FrankaKitchen-v1`, bit for bit. The observation has the layout
+of D4RL's kitchen data: 9 robot positions, 21 object positions, and the 30 target positions (constant).
 
 Differences from D4RL's `kitchen-*-v0`, all inherited from gymnasium-robotics: sensor noise is 1 % of the
 robot's and 0.05 % of the objects' amplitudes (D4RL: 10 %), and a sub-task counts by the true, not by the
 noisy position. As in D4RL the controller starts from the noisy position it observed last.
-
-Legend: N environments, M of them addressed.
 """
 
 from __future__ import annotations
@@ -22,15 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.scores import reference
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.evaluation.scores import reference
+from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from policies.bounds import bounded
 from policies.registry import variant
-
-Array = np.ndarray
 
 NUM_ROBOT = 9
 NUM_POSITIONS = 30
@@ -57,17 +51,7 @@ _ACTION_NAMES = (
 
 
 class KitchenStepper(MujocoStepper):
-    """Step N kitchens.
-
-    Args:
-        tasks: Names of the sub-tasks, as gymnasium-robotics spells them.
-        num_envs: N.
-        robot_noise: Scale of the noise on robot positions.
-        object_noise: Scale of the noise on object positions.
-
-    Raises:
-        MissingExtraError: If gymnasium-robotics is not installed.
-    """
+    """Step N kitchens with sub-tasks in gymnasium-robotics' spelling; noises scale its amplitudes."""
 
     def __init__(
         self, tasks: tuple[str, ...], num_envs: int, robot_noise: float, object_noise: float
@@ -85,13 +69,13 @@ class KitchenStepper(MujocoStepper):
         # The objects' amplitudes begin one entry early, as in gymnasium-robotics.
         self._robot_noise = robot_noise * robot.robot_pos_noise_amp[:NUM_ROBOT]
         self._object_noise = object_noise * robot.robot_pos_noise_amp[NUM_ROBOT - 1 :]
-        self._radius = kitchen_env.BONUS_THRESH
+        self._tolerance = kitchen_env.BONUS_THRESH
         self._goals = [
             (kitchen_env.OBS_ELEMENT_INDICES[task], kitchen_env.OBS_ELEMENT_GOALS[task]) for task in tasks
         ]
-        self._wanted = np.zeros(NUM_POSITIONS)
+        self._target_positions = np.zeros(NUM_POSITIONS)
         for index, goal in self._goals:
-            self._wanted[index] = goal
+            self._target_positions[index] = goal
         self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # reseeded by each reset
         self._observed = np.zeros((num_envs, NUM_ROBOT))  # robot positions, with noise
         self._completed = np.zeros((num_envs, len(tasks)), bool)
@@ -120,16 +104,14 @@ class KitchenStepper(MujocoStepper):
             data.ctrl[:] = self._control(row, actions[i])
             mujoco.mj_step(self.model, data, nstep=self._skip)
             obs[i] = self._observe(row)
-            reward[i] = self._judge(row)
+            reward[i] = self._count_completed(row)
         success = self._completed[rows].all(axis=1)
         return StepResult(obs, reward, success, np.zeros(len(rows), bool), success)
 
     def metrics(self) -> dict[str, Array]:
-        """Return the number of sub-tasks completed in the running episodes, (N,)."""
         return {"subtasks": self._completed.sum(axis=1).astype(np.float64)}
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state that determines all following steps, noise generators included."""
         return {
             **super().get_state(),
             "observed": self._observed.copy(),
@@ -151,19 +133,18 @@ class KitchenStepper(MujocoStepper):
         return target
 
     def _observe(self, row: int) -> Array:
-        """Return the noisy positions with the target positions appended, (60,)."""
         qpos, rng = self.datas[row].qpos, self._rngs[row]
         robot = qpos[:NUM_ROBOT] + self._robot_noise * rng.uniform(-1.0, 1.0, NUM_ROBOT)
         rng.uniform(size=NUM_ROBOT)  # noise of the velocities, which this layout omits
         objects = qpos[NUM_ROBOT:] + self._object_noise * rng.uniform(-1.0, 1.0, NUM_POSITIONS - NUM_ROBOT)
         rng.uniform(size=self.model.nv - NUM_ROBOT)
         self._observed[row] = robot
-        return np.concatenate([robot, objects, self._wanted])
+        return np.concatenate([robot, objects, self._target_positions])
 
-    def _judge(self, row: int) -> float:
+    def _count_completed(self, row: int) -> float:
         """Mark completed sub-tasks and return the number of new ones."""
         qpos = self.datas[row].qpos
-        done = np.array([np.linalg.norm(qpos[index] - goal) < self._radius for index, goal in self._goals])
+        done = np.array([np.linalg.norm(qpos[index] - goal) < self._tolerance for index, goal in self._goals])
         new = done & ~self._completed[row]
         self._completed[row] |= done
         return float(new.sum())
@@ -171,11 +152,7 @@ class KitchenStepper(MujocoStepper):
 
 @lru_cache(maxsize=1)
 def load_kitchen() -> Any:
-    """Build gymnasium-robotics' environment once per process, for its model and constants.
-
-    Raises:
-        MissingExtraError: If gymnasium-robotics is not installed.
-    """
+    """Build gymnasium-robotics' environment once per process, for its model and constants."""
     from policies.extras import require
 
     with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about other tasks
@@ -201,26 +178,22 @@ class _Kitchen(HasCameras):
     @property
     def spec(self) -> EnvSpec:
         scores = reference(f"{self.name}-v0")
-        return EnvSpec(
+        return symmetric_spec(
+            (*_POSITION_NAMES, *(f"wanted {name}" for name in _POSITION_NAMES)),
+            _ACTION_NAMES,
             name=self.name,
             family="kitchen",
-            obs_dim=2 * NUM_POSITIONS,
-            action_dim=NUM_ROBOT,
-            action_low=(-1.0,) * NUM_ROBOT,
-            action_high=(1.0,) * NUM_ROBOT,
             max_episode_steps=self.max_episode_steps,
             control_hz=12.5,
-            obs_names=(*_POSITION_NAMES, *(f"wanted {name}" for name in _POSITION_NAMES)),
-            action_names=_ACTION_NAMES,
             success_rule=f"all four sub-tasks were completed: {', '.join(self.tasks)}",
             reference_scores=(scores.min_return, scores.max_return),
             episode_metrics=("subtasks",),
             packages=("gymnasium-robotics",),
+            extra="kitchen",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        stepper = KitchenStepper(self.tasks, num_envs, self.robot_noise_ratio, self.object_noise_ratio)
-        return self.vector_of(stepper, obs_steps)
+    def stepper(self, num_envs: int) -> KitchenStepper:
+        return KitchenStepper(self.tasks, num_envs, self.robot_noise_ratio, self.object_noise_ratio)
 
 
 # fmt: off

@@ -1,7 +1,4 @@
-"""The Gaussian policy: the baseline that every denoising policy is compared with.
-
-It satisfies the same protocols: its chain has one step, so the same PPO core fine-tunes it.
-"""
+"""Gaussian policy, the baseline of denoising policies; its chain has one step, so PPO fine-tunes it too."""
 
 from __future__ import annotations
 
@@ -83,6 +80,5 @@ class GaussianPolicy(ClosedFormPolicy):
         return GaussianDensity(*self.head(cond.vec))
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """Negative log-likelihood of normalised actions (B, Th, Da)."""
         mean, std = self.head(cond.vec)
         return reduce_elements(-gaussian_log_prob(action, mean, std), reduce)

@@ -251,7 +251,7 @@ def test_the_hash_covers_the_content_of_a_file_and_not_its_place(
 ) -> None:
     def content_of(path: object) -> dict[str, Any]:
         task = env("adroit-door", starts=str(path))
-        return protocol.described(task, EvaluationSettings(), task)
+        return protocol.describe_protocol(task, EvaluationSettings(), task)
 
     monkeypatch.chdir(tmp_path)
     for name, content in (("one", "starts"), ("same", "starts"), ("other", "other starts")):
@@ -268,7 +268,7 @@ def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: py
 
     def versions(name: str) -> dict[str, str]:
         task = env(name)
-        found: dict[str, str] = protocol.described(task, EvaluationSettings(), task)["versions"]
+        found: dict[str, str] = protocol.describe_protocol(task, EvaluationSettings(), task)["versions"]
         return found
 
     always = {"mujoco": "3", "gymnasium": "1", "burnish": "0"}

@@ -19,7 +19,7 @@ from algos.td3_bc import Td3BcConfig
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.datasets.array_storage import Disk
 from envs.evaluation.evaluate import evaluate
-from envs.fit import as_shown
+from envs.fit import with_task_observations
 from envs.make import env
 from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
@@ -105,15 +105,15 @@ def test_recorded_goals_end_the_states_of_tasks_that_have_them_there(
 ) -> None:
     """What was recorded beside the state is what a task with the goal in its state would have recorded."""
     joint = collect(task("appended"), episodes=6, first_seed=100)
-    shown = as_shown(task("appended"), demonstrations)
+    shown = with_task_observations(task("appended"), demonstrations)
     assert torch.equal(shown.observations, joint.observations) and "goal" not in shown.extras
     assert shown.next_observations is not None and joint.next_observations is not None
     assert torch.equal(shown.next_observations, joint.next_observations)
-    assert as_shown(task("separate"), demonstrations) is demonstrations
-    assert as_shown(task("appended"), joint) is joint
-    on_disk = as_shown(task("appended"), replace(demonstrations, storage=Disk(tmp_path)))
+    assert with_task_observations(task("separate"), demonstrations) is demonstrations
+    assert with_task_observations(task("appended"), joint) is joint
+    on_disk = with_task_observations(task("appended"), replace(demonstrations, storage=Disk(tmp_path)))
     assert torch.equal(on_disk.observations, joint.observations)
-    bare = as_shown(task("appended"), replace(demonstrations, next_observations=None))
+    bare = with_task_observations(task("appended"), replace(demonstrations, next_observations=None))
     assert bare.next_observations is None and torch.equal(bare.observations, joint.observations)
 
 
@@ -121,7 +121,7 @@ def test_a_goal_that_moves_within_an_episode_is_that_of_the_next_frame_afterward
     data = read_dataset(write_d4rl_maze(tmp_path / "maze.hdf5", 4, 2))
     moving = torch.arange(120.0).view(60, 2)
     known = replace(data, next_observations=data.observations.roll(-1, 0), extras={"goal": moving})
-    following = as_shown(task("appended"), known).next_observations
+    following = with_task_observations(task("appended"), known).next_observations
     assert following is not None
     assert following[:, -2:].tolist() == [
         moving[frame if frame % 20 == 19 else frame + 1].tolist() for frame in range(60)
@@ -132,7 +132,7 @@ def test_states_that_lack_a_goal_nobody_recorded_are_refused(demonstrations: Epi
     wide = replace(demonstrations, extras={"goal": torch.zeros(demonstrations.num_frames, 3)})
     for data, found in ((replace(demonstrations, extras={}), "no goals"), (wide, "(3,)")):
         with pytest.raises(ConfigError, match=mentions(f"6 2 {found}")):
-            as_shown(task("appended"), data)
+            with_task_observations(task("appended"), data)
     with pytest.raises(CapabilityError, match=mentions("algo=td3_bc env.goal=appended")):
         Td3BcConfig(steps=1).build(Setup(env=task("separate"), dataset=demonstrations))
 
@@ -144,11 +144,11 @@ def test_positions_in_walls_are_told(
     layout = task().layout
     assert layout.is_free(layout.centers).all()
     assert not layout.is_free(np.array([layout.center(wall) for wall in layout.walls])).any()
-    as_shown(task(), demonstrations)
+    with_task_observations(task(), demonstrations)
     assert not caplog.records
     moved = demonstrations.observations + torch.tensor([1.0, 1.0, 0.0, 0.0])
     with caplog.at_level("WARNING"):
-        as_shown(task("appended"), replace(demonstrations, observations=moved))
+        with_task_observations(task("appended"), replace(demonstrations, observations=moved))
     assert "positions lie in walls of env=pointmaze-umaze" in caplog.text
 
 

@@ -52,7 +52,7 @@ def test_steps_equal_those_of_meta_world_at_the_same_place(task: str, simulator:
     starts = [stepper.reset(row, seed) for row, seed in enumerate((4, 5))]
     official, actions = make_official(task), random_actions(2, 20)
     for row in (0, 1):
-        official._last_rand_vec = np.array(stepper._memory[row]["_last_rand_vec"])
+        official._last_rand_vec = np.array(stepper._variables[row]["_last_rand_vec"])
         obs, _ = official.reset()
         np.testing.assert_array_equal(starts[row], obs)
     paths: list[list[np.ndarray]] = [[], []]
@@ -99,7 +99,7 @@ def test_a_saved_vector_continues_bit_for_bit(task: str, simulator: None) -> Non
 def test_the_goal_is_observed(simulator: None) -> None:
     vector = vector_of("reach")
     obs = vector.reset([0])[0, -1]
-    np.testing.assert_array_equal(obs[-3:], vector.stepper._memory[0]["_target_pos"])
+    np.testing.assert_array_equal(obs[-3:], vector.stepper._variables[0]["_target_pos"])
     assert np.abs(obs[-3:]).min() > 0
     np.testing.assert_array_equal(obs[:18], obs[18:36])  # the frame before the first is the first
 

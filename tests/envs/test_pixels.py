@@ -167,7 +167,7 @@ def test_an_expert_of_another_world_cannot_be_photographed() -> None:
         def demonstrate(self, seed: int) -> Episode:
             return Episode(np.zeros((3, 4)), np.zeros((2, 2)), np.zeros(2), False, True, True, seed)
 
-    with pytest.raises(CapabilityError, match=r"expert of avoid cannot be with_images.*seed 3, step 0"):
+    with pytest.raises(CapabilityError, match=r"expert of avoid cannot be recorded.*seed 3, step 0"):
         collect(Elsewhere(), episodes=1, first_seed=3)
 
 
@@ -187,7 +187,7 @@ def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
     assert match_cameras(env("avoid"), policy.images) == task()
     assert match_cameras(task("tilted", "top"), policy.images) == task()
     assert match_cameras(task(), {}) == env("avoid", image_size=SIZE)
-    with pytest.raises(ConfigError, match=r"looks through the cameras top; env.cameras has tilted"):
+    with pytest.raises(ConfigError, match=r"needs the cameras top; env.cameras has tilted"):
         evaluate(policy, task("tilted"), episodes=1)
     with pytest.raises(ConfigError, match=mentions("24 32 top env.image_size [96, 96]")):
         evaluate(policy, env("avoid", cameras=("top",)), episodes=1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs.datasets.scores import normalized_score, reference, references, return_of_score
+from envs.evaluation.scores import normalized_score, reference, references, return_of_score
 
 
 @pytest.fixture

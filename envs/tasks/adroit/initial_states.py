@@ -1,9 +1,9 @@
 """Initial states of recorded demonstrations of the Adroit door.
 
-A file in D4RL's layout holds, per episode, the door position (`infos/door_body_pos`) and the initial
-simulator positions and velocities (`infos/init_qpos`, `infos/init_qvel`), but the arm had moved before the
-first recorded row. The arm's pose is therefore taken from the first observation, which holds every joint but
-the arm's slide; the slide follows from the observed palm position.
+A file in D4RL's layout holds the door position (`infos/door_body_pos`) and the initial simulator positions
+and velocities (`infos/init_qpos`, `infos/init_qvel`) per episode, but the arm had moved before the first
+recorded row. Its pose is therefore taken from the first observation, which holds every joint but the arm's
+slide; the slide follows from the observed palm position.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.formats.d4rl import load_d4rl
 from policies.errors import DatasetError
 
 Array = np.ndarray
@@ -56,6 +55,8 @@ def read_initial_states(path: str) -> tuple[DoorState, ...]:
     Raises:
         DatasetError: If the file is not D4RL's, is of another task, or lacks initial states.
     """
+    from envs.datasets.formats.d4rl import load_d4rl
+
     arrays = load_d4rl(path)
     if arrays["observations"].shape[1:] != (_OBS_DIM,):
         raise DatasetError(

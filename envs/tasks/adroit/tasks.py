@@ -1,11 +1,8 @@
 """Adroit: a Shadow hand opens a door, hammers a nail, turns a pen or moves a ball (24 to 30 joints).
 
-Physics, observations, rewards and success are those of gymnasium-robotics' `AdroitHand*-v1`: its environment
-runs on one `MjData` per row, with one compiled model and its sensitivities shared, so every number equals the
-original bit for bit. Resets modify the model (positions of door, nail, ball or its target, orientation of the
-pen); each row stores its values and writes them to the model before stepping.
-
-Legend: N environments, M of them addressed.
+Every number equals gymnasium-robotics' `AdroitHand*-v1` bit for bit: its environment runs on one `MjData` per
+row. Resets modify the shared model (positions of door, nail, ball or its target, orientation of the pen);
+each row stores its values and writes them to the model before stepping.
 """
 
 from __future__ import annotations
@@ -19,17 +16,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envs.datasets.scores import reference
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.evaluation.scores import reference
+from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.adroit.initial_states import DoorState, read_initial_states
 from policies.bounds import bounded
 from policies.paths import path_field
 from policies.registry import register
-
-Array = np.ndarray
 
 CONTROL_HZ = 100.0
 REWARDS = ("dense", "sparse")
@@ -69,17 +63,7 @@ class Scene:
 
 
 class AdroitStepper(MujocoStepper):
-    """Step N copies of one task.
-
-    Args:
-        scene: The task.
-        reward: "dense" or "sparse".
-        num_envs: N.
-        starts: Initial states, selected by seed modulo their number; empty: drawn from the seed.
-
-    Raises:
-        MissingExtraError: If gymnasium-robotics is not installed.
-    """
+    """Step N copies of one task; episodes start from `starts[seed % len(starts)]`, or as drawn."""
 
     def __init__(self, scene: Scene, reward: str, num_envs: int, starts: tuple[DoorState, ...] = ()) -> None:
         self._env = load_adroit(scene, reward)
@@ -121,7 +105,6 @@ class AdroitStepper(MujocoStepper):
             getattr(model, name)[at] = appearance[str(i)]
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state that determines all following steps, reset values included."""
         return {
             **super().get_state(),
             "places": [places.copy() for places in self._places],
@@ -134,7 +117,6 @@ class AdroitStepper(MujocoStepper):
         self._measured = {name: np.array(values, np.float64) for name, values in state["measured"].items()}
 
     def _bind(self, row: int) -> Any:
-        """Bind the shared environment to the simulator of a row."""
         self._env.data = self.datas[row]
         for view, places in zip(self._views, self._places, strict=True):
             view[:] = places[row]
@@ -145,11 +127,7 @@ class AdroitStepper(MujocoStepper):
 
 @lru_cache(maxsize=8)
 def load_adroit(scene: Scene, reward: str) -> Any:
-    """Build gymnasium-robotics' environment of a task once per process.
-
-    Raises:
-        MissingExtraError: If gymnasium-robotics is not installed.
-    """
+    """Build gymnasium-robotics' environment of a task once per process."""
     from policies.extras import require
 
     with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about the rewards
@@ -183,25 +161,22 @@ class _Adroit(HasCameras):
         obs_names = (*_angles(joints[self.hidden :]), *self.objects)
         scores = reference(f"{self.name.removeprefix('adroit-')}-human-v1")
         as_recorded = self.reward == "dense" and not self.terminate_on_success  # what the scores are of
-        return EnvSpec(
+        return symmetric_spec(
+            obs_names,
+            tuple(f"{joint} target [of its range]" for joint in joints),
             name=self.name,
             family="adroit",
-            obs_dim=len(obs_names),
-            action_dim=len(joints),
-            action_low=(-1.0,) * len(joints),
-            action_high=(1.0,) * len(joints),
             max_episode_steps=self.max_episode_steps,
             control_hz=CONTROL_HZ,
-            obs_names=obs_names,
-            action_names=tuple(f"{joint} target [of its range]" for joint in joints),
             success_rule=self.success_rule,
             terminate_on_success=self.terminate_on_success,
             reference_scores=(scores.min_return, scores.max_return) if as_recorded else None,
             packages=("gymnasium-robotics",),
+            extra="adroit",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(AdroitStepper(self.scene, self.reward, num_envs), obs_steps)
+    def stepper(self, num_envs: int) -> AdroitStepper:
+        return AdroitStepper(self.scene, self.reward, num_envs)
 
 
 _TURNS = tuple(f"arm rotation {axis}" for axis in "xyz")
@@ -224,16 +199,9 @@ class AdroitDoor(_Adroit):
         *(*_xyz("palm - handle"), "door open beyond 1 rad [-1 or 1]"),
     )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If gymnasium-robotics is not installed.
-            DatasetError: If the file lacks initial states.
-        """
+    def stepper(self, num_envs: int) -> AdroitStepper:
         starts = read_initial_states(self.starts) if self.starts is not None else ()
-        stepper = AdroitStepper(self.scene, self.reward, num_envs, starts)
-        return self.vector_of(stepper, obs_steps)
+        return AdroitStepper(self.scene, self.reward, num_envs, starts)
 
 
 @register("env", "adroit-hammer")

@@ -1,26 +1,24 @@
 """Multi-modal expert of `avoid`: draws a path through the pillars and tracks it with noise.
 
 Each episode draws a mode (uniformly), an aim in each gap, a pace, and two Ornstein-Uhlenbeck processes: one
-varies the pace, the other pushes the disc sideways off its path. The push shrinks near the rows, and the
-controller corrects towards the path, so nearly every demonstration succeeds.
+varies the pace, the other pushes the disc sideways, less near the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from scipy.interpolate import PchipInterpolator
 
+from envs.tasks.avoid.scene import AvoidScene, load_scene
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-    from envs.spec import StepResult
-    from envs.tasks.avoid.scene import AvoidScene
+    from envs.engine.physics import MujocoStepper
 
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
@@ -49,39 +47,29 @@ class AvoidExpert(Checked):
         super().__post_init__()
         self.require("modes", self.num_modes is None or not self.modes, "left out beside num_modes")
 
-    def ways(self, num_direct: int) -> tuple[int, ...]:
-        """Return the ids of the admissible modes.
-
-        Raises:
-            ConfigError: If an id or the number exceeds the `num_direct` direct modes.
-        """
+    def selected_modes(self, num_direct: int) -> tuple[int, ...]:
+        """Return the ids of the selected modes, or refuse ids beyond the `num_direct` direct modes."""
         count = num_direct if self.num_modes is None else self.num_modes
         chosen = self.modes or tuple(range(count))
         if not chosen or min(chosen) < 0 or max(chosen) >= num_direct:
             raise ConfigError(
-                f"env.expert knows the ways 0 to {num_direct - 1}; "
-                f"got num_modes={self.num_modes}, modes={self.modes}. Choose among those."
+                f"env.expert.modes must be from 0 to {num_direct - 1}; "
+                f"got num_modes={self.num_modes}, modes={self.modes}."
             )
         return chosen
 
 
 def plan(
-    scene: AvoidScene, way: tuple[int, ...], start: np.ndarray, *, noise: float, rng: np.random.Generator
+    scene: AvoidScene, gaps: tuple[int, ...], start: np.ndarray, *, noise: float, rng: np.random.Generator
 ) -> Callable[[float], float]:
-    """Draw a smooth path x(y) from the start through one gap of every row and over the finish line.
+    """Draw a smooth path x(y) [m] from the start (2,) through one gap of every row and over the finish line.
 
-    Shapes:
-        start: (2,) position [m].
-
-    Args:
-        scene: Scene geometry.
-        way: Gap index of every row.
-        start: Initial disc position.
-        noise: Scale of the aim error inside each gap.
-        rng: Generator of the aims.
+    `gaps` is the gap of every row, `noise` the scale of the aim error inside each gap.
     """
+    from scipy.interpolate import PchipInterpolator
+
     ys, xs = [start[1]], [start[0]]
-    for row_y, centers, gap in zip(scene.row_y, scene.gap_x, way, strict=True):
+    for row_y, centers, gap in zip(scene.row_y, scene.gap_x, gaps, strict=True):
         aim = centers[gap] + noise * AIM_M * np.clip(rng.standard_normal(), -2, 2)
         ys += [row_y - 0.02, row_y + 0.02]
         xs += [aim, aim]
@@ -91,14 +79,7 @@ def plan(
 
 
 class PathFollower:
-    """Path-tracking controller of one demonstration.
-
-    Args:
-        scene: Scene geometry.
-        path: Path to follow, x(y) in metres.
-        options: Options of the expert.
-        rng: Generator of pace and wobble.
-    """
+    """Path-tracking controller of one demonstration, on a path x(y) [m]."""
 
     def __init__(
         self,
@@ -115,19 +96,14 @@ class PathFollower:
         self._drift = np.zeros(2)  # Ornstein-Uhlenbeck processes of unit variance: pace, sideways push
 
     def act(self, position: np.ndarray, velocity: np.ndarray) -> np.ndarray:
-        """Return the next action.
-
-        Shapes:
-            position, velocity: (2,) of the disc [m], [m/s].
-            returns: (2,) in [-1, 1].
-        """
+        """Return the next action (2,) in [-1, 1] for the disc's position [m] and velocity [m/s]."""
         keep = np.exp(-1.0 / WOBBLE_STEPS)
         self._drift = keep * self._drift + np.sqrt(1 - keep**2) * self._rng.standard_normal(2)
         pace = np.clip(self._pace * (1 + 2 * self._noise * PACE_SPREAD * self._drift[0]), 0.25, 1.0)
         soon = position + velocity * RESPONSE_S
         y = soon[1] + LOOK_M
-        way = np.array([float(self._path(y)) + self._wobble(y), y]) - soon
-        return np.clip(pace * way / np.hypot(*way), -1.0, 1.0)
+        offset = np.array([float(self._path(y)) + self._wobble(y), y]) - soon
+        return np.clip(pace * offset / np.hypot(*offset), -1.0, 1.0)
 
     def _wobble(self, y: float) -> float:
         """Sideways push [m] at height y: unrestricted far from the rows, small near them."""
@@ -137,39 +113,19 @@ class PathFollower:
         return float(limit * np.tanh(push / limit))
 
 
-class DiscStepper(Protocol):
-    """A simulator whose row 0 the expert steps; observations are (x, y, x speed, y speed)."""
+def demonstrate_avoid(stepper: MujocoStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
+    """Record the episode of a seed in row 0 of a stepper.
 
-    scene: AvoidScene
-
-    def reset(self, row: int, seed: int) -> np.ndarray: ...
-
-    def step(self, rows: np.ndarray, actions: np.ndarray) -> StepResult: ...
-
-    def metrics(self) -> dict[str, np.ndarray]: ...
-
-    def physics_state(self, row: int) -> np.ndarray: ...
-
-
-def demonstrate_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
-    """Record one episode in row 0 of a stepper.
-
-    Also recorded: the physics state before each action (`states`: time, positions, velocities) and the mode
+    Extras are the physics state before each action (`states`: time, positions, velocities) and the mode
     (`mode`, constant over the episode, -1 if the disc did not pass all rows).
-
-    Args:
-        stepper: Simulator of the task.
-        seed: Seed of the episode; determines mode, pace and wobble as well.
-        options: Options of the expert.
-        max_steps: Time limit in control steps.
     """
     from envs.rollouts.recording import Recording
 
-    rng, scene = np.random.default_rng((seed, _NOISE_STREAM)), stepper.scene
+    rng, scene = np.random.default_rng((seed, _NOISE_STREAM)), load_scene()
     record = Recording(stepper, seed)
-    ways = options.ways(scene.num_direct)
-    way = scene.modes[ways[int(rng.integers(len(ways)))]]
-    path = plan(scene, way, record.now[:2], noise=options.noise, rng=rng)
+    modes = options.selected_modes(scene.num_direct)
+    gaps = scene.modes[modes[int(rng.integers(len(modes)))]]
+    path = plan(scene, gaps, record.now[:2], noise=options.noise, rng=rng)
     follower = PathFollower(scene, path, options=options, rng=rng)
     while not record.ended and len(record) < max_steps:
         action = follower.act(record.now[:2], record.now[2:])

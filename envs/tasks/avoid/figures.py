@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Panels = Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]]
+"""Trajectories and outcomes of episodes, by title."""
+
 INK = "#2f3640"
 PILLAR = "#5b6673"
 SUCCESS = "#1f8a70"
 FAILURE = "#e4572e"
 
 
-def avoid_figure(panels: Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]]) -> Figure:
-    """Draw one panel of `avoid` episodes per title, side by side.
+def avoid_figure(panels: Panels) -> Figure:
+    """Return a figure with one panel of episodes per title; values are trajectories and outcomes."""
+    return side_by_side(panels, draw_avoid, width=3.5, height=6.0)
 
-    Args:
-        panels: For every title the trajectories and their outcomes, as `draw_avoid` takes them.
 
-    Returns:
-        A figure that needs no display; save it with `savefig`.
-    """
+def side_by_side(panels: Panels, draw: Callable[..., None], *, width: float, height: float) -> Figure:
+    """Return a figure, without display, with one panel [inches] per title drawn by `draw`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.5 * len(panels), 6.0), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(width * len(panels), height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    for axes, (title, (trajectories, outcomes)) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
-        draw_avoid(axes, trajectories, outcomes, title=title)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for ax, (title, (trajectories, outcomes)) in zip(axes, panels.items(), strict=True):
+        draw(ax, trajectories, outcomes, title=title)
     return figure
 
 
@@ -46,15 +46,7 @@ def draw_avoid(
     """Draw episodes of `avoid` from above: pillars, start, finish line, one line per episode.
 
     Successes are green; failures are orange and end in a crossed disc at the contact or final position.
-
-    Shapes:
-        trajectories: one (L+1, 2 or more) array per episode, x and y [m] first, e.g. its observations.
-
-    Args:
-        ax: Target axes.
-        trajectories: Disc trajectories.
-        outcomes: Whether each episode succeeded.
-        title: Bold first line above the count of successes.
+    Trajectories are (L+1, 2 or more) arrays, x and y [m] first, e.g. observations.
     """
     scene = load_scene()
     _draw_scene(ax, scene)
@@ -70,7 +62,6 @@ def draw_avoid(
 
 
 def _mark_end(ax: Axes, scene: AvoidScene, x: float, y: float) -> None:
-    """Draw the disc where a failed episode ended, with a cross on it."""
     from matplotlib.patches import Circle
 
     ax.add_patch(Circle((x, y), scene.disc_radius, facecolor=FAILURE, alpha=0.18, edgecolor="none", zorder=5))
@@ -78,7 +69,6 @@ def _mark_end(ax: Axes, scene: AvoidScene, x: float, y: float) -> None:
 
 
 def _draw_scene(ax: Axes, scene: AvoidScene) -> None:
-    """Draw the static scene."""
     from matplotlib.patches import Circle, Rectangle
 
     wide, low, high = scene.half_width, scene.back_y, scene.finish_y + 0.05
@@ -120,7 +110,6 @@ def _draw_finish(ax: Axes, scene: AvoidScene) -> None:
 
 
 def _label(ax: Axes, outcomes: Sequence[bool], title: str) -> None:
-    """Write title, score and legend."""
     from matplotlib.lines import Line2D
 
     good, total = int(np.sum(outcomes)), len(outcomes)

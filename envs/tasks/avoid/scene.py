@@ -50,16 +50,16 @@ class AvoidScene:
 
     @cached_property
     def num_direct(self) -> int:
-        return sum(not self._detour(way)[0] for way in self.modes)
+        return sum(not self._detour(gaps)[0] for gaps in self.modes)
 
     def mode_name(self, mode: int) -> str:
-        """Return the name of a mode, its gaps from the left, e.g. `1-0-1`; `none` for an unfinished path."""
+        """Return the gaps of a mode from the left, e.g. `1-0-1`; `none` for an unfinished path."""
         return "none" if mode < 0 else "-".join(str(gap) for gap in self.modes[mode])
 
-    def _detour(self, way: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
-        xs = [row[gap] for row, gap in zip(self.gap_x, way, strict=True)]
+    def _detour(self, gaps: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
+        xs = [row[gap] for row, gap in zip(self.gap_x, gaps, strict=True)]
         spacing = self.pillar_x[0][1] - self.pillar_x[0][0]
-        return any(abs(b - a) > spacing for a, b in pairwise(xs)), way
+        return any(abs(b - a) > spacing for a, b in pairwise(xs)), gaps
 
 
 @cache

@@ -2,13 +2,9 @@
 
 A planar end effector on two slide joints with velocity servos; the action is the target velocity. There are
 many equally good paths, one gap per row, so demonstrations are multi-modal and a policy that averages them
-hits a pillar. Position and velocity are the full state: one observation suffices.
-
-Rules: any contact (pillar or wall) ends the episode as a failure, at the physics step where it happens;
-crossing the finish line ends it as a success with reward 1 (every other step is worth 0); both are
-`terminated`. After `max_episode_steps` the episode is `truncated`.
-
-Metric `mode`: the chosen path, an index into `AvoidScene.modes`; -1 while rows are left to cross.
+hits a pillar. Any contact ends the episode as a failure, at the physics step where it happens; crossing the
+finish line ends it as a success with reward 1, every other step has 0. Metric `mode`: the chosen path, an
+index into `AvoidScene.modes`; -1 while rows are left to cross.
 
 Legend: N environments, M of them addressed, R rows of pillars, G gaps of the widest row. Positions are
 (x, y) in metres; y grows from start to finish.
@@ -24,8 +20,7 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.avoid.expert import AvoidExpert, demonstrate_avoid
 from envs.tasks.avoid.scene import START_SPREAD_M, AvoidScene, load_model, load_scene
 from policies.bounds import bounded
@@ -35,8 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 CONTROL_HZ = 20.0
 MAX_SPEED = 0.4  # speed of an action of 1, per axis [m/s]
@@ -48,11 +41,7 @@ def start_position(seed: int) -> Array:
 
 
 class AvoidStepper(MujocoStepper):
-    """Steps N discs, each in its own simulator state of one shared model; exact.
-
-    Args:
-        num_envs: N.
-    """
+    """Steps N discs, each in its own simulator state of one shared model; exact."""
 
     def __init__(self, num_envs: int) -> None:
         import mujoco
@@ -95,12 +84,10 @@ class AvoidStepper(MujocoStepper):
         return StepResult(obs, success.astype(np.float64), hit | success, np.zeros_like(hit), success)
 
     def metrics(self) -> dict[str, Array]:
-        """Return the way taken, (N,) `mode`."""
         crossed = (self._gaps >= 0).all(axis=1)
         return {"mode": np.where(crossed, self._mode_of[tuple(np.maximum(self._gaps, 0).T)], -1)}
 
     def get_state(self) -> dict[str, Array]:
-        """Return integration states (N, nstate), from which physics continues bit-exactly, and gaps."""
         return {**super().get_state(), "gaps": self._gaps.copy()}
 
     def set_state(self, state: Mapping[str, Array]) -> None:
@@ -147,27 +134,22 @@ class Avoid(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        return EnvSpec(
+        return symmetric_spec(
+            ("disc x [m]", "disc y [m]", "disc x speed [m/s]", "disc y speed [m/s]"),
+            (f"x speed [{MAX_SPEED} m/s]", f"y speed [{MAX_SPEED} m/s]"),
             name="avoid",
             family="avoid",
-            obs_dim=4,
-            action_dim=2,
-            action_low=(-1.0, -1.0),
-            action_high=(1.0, 1.0),
             max_episode_steps=self.max_episode_steps,
             control_hz=CONTROL_HZ,
-            obs_names=("disc x [m]", "disc y [m]", "disc x speed [m/s]", "disc y speed [m/s]"),
-            action_names=(f"x speed [{MAX_SPEED} m/s]", f"y speed [{MAX_SPEED} m/s]"),
             success_rule="the disc crosses the finish line without having touched a pillar or a wall",
             episode_metrics=("mode",),
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(AvoidStepper(num_envs), obs_steps)
+    def stepper(self, num_envs: int) -> AvoidStepper:
+        return AvoidStepper(num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record one demonstration; mode, wobble and start follow from the seed."""
-        return demonstrate_avoid(AvoidStepper(1), seed, self.expert, max_steps=self.max_episode_steps)
+        return demonstrate_avoid(self.stepper(1), seed, self.expert, max_steps=self.max_episode_steps)
 
     def mode_names(self) -> tuple[str, ...]:
         """Return the names of all values of the metric `mode`; direct modes come first."""
@@ -175,7 +157,7 @@ class Avoid(HasCameras):
         return tuple(scene.mode_name(mode) for mode in range(len(scene.modes)))
 
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
-        """Draw one panel of trajectories per title, e.g. before and after; see `envs.tasks.avoid.figures`."""
+        """Draw one panel of trajectories per title; see `envs.tasks.avoid.figures`."""
         from envs.tasks.avoid.figures import avoid_figure
 
         return avoid_figure(panels)
@@ -188,8 +170,7 @@ def _padded(gap_x: tuple[tuple[float, ...], ...]) -> Array:
 
 
 def _mode_table(scene: AvoidScene) -> Array:
-    """Return mode ids indexed by the gap of every row."""
     table = np.full([len(row) for row in scene.gap_x], -1)
-    for mode, way in enumerate(scene.modes):
-        table[way] = mode
+    for mode, gaps in enumerate(scene.modes):
+        table[gaps] = mode
     return table

@@ -2,9 +2,8 @@
 
 `expert` and `medium` are policy directories in `assets/actors`, trained from reward alone by
 `python -m benchmarks.studies.actors`: the best checkpoint of a run, and the one whose return is nearest to a
-third of that. `random` draws uniform actions. `medium-expert` alternates: even seeds use the medium actor,
-odd seeds the expert, so consecutive seeds give half of each. `mixed` draws one of the three and a noise scale
-per episode, which covers states and returns like a learner's replay buffer.
+third of that. `random` draws uniform actions. `medium-expert` uses the medium actor for even seeds and the
+expert for odd ones. `mixed` draws one of the three and a noise scale per episode.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 
-from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
 from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
     from envs.spec import EnvSpec
     from envs.tasks.locomotion.stepper import RobotStepper
     from policies.policy import Policy
@@ -31,8 +29,8 @@ Act = Callable[[np.ndarray], np.ndarray]
 """Maps an observation (Do,) to an action (Da,)."""
 
 SINGLE = ("expert", "medium", "random")
-TURNS = ("medium", "expert")
-"""Who walks the episodes of even and of odd seeds, for `medium-expert`."""
+MEDIUM_EXPERT = ("medium", "expert")
+"""Actors of even and odd seeds, for `medium-expert`."""
 EXPERTS = (*SINGLE, "medium-expert", "mixed")
 MIXED_NOISE = 0.3  # largest additional noise scale of `mixed`
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
@@ -50,12 +48,7 @@ class LocomotionExpert(Checked):
 
 @cache
 def actor(task: str, tier: str) -> Policy:
-    """Load an actor shipped with the package.
-
-    Args:
-        task: Name of the environment.
-        tier: `expert` or `medium`.
-    """
+    """Load an actor shipped with the package; `tier` is `expert` or `medium`."""
     from policies.storage.policy_folder import load_policy
 
     with as_file(files("assets") / "actors" / task / tier) as directory:
@@ -65,45 +58,40 @@ def actor(task: str, tier: str) -> Policy:
 def demonstrate_locomotion(
     stepper: RobotStepper, seed: int, options: LocomotionExpert, *, spec: EnvSpec
 ) -> Episode:
-    """Record one episode in row 0 of a stepper.
+    """Record the episode of a seed in row 0 of a stepper.
 
     Recorded are the executed actions, noise included, and the physics state before each (`states`: time,
     positions, velocities).
-
-    Args:
-        stepper: Simulator of the task.
-        seed: Seed of the episode; determines the expert's draws as well.
-        options: Options of the expert.
-        spec: The task; its `max_episode_steps` ends the episode.
     """
     rng = np.random.default_rng((seed, _NOISE_STREAM))
     low, high = (np.asarray(side, np.float32) for side in (spec.action_low, spec.action_high))
-    act, noise = _walker(spec.name, seed, options, rng, high)
+    act, noise = _select_actor(spec.name, seed, options, rng, high)
     record = Recording(stepper, seed)
     while not record.ended and len(record) < spec.max_episode_steps:
-        wanted = act(record.now) + noise * high * rng.standard_normal(len(high))
-        record.step(np.clip(wanted, low, high), states=stepper.physics_state(0))
+        action = act(record.now) + noise * high * rng.standard_normal(len(high))
+        record.step(np.clip(action, low, high), states=stepper.physics_state(0))
     return record.episode(truncated=len(record) >= spec.max_episode_steps, success=False)
 
 
-def _walker(
+def _select_actor(
     task: str, seed: int, options: LocomotionExpert, rng: np.random.Generator, high: np.ndarray
 ) -> tuple[Act, float]:
-    """Return the actor and its noise scale."""
     tier, noise = options.tier, options.noise
     if tier == "medium-expert":
-        tier = TURNS[seed % len(TURNS)]
+        tier = MEDIUM_EXPERT[seed % len(MEDIUM_EXPERT)]
     elif tier == "mixed":
         tier = SINGLE[int(rng.integers(len(SINGLE)))]
         noise += MIXED_NOISE * float(rng.random())
     if tier == "random":
         return lambda _: rng.uniform(-high, high), noise
     policy: Any = actor(task, tier)
-    return lambda obs: _chosen(policy, obs), noise
+    return lambda obs: _mean_action(policy, obs), noise
 
 
-def _chosen(policy: Policy, obs: np.ndarray) -> np.ndarray:
+def _mean_action(policy: Policy, obs: np.ndarray) -> np.ndarray:
     """Return the action (Da,) of a policy with single actions."""
+    import torch
+
     noise = torch.zeros(1, *policy.noise_shape)  # zero noise: the policy's mean action
     action: np.ndarray = policy.act(torch.from_numpy(obs[None, None]).float(), noise=noise)[0, 0].numpy()
     return action

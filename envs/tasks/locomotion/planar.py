@@ -6,15 +6,13 @@ In v4 the step of a fall still earns the healthy reward, and Walker2d's feet hav
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from envs.datasets.episode import Episode
-from envs.datasets.scores import reference
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec
+from envs.evaluation.scores import reference
+from envs.spec import EnvSpec, symmetric_spec
 from envs.tasks.locomotion.expert import LocomotionExpert, demonstrate_locomotion
 from envs.tasks.locomotion.stepper import Array, RobotStepper, States
 from policies.bounds import bounded
@@ -23,43 +21,60 @@ from policies.registry import register
 if TYPE_CHECKING:
     import mujoco
 
+    from envs.datasets.episode import Episode
+
 VERSIONS = ("v4", "v5")
 
 
+@dataclass(frozen=True)
 class GymnasiumRobot(HasCameras):
-    """Common base of gymnasium's robots."""
+    """Common options of gymnasium's robots, and the parts that most of them share."""
+
+    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
+    forward_reward_weight: float = 1.0  # per m/s
 
     camera = "track"
-    fields: tuple[str, ...] = ()
-    gymnasium_name: str
+    fields: ClassVar[tuple[str, ...]] = ()
+    has_normal_velocity_noise = False  # whether reset noise of velocities is normal instead of uniform
+    gymnasium_name = ""
+    frame_skip = 5
 
-    def make_vector(self: Any, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        vector: ChunkVector = self.vector_of(RobotStepper(self, num_envs), obs_steps)
-        return vector
+    def stepper(self: Any, num_envs: int) -> RobotStepper:
+        return RobotStepper(self, num_envs)
 
     def noise(self: Any, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
         """Draw uniform noise for positions, then for velocities."""
         scale = self.reset_noise_scale
-        return rng.uniform(low=-scale, high=scale, size=nq), rng.uniform(low=-scale, high=scale, size=nv)
+        qpos = rng.uniform(low=-scale, high=scale, size=nq)
+        if self.has_normal_velocity_noise:
+            return qpos, scale * rng.standard_normal(nv)
+        return qpos, rng.uniform(low=-scale, high=scale, size=nv)
 
     def x(self, states: States, model: mujoco.MjModel) -> Array:
-        """Return the first coordinate (M,) [m]."""
         return states.qpos[:, 0]
 
     def has_fallen(self, states: States) -> Array:
         """Return (M,) False: only the time limit ends an episode."""
         return np.zeros(len(states.qpos), bool)
 
+    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
+        """Return speed minus costs, (M,)."""
+        return self.forward_reward_weight * x_velocity - self.cost(states, actions)
 
-def control_cost(weight: float, actions: Array) -> Array:
-    """Return the weighted sum of squares (M,) of actions (M, Da)."""
-    cost: Array = weight * np.sum(np.square(actions), axis=-1)
-    return cost
+    def cost(self: Any, states: States, actions: Array) -> Array:
+        """Return the control cost (M,) of actions (M, Da)."""
+        cost: Array = self.ctrl_cost_weight * np.sum(np.square(actions), axis=-1)
+        return cost
 
 
-def health(version: str, reward: float, has_fallen: Array) -> Array:
-    """Return the healthy reward, (M,); v4 also pays it on the step of a fall."""
-    return np.full(len(has_fallen), reward) if version == "v4" else ~has_fallen * reward
+class UprightRobot(GymnasiumRobot):
+    """Common base of the robots that may fall; in v4 the step of a fall still earns the healthy reward."""
+
+    def reward(self: Any, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
+        """Return speed plus health minus costs, (M,), added up in gymnasium's order."""
+        healthy = np.ones(len(has_fallen)) if self.version == "v4" else ~has_fallen
+        rewards: Array = self.forward_reward_weight * x_velocity + healthy * self.healthy_reward
+        return rewards - self.cost(states, actions)
 
 
 def describe(
@@ -68,34 +83,21 @@ def describe(
     motors: tuple[str, ...],
     *,
     hz: float,
-    limit: int,
+    max_steps: int,
     full_scale: float = 1.0,
-    scored: bool = True,
+    has_scores: bool = True,
 ) -> EnvSpec:
-    """Return the specification of a robot.
-
-    Args:
-        name: Name of the task.
-        obs_names: Observation names with units.
-        motors: Actuated joints, in action order.
-        hz: Control rate.
-        limit: Time limit in control steps.
-        full_scale: Largest action.
-        scored: Whether D4RL has reference returns.
-    """
-    scores = reference(name) if scored else None
+    """Return the specification of a robot; actions are torques of the motors, D4RL may have scores."""
+    scores = reference(name) if has_scores else None
     unit = "of full scale" if full_scale == 1.0 else f"±{full_scale:g} is full scale"
-    return EnvSpec(
+    return symmetric_spec(
+        obs_names,
+        tuple(f"{motor} torque [{unit}]" for motor in motors),
+        limit=full_scale,
         name=name,
         family="locomotion",
-        obs_dim=len(obs_names),
-        action_dim=len(motors),
-        action_low=(-full_scale,) * len(motors),
-        action_high=(full_scale,) * len(motors),
-        max_episode_steps=limit,
+        max_episode_steps=max_steps,
         control_hz=hz,
-        obs_names=obs_names,
-        action_names=tuple(f"{motor} torque [{unit}]" for motor in motors),
         reference_scores=None if scores is None else (scores.min_return, scores.max_return),
     )
 
@@ -112,54 +114,50 @@ _ROOT = ("torso height [m]", "torso")
 _SPEEDS = ("forward speed [m/s]", "vertical speed [m/s]", "torso")
 
 
-def _planar(name: str, joints: tuple[str, ...], *, hz: float, limit: int) -> EnvSpec:
-    names = angles_and_rates((*_ROOT, *joints), (*_SPEEDS, *joints))
-    return describe(name, names, joints, hz=hz, limit=limit)
+@dataclass(frozen=True)
+class _Planar(GymnasiumRobot):
+    """Common base of the planar robots with trained actors."""
 
+    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # options of the expert
 
-class Demonstrated(GymnasiumRobot):
-    """Common base of robots with trained actors."""
+    name = ""
+    joints: ClassVar[tuple[str, ...]] = ()
+    control_hz = 125.0
+
+    @property
+    def spec(self) -> EnvSpec:
+        names = angles_and_rates((*_ROOT, *self.joints), (*_SPEEDS, *self.joints))
+        return describe(self.name, names, self.joints, hz=self.control_hz, max_steps=self.max_episode_steps)
 
     def demonstrate(self: Any, seed: int) -> Episode:
-        """Record the configured actor on the episode of this seed."""
-        return demonstrate_locomotion(RobotStepper(self, 1), seed, self.expert, spec=self.spec)
+        return demonstrate_locomotion(self.stepper(1), seed, self.expert, spec=self.spec)
 
 
-class _Upright(Demonstrated):
-    """Common base of the two robots that may fall."""
+@dataclass(frozen=True)
+class _PlanarUpright(UprightRobot, _Planar):
+    """Common options of the two planar robots that may fall."""
+
+    version: str = bounded("v5", choices=VERSIONS)  # v4 also pays healthy_reward on the step of a fall
+    healthy_reward: float = 1.0  # per step while upright
+    ctrl_cost_weight: float = 1e-3  # times squared torques
+    reset_noise_scale: float = 5e-3  # uniform half-width, rad, m, rad/s, m/s
+
+    frame_skip = 4
 
     def observe(self, states: States) -> Array:
         """Return positions without x, and velocities clipped to ±10, (M, Do)."""
         return np.concatenate([states.qpos[:, 1:], np.clip(states.qvel, -10, 10)], axis=1)
 
-    def reward(self: Any, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        """Return speed plus health minus control cost, (M,), added up in gymnasium's order."""
-        rewards = self.forward_reward_weight * x_velocity + health(
-            self.version, self.healthy_reward, has_fallen
-        )
-        return rewards - control_cost(self.ctrl_cost_weight, actions)
-
 
 @register("env", "hopper")
 @dataclass(frozen=True)
-class Hopper(_Upright):
+class Hopper(_PlanarUpright):
     """One leg hops forward without falling (`Hopper-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
-    version: str = bounded("v5", choices=VERSIONS)  # v4 also pays healthy_reward on the step of a fall
-    forward_reward_weight: float = 1.0  # per m/s
-    healthy_reward: float = 1.0  # per step while upright
-    ctrl_cost_weight: float = 1e-3  # times squared torques
-    reset_noise_scale: float = 5e-3  # uniform half-width, rad, m, rad/s, m/s
-    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # options of the expert
-
+    name = "hopper"
     gymnasium_name = "Hopper"
     xml_file = "hopper.xml"
-    frame_skip = 4
-
-    @property
-    def spec(self) -> EnvSpec:
-        return _planar("hopper", _LEG, hz=125.0, limit=self.max_episode_steps)
+    joints = _LEG
 
     def has_fallen(self, states: States) -> Array:
         """Return (M,) whether height, angle or any coordinate left the healthy range."""
@@ -172,28 +170,18 @@ class Hopper(_Upright):
 
 @register("env", "walker2d")
 @dataclass(frozen=True)
-class Walker2d(_Upright):
+class Walker2d(_PlanarUpright):
     """Two legs walk forward without falling (`Walker2d-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
     version: str = bounded("v5", choices=VERSIONS)  # v4: less friction at one foot, and reward on a fall
-    forward_reward_weight: float = 1.0  # per m/s
-    healthy_reward: float = 1.0  # per step while upright
-    ctrl_cost_weight: float = 1e-3  # times squared torques
-    reset_noise_scale: float = 5e-3  # uniform half-width, rad, m, rad/s, m/s
-    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # options of the expert
 
+    name = "walker2d"
     gymnasium_name = "Walker2d"
-    frame_skip = 4
+    joints = (*_LEG, *(f"left {joint}" for joint in _LEG))
 
     @property
     def xml_file(self) -> str:
         return "walker2d.xml" if self.version == "v4" else "walker2d_v5.xml"
-
-    @property
-    def spec(self) -> EnvSpec:
-        joints = (*_LEG, *(f"left {joint}" for joint in _LEG))
-        return _planar("walker2d", joints, hz=125.0, limit=self.max_episode_steps)
 
     def has_fallen(self, states: States) -> Array:
         """Return (M,) whether height or angle left the healthy range."""
@@ -204,35 +192,22 @@ class Walker2d(_Upright):
 
 @register("env", "halfcheetah")
 @dataclass(frozen=True)
-class HalfCheetah(Demonstrated):
+class HalfCheetah(_Planar):
     """Two legs run forward; nothing ends an episode but the limit (`HalfCheetah-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
-    forward_reward_weight: float = 1.0  # per m/s
     ctrl_cost_weight: float = 0.1  # times squared torques
     reset_noise_scale: float = 0.1  # half-width of positions, std of velocities
-    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # options of the expert
 
+    name = "halfcheetah"
     gymnasium_name = "HalfCheetah"
     xml_file = "half_cheetah.xml"
-    frame_skip = 5
-
-    @property
-    def spec(self) -> EnvSpec:
-        joints = tuple(f"{end} {joint}" for end in ("back", "front") for joint in ("thigh", "shin", "foot"))
-        return _planar("halfcheetah", joints, hz=20.0, limit=self.max_episode_steps)
-
-    def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
-        """Draw uniform noise for positions, then normal noise for velocities."""
-        scale = self.reset_noise_scale
-        return rng.uniform(low=-scale, high=scale, size=nq), scale * rng.standard_normal(nv)
+    has_normal_velocity_noise = True
+    joints = tuple(f"{end} {joint}" for end in ("back", "front") for joint in ("thigh", "shin", "foot"))
+    control_hz = 20.0
 
     def observe(self, states: States) -> Array:
         """Return positions without x and velocities, (M, 17)."""
         return np.concatenate([states.qpos[:, 1:], states.qvel], axis=1)
-
-    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        return self.forward_reward_weight * x_velocity - control_cost(self.ctrl_cost_weight, actions)
 
 
 @register("env", "swimmer")
@@ -240,8 +215,6 @@ class HalfCheetah(Demonstrated):
 class Swimmer(GymnasiumRobot):
     """Three links swim forward in a viscous plane (`Swimmer-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
-    forward_reward_weight: float = 1.0  # per m/s
     ctrl_cost_weight: float = 1e-4  # times squared torques
     reset_noise_scale: float = 0.1  # uniform half-width, rad, m, rad/s, m/s
 
@@ -253,11 +226,8 @@ class Swimmer(GymnasiumRobot):
     def spec(self) -> EnvSpec:
         joints = ("first joint", "second joint")
         names = angles_and_rates(("head", *joints), ("x speed [m/s]", "y speed [m/s]", "head", *joints))
-        return describe("swimmer", names, joints, hz=25.0, limit=self.max_episode_steps, scored=False)
+        return describe("swimmer", names, joints, hz=25.0, max_steps=self.max_episode_steps, has_scores=False)
 
     def observe(self, states: States) -> Array:
         """Return positions without x and y, and velocities, (M, 8)."""
         return np.concatenate([states.qpos[:, 2:], states.qvel], axis=1)
-
-    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        return self.forward_reward_weight * x_velocity - control_cost(self.ctrl_cost_weight, actions)

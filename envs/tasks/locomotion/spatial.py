@@ -1,11 +1,8 @@
 """Locomotion in space: gymnasium's Ant and Humanoid, bit for bit (`envs.tasks.locomotion.stepper`).
 
-Versions differ in what is observed: Ant-v5 adds the contact forces on its bodies (105 numbers; v4 has 27,
-the layout of OGBench's mazes but for the place), Humanoid-v5 leaves out what is always zero (348; v4 has
-376). v5 charges for contact forces, v4 does not, and v4 pays for being upright also on the step of a fall.
-
-A control step leaves the derived quantities of `MjData` (places of bodies, inertias, forces) as they were at
-its last physics step, and that is what gymnasium observes.
+Ant-v5 also observes the contact forces on its bodies (105 numbers; v4 has 27); Humanoid-v5 omits what is
+always zero (348; v4 has 376). v5 charges for contact forces, v4 pays for being upright also on the step of a
+fall. As in gymnasium, body positions, inertias and forces are those of the last physics step.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ import numpy as np
 from envs.spec import EnvSpec
 from envs.tasks.locomotion.planar import (
     VERSIONS,
-    GymnasiumRobot,
+    UprightRobot,
     angles_and_rates,
-    control_cost,
     describe,
-    health,
 )
 from envs.tasks.locomotion.stepper import Array, States
 from policies.bounds import bounded
@@ -53,12 +48,10 @@ _ANT_BODIES = ("torso", *(f"{leg} {part}" for leg in _ANT_LEGS for part in ("leg
 
 @register("env", "ant")
 @dataclass(frozen=True)
-class Ant(GymnasiumRobot):
+class Ant(UprightRobot):
     """Four legs walk forward without falling (`Ant-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
     version: str = bounded("v5", choices=VERSIONS)  # v4: 27 observations, no contact cost | v5: 105
-    forward_reward_weight: float = 1.0  # per m/s
     healthy_reward: float = 1.0  # per step while upright
     ctrl_cost_weight: float = 0.5  # times squared torques
     contact_cost_weight: float = 5e-4  # times squared contact forces, clipped to ±1; v5 only
@@ -66,11 +59,10 @@ class Ant(GymnasiumRobot):
 
     gymnasium_name = "Ant"
     xml_file = "ant.xml"
-    frame_skip = 5
+    has_normal_velocity_noise = True
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Fields of `MjData` used."""
         return ("xpos",) if self.version == "v4" else ("xpos", "cfrc_ext")
 
     @property
@@ -79,41 +71,31 @@ class Ant(GymnasiumRobot):
         if self.version != "v4":
             names = (*names, *_contact_names(_ANT_BODIES, "clipped to ±1"))
         motors = (*_ANT_JOINTS[-2:], *_ANT_JOINTS[:-2])
-        return describe("ant", names, motors, hz=20.0, limit=self.max_episode_steps)
-
-    def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
-        """Draw uniform noise for positions, then normal noise for velocities."""
-        scale = self.reset_noise_scale
-        return rng.uniform(low=-scale, high=scale, size=nq), scale * rng.standard_normal(nv)
+        return describe("ant", names, motors, hz=20.0, max_steps=self.max_episode_steps)
 
     def observe(self, states: States) -> Array:
-        """Return pose without the place, velocities and, in v5, contact forces."""
+        """Return pose without x and y, velocities and, in v5, contact forces."""
         own = [states.qpos[:, 2:], states.qvel]
         if self.version != "v4":
             own.append(_flat(_clipped_forces(states)[:, 1:]))
         return np.concatenate(own, axis=1)
 
     def x(self, states: States, model: mujoco.MjModel) -> Array:
-        """Return the torso position, (M,) [m]."""
         return states.more["xpos"][:, _TORSO, 0]
 
     def has_fallen(self, states: States) -> Array:
-        """Return (M,) whether the torso is too low, too high, or nowhere."""
+        """Return (M,) whether the torso is too low, too high, or not finite."""
         z = states.qpos[:, 2]
         finite = np.isfinite(states.qpos).all(axis=1) & np.isfinite(states.qvel).all(axis=1)
         has_fallen: Array = ~(finite & (z >= 0.2) & (z <= 1.0))
         return has_fallen
 
-    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        """Return speed plus health minus the costs, (M,), added up in gymnasium's order."""
-        rewards = x_velocity * self.forward_reward_weight + health(
-            self.version, self.healthy_reward, has_fallen
-        )
-        cost = control_cost(self.ctrl_cost_weight, actions)
+    def cost(self, states: States, actions: Array) -> Array:
+        cost = super().cost(states, actions)
         if self.version != "v4":
             squares = np.square(_flat(_clipped_forces(states)))
             cost = cost + self.contact_cost_weight * squares.sum(axis=1)
-        return rewards - cost
+        return cost
 
 
 def _clipped_forces(states: States) -> Array:
@@ -141,10 +123,9 @@ _VELOCITY = (*(f"turning {axis} [rad/s]" for axis in "xyz"), *(f"moving {axis} [
 
 @register("env", "humanoid")
 @dataclass(frozen=True)
-class Humanoid(GymnasiumRobot):
+class Humanoid(UprightRobot):
     """A human figure walks forward without falling (`Humanoid-v5`)."""
 
-    max_episode_steps: int = bounded(1000, ge=1)  # time limit in control steps
     version: str = bounded("v5", choices=VERSIONS)  # v4: 376 observations, no contact cost | v5: 348
     forward_reward_weight: float = 1.25  # per m/s
     healthy_reward: float = 5.0  # per step while upright
@@ -154,7 +135,6 @@ class Humanoid(GymnasiumRobot):
 
     gymnasium_name = "Humanoid"
     xml_file = "humanoid.xml"
-    frame_skip = 5
     fields = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 
     @property
@@ -170,11 +150,16 @@ class Humanoid(GymnasiumRobot):
             *(f"{joint} motor torque [N m]" for joint in driven),
             *_contact_names(bodies, "N m, N"),
         )
-        limit = self.max_episode_steps
-        return describe("humanoid", names, motors, hz=200 / 3, limit=limit, full_scale=0.4, scored=False)
+        return describe(
+            *("humanoid", names, motors),
+            hz=200 / 3,
+            max_steps=self.max_episode_steps,
+            full_scale=0.4,
+            has_scores=False,
+        )
 
     def observe(self, states: States) -> Array:
-        """Return pose without the place, velocities, inertias, motors' and contact forces."""
+        """Return pose without x and y, velocities, inertias, motor and contact forces."""
         first_body, first_joint = (0, 0) if self.version == "v4" else (1, 6)
         more = states.more
         bodies = [_flat(more[name][:, first_body:]) for name in ("cinert", "cvel")]
@@ -194,13 +179,9 @@ class Humanoid(GymnasiumRobot):
         has_fallen: Array = ~((z > 1.0) & (z < 2.0))
         return has_fallen
 
-    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        """Return speed plus health minus the costs, (M,), added up in gymnasium's order."""
-        rewards = self.forward_reward_weight * x_velocity + health(
-            self.version, self.healthy_reward, has_fallen
-        )
-        cost = control_cost(self.ctrl_cost_weight, actions.astype(np.float64))
+    def cost(self, states: States, actions: Array) -> Array:
+        cost = super().cost(states, actions.astype(np.float64))
         if self.version != "v4":
             squares = np.square(_flat(states.more["cfrc_ext"]))
             cost = cost + np.clip(self.contact_cost_weight * squares.sum(axis=1), -np.inf, 10.0)
-        return rewards - cost
+        return cost

@@ -1,9 +1,8 @@
 """The engine of gymnasium's robots: many in one process, bit for bit what gymnasium computes.
 
-One compiled model is shared by one `MjData` per environment; `mj_step` advances them, and observations,
-rewards and terminations are computed for all of them at once in gymnasium's own arithmetic, so every number
-equals `gymnasium.make("Hopper-v5")` exactly. Actions are clipped to the box first, as the wrapped
-environments of D4RL do, so the control cost never charges for what the motors cannot do.
+`mj_step` advances one `MjData` per environment; observations, rewards and terminations are computed for all
+of them at once in gymnasium's own arithmetic. Actions are clipped to the box first, as in D4RL's wrapped
+environments.
 
 Legend: N environments, M of them addressed, Ta executed steps, nq and nv widths of positions and velocities.
 """
@@ -17,12 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.spec import StepResult
+from envs.spec import Array, StepResult
 
 if TYPE_CHECKING:
     import mujoco
-
-Array = np.ndarray
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,11 @@ class States:
 class Robot(Protocol):
     """Interface of a robot; the configurations in `envs.tasks.locomotion.planar` implement it.
 
+    `fields` are those of `MjData` used besides positions and velocities, and the difference of `x` [m] is the
+    speed. `noise` draws the reset noise of qpos (nq,) and qvel (nv,).
+
     Shapes:
-        actions: (M, Da). x_velocity: (M,) [m/s]. fell: (M,) bool.
+        actions: (M, Da). x, x_velocity, has_fallen, reward: (M,). observe: (M, Do).
     """
 
     @property
@@ -52,38 +52,21 @@ class Robot(Protocol):
     def frame_skip(self) -> int: ...
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """Fields of `MjData` used besides positions and velocities."""
-        ...
+    def fields(self) -> tuple[str, ...]: ...
 
-    def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
-        """Draw the reset noise of qpos (nq,) and qvel (nv,)."""
-        ...
+    def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]: ...
 
-    def observe(self, states: States) -> Array:
-        """Return observations (M, Do)."""
-        ...
+    def observe(self, states: States) -> Array: ...
 
-    def x(self, states: States, model: mujoco.MjModel) -> Array:
-        """Return the position (M,) [m] whose difference is the speed."""
-        ...
+    def x(self, states: States, model: mujoco.MjModel) -> Array: ...
 
-    def has_fallen(self, states: States) -> Array:
-        """Return (M,) whether the robot left its healthy range."""
-        ...
+    def has_fallen(self, states: States) -> Array: ...
 
-    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        """Return rewards (M,)."""
-        ...
+    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array: ...
 
 
 class RobotStepper(MujocoStepper):
-    """Steps N copies of one robot; exact, and as fast as `mj_step` allows.
-
-    Args:
-        robot: Model, observation, reward and termination.
-        num_envs: N.
-    """
+    """Steps N copies of one robot; exact, and as fast as `mj_step` allows."""
 
     def __init__(self, robot: Robot, num_envs: int) -> None:
         import mujoco
@@ -140,10 +123,9 @@ class RobotStepper(MujocoStepper):
                     forces(model, data)
                 for out, view in pairs:
                     out[j] = view
-        return self._judge(rows, seen, actions)
+        return self._results(rows, seen, actions)
 
-    def _judge(self, rows: Array, seen: list[Array], actions: Array) -> StepResult:
-        """Return the step results of states (M, Ta, ...) and actions (M, Ta, Da)."""
+    def _results(self, rows: Array, seen: list[Array], actions: Array) -> StepResult:
         shape = actions.shape[:2]
         states = self._states([part.reshape(-1, *part.shape[2:]) for part in seen])
         x = np.concatenate([self._x[rows, None], self.robot.x(states, self.model).reshape(shape)], axis=1)
@@ -159,7 +141,6 @@ class RobotStepper(MujocoStepper):
         return States(parts[0], parts[1], dict(zip(self._names[2:], parts[2:], strict=True)))
 
     def get_state(self) -> dict[str, Array]:
-        """Return the integration states (N, nstate), from which physics continues bit-exactly, and x (N,)."""
         return {**super().get_state(), "x": self._x.copy()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

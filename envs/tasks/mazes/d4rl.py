@@ -1,15 +1,9 @@
 """Mazes: a point or an ant moves to a goal drawn per episode (gymnasium-robotics).
 
-Physics, starts, goals and rewards are those of `PointMaze_*-v3` and `AntMaze_*-v4`, step by step and bit for
-bit; one compiled model is shared by one `MjData` per environment. The observation is flat: positions,
-velocities, and the goal (x, y) at its end, so that state-based methods are goal-conditioned. For the ant
-these are the 29 entries of D4RL and OGBench, and the goal. With `goal=separate` the goal is provided beside
-the observation, for goal-conditioned policies.
-
-A point is driven by forces at 100 Hz, as in gymnasium-robotics. With `control=waypoint` an action is a target
-position for a PD controller; with `hold`, it is kept for several simulator steps.
-
-Legend: N environments, M of them addressed.
+Physics, starts, goals and rewards are those of `PointMaze_*-v3` and `AntMaze_*-v4`, bit for bit. The
+observation is flat: positions, velocities, and the goal (x, y) at its end; with `goal=separate` the goal is
+provided beside the observation. A point is driven by forces at 100 Hz; with `control=waypoint` an action is a
+target position for a PD controller, with `hold` it is kept for several simulator steps.
 """
 
 from __future__ import annotations
@@ -22,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.datasets.scores import reference
-from envs.spec import EnvSpec, StepResult
-from envs.tasks.mazes.expert import FORCES, MazeExpert, demonstrate_maze, pd_force, places
+from envs.evaluation.scores import reference
+from envs.spec import Array, EnvSpec, StepResult
+from envs.tasks.mazes.expert import FORCE_CONTROL, MazeExpert, demonstrate_maze, pd_force, position_control
 from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
 from envs.tasks.mazes.stepper import ANT_NAMES, MazeRows, MazeTask, ant_torques
 from policies.bounds import bounded
@@ -32,8 +26,6 @@ from policies.registry import variant
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 RADIUS_M = 0.45  # success radius of the goal
 SPEED_LIMIT = 5.0  # of a point, per axis [m/s]
@@ -44,15 +36,7 @@ _POINT_NAMES = ("x [m]", "y [m]", "x speed [m/s]", "y speed [m/s]")
 
 
 class MazeStepper(MazeRows):
-    """Steps N agents, each in its own simulator state of one shared model; exact.
-
-    Args:
-        task: Agent, maze and rules.
-        num_envs: N.
-
-    Raises:
-        MissingExtraError: If gymnasium-robotics is not installed.
-    """
+    """Steps N agents, each in its own simulator state of one shared model; exact."""
 
     def __init__(self, task: _Maze, num_envs: int) -> None:
         super().__init__(load_model(task.agent_file(), task.layout), task.layout, num_envs)
@@ -111,17 +95,12 @@ class _Maze(MazeTask):
 
     @property
     def ends(self) -> tuple[Cell | None, Cell | None]:
-        """The cells of start and goal, None if drawn."""
         start, goal = (tuple(cell) or None for cell in (self.start_cell, self.goal_cell))
         return start, goal  # type: ignore[return-value]
 
     @abstractmethod
     def agent_file(self) -> str:
-        """Return the MJCF file of the agent.
-
-        Raises:
-            MissingExtraError: If gymnasium-robotics is not installed.
-        """
+        """Return the path of the agent's MJCF file."""
 
     @abstractmethod
     def drive(self, model: Any, data: Any, action: Array) -> None:
@@ -140,14 +119,13 @@ class _PointMaze(_Maze):
     expert: MazeExpert = bounded(MazeExpert(), was="demonstrator")  # options of the expert
 
     packages = ("gymnasium-robotics",)
+    extra = "mazes"
 
     @property
     def layout(self) -> Layout:
-        """The maze; its cells are 1 m wide."""
         return layout(self.maze)
 
     def agent_file(self) -> str:
-        """Return the MJCF file of the point."""
         from importlib.resources import files
 
         from policies.extras import require
@@ -178,16 +156,13 @@ class _PointMaze(_Maze):
         return self.describe(_POINT_NAMES, names, limit, hz=100.0 / self.hold, radius_m=RADIUS_M)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record one demonstration; path, wobble, start and goal follow from the seed.
-
-        If the goal is not part of the state, every step stores it as extra key `goal`.
-        """
+        """Record one demonstration; with a separate goal every step stores it as extra key `goal`."""
         return demonstrate_maze(
             self.stepper(1),
             self.layout,
             seed,
             self.expert,
-            FORCES if self.control == "force" else places(self.layout),
+            FORCE_CONTROL if self.control == "force" else position_control(self.layout),
             step_s=0.01 * self.hold,
             max_steps=self.max_episode_steps,
             keep_goal=self.goal == "separate",
@@ -206,24 +181,18 @@ PointmazeLarge = variant("env", "pointmaze-large", _PointMaze, "Point, several l
 
 @dataclass(frozen=True)
 class _AntMaze(_Maze):
-    """Gymnasium's ant, driven by the torques of eight joints.
-
-    Where a return is 1 for success and 0 otherwise, its D4RL score is the success rate in percent.
-    """
+    """Gymnasium's ant, driven by eight joint torques; its D4RL score is the success rate in percent."""
 
     @property
     def layout(self) -> Layout:
-        """The maze; its cells are 4 m wide."""
         return layout(self.maze, cell_m=4.0, height_m=0.5)
 
     def agent_file(self) -> str:
-        """Return the MJCF file of the ant."""
         from importlib.resources import files
 
         return str(files("gymnasium") / "envs" / "mujoco" / "assets" / "ant.xml")
 
     def drive(self, model: Any, data: Any, action: Array) -> None:
-        """Advance one simulator by five physics steps of 10 ms."""
         import mujoco
 
         data.ctrl[:] = action

@@ -1,8 +1,8 @@
 """Expert of the point mazes: plans a path through the cells and tracks it with a PD controller.
 
-A breadth-first search gives every cell its distance to the goal. The path is drawn among those without
-repeated cells that are at most `detour` cells longer than the shortest. The point tracks a target slightly
-ahead on the path. Noise bends the path inside the cells and perturbs the target.
+The path is drawn among those without repeated cells that are at most `detour` cells longer than the shortest.
+The point tracks a target slightly ahead on the path. Noise bends the path inside the cells and perturbs the
+target.
 
 Source:
     D4RL's maze2d data, arXiv 2004.07219, come from a planner and a PD controller as well.
@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -22,15 +22,14 @@ from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-    from envs.spec import StepResult
     from envs.tasks.mazes.layouts import Cell, Layout
+    from envs.tasks.mazes.stepper import MazeRows
 
 Array = np.ndarray
 
 KP, KD = 10.0, 1.0  # force of 1 per 10 cm of distance, and per m/s of speed
-BEND = (
-    0.08  # standard deviation of the path's corners around centres of cells [cells], at noise = 1, cut at two
-)
+# standard deviation of the path's corners around centres of cells [cells], at noise = 1, cut at two
+BEND = 0.08
 WOBBLE = 0.04  # standard deviation of the target's wobble [cells], at noise = 1
 WOBBLE_S = 0.3  # its correlation time [s]
 PACE_SPREAD = 0.15  # relative spread of the pace between episodes, at noise = 1
@@ -68,11 +67,7 @@ def distances(maze: Layout, goal: Cell) -> dict[Cell, int]:
 def simple_paths(maze: Layout, start: Cell, goal: Cell, *, detour: int = 0) -> list[tuple[Cell, ...]]:
     """Return all paths between two cells without repeated cells, shortest first.
 
-    Args:
-        maze: The maze.
-        start: First cell.
-        goal: Last cell.
-        detour: Cells by which a path may be longer than the shortest.
+    `detour` is the number of cells by which a path may exceed the shortest.
     """
     left = distances(maze, goal)
     longest = left[start] + detour
@@ -90,12 +85,7 @@ def simple_paths(maze: Layout, start: Cell, goal: Cell, *, detour: int = 0) -> l
 
 
 class Polyline:
-    """Tracking state on a polyline.
-
-    Args:
-        corners: (n, 2) places [m], at least two.
-        cell_m: Side of a cell of the maze [m].
-    """
+    """Tracking state on a polyline with corners (n, 2) [m], at least two."""
 
     def __init__(self, corners: Array, cell_m: float = 1.0) -> None:
         self._from, self._side = corners[:-1], np.diff(corners, axis=0)
@@ -114,26 +104,20 @@ class Polyline:
         reachable = (along >= self._along - self._back) & (along <= self._along + self._forth)
         nearest = np.where(reachable, distance, np.inf).argmin()
         self._along = max(self._along, float(along[nearest]))
-        return self.place(self._along + look)
+        return self.point_at(self._along + look)
 
-    def place(self, along: float) -> Array:
+    def point_at(self, along: float) -> Array:
         """Return the point (2,) at an arc length; past the end, the end."""
         i = min(int(np.searchsorted(self._end, along)), len(self._end) - 1)
         share = np.clip(1.0 - (self._end[i] - along) / self._length[i], 0.0, 1.0)
-        place: Array = self._from[i] + share * self._side[i]
-        return place
+        point: Array = self._from[i] + share * self._side[i]
+        return point
 
 
 class PathFollower:
-    """Target generator of one demonstration.
+    """Target generator of one demonstration, from start to goal (2,) [m].
 
-    Args:
-        maze: The maze.
-        start, goal: (2,) [m].
-        options: Options of the expert.
-        lag_s: Lag of the point behind the target [s].
-        rng: Generator of path, bends, pace and wobble.
-        step_s: Time between two decisions [s].
+    `lag_s` is the lag of the point behind the target, `step_s` the time between two decisions [s].
     """
 
     def __init__(
@@ -168,8 +152,8 @@ class PathFollower:
 def look_ahead(pace: float, lag_s: float, step_s: float) -> float:
     """Return the look-ahead distance [m] for a pace [m/s], if the target moves every `step_s` [s].
 
-    At constant speed the point lags by `lag_s` (damping over stiffness, where spring and damper forces
-    balance); a target held for a control step adds half a step on average.
+    At constant speed the point lags by `lag_s` (damping over stiffness); a target held for a control step
+    adds half a step on average.
     """
     return pace * (lag_s + step_s / 2)
 
@@ -189,41 +173,23 @@ class PointControl:
     lag_s: float = KD / KP
 
 
-FORCES = PointControl(lambda obs, place: pd_force(obs[:2], obs[2:4], place), np.ones(2))
+FORCE_CONTROL = PointControl(lambda obs, target: pd_force(obs[:2], obs[2:4], target), np.ones(2))
 """For points that are pushed."""
 
 
-def places(maze: Layout) -> PointControl:
+def position_control(maze: Layout) -> PointControl:
     """Return the controller of points whose actions are target positions of a PD controller."""
-    return PointControl(lambda _, place: place, maze.half_size)
+    return PointControl(lambda _, target: target, maze.half_size)
 
 
-def moves(full_m: float, step_s: float, lag_s: float) -> PointControl:
-    """Return the controller of points whose actions are displacements.
-
-    Args:
-        full_m: Displacement of an action of 1 [m].
-        step_s: Length of a control step [s].
-        lag_s: See `PointControl`.
-    """
+def displacement_control(full_m: float, step_s: float, lag_s: float) -> PointControl:
+    """Return the controller of points that move by up to `full_m` [m] per control step of `step_s` [s]."""
     gain = step_s / (lag_s * full_m)
-    return PointControl(lambda obs, place: gain * (place - obs[:2]), np.ones(2), lag_s)
-
-
-class MazeSimulator(Protocol):
-    """A simulator whose row 0 the expert steps."""
-
-    def reset(self, row: int, seed: int) -> Array: ...
-
-    def step(self, rows: Array, actions: Array) -> StepResult: ...
-
-    def physics_state(self, row: int) -> Array: ...
-
-    def start_and_goal(self, row: int) -> tuple[Array, Array]: ...
+    return PointControl(lambda obs, target: gain * (target - obs[:2]), np.ones(2), lag_s)
 
 
 def demonstrate_maze(
-    stepper: MazeSimulator,
+    stepper: MazeRows,
     maze: Layout,
     seed: int,
     options: MazeExpert,
@@ -233,27 +199,18 @@ def demonstrate_maze(
     max_steps: int,
     keep_goal: bool = False,
 ) -> Episode:
-    """Record one episode in row 0 of a point's stepper.
+    """Record the episode of a seed in row 0 of a point's stepper.
 
-    Also recorded: the physics state before each action (`states`: time, positions, velocities).
-
-    Args:
-        stepper: Simulator of the task.
-        maze: Its maze.
-        seed: Seed of the episode; determines path and wobble as well.
-        options: Options of the expert.
-        control: Controller of the point.
-        step_s: Length of a control step [s].
-        max_steps: Time limit in control steps.
-        keep_goal: Whether to record the goal (2,) of every step, as `goal`.
+    Extras are the physics state before each action (`states`: time, positions, velocities) and, with
+    `keep_goal`, the goal (2,) of every step (`goal`).
     """
     from envs.rollouts.recording import Recording
 
     rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
     start, goal = stepper.start_and_goal(0)
     follower = PathFollower(maze, start, goal, options=options, lag_s=control.lag_s, step_s=step_s, rng=rng)
-    told = {"goal": goal} if keep_goal else {}
+    extras = {"goal": goal} if keep_goal else {}
     while not record.ended and len(record) < max_steps:
         action = control.action(record.now, follower.target(record.now[:2]))
-        record.step(np.clip(action, -control.limit, control.limit), states=stepper.physics_state(0), **told)
+        record.step(np.clip(action, -control.limit, control.limit), states=stepper.physics_state(0), **extras)
     return record.episode(truncated=len(record) >= max_steps, success=record.was_solved)

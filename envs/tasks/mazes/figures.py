@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.tasks.avoid.figures import FAILURE, INK, PILLAR, SUCCESS
+from envs.tasks.avoid.figures import FAILURE, INK, PILLAR, SUCCESS, Panels, side_by_side
 from envs.tasks.mazes.layouts import Layout
 
 if TYPE_CHECKING:
@@ -19,58 +20,26 @@ _MARGIN = 1.05  # visible extent of a rendering over the maze's size
 _FREE_CAMERA_EXTENTS = 1.5  # distance of MuJoCo's free camera in model extents
 
 
-def maze_figure(
-    maze: Layout,
-    panels: Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]],
-    *,
-    has_goals: bool = True,
-) -> Figure:
-    """Draw one panel of episodes per title, side by side.
-
-    Args:
-        maze: The maze.
-        panels: For every title the trajectories and their outcomes, as `draw_maze` takes them.
-        has_goals: See there.
-
-    Returns:
-        A figure that needs no display; save it with `savefig`.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def maze_figure(maze: Layout, panels: Panels, *, has_goals: bool = True) -> Figure:
+    """Return a figure with one panel of episodes per title; values are trajectories and outcomes."""
     height = WIDTH_IN * maze.half_size[1] / maze.half_size[0] + 0.6
-    figure = Figure(figsize=(WIDTH_IN * len(panels), height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    for axes, (title, (trajectories, outcomes)) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
-        draw_maze(axes, maze, trajectories, outcomes, title=title, has_goals=has_goals)
-    return figure
+    draw = partial(draw_maze, maze=maze, has_goals=has_goals)
+    return side_by_side(panels, draw, width=WIDTH_IN, height=height)
 
 
 def draw_maze(
     ax: Axes,
-    maze: Layout,
     trajectories: Sequence[np.ndarray],
     outcomes: Sequence[bool],
     *,
+    maze: Layout,
     title: str = "",
     has_goals: bool = True,
 ) -> None:
-    """Draw episodes from above: walls, a dot where each began, a ring around its goal, one line per episode.
+    """Draw episodes from above: walls, a dot at each start, a ring around its goal, one line per episode.
 
-    Successes are green; failures are orange and end in a cross.
-
-    Shapes:
-        trajectories: one (L+1, 4 or more) array per episode, x and y [m] first and its goal last.
-
-    Args:
-        ax: Where to draw.
-        maze: The maze.
-        trajectories: Observations of the episodes.
-        outcomes: Whether each episode succeeded.
-        title: First line above the count of successes.
-        has_goals: Whether observations end with the goal; else no ring is drawn.
+    Successes are green; failures are orange and end in a cross. Trajectories are (L+1, 4 or more) arrays, x
+    and y [m] first; the goal is last if `has_goals`, else no ring is drawn.
     """
     _draw_walls(ax, maze)
     alpha = float(np.clip(18.0 / max(len(trajectories), 1), 0.3, 0.9))
@@ -89,7 +58,6 @@ def draw_maze(
 
 
 def _draw_walls(ax: Axes, maze: Layout) -> None:
-    """Draw the static walls."""
     from matplotlib.patches import Rectangle
 
     for cell in maze.walls:

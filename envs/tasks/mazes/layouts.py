@@ -53,13 +53,7 @@ _GRIDS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One maze.
-
-    Args:
-        rows: The grid, `#` is a wall.
-        cell_m: Side of a cell [m].
-        height_m: Height of the walls [m].
-    """
+    """One maze; `#` is a wall in the grid, cells and walls are `cell_m` wide and `height_m` high [m]."""
 
     rows: tuple[str, ...]
     cell_m: float = 1.0
@@ -72,7 +66,6 @@ class Layout:
 
     @cached_property
     def middle(self) -> Array:
-        """Middle of the maze (2,) [m]."""
         return np.zeros(2)
 
     @cached_property
@@ -82,7 +75,6 @@ class Layout:
 
     @cached_property
     def walls(self) -> tuple[Cell, ...]:
-        """Cells that are walls, row by row."""
         return tuple(cell for cell in self._all_cells if self.is_wall(cell))
 
     @cached_property
@@ -95,11 +87,9 @@ class Layout:
         return [(i, j) for i in range(len(self.rows)) for j in range(len(self.rows[0]))]
 
     def is_wall(self, cell: Cell) -> bool:
-        """Whether a cell is a wall."""
         return self.rows[cell[0]][cell[1]] == "#"
 
     def center(self, cell: Cell) -> Array:
-        """Return the centre of a cell (2,) [m]."""
         half_x, half_y = self.half_size
         return np.array([(cell[1] + 0.5) * self.cell_m - half_x, half_y - (cell[0] + 0.5) * self.cell_m])
 
@@ -114,17 +104,16 @@ class Layout:
         return self.cells[int(np.square(self.centers - position).sum(axis=1).argmin())]
 
     def neighbours(self, cell: Cell) -> list[Cell]:
-        """Return the free cells adjacent to a cell."""
         beside = [(cell[0] + down, cell[1] + right) for down, right in _SIDES]
         return [other for other in beside if not self.is_wall(other)]
 
-    def way(self, positions: Array) -> tuple[Cell, ...]:
+    def cells_along(self, positions: Array) -> tuple[Cell, ...]:
         """Return the cells along a path (n, 2) [m], without loops."""
         between = np.linspace(0.0, 1.0, 8, endpoint=False)[:, None, None]  # so that no cell is missed
         fine = positions[:-1] + between * np.diff(positions, axis=0)  # (8, n - 1, 2)
         cells: list[Cell] = []
-        for place in [*fine.transpose(1, 0, 2).reshape(-1, 2), positions[-1]]:
-            cell = self.cell(place)
+        for position in [*fine.transpose(1, 0, 2).reshape(-1, 2), positions[-1]]:
+            cell = self.cell(position)
             if cell in cells:
                 del cells[cells.index(cell) + 1 :]
             else:
@@ -134,13 +123,7 @@ class Layout:
     def draw(
         self, rng: np.random.Generator, start_cell: Cell | None = None, goal_cell: Cell | None = None
     ) -> tuple[Array, Array]:
-        """Draw start and goal (2,) each [m], with the draws of gymnasium-robotics.
-
-        Args:
-            rng: Generator of the draws.
-            start_cell: Cell of the start; None: any but the goal's.
-            goal_cell: Cell of the goal; None: any.
-        """
+        """Draw start and goal (2,) [m], with the draws of gymnasium-robotics; cells fix either of them."""
         goal = self._with_noise(self.center(goal_cell) if goal_cell else self._any_center(rng), rng)
         start = self.center(start_cell) if start_cell else goal
         while not start_cell and np.linalg.norm(start - goal) <= NEAREST * self.cell_m:
@@ -152,7 +135,7 @@ class Layout:
         return center
 
     def _with_noise(self, position: Array, rng: np.random.Generator) -> Array:
-        return np.array([place + rng.uniform(low=-NOISE, high=NOISE) * self.cell_m for place in position])
+        return np.array([value + rng.uniform(low=-NOISE, high=NOISE) * self.cell_m for value in position])
 
 
 @cache
@@ -162,12 +145,7 @@ def layout(name: str, cell_m: float = 1.0, height_m: float = 0.4) -> Layout:
 
 
 def model_xml(agent: str, maze: Layout) -> str:
-    """Return the MJCF of an agent with the walls of a maze, and a site `target` to mark a goal.
-
-    Args:
-        agent: MJCF of the agent alone.
-        maze: The maze.
-    """
+    """Return the MJCF of an agent with the walls of a maze, and a site `target` to mark a goal."""
     tree = ET.fromstring(agent)
     world = tree.find("worldbody")
     assert world is not None

@@ -1,12 +1,10 @@
 """OGBench's mazes: a point, an ant or a humanoid moves to a goal in mazes of four sizes.
 
-Each is `<agent>maze-<maze>-v0` in OGBench's names, with its five tasks: pairs of start and goal. `goal=fixed`
-is OGBench's single task `<agent>maze-<maze>-singletask-task<k>-v0`, whose goal is fixed and not observed;
-datasets of these mazes fit it. With `appended` and `separate` the goal varies per episode and is observed, as
-a position (OGBench's `use_oracle_rep`).
-
-The names begin with `og-`; unprefixed names belong to other mazes (`envs.tasks.mazes.d4rl`):
-gymnasium-robotics' agents have other bodies, rates and starts.
+Each is `<agent>maze-<maze>-v0` in OGBench's names, with its five pairs of start and goal. `goal=fixed` is
+OGBench's `<agent>maze-<maze>-singletask-task<k>-v0`, whose goal is fixed and not observed; its datasets fit
+it. With `appended` and `separate` the goal varies per episode and is observed, as a position (OGBench's
+`use_oracle_rep`). Names without `og-` are gymnasium-robotics' mazes (`envs.tasks.mazes.d4rl`), whose agents
+have other bodies, rates and starts.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from envs.spec import EnvSpec
-from envs.tasks.mazes.expert import MazeExpert, demonstrate_maze, moves
+from envs.tasks.mazes.expert import MazeExpert, demonstrate_maze, displacement_control
 from envs.tasks.mazes.layouts import Layout
 from envs.tasks.mazes.ogbench_layouts import ogbench_layout
 from envs.tasks.mazes.ogbench_stepper import NUM_TASKS, OgbenchMazeStepper
@@ -80,6 +78,7 @@ class _OgbenchMaze(MazeTask):
     maze = ""
     radius_m = 0.5  # success radius of the goal
     packages = ("ogbench",)
+    extra = "ogbench"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +87,6 @@ class _OgbenchMaze(MazeTask):
 
     @property
     def layout(self) -> Layout:
-        """The maze, in OGBench's frame."""
         return ogbench_layout(self.maze)
 
     def stepper(self, num_envs: int) -> OgbenchMazeStepper:
@@ -98,7 +96,7 @@ class _OgbenchMaze(MazeTask):
             num_envs,
             task=self.task,
             single=self.goal == "fixed",
-            tell_goal=self.goal == "appended",
+            observe_goal=self.goal == "appended",
         )
 
 
@@ -122,16 +120,13 @@ class _GuidedPoint(_Point):
     expert: MazeExpert = bounded(MazeExpert(pace=1.6), was="demonstrator")  # options of the expert
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record one demonstration; path, wobble, start and goal follow from the seed.
-
-        If the goal is provided beside the state, every step stores it as extra key `goal`.
-        """
+        """Record one demonstration; with a separate goal every step stores it as extra key `goal`."""
         return demonstrate_maze(
             self.stepper(1),
             self.layout,
             seed,
             self.expert,
-            moves(_MOVE_M, 1 / _POINT_HZ, _LAG_S),
+            displacement_control(_MOVE_M, 1 / _POINT_HZ, _LAG_S),
             step_s=1 / _POINT_HZ,
             max_steps=self.max_episode_steps,
             keep_goal=self.goal == "separate",

@@ -48,11 +48,9 @@ class OgbenchLayout(Layout):
 
     @cached_property
     def middle(self) -> np.ndarray:
-        """Middle of the maze (2,) [m]."""
         return self.half_size - 1.5 * self.cell_m
 
     def center(self, cell: Cell) -> np.ndarray:
-        """Return the centre of a cell (2,) [m]."""
         return np.array([cell[1] - 1, cell[0] - 1]) * self.cell_m
 
 

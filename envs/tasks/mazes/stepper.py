@@ -1,7 +1,4 @@
-"""Shared base of all mazes: agents as rows of one model, goals, specifications and rendering.
-
-Legend: N environments, M of them addressed.
-"""
+"""Shared base of all mazes: agents as rows of one model, goals, specifications and rendering."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import numpy as np
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.spec import Array, EnvSpec, symmetric_spec
 from envs.tasks.mazes.layouts import Layout
 
 if TYPE_CHECKING:
@@ -24,13 +21,11 @@ if TYPE_CHECKING:
 
     from envs.datasets.episodes import EpisodeDataset
 
-Array = np.ndarray
-
 _log = logging.getLogger(__name__)
 
 GOAL_NAMES = ("goal x [m]", "goal y [m]")
-_LOOKED_AT = 10_000  # approximate number of sampled dataset positions
-_IN_WALLS = 0.05  # fraction above which positions in walls are no rounding errors
+_NUM_SAMPLES = 10_000  # approximate number of sampled dataset positions
+_MAX_IN_WALLS = 0.05  # fraction above which positions in walls are no rounding errors
 _LEGS = ("front left", "front right", "back left", "back right")
 _JOINTS = tuple(f"{leg} {joint}" for leg in _LEGS for joint in ("hip", "ankle"))
 ANT_NAMES = (
@@ -44,39 +39,21 @@ ANT_NAMES = (
 
 
 def ant_torques(full_nm: int) -> tuple[str, ...]:
-    """Return the names of an ant's actions, in the order of its motors.
-
-    Args:
-        full_nm: Torque of an action of 1 [Nm].
-    """
+    """Return the names of an ant's actions, in the order of its motors; an action of 1 is `full_nm` [Nm]."""
     legs = (_LEGS[3], *_LEGS[:3])
     return tuple(f"{leg} {joint} torque [{full_nm} Nm]" for leg in legs for joint in ("hip", "ankle"))
 
 
-class MazeRows(MujocoStepper, ABC):
-    """Step N agents, each in its own simulator state of one shared model; exact.
+class MazeRows(MujocoStepper):
+    """Steps N agents in one compiled maze, which has an element named `target`; exact."""
 
-    Args:
-        model: The compiled maze with its agent and an element named `target`.
-        maze: Its layout.
-        num_envs: N.
-    """
-
-    mark: Literal["site", "geom"] = "site"  # model element named `target` that marks the goal
+    target_kind: Literal["site", "geom"] = "site"  # model element named `target` that marks the goal
 
     def __init__(self, model: Any, maze: Layout, num_envs: int) -> None:
         super().__init__(model, num_envs)
         self.maze = maze
         self._start = np.zeros((num_envs, 2))
         self._goal = np.zeros((num_envs, 2))
-
-    @abstractmethod
-    def reset(self, row: int, seed: int) -> Array:
-        """Start the episode of a seed in one row; returns (Do,)."""
-
-    @abstractmethod
-    def step(self, rows: Array, actions: Array) -> StepResult:
-        """Advance rows (M,) by actions (M, Da) for one control step."""
 
     def get_appearance(self, row: int) -> dict[str, Array]:
         return {"goal": self._goal[row].copy()}
@@ -85,11 +62,10 @@ class MazeRows(MujocoStepper, ABC):
         """Mark the goal in a rendering model, and aim its free camera down at the whole maze."""
         from envs.tasks.mazes.figures import see_from_above
 
-        getattr(model, self.mark)("target").pos[:2] = appearance["goal"]
+        getattr(model, self.target_kind)("target").pos[:2] = appearance["goal"]
         see_from_above(model, self.maze)
 
     def goals(self) -> Array:
-        """Return the goals of the running episodes, (N, 2) [m]."""
         return self._goal
 
     def start_and_goal(self, row: int) -> tuple[Array, Array]:
@@ -110,7 +86,8 @@ class MazeTask(HasCameras, ABC):
     name = ""
     max_episode_steps: int
     goal: str  # whether and how the goal is observed
-    packages: ClassVar[tuple[str, ...]] = ()  # see `EnvSpec.packages`
+    packages: ClassVar[tuple[str, ...]] = ()  # see `EnvSpec`
+    extra = ""
 
     @property
     @abstractmethod
@@ -124,11 +101,7 @@ class MazeTask(HasCameras, ABC):
 
     @abstractmethod
     def stepper(self, num_envs: int) -> MazeRows:
-        """Build the simulators of N environments.
-
-        Raises:
-            MissingExtraError: If their package is not installed.
-        """
+        """Build the simulators of N environments."""
 
     def describe(
         self,
@@ -142,42 +115,31 @@ class MazeTask(HasCameras, ABC):
     ) -> EnvSpec:
         """Return the specification of the task.
 
-        Args:
-            obs: Names of the agent's observations.
-            actions: Names of the actions.
-            limit: (Da,) largest actions.
-            hz: Control steps per second.
-            radius_m: Success distance to the goal [m].
-            scores: D4RL's (random, expert) returns, if they apply to the task.
+        `limit` (Da,) are the largest actions, `radius_m` is the success distance to the goal, `scores` are
+        D4RL's (random, expert) returns.
         """
         obs = (*obs, *GOAL_NAMES) if self.goal == "appended" else obs
-        return EnvSpec(
+        return symmetric_spec(
+            obs,
+            actions,
+            limit=limit,
             name=self.name,
             family="maze",
-            obs_dim=len(obs),
-            action_dim=len(actions),
-            action_low=tuple((-limit).tolist()),
-            action_high=tuple(limit.tolist()),
             max_episode_steps=self.max_episode_steps,
             control_hz=hz,
-            obs_names=obs,
-            action_names=actions,
             success_rule=f"within {radius_m:g} m of the goal",
             reference_scores=scores,
             goal_dim=len(GOAL_NAMES) if self.goal == "separate" else 0,
             state_goal_dim=len(GOAL_NAMES) if self.goal == "appended" else 0,
             packages=self.packages,
+            extra=self.extra,
         )
 
     def check_recording(self, dataset: EpisodeDataset) -> None:
-        """Warn about data with positions in walls: they belong to another maze or coordinate frame.
-
-        Args:
-            dataset: Recorded states, which begin with x and y [m].
-        """
-        step = max(dataset.num_frames // _LOOKED_AT, 1)
+        """Warn about data with positions in walls: they belong to another maze or coordinate frame."""
+        step = max(dataset.num_frames // _NUM_SAMPLES, 1)
         inside = self.layout.is_free(dataset.observations[::step, :2].numpy())
-        if inside.mean() < 1 - _IN_WALLS:
+        if inside.mean() < 1 - _MAX_IN_WALLS:
             _log.warning(
                 "%s: %.0f %% of the recorded positions lie in walls of env=%s, so what is learned from them "
                 "cannot be judged in it. They are of another maze, or count from another corner, as those of "
@@ -185,11 +147,8 @@ class MazeTask(HasCameras, ABC):
                 dataset.source, 100 * (1 - inside.mean()), self.name,
             )  # fmt: skip
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(self.stepper(num_envs), obs_steps)
-
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
-        """Draw one panel of trajectories per title, e.g. before and after; see `envs.tasks.mazes.figures`."""
+        """Draw one panel of trajectories per title; see `envs.tasks.mazes.figures`."""
         from envs.tasks.mazes.figures import maze_figure
 
         return maze_figure(self.layout, panels, has_goals=self.goal == "appended")

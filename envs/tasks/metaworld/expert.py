@@ -7,14 +7,17 @@ the state distribution for cloning.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
-from envs.spec import StepResult
 from policies.bounds import Checked, bounded
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+    from envs.engine.physics import MujocoStepper
+    from envs.spec import EnvSpec
 
 Array = np.ndarray
 
@@ -31,45 +34,22 @@ class ScriptedExpert(Checked):
     hold: int = bounded(10, ge=0)  # control steps recorded after the first success
 
 
-class Steppable(Protocol):
-    """A simulator whose row 0 the expert steps."""
-
-    def reset(self, row: int, seed: int) -> Array: ...
-
-    def step(self, rows: Array, actions: Array) -> StepResult: ...
-
-    def physics_state(self, row: int) -> Array: ...
-
-
 def demonstrate(
-    stepper: Steppable,
-    task: str,
-    seed: int,
-    options: ScriptedExpert,
-    *,
-    max_steps: int,
-    terminate_on_success: bool = False,
+    stepper: MujocoStepper, task: str, seed: int, options: ScriptedExpert, *, spec: EnvSpec
 ) -> Episode:
-    """Record one episode, until a terminating success or a few steps past the first success.
+    """Record the episode of a seed, until a terminating success or a few steps past the first success.
 
     Recorded are the executed actions, noise included, and the physics state before each (`states`: time,
-    positions, velocities).
-
-    Args:
-        stepper: Simulator of the task.
-        task: Name without its version.
-        seed: Seed of the episode; determines the noise as well.
-        options: Options of the expert.
-        max_steps: Time limit in control steps.
-        terminate_on_success: Whether success terminates the episode.
+    positions, velocities). `task` is the name without version.
     """
     from metaworld.policies import ENV_POLICY_MAP
 
     policy, rng = ENV_POLICY_MAP[f"{task}-v3"](), np.random.default_rng((seed, _NOISE_STREAM))
-    record, left = Recording(stepper, seed, terminate_on_success=terminate_on_success), max_steps
+    record = Recording(stepper, seed, terminate_on_success=spec.terminate_on_success)
+    left = spec.max_episode_steps
     while left > 0 and not record.ended:
-        was_solved, wanted = record.was_solved, policy.get_action(record.now)
-        action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)
+        was_solved, action_mean = record.was_solved, policy.get_action(record.now)
+        action = np.clip(action_mean + options.noise * rng.standard_normal(len(action_mean)), -1, 1)
         record.step(action, states=stepper.physics_state(0))
         left -= 1
         if record.was_solved and not was_solved:

@@ -1,13 +1,9 @@
 """Meta-World: a Sawyer arm performs one of fifty tasks, selected by an option (Meta-World v3).
 
-Physics, observation, reward and success are Meta-World's own: its environment runs on one `MjData` per row.
-The rest of its state (Python attributes, positions that a reset writes into the model) is stored per row and
-restored before stepping. Goals are observed, as in its multi-task benchmarks.
-
-Difference from Meta-World: object positions follow from the episode's seed alone; its benchmarks draw fifty
-in advance and select one. No state of the previous episode remains.
-
-Legend: N environments, M of them addressed.
+Physics, observation, reward and success are Meta-World's own: its environment runs on one `MjData` per row;
+the rest of its state is stored per row and restored before stepping. Goals are observed, as in its multi-task
+benchmarks. Difference: object positions follow from the episode's seed alone; its benchmarks draw fifty in
+advance and select one.
 """
 
 from __future__ import annotations
@@ -23,8 +19,7 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
+from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.metaworld.expert import ScriptedExpert, demonstrate
 from policies.bounds import bounded
 from policies.errors import ConfigError
@@ -32,8 +27,6 @@ from policies.registry import register
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 TASKS = (
     *("assembly", "basketball", "bin-picking", "box-close", "button-press", "button-press-topdown"),
@@ -69,15 +62,7 @@ _ACTION_NAMES = (*(f"hand {axis} change [1 cm]" for axis in "xyz"), "gripper clo
 
 
 class MetaworldStepper(MujocoStepper):
-    """Step N copies of one task.
-
-    Args:
-        task: One of `TASKS`.
-        num_envs: N.
-
-    Raises:
-        MissingExtraError: If Meta-World is not installed.
-    """
+    """Step N copies of one of `TASKS`."""
 
     def __init__(self, task: str, num_envs: int) -> None:
         self._env, self._fresh = load_metaworld(task)
@@ -88,9 +73,9 @@ class MetaworldStepper(MujocoStepper):
         env = self._begin(row)
         env.seed(seed)
         env.reset_model()  # redraws until objects do not overlap
-        place = env._last_rand_vec
+        positions = env._last_rand_vec
         env = self._begin(row)
-        env._last_rand_vec, env._freeze_rand_vec = place, True
+        env._last_rand_vec, env._freeze_rand_vec = positions, True
         obs, _ = env.reset()
         self._variables[row] = read_variables(env)
         return np.asarray(obs, np.float64)
@@ -108,7 +93,6 @@ class MetaworldStepper(MujocoStepper):
         return StepResult(np.stack(obs), reward, no, no, success)
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return the positions of objects moved by resets, goals included."""
         return {name: self._variables[row][name].copy() for name in _IN_MODEL}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
@@ -175,14 +159,7 @@ def _window(value: Array, data: Any) -> dict[str, list[Any]] | None:
 
 @lru_cache(maxsize=4)
 def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
-    """Build Meta-World's environment of a task once per process.
-
-    Returns:
-        The environment, and its initial non-physics state.
-
-    Raises:
-        MissingExtraError: If Meta-World is not installed.
-    """
+    """Build Meta-World's environment of a task once per process; returns it with its initial variables."""
     from policies.extras import require
 
     module = require("metaworld", extra="metaworld")
@@ -214,39 +191,26 @@ class Metaworld(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        return EnvSpec(
+        return symmetric_spec(
+            _OBS_NAMES,
+            _ACTION_NAMES,
             name="metaworld",
             family="metaworld",
-            obs_dim=len(_OBS_NAMES),
-            action_dim=len(_ACTION_NAMES),
-            action_low=(-1.0,) * len(_ACTION_NAMES),
-            action_high=(1.0,) * len(_ACTION_NAMES),
             max_episode_steps=self.max_episode_steps,
             control_hz=80.0,
-            obs_names=_OBS_NAMES,
-            action_names=_ACTION_NAMES,
             success_rule=f"Meta-World reports success of {self.task}",
             terminate_on_success=self.terminate_on_success,
             packages=("metaworld",),
+            extra="metaworld",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(MetaworldStepper(self.task, num_envs), obs_steps)
+    def stepper(self, num_envs: int) -> MetaworldStepper:
+        return MetaworldStepper(self.task, num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record Meta-World's scripted policy on the episode of this seed."""
-        stepper = MetaworldStepper(self.task, 1)
-        return demonstrate(
-            stepper,
-            self.task,
-            seed,
-            self.expert,
-            max_steps=self.max_episode_steps,
-            terminate_on_success=self.terminate_on_success,
-        )
+        return demonstrate(self.stepper(1), self.task, seed, self.expert, spec=self.spec)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Render an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         frames = replay_frames(self.make_vector(1), seed, actions, camera="corner2", **options)

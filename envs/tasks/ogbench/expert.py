@@ -1,31 +1,30 @@
 """OGBench's oracles as experts: approach, grasp, lift, carry, lower; press; pull and push.
 
 In mode `task` its Markov oracles execute the subtasks of a plan one after the other. They depend only on the
-current state and correct perturbations. Noise on the executed actions therefore widens the state distribution
-for cloning, at little cost in success.
-
-Modes `play` and `noisy` follow OGBench's dataset recipes: long episodes of randomly drawn subtasks,
-independent of the task; see `envs.tasks.ogbench.play`.
+current state, so they correct for noise on the executed actions, which widens the state distribution.
+Modes `play` and `noisy` follow OGBench's dataset recipes, independent of the task: `envs.tasks.ogbench.play`.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
-from envs.tasks.ogbench.plans import Array, Subtask, next_subtask, recorded
+from envs.tasks.ogbench.plans import Array, Subtask, next_subtask, record_step
 from envs.tasks.ogbench.stepper import OgbenchStepper
 from policies.bounds import Checked, bounded
 
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+
 MODES = ("task", "play", "noisy")
 _NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
-_CLEAR = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}  # height of a free gripper [m]
-_DONE = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # tolerance of finished subtasks [m]
+_FREE_HEIGHT_M = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}  # of a free gripper
+_TOLERANCE_M = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # tolerance of finished subtasks [m]
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,10 @@ class OracleExpert(Checked):
 
 
 def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_steps: int) -> Episode:
-    """Record one episode.
+    """Record the episode of a seed in a world of OGBench's name with task 1 to 5.
 
     Recorded are the executed actions, noise included, the physics state before each (`states`: time,
     positions, velocities), and the button states if any (`button_states`).
-
-    Args:
-        world: OGBench's name.
-        task: 1 to 5.
-        seed: Seed of the episode; determines the noise as well.
-        options: Options of the expert.
-        max_steps: Time limit in control steps, in mode `task`.
     """
     if options.mode != "task":
         from envs.tasks.ogbench.play import play
@@ -65,18 +57,18 @@ def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_
         return play(world, task, seed, noisy=options.mode == "noisy", length=options.length)
     stepper, rng = OgbenchStepper(world, task, 1), np.random.default_rng((seed, _NOISE_STREAM))
     record = Recording(stepper, seed)
-    worker: _Worker | None = None
+    runner: SubtaskRunner | None = None
     while not record.ended and len(record) < max_steps:
         env = stepper.bind(0)
-        if worker is None or worker.is_done(env):
-            worker = _Worker(_subtask(env), options.min_norm, always_closed=world.startswith("puzzle"))
-        wanted = worker.act(env, record.now)
-        action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)
-        recorded(stepper, record, action)
+        if runner is None or runner.is_done(env):
+            runner = SubtaskRunner(_subtask(env), options.min_norm, always_closed=world.startswith("puzzle"))
+        action_mean = runner.act(env, record.now)
+        action = np.clip(action_mean + options.noise * rng.standard_normal(len(action_mean)), -1, 1)
+        record_step(stepper, record, action)
     return record.episode(truncated=len(record) >= max_steps, success=record.ended)
 
 
-class _Worker:
+class SubtaskRunner:
     """Execution of one subtask by its oracle."""
 
     def __init__(self, subtask: Subtask, min_norm: float, *, always_closed: bool) -> None:
@@ -90,8 +82,7 @@ class _Worker:
         self._subtask = subtask
 
     def act(self, env: Any, obs: Array) -> Array:
-        """Return the oracle's action (5,)."""
-        action: Array = self._oracle.select_action(obs, {**env.compute_ob_info(), **self._aim(env)})
+        action: Array = self._oracle.select_action(obs, {**env.compute_ob_info(), **self._target_info(env)})
         return action
 
     def is_done(self, env: Any) -> bool:
@@ -100,27 +91,26 @@ class _Worker:
             return True
         info, task = env.compute_ob_info(), self._subtask
         if task.kind == "button":
-            there = info[f"privileged/button_{task.index}_state"] == task.wanted
+            is_reached = info[f"privileged/button_{task.index}_state"] == task.target
         elif task.kind == "cube":
-            off = np.linalg.norm(info[f"privileged/block_{task.index}_pos"] - task.wanted)
-            there = off <= _DONE["cube"] and info["proprio/gripper_contact"][0] < 0.1
+            off = np.linalg.norm(info[f"privileged/block_{task.index}_pos"] - task.target)
+            is_reached = off <= _TOLERANCE_M["cube"] and info["proprio/gripper_contact"][0] < 0.1
         else:
-            there = abs(info[f"privileged/{task.kind}_pos"][0] - task.wanted) <= _DONE[task.kind]
-        return bool(there and info["proprio/effector_pos"][2] > _CLEAR[task.kind])
+            is_reached = abs(info[f"privileged/{task.kind}_pos"][0] - task.target) <= _TOLERANCE_M[task.kind]
+        return bool(is_reached and info["proprio/effector_pos"][2] > _FREE_HEIGHT_M[task.kind])
 
-    def _aim(self, env: Any) -> dict[str, Any]:
-        """Return the target in OGBench's data-collection format."""
+    def _target_info(self, env: Any) -> dict[str, Any]:
         task, data = self._subtask, env._data
         if task.kind == "cube":
-            values = {"block": task.index, "block_pos": task.wanted, "block_yaw": np.zeros(1)}
+            values = {"block": task.index, "block_pos": task.target, "block_yaw": np.zeros(1)}
         elif task.kind == "button":
             top = data.site_xpos[env._button_site_ids[task.index]]
-            values = {"button": task.index, "button_state": task.wanted, "button_top_pos": top.copy()}
+            values = {"button": task.index, "button_state": task.target, "button_top_pos": top.copy()}
         else:
             joint = env._model.joint(f"{task.kind}_slide").id
             handle = data.site_xpos[getattr(env, f"_{task.kind}_site_id")]
-            way = (task.wanted - data.joint(joint).qpos[0]) * data.xaxis[joint]
-            values = {f"{task.kind}_pos": np.array([task.wanted]), f"{task.kind}_handle_pos": handle + way}
+            offset = (task.target - data.joint(joint).qpos[0]) * data.xaxis[joint]
+            values = {f"{task.kind}_pos": np.array([task.target]), f"{task.kind}_handle_pos": handle + offset}
         return {f"privileged/target_{name}": value for name, value in values.items()}
 
 

@@ -2,8 +2,7 @@
 
 OGBench's oracles move one cube, press one button, or move the drawer or the window. Tasks require several of
 these, with dependencies: a cube lies on another or on a target, a drawer is locked, a press toggles
-neighbouring buttons. The planners map the current state to the next subtask and are called again after it,
-which corrects failures.
+neighbouring buttons. The planners are called again after every subtask, which corrects failures.
 
 Legend: n cubes or buttons.
 """
@@ -22,12 +21,12 @@ from envs.tasks.ogbench.stepper import OgbenchStepper
 
 Array = np.ndarray
 
-_PLACED = 0.035  # success tolerance of a cube [m]; OGBench: 0.04
+_CUBE_TOLERANCE = 0.035  # success tolerance of a cube [m]; OGBench: 0.04
 _CUBE = 0.04  # edge of a cube [m]
-_ROOM = 0.06  # minimum distance of cube centres, for the gripper's fingers [m]
-_MOVED = 0.035  # success tolerance of drawer and window [m]; OGBench: 0.04
+_CLEARANCE = 0.06  # minimum distance of cube centres, for the gripper's fingers [m]
+_SLIDE_TOLERANCE = 0.035  # success tolerance of drawer and window [m]; OGBench: 0.04
 _SPARE = tuple(product((0.35, 0.425, 0.5), (-0.2, -0.1, 0.0, 0.1, 0.2)))  # spare cube positions (x, y) [m]
-_BEYOND = -0.3  # cube targets with smaller y are inside the drawer [m]
+_DRAWER_Y = -0.3  # cube targets with smaller y are inside the drawer [m]
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,12 @@ class Subtask:
     Attributes:
         kind: Oracle: "cube", "button", "drawer" or "window".
         index: Index of the cube or button.
-        wanted: Target position of the cube (3,), state of the button, or position of drawer or window [m].
+        target: Target position of the cube (3,), state of the button, or position of drawer or window [m].
     """
 
     kind: str
     index: int
-    wanted: Any
+    target: Any
 
 
 def next_subtask(env: Any) -> Subtask | None:
@@ -53,15 +52,15 @@ def next_subtask(env: Any) -> Subtask | None:
         presses = fewest_presses(env._cur_button_states != env._target_button_states, env._num_cols)
         tops = env._data.site_xpos[env._button_site_ids]
         return _press(env, _nearest(presses, tops, gripper_of(env))) if presses else None
-    places, targets = cubes_of(env)
-    move = next_move(places, targets)
+    positions, targets = cubes_of(env)
+    move = next_move(positions, targets)
     return None if move is None else Subtask("cube", *move)
 
 
 def gripper_of(env: Any) -> Array:
     """Return the gripper position (3,)."""
-    place: Array = env._data.site_xpos[env._pinch_site_id]
-    return place
+    position: Array = env._data.site_xpos[env._pinch_site_id]
+    return position
 
 
 def cubes_of(env: Any) -> tuple[Array, Array]:
@@ -73,61 +72,54 @@ def cubes_of(env: Any) -> tuple[Array, Array]:
 # -- cubes -------------------------------------------------------------------------------------------------
 
 
-def next_move(places: Array, targets: Array) -> tuple[int, Array] | None:
-    """Return the next cube and its destination; None if all are placed.
+def next_move(positions: Array, targets: Array) -> tuple[int, Array] | None:
+    """Return the next cube and its destination (3,) [m]; None if all are placed.
 
     A cube is movable if no cube lies on it. It can be placed if its target is vacant and, above the table,
-    its support is placed. If no cube can reach its target, one is moved aside.
-
-    Shapes:
-        places, targets: (n, 3) [m].
+    its support is placed. If no cube can reach its target, one is moved aside. Places and targets are (n, 3)
+    [m].
     """
-    wrong = [i for i in range(len(places)) if np.linalg.norm(places[i] - targets[i]) > _PLACED]
+    wrong = [i for i in range(len(positions)) if np.linalg.norm(positions[i] - targets[i]) > _CUBE_TOLERANCE]
     if not wrong:
         return None
-    loose = [i for i in range(len(places)) if not _covered(i, places)]
+    loose = [i for i in range(len(positions)) if not _is_covered(i, positions)]
     for i in wrong:
-        if i in loose and _vacant(i, places, targets):
+        if i in loose and _is_vacant(i, positions, targets):
             return i, targets[i]
     waiting = next((i for i in loose if i in wrong), loose[0])
-    taken = np.concatenate([places, targets])[:, :2]
+    taken = np.concatenate([positions, targets])[:, :2]
     spot = max(_SPARE, key=lambda spot: np.linalg.norm(taken - spot, axis=1).min())
     return waiting, np.array([*spot, _CUBE / 2])
 
 
-def _covered(i: int, places: Array) -> bool:
-    beside = np.linalg.norm(places[:, :2] - places[i, :2], axis=1)
-    return bool(((beside < _CUBE) & (places[:, 2] > places[i, 2] + _CUBE / 2)).any())
+def _is_covered(i: int, positions: Array) -> bool:
+    distance_xy = np.linalg.norm(positions[:, :2] - positions[i, :2], axis=1)
+    return bool(((distance_xy < _CUBE) & (positions[:, 2] > positions[i, 2] + _CUBE / 2)).any())
 
 
-def _vacant(i: int, places: Array, targets: Array) -> bool:
-    """Whether cube i can be placed at its target."""
-    others = np.delete(places, i, axis=0)
-    beside = np.linalg.norm(others[:, :2] - targets[i, :2], axis=1)
-    if ((beside < _ROOM) & (others[:, 2] > targets[i, 2] - _CUBE / 2)).any():
+def _is_vacant(i: int, positions: Array, targets: Array) -> bool:
+    others = np.delete(positions, i, axis=0)
+    distance_xy = np.linalg.norm(others[:, :2] - targets[i, :2], axis=1)
+    if ((distance_xy < _CLEARANCE) & (others[:, 2] > targets[i, 2] - _CUBE / 2)).any():
         return False
     below = np.linalg.norm(others - (targets[i] - [0, 0, _CUBE]), axis=1)
-    return bool(targets[i, 2] < _CUBE or (below < _PLACED).any())
+    return bool(targets[i, 2] < _CUBE or (below < _CUBE_TOLERANCE).any())
 
 
 # -- buttons -----------------------------------------------------------------------------------------------
 
 
 def fewest_presses(wrong: Array, columns: int) -> list[int]:
-    """Return the shortest set of button presses that toggles exactly the wrong buttons.
+    """Return the shortest set of button presses that toggles exactly the `wrong` (n,) buttons.
 
     A press toggles a button and its neighbours in rows and columns, so presses add modulo 2. All solutions
     are one solution plus the null space of presses.
-
-    Args:
-        wrong: (n,) bool, buttons in the wrong state.
-        columns: Buttons per row.
 
     Raises:
         ValueError: If there is no solution.
     """
     n = len(wrong)
-    rows = np.concatenate([_turned(n, columns), wrong[:, None]], axis=1).astype(np.uint8)
+    rows = np.concatenate([_toggle_matrix(n, columns), wrong[:, None]], axis=1).astype(np.uint8)
     pivots: list[int] = []
     for column in range(n):
         row = next((r for r in range(len(pivots), n) if rows[r, column]), None)
@@ -145,15 +137,15 @@ def fewest_presses(wrong: Array, columns: int) -> list[int]:
     for chosen in product((0, 1), repeat=len(free)):
         presses = np.zeros(n, np.uint8)
         presses[free] = chosen
-        turned = rows[: len(pivots), free] @ np.array(chosen, np.uint8) if free else 0
-        presses[pivots] = (rows[: len(pivots), n] + turned) % 2
+        toggled = rows[: len(pivots), free] @ np.array(chosen, np.uint8) if free else 0
+        presses[pivots] = (rows[: len(pivots), n] + toggled) % 2
         found = np.flatnonzero(presses).tolist()
         best = found if best is None or len(found) < len(best) else best
     assert best is not None
     return best
 
 
-def _turned(n: int, columns: int) -> Array:
+def _toggle_matrix(n: int, columns: int) -> Array:
     """Return (n, n) bool: pressing button j toggles button i."""
     row, column = np.divmod(np.arange(n), columns)
     distance = np.abs(row[:, None] - row) + np.abs(column[:, None] - column)
@@ -174,19 +166,19 @@ def _press(env: Any, button: int) -> Subtask:
 def _next_in_scene(env: Any) -> Subtask | None:
     """Plan the cube first, through the open drawer if its target is inside; then drawer, window, buttons."""
     data = env._data
-    places, targets = cubes_of(env)
+    positions, targets = cubes_of(env)
     drawer, window = (float(data.joint(name).qpos[0]) for name in ("drawer_slide", "window_slide"))
-    if targets[0, 1] < _BEYOND:
-        if not env._is_in_drawer(places[0]):
+    if targets[0, 1] < _DRAWER_Y:
+        if not env._is_in_drawer(positions[0]):
             opened = _slide(env, "drawer", drawer, -0.16)
             return opened if opened is not None else Subtask("cube", 0, env._drawer_center.copy())
-    elif np.linalg.norm(places[0] - targets[0]) > _PLACED:
+    elif np.linalg.norm(positions[0] - targets[0]) > _CUBE_TOLERANCE:
         return Subtask("cube", 0, targets[0])
-    for kind, at, wanted in (
+    for kind, current, target in (
         ("drawer", drawer, env._target_drawer_pos),
         ("window", window, env._target_window_pos),
     ):
-        moved = _slide(env, kind, at, float(wanted))
+        moved = _slide(env, kind, current, float(target))
         if moved is not None:
             return moved
     wrong = np.flatnonzero(env._cur_button_states != env._target_button_states).tolist()
@@ -194,15 +186,15 @@ def _next_in_scene(env: Any) -> Subtask | None:
     return _press(env, _nearest(wrong, tops, gripper_of(env))) if wrong else None
 
 
-def _slide(env: Any, kind: str, at: float, wanted: float) -> Subtask | None:
+def _slide(env: Any, kind: str, current: float, target: float) -> Subtask | None:
     """Return the subtask that moves drawer or window, or unlocks it first; None if at its target."""
-    if abs(at - wanted) <= _MOVED:
+    if abs(current - target) <= _SLIDE_TOLERANCE:
         return None
     lock = ("drawer", "window").index(kind)
-    return _press(env, lock) if env._cur_button_states[lock] == 0 else Subtask(kind, 0, wanted)
+    return _press(env, lock) if env._cur_button_states[lock] == 0 else Subtask(kind, 0, target)
 
 
-def recorded(stepper: OgbenchStepper, record: Recording, action: Array) -> None:
+def record_step(stepper: OgbenchStepper, record: Recording, action: Array) -> None:
     """Execute an action inside the box; records physics and buttons before it."""
     buttons = stepper.button_states(0)
     extras = {} if buttons is None else {"button_states": buttons}

@@ -15,22 +15,24 @@ Source:
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.datasets.episode import Episode
 from envs.engine.seeding import seeded_globally
 from envs.rollouts.recording import Recording
-from envs.tasks.ogbench.plans import recorded
+from envs.tasks.ogbench.plans import record_step
 from envs.tasks.ogbench.stepper import OgbenchStepper
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
 
 Array = np.ndarray
 
 _STREAM = 2  # separates these draws from those of task and expert noise
 _KINDS = {"cube": ("cube",), "scene": ("cube", "button", "drawer", "window"), "puzzle": ("button",)}
 _P_STACK = {"cube-single": (0.0, 0.0), "cube-double": (0.0, 0.25), "cube-triple": (0.05, 0.35)}
-_P_STACK_ELSEWHERE = (0.5, 0.5)
+_P_STACK_DEFAULT = (0.5, 0.5)
 _NOISE_SHAPE = np.array([1.0, 1.0, 1.0, 3.0, 10.0])
 _MAX_NOISE, _P_RANDOM = 0.1, 0.1
 _CUBE_Y, _CUBE_Z = 15, 16  # entries of qpos: the first cube lies behind 14 joints of the arm
@@ -41,18 +43,10 @@ _TABLE_Y, _DRAWER_Z = (
 
 
 def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episode:
-    """Record one episode, determined by the seed.
-
-    Args:
-        world: OGBench's name.
-        task: Whose rewards are recorded, 1 to 5.
-        seed: Seed of the episode.
-        noisy: `noisy` instead of `play`.
-        length: Control steps.
-    """
-    stepper, judge = OgbenchStepper(world, 0, 1), _Judge(world, task, seed)
+    """Record the episode of a seed; `task`, 1 to 5, determines the recorded rewards."""
+    stepper, task_rewards = OgbenchStepper(world, 0, 1), _TaskRewards(world, task, seed)
     record, rng = Recording(stepper, seed), np.random.default_rng((seed, _STREAM))
-    p_stack = rng.uniform(*_P_STACK.get(world, _P_STACK_ELSEWHERE))
+    p_stack = rng.uniform(*_P_STACK.get(world, _P_STACK_DEFAULT))
     noise = rng.uniform(0, _MAX_NOISE) * _NOISE_SHAPE
     with seeded_globally((seed, _STREAM)):  # the oracles use NumPy's global generator
         env = stepper.bind(0)
@@ -63,15 +57,15 @@ def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episo
         while len(record) < length:
             action = np.array(oracle.select_action(record.now, info))
             if noisy:
-                action = _disturbed(action, noise, rng)
-            judge.update(env)
-            recorded(stepper, record, np.clip(action, -1, 1))
+                action = _with_noise(action, noise, rng)
+            task_rewards.update(env)
+            record_step(stepper, record, np.clip(action, -1, 1))
             info = stepper.bind(0).compute_ob_info()
             if oracle.done:
                 obs, info = stepper.draw_target(0, p_stack)
                 oracle = oracles[info["privileged/target_task"]]
                 oracle.reset(obs, info)
-    record.ended, record.rewards = False, judge.rewards
+    record.ended, record.rewards = False, task_rewards.rewards
     episode = record.episode(truncated=True, success=True)
     visible = world != "scene" or stays_visible(episode.extras["states"][:, 1:])
     return episode if visible else record.episode(truncated=True, success=False)
@@ -84,7 +78,7 @@ def stays_visible(qpos: Array) -> bool:
     return not bool(((y >= _TABLE_Y[1]) | ((y <= _TABLE_Y[0]) & ~in_drawer)).any())
 
 
-class _Judge:
+class _TaskRewards:
     """Rewards of a task for states of another simulator."""
 
     def __init__(self, world: str, task: int, seed: int) -> None:
@@ -92,11 +86,11 @@ class _Judge:
         self._stepper.reset(0, seed)
         self.rewards: list[float] = []
 
-    def update(self, played: Any) -> None:
+    def update(self, other: Any) -> None:
         env = self._stepper.bind(0)
-        env._data.qpos[:] = played._data.qpos
+        env._data.qpos[:] = other._data.qpos
         if hasattr(env, "_cur_button_states"):
-            env._cur_button_states = played._cur_button_states.copy()
+            env._cur_button_states = other._cur_button_states.copy()
         self.rewards.append(float(env.compute_reward()))
 
 
@@ -112,7 +106,7 @@ def _oracles(env: Any, world: str, noisy: bool) -> dict[str, Any]:
     return found
 
 
-def _disturbed(action: Array, noise: Array, rng: np.random.Generator) -> Array:
+def _with_noise(action: Array, noise: Array, rng: np.random.Generator) -> Array:
     """Add noise (5,), or replace the action by a random one."""
     if rng.uniform() < _P_RANDOM:
         return rng.uniform(-1, 1, len(action))

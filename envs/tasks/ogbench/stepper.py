@@ -1,19 +1,13 @@
 """OGBench's manipulation worlds, many in one process: a UR5e arm with cubes, buttons, a drawer and a window.
 
-Simulator, controller, observation and reward are OGBench's own. This module skips work without effect on them
-between steps (cube colours, repeated bookkeeping) and shares one compiled model and one controller among all
-environments of a process. Every number equals OGBench stepped one by one.
-
-Reward and termination are evaluated on the state *before* an action, as in OGBench: minus the number of
-unsolved parts; the step after all are solved has reward 0, is a success and terminates.
-
-A reset depends on its seed alone. OGBench settles the goal scene under actions drawn from fresh entropy; here
-they are drawn from the seed.
+Every number equals OGBench stepped one by one; work without effect on them is skipped between steps (cube
+colours, repeated bookkeeping). Reward and termination are evaluated on the state *before* an action, as in
+OGBench: minus the number of unsolved parts; the step after all are solved has reward 0, is a success and
+terminates. A reset depends on its seed alone: OGBench settles the goal scene under actions drawn from fresh
+entropy, here from the seed.
 
 Non-physics state (button states, targets) and state in the model (locks of drawer and window, target markers)
 is stored per row and restored before stepping.
-
-Legend: N environments, M of them addressed.
 """
 
 from __future__ import annotations
@@ -28,24 +22,13 @@ from typing import Any
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.spec import StepResult
-
-Array = np.ndarray
+from envs.spec import Array, StepResult
 
 NUM_TASKS = 5
 
 
 class OgbenchStepper(MujocoStepper):
-    """Step N copies of one of OGBench's single tasks, or of a data-collection world.
-
-    Args:
-        world: OGBench's name, e.g. `cube-double`.
-        task: 1 to 5, what is wanted; 0: nothing, targets are drawn with `env.set_new_target` (`play`).
-        num_envs: N.
-
-    Raises:
-        MissingExtraError: If OGBench is not installed.
-    """
+    """Step N copies of one of OGBench's single tasks (1 to 5), or of a data-collection world (task 0)."""
 
     def __init__(self, world: str, task: int, num_envs: int) -> None:
         self._env, self._fresh = load_world(world, play=task == 0)
@@ -78,11 +61,9 @@ class OgbenchStepper(MujocoStepper):
         return StepResult(np.stack(obs), reward, ended, np.zeros(len(rows), bool), ended)
 
     def draw_target(self, row: int, p_stack: float) -> tuple[Array, dict[str, Any]]:
-        """Draw the next target, in a world without a task; returns observation and named state.
+        """Draw the next target in a world without a task; returns observation and named state.
 
-        Args:
-            row: The environment.
-            p_stack: Probability of a target on top of another cube.
+        `p_stack` is the probability of a target on top of another cube.
         """
         env = self.bind(row)
         obs, info = env.set_new_target(p_stack=p_stack)
@@ -95,7 +76,7 @@ class OgbenchStepper(MujocoStepper):
         return None if states is None else np.array(states)
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return what determines the image of a row besides positions: button states and targets."""
+        """Return button states and targets."""
         return {name: value.copy() for name, value in self._variables[row].items()}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
@@ -103,11 +84,7 @@ class OgbenchStepper(MujocoStepper):
         self._env.paint(model, appearance)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state that determines all following steps.
-
-        Besides integration and non-physics state this is the gripper pose, which the controller reads from
-        the kinematics of the last physics step.
-        """
+        """Return physics, variables and the gripper pose, which the controller reads from the last step."""
         return {
             **super().get_state(),
             "gripper_pos": np.stack([data.site_xpos[self._pinch] for data in self.datas]),
@@ -139,17 +116,10 @@ class OgbenchStepper(MujocoStepper):
 def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
     """Build OGBench's environment once per process; compiling its model takes over a second.
 
-    The tasks of a world differ only in resets and targets.
-
-    Args:
-        world: OGBench's name.
-        play: Whether to use the data-collection mode.
+    The tasks of a world differ only in resets and targets. With `play` it is in data-collection mode.
 
     Returns:
         The environment, and its initial non-physics state.
-
-    Raises:
-        MissingExtraError: If OGBench is not installed.
     """
     from policies.extras import require
 
@@ -159,13 +129,13 @@ def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
         require("dm_control", extra="ogbench")  # OGBench imports it only when it builds a world
         import gymnasium
 
-        from envs.tasks.ogbench.world import derived
+        from envs.tasks.ogbench.world import share
 
         # As OGBench registers them.
         spec = gymnasium.spec(f"{world}-v0" if play else f"{world}-singletask-task1-v0")
         assert isinstance(spec.entry_point, str)
         module, _, name = spec.entry_point.partition(":")
-        made = derived(getattr(importlib.import_module(module), name))
+        made = share(getattr(importlib.import_module(module), name))
         mode = {"mode": "data_collection", "terminate_at_goal": False} if play else {}
         env = made(**spec.kwargs, **mode)
     env.compile()

@@ -1,8 +1,7 @@
 """OGBench's manipulation tasks: a UR5e arm with a gripper moves cubes, presses buttons, opens and closes.
 
-Each is a world of `envs.tasks.ogbench.stepper` with five tasks, `<world>-play-singletask-task<k>-v0` in
-OGBench's names: initial and target positions. The target is part of the task and not observed; the
-observation describes the arm and all movable objects.
+Each is a world of `envs.tasks.ogbench.stepper` with five tasks (initial and target positions),
+`<world>-play-singletask-task<k>-v0` in OGBench's names. The target is not observed.
 """
 
 from __future__ import annotations
@@ -10,11 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec
+from envs.spec import EnvSpec, symmetric_spec
 from envs.tasks.ogbench.expert import OracleExpert, demonstrate
 from envs.tasks.ogbench.stepper import NUM_TASKS, OgbenchStepper
 from policies.bounds import bounded
@@ -22,8 +18,6 @@ from policies.registry import variant
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 _JOINTS = ("shoulder pan", "shoulder lift", "elbow", "wrist 1", "wrist 2", "wrist 3")
 _ARM_NAMES = (
@@ -90,26 +84,22 @@ class _World(HasCameras):
             *(name for button in range(self.num_buttons) for name in _button_names(button)),
             *(_SLIDE_NAMES if self.has_slides else ()),
         )
-        return EnvSpec(
+        return symmetric_spec(
+            obs_names,
+            _ACTION_NAMES,
             name=self.name,
             family="manipulation",
-            obs_dim=len(obs_names),
-            action_dim=len(_ACTION_NAMES),
-            action_low=(-1.0,) * len(_ACTION_NAMES),
-            action_high=(1.0,) * len(_ACTION_NAMES),
             max_episode_steps=self.max_episode_steps,
             control_hz=20.0,
-            obs_names=obs_names,
-            action_names=_ACTION_NAMES,
             success_rule=self.success_rule,
             packages=("ogbench", "dm-control"),
+            extra="ogbench",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        return self.vector_of(OgbenchStepper(self.name, self.task, num_envs), obs_steps)
+    def stepper(self, num_envs: int) -> OgbenchStepper:
+        return OgbenchStepper(self.name, self.task, num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record the oracles on the episode of this seed."""
         limit = self.max_episode_steps
         return demonstrate(self.name, self.task, seed, self.expert, max_steps=limit)
 

@@ -1,8 +1,7 @@
-"""OGBench's environment as one for many rows, seeded to the last draw, without work that nobody sees.
+"""OGBench's environment shared by many rows.
 
-`envs.tasks.ogbench.stepper` lets one such world work on the rows in turn: what a row keeps besides its
-physics is handed over by `remember` and `recall`. This module imports MuJoCo and is imported when a world is
-built.
+`envs.tasks.ogbench.stepper` steps the rows in turn: the state of a row besides its physics is copied by
+`get_variables` and `set_variables`. This module imports MuJoCo; it is imported when a world is built.
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ from gymnasium.spaces import Box
 
 Array = np.ndarray
 
-_REMEMBERED = ("_cur_button_states", "_target_button_states", "_target_drawer_pos", "_target_window_pos")
+_ROW_VARIABLES = ("_cur_button_states", "_target_button_states", "_target_drawer_pos", "_target_window_pos")
 _LOCKED_JOINTS = ("drawer_slide", "window_slide")
 _HANDLES = ("drawer_handle", "window_handle")  # materials, in the colour of the button that locks them
-_SEE_THROUGH = 0.1
+_ALPHA = 0.1
 _VISUAL: dict[str, tuple[str | None, float]] = {
-    **{f"ur5e/robotiq/{name}": (None, _SEE_THROUGH) for name in ("metal", "silicone", "gray")},
-    **{f"ur5e/{name}": (None, _SEE_THROUGH) for name in ("black", "jointgray", "linkgray", "lightblue")},
-    "ur5e/robotiq/black": ("purple", _SEE_THROUGH),
+    **{f"ur5e/robotiq/{name}": (None, _ALPHA) for name in ("metal", "silicone", "gray")},
+    **{f"ur5e/{name}": (None, _ALPHA) for name in ("black", "jointgray", "linkgray", "lightblue")},
+    "ur5e/robotiq/black": ("purple", _ALPHA),
     "ur5e/robotiq/pad_gray": ("purple", 0.5),
 }
 """Colour (None: its own) and opacity of materials in OGBench's visual worlds."""
 _TARGET_SITES = ("drawer_handle_center_target", "window_handle_center_target")
 
 _Official: Any = object
-"""Stands for one of OGBench's classes, which `derived` puts here."""
+"""Stands for one of OGBench's classes, which `share` puts here."""
 
 
 class SharedWorld(_Official):
-    """What a class of OGBench's is derived with: its methods come before the official ones.
+    """Base that `share` puts before one of OGBench's classes.
 
-    Attributes are OGBench's own but for `_box`, `_has_buttons`, `_in_model` (parts of the model that belong
-    to a row) and `_applied` (states of buttons that the colours show).
+    Attributes are OGBench's own except `_box`, `_has_buttons`, `_in_model` (parts of the model that belong to
+    a row) and `_applied` (button states that the colours show).
     """
 
     def __init__(self, **options: Any) -> None:
@@ -47,11 +46,11 @@ class SharedWorld(_Official):
 
     @property
     def action_space(self) -> Box:
-        """Return one box instead of a fresh, unseeded one per call."""
+        """Action box; OGBench makes a fresh, unseeded one per call."""
         return self._box
 
     def compile(self) -> None:
-        """Compile the model without starting an episode, and find what of it belongs to a row."""
+        """Compile the model without starting an episode, and find the parts of it that belong to a row."""
         self._mjcf_model = self.build_mjcf_model()
         self.compile_model_and_data()
         self._never_compiled = False
@@ -69,20 +68,19 @@ class SharedWorld(_Official):
         return result
 
     def get_variables(self) -> dict[str, Array]:
-        """Return copies of what a row keeps besides its physics."""
-        kept = {name: np.array(getattr(self, name)) for name in _REMEMBERED if hasattr(self, name)}
+        """Return copies of the state of a row besides its physics."""
+        kept = {name: np.array(getattr(self, name)) for name in _ROW_VARIABLES if hasattr(self, name)}
         return kept | {name: view.copy() for name, view in self._in_model.items()}
 
-    def set_variables(self, memory: Mapping[str, Array]) -> None:
-        """Take over what a row keeps."""
-        for name, value in memory.items():
+    def set_variables(self, variables: Mapping[str, Array]) -> None:
+        for name, value in variables.items():
             if name in self._in_model:
                 self._in_model[name][:] = value
             else:
                 setattr(self, name, value.copy() if value.ndim else float(value))
 
     def pre_step(self) -> None:
-        """Keep no copy of the previous state but what tells a press: the buttons' positions."""
+        """Copy only the buttons' positions of the previous state, which detect presses."""
         self._prev_qpos, self._prev_qvel = self._data.qpos, self._data.qvel
         if self._has_buttons:
             self._prev_button_states = self._cur_button_states.copy()
@@ -92,7 +90,7 @@ class SharedWorld(_Official):
             }
 
     def _apply_button_states(self) -> None:
-        """Colour buttons and set locks where a state is new; the forward pass is part of the physics."""
+        """Colour buttons and set locks if a state is new; the forward pass is part of the physics."""
         if self._applied is not None and np.array_equal(self._applied, self._cur_button_states):
             mujoco.mj_forward(self._model, self._data)
         else:
@@ -108,8 +106,8 @@ class SharedWorld(_Official):
         if self._has_buttons:
             self.post_step()
 
-    def paint(self, model: Any, look: Mapping[str, Array]) -> None:
-        """Colour a model for drawing; `look` is what a row remembers.
+    def paint(self, model: Any, appearance: Mapping[str, Array]) -> None:
+        """Colour a rendering model for an appearance.
 
         Source:
             `build_mjcf_model` with `ob_type` = pixels, and `_apply_button_states`.
@@ -122,7 +120,7 @@ class SharedWorld(_Official):
             for geom in group:
                 model.geom_rgba[geom] = self._cube_colors[i]
             model.geom_rgba[self._cube_target_geom_ids_list[i], 3] = 0.0
-        states = look.get("_cur_button_states", np.empty(0))
+        states = appearance.get("_cur_button_states", np.empty(0))
         pressed = "white" if self._in_model else "blue"  # in the world with drawer and window, or puzzles
         colors = [self._colors["red" if state == 0 else pressed] for state in states]
         for i, color in enumerate(colors):
@@ -131,10 +129,9 @@ class SharedWorld(_Official):
             model.material(handle).rgba = color
 
     def is_solved(self) -> bool:
-        """Tell whether everything is as wanted."""
         return bool(self._success) if self._has_buttons else all(self._compute_successes())
 
 
-def derived(official: type) -> Any:
+def share(official: type) -> Any:
     """Derive our environment from one of OGBench's."""
     return type("World", (SharedWorld, official), {})

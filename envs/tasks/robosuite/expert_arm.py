@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.spatial.transform import Rotation
 
 from envs.engine.physics import recorded_physics
 
@@ -50,13 +49,7 @@ def pointing_down(angle: float) -> Array:
 
 
 class ArmObservation:
-    """Current poses of one arm and its object.
-
-    Args:
-        env: robosuite's environment, for names.
-        data: The simulator, current state.
-        pace: Largest translation command.
-    """
+    """Current poses of one arm and its object; robosuite's environment gives the names."""
 
     def __init__(self, env: Any, data: Any, *, pace: float) -> None:
         self._env, self._data, self._pace = env, data, pace
@@ -134,12 +127,13 @@ class ArmObservation:
 
     def toward(self, target: Target, grip: float) -> Array:
         """Return the action (7,) that moves the gripper towards a target."""
+        from scipy.spatial.transform import Rotation
+
         move = np.clip(GAIN * (target.position - self.hand), -self._pace, self._pace)
         error = Rotation.from_matrix(pointing_down(target.heading) @ self._frame.T).as_rotvec()
         return np.concatenate([move, np.clip(TURN_GAIN * error, -1, 1), [grip]])
 
     def physics_state(self) -> Array:
-        """Return time, positions and velocities, (1 + nq + nv,)."""
         return recorded_physics(self._data)
 
     @property

@@ -2,11 +2,8 @@
 
 Model, reset and rules are robosuite's; the 25 physics steps per control step use MuJoCo and one compiled
 function, `envs/tasks/robosuite/osc_controller.py:drive`. robosuite computes the state of every physics step
-three times (twice for its controllers); here it is computed once, by splitting the step around the control
-law. The physics is equal up to rounding of the torques.
-
-One scene per process is compiled and shared, so each further environment costs a few hundred kilobytes. A
-reset starts the episode in robosuite and copies the state.
+three times; here it is computed once, by splitting the step around the control law. The physics is equal up
+to rounding of the torques. One scene per process is compiled and shared.
 
 Legend: N environments, M of them addressed, A arms.
 """
@@ -21,23 +18,21 @@ from typing import Any
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.spec import StepResult
-from envs.tasks.robosuite.observations import judge, reader
+from envs.spec import Array, StepResult
+from envs.tasks.robosuite.observations import reader, success_rule
 from envs.tasks.robosuite.osc_controller import FINGER_RATE, compiled
 from envs.tasks.robosuite.reference_stepper import begin, hide_collisions, make_robosuite
 from policies.errors import CheckpointError
-
-Array = np.ndarray
 
 COMMAND = 7  # entries of an arm's action: translation, rotation, gripper
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Where one arm is in the model's arrays.
+    """Indices of one arm in the model's arrays.
 
     Shapes:
-        entries: (7, 7) places of its inertia in `qM`.
+        entries: (7, 7) indices of its inertia in `qM`.
         limits: (7, 2) torques.
         finger_range: (2, 2) positions that the finger motors accept.
     """
@@ -54,35 +49,29 @@ class Arm:
 
 
 class ArmController:
-    """One arm of one environment: its command, and views into the simulator's memory.
-
-    Args:
-        arm: Where the arm is.
-        data: The simulator.
-    """
+    """One arm of one environment: its command, and views into the simulator's memory."""
 
     def __init__(self, arm: Arm, data: Any) -> None:
         self.rest = np.zeros(7)  # initial posture of the episode
         self.grip = np.zeros(2)  # target finger opening, -1 to 1 of the range
         self._fingers, self._ctrl = arm.fingers, data.ctrl
         self._middle, self._half = arm.finger_range.mean(axis=1), np.diff(arm.finger_range)[:, 0] / 2
-        self._hand = data.site_xpos[arm.site], data.site_xmat[arm.site].reshape(3, 3)
+        self._gripper = data.site_xpos[arm.site], data.site_xmat[arm.site].reshape(3, 3)
         self._goal = np.zeros(3), np.zeros((3, 3))
         self._set_goal, self._drive = compiled()
         self.joints = data.qpos[arm.qpos]
         self._motion = self.joints, data.qvel[arm.dofs], data.qfrc_bias[arm.dofs], data.cdof[arm.dofs]
         self._others = (
-            *(data.subtree_com[arm.root], *self._hand, arm.entries, arm.limits),
+            *(data.subtree_com[arm.root], *self._gripper, arm.entries, arm.limits),
             *(self.rest, *self._goal, data.ctrl[arm.motors]),
         )
 
     def begin(self) -> None:
-        """Store the current posture as the rest posture and half-open fingers as target."""
         self.rest[:], self.grip[:] = self.joints, 0.0
 
     def command(self, action: Array) -> None:
         """Accept a command (7,) for the state of MuJoCo's position stage."""
-        self._set_goal(action[:6], *self._hand, *self._goal)
+        self._set_goal(action[:6], *self._gripper, *self._goal)
         self.grip += np.array([-1.0, 1.0]) * FINGER_RATE * np.sign(action[6])
         np.clip(self.grip, -1.0, 1.0, out=self.grip)
         self._ctrl[self._fingers] = self._middle + self._half * self.grip
@@ -104,11 +93,7 @@ class Scene:
 
 @lru_cache(maxsize=8)
 def load_scene(task: str, num_arms: int) -> Scene:
-    """Compile a task once per process; takes about a second.
-
-    Raises:
-        MissingExtraError: If robosuite is not installed.
-    """
+    """Compile a task once per process; takes about a second."""
     import mujoco
 
     env = make_robosuite(task, num_arms)
@@ -125,9 +110,9 @@ def _arm(env: Any, model: Any, robot: Any) -> Arm:
     fingers = list(robot._ref_joint_gripper_actuator_indexes["right"])
     site = robot.eef_site_id["right"]
     return Arm(
-        qpos=_run(qpos),
-        dofs=_run(dofs),
-        motors=_run(motors),
+        qpos=_as_slice(qpos),
+        dofs=_as_slice(dofs),
+        motors=_as_slice(motors),
         fingers=np.array(fingers),
         site=site,
         root=int(model.body_rootid[model.site_bodyid[site]]),
@@ -137,7 +122,7 @@ def _arm(env: Any, model: Any, robot: Any) -> Arm:
     )
 
 
-def _run(indices: Sequence[int]) -> slice:
+def _as_slice(indices: Sequence[int]) -> slice:
     """Return consecutive indices as a slice, so that an array's part is a view."""
     return slice(indices[0], indices[0] + len(indices))
 
@@ -146,25 +131,18 @@ def _inertia_entries(model: Any, dofs: Sequence[int]) -> Array:
     """Return where `qM` holds M[i, j] of a chain of joints: a row lists a joint's ancestors, itself first."""
     entries = np.empty((len(dofs), len(dofs)), np.int64)
     for i, dof in enumerate(dofs):
-        place, ancestor = int(model.dof_Madr[dof]), dof
+        index, ancestor = int(model.dof_Madr[dof]), dof
         for j in range(i, -1, -1):
             assert ancestor == dofs[j]  # the joints of an arm follow each other
-            entries[i, j] = entries[j, i] = place
-            place, ancestor = place + 1, int(model.dof_parentid[ancestor])
+            entries[i, j] = entries[j, i] = index
+            index, ancestor = index + 1, int(model.dof_parentid[ancestor])
     return entries
 
 
 class FastStepper(MujocoStepper):
-    """Steps N copies of a task of robosuite's; all share one model.
+    """Steps N copies of one of robosuite's tasks; all share one model.
 
-    Args:
-        task: Name of robosuite's environment.
-        num_arms: A, 1 or 2.
-        keys: Names of robosuite's observations in the order wanted; a minus sign in front negates one.
-        num_envs: N.
-
-    Raises:
-        MissingExtraError: If robosuite is not installed.
+    `keys` are names of robosuite's observations, in order; a leading minus sign negates one.
     """
 
     def __init__(self, task: str, num_arms: int, keys: Sequence[str], num_envs: int) -> None:
@@ -174,7 +152,7 @@ class FastStepper(MujocoStepper):
         super().__init__(self.scene.model, num_envs)
         self._spare = mujoco.MjData(self.model)
         self._controllers = [[ArmController(arm, data) for arm in self.scene.arms] for data in self.datas]
-        self._read, self._is_solved = reader(self.scene.env, keys), judge(self.scene.env)
+        self._read, self._is_solved = reader(self.scene.env, keys), success_rule(self.scene.env)
         self._halves: tuple[Callable[..., None], ...] = (mujoco.mj_step1, mujoco.mj_step2)
         self._kinematics: Callable[..., None] = mujoco.mj_kinematics
 
@@ -199,12 +177,11 @@ class FastStepper(MujocoStepper):
         no = np.zeros(len(rows), bool)
         return StepResult(np.stack(obs), success.astype(np.float64), no, no, success)
 
-    def names(self, row: int) -> Any:
+    def named_env(self, row: int) -> Any:
         """Return robosuite's environment, for names; its own state is meaningless."""
         return self.scene.env
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return nothing: positions determine the image of a row."""
         return {}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
@@ -212,7 +189,7 @@ class FastStepper(MujocoStepper):
         hide_collisions(model)
 
     def get_state(self) -> dict[str, Array]:
-        """Return everything the next steps depend on: physics, postures (N, A, 7) and grips (N, A, 2)."""
+        """Return physics, postures (N, A, 7) and grips (N, A, 2)."""
         controllers = self._controllers
         return {
             **super().get_state(),
@@ -221,11 +198,6 @@ class FastStepper(MujocoStepper):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`.
-
-        Raises:
-            CheckpointError: If the state is that of another engine.
-        """
         import mujoco
 
         if not isinstance(state, Mapping) or not {"physics", "rest", "grip"} <= state.keys():
@@ -237,7 +209,6 @@ class FastStepper(MujocoStepper):
                 controller.rest[:], controller.grip[:] = state["rest"][row][arm], state["grip"][row][arm]
 
     def close(self) -> None:
-        """Drop the simulators; the compiled scene is kept."""
         self.datas, self._controllers = [], []
 
     def _advance(self, data: Any, controllers: Sequence[ArmController], action: Array) -> None:
@@ -256,10 +227,7 @@ class FastStepper(MujocoStepper):
             second_half(model, data)
 
     def _first_inertia(self, controllers: Sequence[ArmController]) -> Array:
-        """Return the `qM` (nM,) that robosuite's controllers use in the first physics step of an episode.
-
-        It describes the arms before the reset opens the fingers.
-        """
+        """Return the `qM` (nM,) of an episode's first physics step: the arms before the fingers open."""
         import mujoco
 
         self._spare.qpos[:] = self.model.qpos0

@@ -16,7 +16,7 @@ Read = Callable[[Any], Array]
 """Reads one entry of an observation out of an `MjData`."""
 
 _LIFTED_M = 0.04  # of the cube's centre above the table
-_LEFT = 0.6  # nearness, 1 - tanh(10 distance), above which the gripper has not left an object
+_RELEASED = 0.6  # nearness, 1 - tanh(10 distance), above which the gripper has not left an object
 _BIN_M = 0.1  # height of what counts as inside a bin
 _PEG_M = (0.03, 0.05)  # largest offset from the peg's axis, and height above the table
 
@@ -28,7 +28,7 @@ def reader(env: Any, keys: Sequence[str]) -> Read:
     return lambda data: np.concatenate([sign * read(data) for read, sign in parts])
 
 
-def judge(env: Any) -> Callable[[Any], bool]:
+def success_rule(env: Any) -> Callable[[Any], bool]:
     """Return the environment's success rule as a function of an `MjData`."""
     return _RULES[type(env).__name__](env)
 
@@ -63,20 +63,19 @@ def _upper_quaternion(body: int) -> Read:
 
 
 def _entries(env: Any) -> dict[str, Read]:
-    """Return all entries of the tasks' observations."""
     entries: dict[str, Read] = {}
     for robot in env.robots:
-        entries |= _of_hand(env, robot)
+        entries |= _gripper_entries(env, robot)
     return entries | _OBJECTS[type(env).__name__](env)
 
 
-def _hand(env: Any, robot: Any) -> tuple[int, int]:
+def _gripper(env: Any, robot: Any) -> tuple[int, int]:
     """Return the gripper of a robot: site of its position, body of its orientation."""
     return robot.eef_site_id["right"], env.sim.model.body_name2id(robot.robot_model.eef_name["right"])
 
 
-def _of_hand(env: Any, robot: Any) -> dict[str, Read]:
-    site, wrist = _hand(env, robot)
+def _gripper_entries(env: Any, robot: Any) -> dict[str, Read]:
+    site, wrist = _gripper(env, robot)
     prefix, fingers = robot.robot_model.naming_prefix, list(robot._ref_gripper_joint_pos_indexes["right"])
     return {
         f"{prefix}eef_pos": lambda data: np.array(data.site_xpos[site]),
@@ -90,8 +89,8 @@ def _offset(site: int, position: Read) -> Read:
     return lambda data: position(data) - data.site_xpos[site]
 
 
-def _of_lift(env: Any) -> dict[str, Read]:
-    cube, (site, _) = env.cube_body_id, _hand(env, env.robots[0])
+def _lift_entries(env: Any) -> dict[str, Read]:
+    cube, (site, _) = env.cube_body_id, _gripper(env, env.robots[0])
     position = _position(cube)
     return {
         "cube_pos": position,
@@ -100,9 +99,9 @@ def _of_lift(env: Any) -> dict[str, Read]:
     }
 
 
-def _of_single_object(env: Any) -> dict[str, Read]:
+def _object_entries(env: Any) -> dict[str, Read]:
     """Pose of the object in use, in the world and in the hand; can and square."""
-    name, body, hand = env.obj_to_use, env.obj_body_id[env.obj_to_use], _hand(env, env.robots[0])
+    name, body, hand = env.obj_to_use, env.obj_body_id[env.obj_to_use], _gripper(env, env.robots[0])
     return {
         f"{name}_pos": _position(body),
         f"{name}_quat": _quaternion(body),
@@ -111,11 +110,11 @@ def _of_single_object(env: Any) -> dict[str, Read]:
     }
 
 
-def _of_transport(env: Any) -> dict[str, Read]:
+def _transport_entries(env: Any) -> dict[str, Read]:
     group, model = env.transport, env.sim.model
     payload, trash = group.payload_body_id, group.trash_body_id
     handle = group.lid_handle_geom_ids[0]
-    sites = [_hand(env, robot)[0] for robot in env.robots]
+    sites = [_gripper(env, robot)[0] for robot in env.robots]
     bins = [ids[0] for ids in (group.target_bin_base_geom_ids, group.trash_bin_base_geom_ids)]
     flags = _contacts_of_transport(group, model)
     at_payload, at_trash, at_handle = _position(payload), _position(trash), _geom_position(handle)
@@ -172,10 +171,10 @@ def _contacts_of_transport(group: Any, model: Any) -> tuple[Callable[[Any], bool
     )
 
 
-def _has_left(data: Any, site: int, body: int) -> bool:
+def _is_released(data: Any, site: int, body: int) -> bool:
     """Whether the gripper is away from an object, by robosuite's measure of nearness."""
     distance = np.linalg.norm(data.site_xpos[site] - data.xpos[body])
-    return bool(1 - np.tanh(10.0 * distance) < _LEFT)
+    return bool(1 - np.tanh(10.0 * distance) < _RELEASED)
 
 
 def _is_lifted(env: Any) -> Callable[[Any], bool]:
@@ -185,7 +184,7 @@ def _is_lifted(env: Any) -> Callable[[Any], bool]:
 
 def _is_in_bin(env: Any) -> Callable[[Any], bool]:
     """The object in use lies in its quarter of the second bin."""
-    body, (site, _) = env.obj_body_id[env.obj_to_use], _hand(env, env.robots[0])
+    body, (site, _) = env.obj_body_id[env.obj_to_use], _gripper(env, env.robots[0])
     quarter = np.array(env.bin_size[:2]) / 2
     right, upper = env.object_id % 2, env.object_id // 2  # quarters: milk, bread, cereal, can
     low = np.array([*(env.bin2_pos[:2] + quarter * [right - 1, upper - 1]), env.bin2_pos[2]])
@@ -193,19 +192,19 @@ def _is_in_bin(env: Any) -> Callable[[Any], bool]:
 
     def solved(data: Any) -> bool:
         position = data.xpos[body]
-        return bool(((low < position) & (position < high)).all()) and _has_left(data, site, body)
+        return bool(((low < position) & (position < high)).all()) and _is_released(data, site, body)
 
     return solved
 
 
 def _is_on_peg(env: Any) -> Callable[[Any], bool]:
-    body, (site, _) = env.obj_body_id[env.obj_to_use], _hand(env, env.robots[0])
+    body, (site, _) = env.obj_body_id[env.obj_to_use], _gripper(env, env.robots[0])
     peg, height = (env.peg1_body_id, env.peg2_body_id)[env.nut_id], env.table_offset[2] + _PEG_M[1]
 
     def solved(data: Any) -> bool:
         offset = np.abs(data.xpos[body] - data.xpos[peg])[:2]
         low = data.xpos[body, 2] < height
-        return bool(low and (offset < _PEG_M[0]).all()) and _has_left(data, site, body)
+        return bool(low and (offset < _PEG_M[0]).all()) and _is_released(data, site, body)
 
     return solved
 
@@ -216,10 +215,10 @@ def _is_transported(env: Any) -> Callable[[Any], bool]:
 
 
 _OBJECTS: dict[str, Callable[[Any], dict[str, Read]]] = {
-    "Lift": _of_lift,
-    "PickPlaceCan": _of_single_object,
-    "NutAssemblySquare": _of_single_object,
-    "TwoArmTransport": _of_transport,
+    "Lift": _lift_entries,
+    "PickPlaceCan": _object_entries,
+    "NutAssemblySquare": _object_entries,
+    "TwoArmTransport": _transport_entries,
 }
 _RULES: dict[str, Callable[[Any], Callable[[Any], bool]]] = {
     "Lift": _is_lifted,

@@ -1,17 +1,17 @@
 """The control law of robosuite's `OSC_POSE`: operational-space control of a 7-joint arm, in plain loops.
 
-A command moves the wanted pose of the hand away from where the hand is *now*; between commands the law
-turns the distance to that pose into joint torques, once per physics step:
+A command sets a goal relative to the present pose of the hand. At every physics step the law maps the
+distance to that goal to joint torques:
 
     torque = Jᵀ [Λp F; Λr T] + Nᵀ M (10 (rest - q) - 2 √10 q̇) + bias
     F = 150 (goal - x) - 2 √150 ẋ,   T likewise for the rotation,
     A = J M⁻¹ Jᵀ,   Λp = A[:3, :3]⁻¹,   Λr = A[3:, 3:]⁻¹,   Nᵀ = 1 - Jᵀ A⁻¹ J M⁻¹
 
-The second term draws the joints to the posture `rest` with what moves the hand does not see; written out,
+The second term moves the joints to the posture `rest` in the null space of the hand; written out,
 Nᵀ M p is M p - Jᵀ A⁻¹ (J p), so no inverse of a matrix is formed.
 
-The functions are written for scalars and small arrays: numba compiles them (`compiled`), and without numba
-they compute the same, slowly. They read MuJoCo's own memory, after its position and velocity stage.
+The functions use scalars and small arrays, which numba compiles (`compiled`). They read MuJoCo's memory after
+its position and velocity stage.
 
 Source:
     Khatib, "A unified approach for motion and force control of robot manipulators", 1987; gains, decoupling
@@ -32,17 +32,17 @@ Array = np.ndarray
 
 STIFFNESS = 150.0  # of the hand [1/s²], both of translation and rotation
 DAMPING = 2.0 * np.sqrt(STIFFNESS)  # [1/s], critical
-POSTURE_STIFFNESS = 10.0  # of the joints, where the hand does not feel it [1/s²]
+POSTURE_STIFFNESS = 10.0  # of the joints, in the null space of the hand [1/s²]
 POSTURE_DAMPING = 2.0 * np.sqrt(POSTURE_STIFFNESS)
 STEP_M = 0.05  # change of position at a command of 1 [m]
 TURN_RAD = 0.5  # rotation vector at a command of 1 [rad]
-FINGER_RATE = 0.2  # change of the wanted finger opening per command, full range is 2
+FINGER_RATE = 0.2  # change of the target finger opening per command, full range is 2
 
 
 def rotation(turn: Array, out: Array) -> None:
     """Write the matrix (3, 3) of a rotation vector (3,) [rad], through a quaternion in single precision.
 
-    robosuite rounds here; a goal that is not rounded alike differs by 3e-8 rad.
+    robosuite rounds here; a goal without that rounding differs by 3e-8 rad.
     """
     angle = np.sqrt(turn[0] * turn[0] + turn[1] * turn[1] + turn[2] * turn[2])
     q = np.zeros(4, np.float32)  # w, x, y, z
@@ -63,15 +63,7 @@ def rotation(turn: Array, out: Array) -> None:
 
 
 def set_goal(action: Array, position: Array, frame: Array, goal_position: Array, goal_frame: Array) -> None:
-    """Place the goal relative to where the hand is, in the axes of the world.
-
-    Args:
-        action: (6,) command in [-1, 1], translation first.
-        position: (3,) of the hand.
-        frame: (3, 3) orientation of the hand.
-        goal_position: (3,), written.
-        goal_frame: (3, 3), written.
-    """
+    """Write the goal (3,), (3, 3) of a command (6,) in [-1, 1] from the hand's position and orientation."""
     turned = np.empty((3, 3))
     rotation(action[3:] * TURN_RAD, turned)
     for i in range(3):
@@ -92,12 +84,9 @@ def rotation_error(goal: Array, frame: Array, out: Array) -> None:
 
 
 def jacobian(axes: Array, offset: Array, out: Array) -> None:
-    """Write the Jacobian (6, 7) of a point.
+    """Write the Jacobian (6, 7) of a point at an offset (3,) from MuJoCo's reference point.
 
-    Args:
-        axes: (7, 6) motion axes of the joints, rotation first, about MuJoCo's reference point.
-        offset: (3,) from that reference to the point.
-        out: (6, 7), translation first, written.
+    `axes` (7, 6) are the motion axes of the joints about that reference, rotation first.
     """
     for joint in range(axes.shape[0]):
         for i in range(3):
@@ -140,7 +129,7 @@ def solve(matrix: Array, vector: Array) -> None:
 
 
 def admittance(mass: Array, jac: Array, out: Array) -> None:
-    """Write J M⁻¹ Jᵀ (6, 6), how easily the hand is accelerated, from M (7, 7) and J (6, 7)."""
+    """Write J M⁻¹ Jᵀ (6, 6), the mobility of the hand, from M (7, 7) and J (6, 7)."""
     lower, rows = mass.copy(), jac.copy()
     factor(lower)
     for i in range(6):
@@ -150,65 +139,44 @@ def admittance(mass: Array, jac: Array, out: Array) -> None:
 
 
 def joint_torques(jac: Array, mass: Array, wrench: Array, posture: Array, out: Array) -> None:
-    """Write the torques (7,) of wanted accelerations, gravity not included.
+    """Write the torques (7,) of target accelerations, without gravity.
 
-    Args:
-        jac: (6, 7) of the hand.
-        mass: (7, 7) inertia of the joints.
-        wrench: (6,) wanted acceleration of the hand; overwritten.
-        posture: (7,) wanted acceleration of the joints, as far as the hand does not feel it.
-        out: (7,), written.
+    `wrench` (6,) is the hand's and is overwritten; `posture` (7,) is the joints', in the null space of the
+    hand.
     """
-    mobility, hindrance = np.empty((6, 6)), np.zeros(6)
+    mobility, null_wrench = np.empty((6, 6)), np.zeros(6)
     admittance(mass, jac, mobility)
     solve(mobility[:3, :3].copy(), wrench[:3])
     solve(mobility[3:, 3:].copy(), wrench[3:])
     for i in range(6):
         for joint in range(7):
-            hindrance[i] += jac[i, joint] * posture[joint]
-    solve(mobility, hindrance)
+            null_wrench[i] += jac[i, joint] * posture[joint]
+    solve(mobility, null_wrench)
     for joint in range(7):
         out[joint] = 0.0
         for other in range(7):
             out[joint] += mass[joint, other] * posture[other]
         for i in range(6):
-            out[joint] += jac[i, joint] * (wrench[i] - hindrance[i])
+            out[joint] += jac[i, joint] * (wrench[i] - null_wrench[i])
 
 
 def drive(
-    q: Array,
-    velocity: Array,
-    bias: Array,
-    axes: Array,
-    inertia: Array,
-    reference: Array,
-    position: Array,
-    frame: Array,
-    entries: Array,
-    limits: Array,
-    rest: Array,
-    goal_position: Array,
-    goal_frame: Array,
-    torque: Array,
+    q: Array,  # (7,) joint positions
+    velocity: Array,  # (7,) joint velocities
+    bias: Array,  # (7,) gravity and Coriolis torques
+    axes: Array,  # (7, 6) motion axes of the joints (`cdof`)
+    inertia: Array,  # non-zero entries of the mass matrix of the whole model (`qM`)
+    reference: Array,  # (3,) reference point of `axes` (`subtree_com` of the robot)
+    position: Array,  # (3,) of the hand
+    frame: Array,  # (3, 3) orientation of the hand
+    entries: Array,  # (7, 7) indices of the arm's entries in `inertia`
+    limits: Array,  # (7, 2) smallest and largest torque
+    rest: Array,  # (7,) posture target in the null space of the hand
+    goal_position: Array,  # (3,)
+    goal_frame: Array,  # (3, 3)
+    torque: Array,  # (7,), written
 ) -> None:
-    """Write the motors' torques for the present state of one arm.
-
-    Args:
-        q: (7,) joint positions.
-        velocity: (7,) joint velocities.
-        bias: (7,) gravity and Coriolis torques.
-        axes: (7, 6) motion axes of the joints (`cdof`).
-        inertia: Non-zero entries of the mass matrix of everything (`qM`).
-        reference: (3,) what `axes` are about (`subtree_com` of the robot).
-        position: (3,) of the hand.
-        frame: (3, 3) orientation of the hand.
-        entries: (7, 7) where in `inertia` the arm's entries are.
-        limits: (7, 2) smallest and largest torque.
-        rest: (7,) posture to keep where the hand does not feel it.
-        goal_position: (3,) wanted position of the hand.
-        goal_frame: (3, 3) wanted orientation of the hand.
-        torque: (7,), written.
-    """
+    """Write the motor torques for the present state of one arm."""
     jac, mass, wrench, posture = np.empty((6, 7)), np.empty((7, 7)), np.empty(6), np.empty(7)
     jacobian(axes, position - reference, jac)
     rotation_error(goal_frame, frame, wrench[3:])
@@ -233,7 +201,7 @@ _PARTS = (rotation, rotation_error, jacobian, factor, forward, backward, solve, 
 
 @cache
 def compiled() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return `set_goal` and `drive` as machine code; numba keeps it for the next process.
+    """Return `set_goal` and `drive` as machine code, which numba caches on disk.
 
     Raises:
         MissingExtraError: If numba is not installed; robosuite brings it.

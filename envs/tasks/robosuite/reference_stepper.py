@@ -1,7 +1,4 @@
-"""robosuite 1.5.1 itself, stepped one by one: the reference of the fast engine, and where episodes begin.
-
-Legend: N environments, M of them addressed.
-"""
+"""robosuite 1.5.1 itself, stepped one by one: the reference of the fast engine, and of its resets."""
 
 from __future__ import annotations
 
@@ -14,26 +11,14 @@ from typing import Any
 import numpy as np
 
 from envs.engine.seeding import seeded_globally
-from envs.spec import StepResult
+from envs.spec import Array, StepResult
 from policies.errors import CapabilityError, ConfigError
-
-Array = np.ndarray
 
 _MODEL_SEED = 0  # of what robosuite draws while it compiles a model
 
 
 class RobosuiteStepper:
-    """Steps N environments of robosuite, each with its own compiled model.
-
-    Args:
-        task: Name of robosuite's environment.
-        num_arms: 1 or 2.
-        keys: Names of robosuite's observations in the order wanted; a minus sign in front negates one.
-        num_envs: N.
-
-    Raises:
-        MissingExtraError: If robosuite is not installed.
-    """
+    """Steps N environments of robosuite, each with its own compiled model; `keys` as in `FastStepper`."""
 
     can_save = False  # controllers and grippers keep a state of their own
 
@@ -50,7 +35,6 @@ class RobosuiteStepper:
 
     @property
     def datas(self) -> list[Any]:
-        """The simulators' states, one `MjData` each."""
         return [env.sim.data._data for env in self.envs]
 
     def reset(self, row: int, seed: int) -> Array:
@@ -68,16 +52,14 @@ class RobosuiteStepper:
         no = np.zeros(len(rows), bool)
         return StepResult(np.stack(obs), reward, no, no, reward > 0)
 
-    def names(self, row: int) -> Any:
-        """Return the environment of a row, which knows the names of things."""
+    def named_env(self, row: int) -> Any:
+        """Return the environment of a row, for names."""
         return self.envs[row]
 
     def get_appearance(self, row: int) -> dict[str, Array]:
-        """Return nothing: positions decide how a row looks."""
         return {}
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
-        """Hide what a model for drawing has for collisions only, as robosuite does."""
         hide_collisions(model)
 
     def metrics(self) -> dict[str, Array]:
@@ -95,7 +77,7 @@ class RobosuiteStepper:
         self.envs = []
 
     def _observe(self, env: Any) -> Array:
-        """Return the observation (Do,) of the present state, as robomimic reads it out of recorded states."""
+        """Return the observation (Do,) of the present state, as robomimic reads it from recorded states."""
         import mujoco
 
         # Poses only: cheaper than a full forward pass, and nothing that the next step starts from changes.
@@ -106,11 +88,7 @@ class RobosuiteStepper:
 
 
 def make_robosuite(task: str, num_arms: int) -> Any:
-    """Build one environment as robomimic does, without cameras.
-
-    Raises:
-        MissingExtraError: If robosuite is not installed.
-    """
+    """Build one environment as robomimic does, without cameras."""
     from policies.extras import require
 
     with _quiet(), seeded_globally(_MODEL_SEED):
@@ -137,12 +115,12 @@ def make_robosuite(task: str, num_arms: int) -> Any:
 
 
 def hide_collisions(model: Any) -> None:
-    """Make the shapes for collisions, which lie over the visible ones, invisible in a model for drawing."""
+    """Make collision shapes, which lie over the visible ones, invisible in a rendering model."""
     model.geom_rgba[model.geom_group == 0, 3] = 0.0
 
 
 def begin(env: Any, seed: int) -> None:
-    """Start an episode of robosuite's that depends on its seed alone."""
+    """Start an episode of robosuite that depends on its seed alone."""
     env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
     with seeded_globally(seed), _quiet():  # robosuite draws from numpy's global generator
         env.reset()

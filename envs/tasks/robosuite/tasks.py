@@ -1,14 +1,12 @@
 """robomimic's state tasks in robosuite 1.5.1: lift, can, square and transport.
 
-Franka arms move by changes of the hand's pose (operational-space control at 20 Hz, stiffness 150). The
-reward is 1 on every step on which the task is solved; nothing but the limit ends an episode, unless
-`env.terminate_on_success` says so (as in off-policy work on these tasks, e.g. QC, arXiv 2507.07969).
+Franka arms move by changes of the gripper pose (operational-space control at 20 Hz, stiffness 150). The
+reward is 1 on every step on which the task is solved; only the limit ends an episode, unless
+`env.terminate_on_success` is set (as in off-policy work on these tasks, e.g. QC, arXiv 2507.07969).
 
-The observation is robomimic's: hand position, hand quaternion and finger positions of each arm, then the
+The observation is robomimic's: gripper position, quaternion and finger positions of each arm, then the
 `object` vector. Since robosuite 1.5 that vector has another order (and, in lift, another sign):
-`object_layout` must name the kind of file a policy was cloned from.
-
-robosuite compiles the models, begins the episodes and makes the rules; what steps is `env.engine`:
+`object_layout` must name the kind of file a policy was cloned from. `env.engine` selects the stepper:
 `envs/tasks/robosuite/fast_stepper.py:FastStepper` or robosuite itself,
 `envs/tasks/robosuite/reference_stepper.py:RobosuiteStepper`.
 
@@ -20,9 +18,7 @@ Differences from robomimic's rollouts on robosuite 1.4.1, which DPPO (arXiv 2409
   step, and can's and square's relative poses from older positions still (zeros after a reset).
 - Models are compiled once (`hard_reset=False`), so what robosuite draws at compilation, the sizes of
   lift's cube and of the head of transport's hammer, is the same in all environments and episodes.
-- A reset depends on its seed alone and leaves numpy's global generator as it was.
-
-Legend: N environments, M of them addressed.
+- A reset depends on its seed alone and leaves NumPy's global generator as it was.
 """
 
 from __future__ import annotations
@@ -30,11 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from envs.engine.pixels import HasCameras
-from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec
+from envs.spec import Array, EnvSpec, symmetric_spec
 from envs.tasks.robosuite.expert import ArmExpert, demonstrate
 from envs.tasks.robosuite.fast_stepper import FastStepper
 from envs.tasks.robosuite.reference_stepper import RobosuiteStepper, hide_collisions
@@ -43,8 +36,6 @@ from policies.registry import register
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-Array = np.ndarray
 
 LAYOUTS = ("v15", "v141")
 ENGINES = ("fast", "robosuite")
@@ -89,7 +80,6 @@ class _Robosuite(HasCameras):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the concatenated robosuite observations, in order."""
         arms = (f"robot{arm}_{key}" for arm in range(self.num_arms) for key in _ARM)
         return (*arms, *(self.object_v15 if self.object_layout == "v15" else self.object_v141))
 
@@ -99,36 +89,24 @@ class _Robosuite(HasCameras):
         action_names = _COMMAND
         if self.num_arms == 2:
             action_names = tuple(f"robot{arm} {name}" for arm in range(2) for name in _COMMAND)
-        return EnvSpec(
+        return symmetric_spec(
+            obs_names,
+            action_names,
             name=self.name,
             family="robosuite",
-            obs_dim=len(obs_names),
-            action_dim=len(action_names),
-            action_low=(-1.0,) * len(action_names),
-            action_high=(1.0,) * len(action_names),
             max_episode_steps=self.max_episode_steps,
             control_hz=20.0,
-            obs_names=obs_names,
-            action_names=action_names,
             success_rule=self.success_rule,
             terminate_on_success=self.terminate_on_success,
             packages=("robosuite",),
+            extra="robosuite",
         )
 
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build N environments; robosuite's own engine takes about a second for each.
-
-        Raises:
-            MissingExtraError: If robosuite is not installed.
-        """
-        return self.vector_of(self._stepper(num_envs), obs_steps)
-
-    def _stepper(self, num_envs: int) -> FastStepper | RobosuiteStepper:
+    def stepper(self, num_envs: int) -> FastStepper | RobosuiteStepper:
         engine = FastStepper if self.engine == "fast" else RobosuiteStepper
         return engine(self.task, self.num_arms, self.keys, num_envs)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Render an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         vector = self.make_vector(1)
@@ -144,16 +122,7 @@ class _Demonstrated(_Robosuite):
     expert: ArmExpert = bounded(ArmExpert(), was="demonstrator")  # options of the expert
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record the expert on the episode of this seed."""
-        stepper = self._stepper(1)
-        return demonstrate(
-            stepper,
-            seed,
-            self.expert,
-            program=self.name,
-            max_steps=self.max_episode_steps,
-            terminate_on_success=self.terminate_on_success,
-        )
+        return demonstrate(self.stepper(1), seed, self.expert, spec=self.spec)
 
 
 @register("env", "lift")
@@ -168,6 +137,13 @@ class Lift(_Demonstrated):
     object_v141 = ("cube_pos", "cube_quat", "-gripper_to_cube_pos")
 
 
+def _object_keys(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the keys of an object in the layouts v15 and v141."""
+    relative = (f"{name}_to_robot0_eef_pos", f"{name}_to_robot0_eef_quat")
+    absolute = (f"{name}_pos", f"{name}_quat")
+    return relative + absolute, absolute + relative
+
+
 @register("env", "can")
 @dataclass(frozen=True)
 class Can(_Demonstrated):
@@ -176,8 +152,7 @@ class Can(_Demonstrated):
     name = "can"
     task = "PickPlaceCan"
     success_rule = "the can lies in its bin and the gripper has left it"
-    object_v15 = ("Can_to_robot0_eef_pos", "Can_to_robot0_eef_quat", "Can_pos", "Can_quat")
-    object_v141 = ("Can_pos", "Can_quat", "Can_to_robot0_eef_pos", "Can_to_robot0_eef_quat")
+    object_v15, object_v141 = _object_keys("Can")
 
 
 @register("env", "square")
@@ -190,18 +165,7 @@ class Square(_Demonstrated):
     name = "square"
     task = "NutAssemblySquare"
     success_rule = "the nut is around the square peg and the gripper has left it"
-    object_v15 = (
-        "SquareNut_to_robot0_eef_pos",
-        "SquareNut_to_robot0_eef_quat",
-        "SquareNut_pos",
-        "SquareNut_quat",
-    )
-    object_v141 = (
-        "SquareNut_pos",
-        "SquareNut_quat",
-        "SquareNut_to_robot0_eef_pos",
-        "SquareNut_to_robot0_eef_quat",
-    )
+    object_v15, object_v141 = _object_keys("SquareNut")
 
 
 _TRANSPORT_BODIES = (

@@ -20,7 +20,7 @@ import burnish
 from envs.datasets import read_dataset
 from envs.datasets.catalogue import catalogue, find_dataset, lookup
 from envs.datasets.download import fetch
-from envs.datasets.scores import references
+from envs.evaluation.scores import references
 from policies.errors import ConfigError, DatasetError
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ class OnPolicyConfig(Checked):
 
     takes_dataset: ClassVar[bool] = False  # experience comes from the environment
     requires: ClassVar[str]  # of a policy, quoted in errors
-    fits: ClassVar[Callable[[Any], bool]]  # whether a policy has it
+    fits: ClassVar[staticmethod[[Any], bool]]  # whether a policy has it
 
     # budget
     num_envs: int = bounded(40, ge=1)  # parallel environments

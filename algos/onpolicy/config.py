@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -31,7 +32,6 @@ class OnPolicyConfig(Checked):
 
     takes_dataset: ClassVar[bool] = False  # experience comes from the environment
     requires: ClassVar[str]  # of a policy, quoted in errors
-    fits: ClassVar[Callable[[Any], bool]]  # whether a policy has it
 
     # budget
     num_envs: int = bounded(40, ge=1)  # parallel environments
@@ -114,6 +114,11 @@ class OnPolicyConfig(Checked):
     def discount_of(self, inner_steps: int) -> Tensor:
         """Return the advantage factor of each inner step, (S,)."""
         return torch.ones(inner_steps)
+
+    @staticmethod
+    @abstractmethod
+    def fits(policy: Any) -> bool:
+        """Whether a policy has what the algorithm requires."""
 
     def check_policy(self, policy: Policy) -> Any:
         """Return the policy if it has what the algorithm requires (else CapabilityError)."""

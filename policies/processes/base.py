@@ -162,6 +162,7 @@ class GaussianPath(ABC):
         return (net(x, te.t, level=te.level) - self.target(action, te.eps, te.t)).square()
 
     def nearest_time(self, t: Tensor) -> Tensor:
+        """Return the times nearest to t, shaped like t, for which the network was trained."""
         return t
 
     def field_of(self, backbone: Backbone) -> Backbone:
@@ -169,9 +170,11 @@ class GaussianPath(ABC):
         return backbone
 
     def stochastic_sampler(self) -> dict[str, Any]:
+        """Return the sampler of a chain with noise after every step, as `default_sampler`."""
         return {"name": "ancestral"}
 
     def deterministic_sampler(self) -> dict[str, Any]:
+        """Return the sampler with one evaluation per step and no noise; `steps` only if prescribed."""
         return {"name": "euler"}
 
 

@@ -106,9 +106,7 @@ class ClosedFormPolicy(OneStepPolicy):
     @abstractmethod
     def density(self, cond: Cond) -> ChunkDensity: ...
 
-    def sample_chain(
-        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Chain:
+    def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
         """Draw chunks; noise is (B, 2, Th, Da)."""
         if noise is None:
             noise = self._randn((len(cond), 2, *self.chunk.shape), generator)

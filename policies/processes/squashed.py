@@ -18,7 +18,7 @@ from policies.networks.distributions import MAX_LOG_STD, TanhGaussian
 from policies.policy import PolicyConfig, reduce_elements
 from policies.processes.gaussian import GaussianDensity
 from policies.processes.one_step import ClosedFormPolicy, OneStepSampler, trunk_of
-from policies.protocols import TE, Chain, Cond, Reduction
+from policies.protocols import TE, Chain, Cond, Reduction, Rng
 from policies.registry import register
 
 
@@ -78,9 +78,6 @@ class TanhGaussianPolicy(ClosedFormPolicy):
     """Acts in normalised units within [-1, 1]; explores with tanh of draws.
 
     Chains record and score draws before tanh. The slope of tanh cancels in ratios of densities.
-
-    Attributes:
-        head: Conditions (B, C) to means and logarithms of deviations before tanh, (B, Th Da) each.
     """
 
     has_entropy = False
@@ -112,9 +109,7 @@ class TanhGaussianPolicy(ClosedFormPolicy):
         mean, log_std = (part.view(-1, *self.chunk.shape) for part in self.head(cond.vec))
         return DrawDensity(mean, log_std.exp())
 
-    def sample_chain(
-        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Chain:
+    def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
         chain = super().sample_chain(cond, noise=noise, generator=generator)
         return SquashedChain(chain.x, chain.log_prob)
 

@@ -80,14 +80,13 @@ def require_steerable(policy: Policy) -> None:
     process, sampler = type(policy.config.process).__name__, type(getattr(policy, "sampler", None)).__name__
     if not policy.noise_sensitive:
         raise CapabilityError(
-            f"steering chooses the noise of a policy, and noise has no influence on this one (process "
-            f"'{process}', sampler '{sampler}'). Use a policy with process=flow."
+            f"steering needs a policy whose noise matters; got process '{process}', sampler '{sampler}'. Use "
+            f"process=flow."
         )
     if not getattr(policy, "is_deterministic", False) or policy.noise_shape != policy.chunk.shape:
         raise CapabilityError(
-            f"steering chooses the noise that a policy starts from, and this one draws more (process "
-            f"'{process}', sampler '{sampler}'). Use {_deterministic(policy.config.process)}; algo=dsrl "
-            f"chooses it with algo.denoising_steps."
+            f"steering needs a deterministic sampler; got process '{process}', sampler '{sampler}'. Use "
+            f"{_deterministic(policy.config.process)} (algo=dsrl: algo.denoising_steps)."
         )
 
 

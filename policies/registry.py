@@ -84,7 +84,6 @@ def variant(group: str, name: str, base: T, text: str, **values: Any) -> T:
 
 
 def _origin(cls: type) -> tuple[str, str]:
-    """Return (file, qualified name); equal for a file run as main program and imported as module."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return file or cls.__module__, cls.__qualname__
 
@@ -186,7 +185,6 @@ def from_json(group: str, data: dict[str, Any]) -> Any:
 
 @cache
 def _broken_plugins() -> tuple[tuple[EntryPoint, Exception], ...]:
-    """Import the plug-in modules of other distributions; return those that fail to import."""
     broken: list[tuple[EntryPoint, Exception]] = []
     for entry in entry_points(group=PLUGIN_GROUP):
         try:

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from algos.training.run_directory import RunDirectory, eval_name
 from burnish.config.evaluate import OF_COMPOSE, EvalConfig
+from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.context import RunContext
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
-from burnish.runs.tasks import say_what_differs, task_of
+from burnish.runs.tasks import task_of, warn_of_task_differences
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import Interval
@@ -65,7 +65,6 @@ def run(config: EvalConfig, context: RunContext) -> float:
 
 
 def _print_result(result: CompositionResult) -> None:
-    """Print the tables of a composition."""
     for section in result.sections():
         output().print(section.shown())
     for name, comparison in result.comparisons.items():
@@ -97,12 +96,7 @@ class ResolvedEval:
 
 
 def resolve(config: EvalConfig) -> ResolvedEval:
-    """Locate the policies and the task.
-
-    Raises:
-        ConfigError: If the configuration is inconsistent, or the task is unknown.
-        CheckpointError: If a policy is missing.
-    """
+    """Locate the policies and the task."""
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
     default = EvalConfig()
@@ -113,7 +107,7 @@ def resolve(config: EvalConfig) -> ResolvedEval:
     mine = locate_actor(config.policy, "policy")
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
     if config.env is not None:
-        say_what_differs(mine, config.env)
+        warn_of_task_differences(mine, config.env)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
     return ResolvedEval(config, mine, other, env)
 
@@ -178,5 +172,4 @@ def _file_name(mine: Located, other: Located | None, protocol_hash: str) -> str:
 
 
 def _identified(one: Located) -> str:
-    """Return a label unique to the policy's path: it ends with a hash of the path."""
     return f"{one.label}-{hashlib.sha256(str(one.path.resolve()).encode()).hexdigest()[:6]}"

@@ -17,18 +17,14 @@ _log = logging.getLogger(__name__)
 def task_of(found: Located, remedy: str = "") -> Any:
     """Return the task configuration of a policy.
 
-    Args:
-        found: The policy.
-        remedy: Appended to the error, for commands with an `env` key.
-
     Raises:
-        ConfigError: If its provenance names no task.
+        ConfigError: If its provenance names no task; ends with `remedy`.
     """
     description = found.provenance().get("env")
     if not isinstance(description, Mapping):
         raise ConfigError(
-            f"the policy {found.path} does not say which task it was made for: it was trained without "
-            f"env=<name>, or saved without its provenance.{remedy}"
+            f"the policy {found.path} names no task: it was trained without env=<name>, or saved without its "
+            f"provenance.{remedy}"
         )
     return restore_part("env", description)
 
@@ -50,7 +46,7 @@ def options_that_differ(own: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     return [name for name in one if name in two and one[name] != two[name]]
 
 
-def say_what_differs(found: Located, env: Any) -> None:
+def warn_of_task_differences(found: Located, env: Any) -> None:
     """Log the options in which the requested task differs from the policy's."""
     own, asked = description_of(found), describe_task(env)
     if own is None or own["name"] != asked["name"]:

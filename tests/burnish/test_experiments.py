@@ -11,14 +11,13 @@ import pytest
 import yaml
 from dataset_files import write_d4rl_maze
 from omegaconf import OmegaConf
-from pairwise import representatives
+from pairwise import each_value, representatives
 
 import configs
-from burnish.config.overrides import experiments
+from burnish.commands import train as train_command
+from burnish.config.overrides import RunContext, experiments
 from burnish.config.schema import GROUPS, compose_config, node_of
 from burnish.config.train import TrainConfig
-from burnish.runs import launch
-from burnish.runs.context import RunContext
 from burnish.runs.resolve import resolve
 from envs.datasets import EpisodeDataset, write_robomimic
 from envs.datasets.episode import Episode
@@ -82,8 +81,12 @@ def _skip_unless_registered(name: str) -> None:
         pytest.skip(f"env={env} is not registered")
 
 
-@pytest.mark.parametrize("name", experiments())
-def test_an_experiment_holds_differences_only(name: str) -> None:
+def test_an_experiment_holds_differences_only() -> None:
+    for name in experiments():
+        assert_holds_differences_only(name)
+
+
+def assert_holds_differences_only(name: str) -> None:
     parts = CHOSEN_BY_DEFAULT | _choices(name)
     tree = node_of(TrainConfig)
     for group in GROUPS:
@@ -147,7 +150,7 @@ def _parts(name: str) -> tuple[str | None, str | None]:
 def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
     few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.env_steps=8", "algo.batch_size=4"]
     tiny = [f"experiment={name}", *few, "evaluation.episodes=0", "progress=false"]
-    outcome = launch.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
+    outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     assert outcome.directory.latest() == 8
 
 
@@ -159,7 +162,7 @@ def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
     few = ["algo.steps=2", "algo.batch_size=8", "evaluation.episodes=0", "progress=false"]
     few += ["algo.warmup_steps=0"] if getattr(config.algo, "warmup_steps", 0) else []
     tiny = [f"experiment={name}", f"dataset={dataset}", *narrow, *few]
-    outcome = launch.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
+    outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     assert outcome.directory.latest() == 2
 
 
@@ -170,18 +173,18 @@ MAZES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "env", "width", "actions", "state"), MAZES)
-@pytest.mark.parametrize("compat", ["false", "true"])
+@pytest.mark.parametrize(("maze", "compat"), each_value(MAZES, ["false", "true"]))
 def test_mazes_train_on_files_of_d4rl_and_are_judged(
-    name: str, env: str, width: int, actions: int, state: int, compat: str, tmp_path: Path
+    maze: tuple[str, str, int, int, int], compat: str, tmp_path: Path
 ) -> None:
     """Their states hold no goal, which ends the state of a task that tells it there."""
+    name, env, width, actions, state = maze
     file = write_d4rl_maze(tmp_path / "maze.hdf5", width, actions)
     few = ["algo.steps=2", "algo.batch_size=8", "algo.hidden_dims=[16]", "algo.critic_dims=[16]"]
     few += [f"reader.d4rl_compat={compat}", f"env={env}", "env.max_episode_steps=4", "evaluation.episodes=2"]
     tiny = [f"experiment={name}", f"dataset={file}", *few, "progress=false", "trainer.eval_every=0"]
     try:
-        outcome = launch.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
+        outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert load_policy(outcome.directory.policy_path()).obs_dim == state
@@ -203,7 +206,7 @@ def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
     rest = [*(data if config.algo.offline_ratio else []), "evaluation.episodes=0", "progress=false"]
     tiny = [f"experiment={name}", *few, *narrow, *rest]
     try:
-        outcome = launch.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
+        outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert outcome.directory.latest() is not None
@@ -231,7 +234,7 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
         "backbone.width=16",
     ]
     cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *common]
-    launch.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
+    train_command.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo in FROM_REPLAY:
         few += ["algo.total_steps=16", "algo.warmup_steps=0", "algo.critic_dims=[16]"]
@@ -239,7 +242,7 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
         few += ["algo.iterations=1", "algo.env_steps=null", "algo.update_epochs=1", "algo.critic.width=16"]
     tuning = [f"experiment={name}", f"init={tmp_path / 'base'}", *few, *common]
     try:
-        outcome = launch.train(compose_config("train", tuning), RunContext(tmp_path / "tuned"))
+        outcome = train_command.train(compose_config("train", tuning), RunContext(tmp_path / "tuned"))
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert outcome.directory.latest() is not None

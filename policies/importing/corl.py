@@ -61,14 +61,14 @@ def _actor(tensors: Tensors) -> Any:
     """Take the actor of whichever program the names belong to."""
     if tensors.under(_SAC):
         stack = layers(tensors, _SAC)
-        mean, log_std = layer(tensors, "mu"), layer(tensors, "log_sigma")
-        return squashed(stack, mean, log_std, "relu", min_log_std=-5.0, max_log_std=2.0)
+        mean, spread = layer(tensors, "mu"), layer(tensors, "log_sigma")
+        return squashed(stack, mean, spread, "relu", min_log_std=-5.0, max_log_std=2.0)
     if tensors.under(_CQL):
         *stack, (weight, bias) = layers(tensors, _CQL)
         factor, shift = (tensors.take(f"log_std_{name}.constant") for name in ("multiplier", "offset"))
-        (of_mean, of_std), (mean, log_std) = weight.chunk(2), bias.chunk(2)
-        scaled = (factor * of_std, factor * log_std + shift)
-        return squashed(stack, (of_mean, mean), scaled, "relu", min_log_std=-20.0, max_log_std=2.0)
+        (of_mean, of_std), (centre, spread) = weight.chunk(2), bias.chunk(2)
+        scaled = (factor * of_std, factor * spread + shift)
+        return squashed(stack, (of_mean, centre), scaled, "relu", min_log_std=-20.0, max_log_std=2.0)
     if tensors.under(_AWAC):
         log_std = tensors.take("_log_std").clamp(-20.0, 2.0)
         return gaussian(layers(tensors, _AWAC), log_std, "relu", clip=None, squash=False)

@@ -91,7 +91,7 @@ def describe_vision(
         act_steps=source.act_steps or horizon,
         observation_clip=None,
     )
-    images = {camera: (*source.images, 3) for camera in source.cameras}
+    images = {camera: (source.images[0], source.images[1], 3) for camera in source.cameras}
     return Description(config, obs_dim, action_dim, weights, tensors, maps, images, entry)
 
 

@@ -71,8 +71,7 @@ def _actor(stack: Any, tensors: Tensors, activation: str, limits: tuple[float, .
     if "_logstd" in tensors:
         log_std = low + (high - low) * torch.sigmoid(tensors.take("_logstd")).flatten()
         return gaussian([*stack, mean], log_std, activation, clip=None, squash=True)
-    log_std = layer(tensors, "_logstd")
-    return squashed(stack, mean, log_std, activation, min_log_std=low, max_log_std=high)
+    return squashed(stack, mean, layer(tensors, "_logstd"), activation, min_log_std=low, max_log_std=high)
 
 
 def _map(kind: str, values: Mapping[str, Any], name: str) -> AffineMap:

@@ -67,9 +67,9 @@ class DiffusionPolicyImageSource(PolicySource):
             tensors.skip(f"{prefix}pool.", "the encoder under its other name")
             if tensors.take(f"{prefix}nets.1.temperature").item() != 1:
                 raise CheckpointError("the temperature of the spatial softmax must be 1.")
-        pixels = [tuple(part.expand(3) for part in maps.pop(camera)) for camera in cameras]
+        pixels = [(scale.expand(3), offset.expand(3)) for scale, offset in map(maps.pop, cameras)]
         usual = all((scale == _TO_ONE[0]).all() and (offset == _TO_ONE[1]).all() for scale, offset in pixels)
-        images = {_short(camera): (*self.images, 3) for camera in cameras}
+        images = {_short(camera): (self.images[0], self.images[1], 3) for camera in cameras}
         encoder, weights = keypoint_encoder(
             tensors, prefixes, _NAMES, images, crop=self.crop or None, pixels=() if usual else pixels
         )
@@ -96,10 +96,10 @@ class DiffusionPolicyImageSource(PolicySource):
             action_start=obs_steps - 1,
             observation_clip=None,
         )
-        state = tuple(torch.cat([maps[key][part] for key in states]) for part in (0, 1))
+        scale, offset = (torch.cat([maps[key][part] for key in states]) for part in (0, 1))
         return Description(
-            config, len(state[0]), len(maps["action"][0]), weights, tensors,
-            {"state": state, "action": maps["action"]}, images, entry, tuple(states),
+            config, len(scale), len(maps["action"][0]), weights, tensors,
+            {"state": (scale, offset), "action": maps["action"]}, images, entry, tuple(states),
         )  # fmt: skip
 
     def _cameras(self, tensors: Tensors, maps: Mapping[str, AffineMap]) -> list[str]:

@@ -137,11 +137,11 @@ class Files:
 
     def member(self, name: str) -> bytes:
         """Return a file within the checkpoint, a zip archive; it must be stored without compression."""
-        with _reading("weights", self.path, "the zip archive that its program saves"):
-            with ZipFile(self.path) as archive:
-                if archive.getinfo(name).compress_type != ZIP_STORED:
-                    raise ValueError(f"'{name}' is compressed, which its program does not do")
-                return archive.read(name)
+        kind = "the zip archive that its program saves"
+        with _reading("weights", self.path, kind), ZipFile(self.path) as archive:
+            if archive.getinfo(name).compress_type != ZIP_STORED:
+                raise ValueError(f"'{name}' is compressed, which its program does not do")
+            return archive.read(name)
 
     def loaded(self, content: bytes) -> Any:
         """Return the plain data of a file of `torch.save` that is part of the checkpoint."""

@@ -68,7 +68,8 @@ class LerobotSource(PolicySource):
             "action": _map(statistics, modes, "ACTION", _ACTION, shapes[_ACTION]),
         }
         images = {_camera(name): (*shapes[name][1:], shapes[name][0]) for name in cameras}
-        encoder, weights, features = None, {}, 0
+        weights: dict[str, Tensor] = {}
+        encoder, features = None, 0
         if cameras:
             separate = config["use_separate_rgb_encoder_per_camera"]
             prefixes = [f"diffusion.rgb_encoder.{i}." for i in range(len(cameras))]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from foreign_checkpoints import TOLERANCE, example, write
 from messages import mentions
+from released import weights_of
 
 import burnish
 from burnish.commands import importing as command
@@ -72,3 +76,23 @@ def test_a_refused_import_leaves_nothing_behind(given: list[str], tmp_path: Path
     with pytest.raises(ConfigError, match=mentions("source.horizon")):
         command.convert(compose_config("import", [*given, "source.horizon=5"]))
     assert not (tmp_path / "policy").exists()
+
+
+def test_an_imported_actor_is_evaluated_and_fine_tuned_by_ppo(tmp_path: Path) -> None:
+    layers = {"mlp_extractor.policy_net.0": (16, 4), "action_net": (2, 16)}
+    shapes = {f"{name}.weight": size for name, size in layers.items()}
+    shapes |= {f"{name}.bias": size[:1] for name, size in layers.items()} | {"log_std": (2,)}
+    weights = io.BytesIO()
+    torch.save(weights_of(shapes), weights)
+    space = {":type:": "<class 'gymnasium.spaces.box.Box'>", "low": "[-1. -1.]", "high": "[1. 1.]"}
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
+        archive.writestr("data", json.dumps({"action_space": space}))
+        archive.writestr("policy.pth", weights.getvalue())
+    out = tmp_path / "policy"
+    policy = burnish.import_policy(tmp_path / "model.zip", "source=sb3", "identity=[state]", out=out)
+    assert len(burnish.evaluate(policy, env="avoid", episodes=2).evaluation.rows) == 2
+    few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.batch_size=4", "algo.critic.width=16"]
+    few += ["algo.iterations=1", "algo.env_steps=null", "evaluation.episodes=2"]
+    run = burnish.train("algo=ppo", "env=avoid", *few, init=policy, directory=tmp_path / "run")
+    tuned = run.load_policy()
+    assert not torch.equal(tuned.head.log_var, weights_of(shapes)["log_std"] * 2)

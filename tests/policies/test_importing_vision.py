@@ -1,0 +1,124 @@
+"""The vision networks of DPPO and ReinFlow: the reference file holds a released network of DPPO.
+
+ReinFlow's network has the same names and layers; the test gives it the same weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from foreign_checkpoints import TOLERANCE, arrays_of, shaken, under
+from messages import mentions
+from torch import Tensor
+
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.importing.dppo_image import DppoImageSource
+from policies.importing.importing import import_policy
+from policies.importing.reinflow_image import ReinflowImageSource
+from policies.importing.vision import VisionSource
+from policies.storage.policy_folder import load_policy, save_policy
+
+SOURCES = {"dppo": DppoImageSource, "reinflow": ReinflowImageSource}
+TUNED = {"dppo": "actor_ft.", "reinflow": "actor_ft.policy."}
+
+
+class Example:
+    """The reference: weights, inputs, output, and statistics that map observations to themselves."""
+
+    def __init__(self) -> None:
+        self.arrays = arrays_of("dppo_net_vision_mlp")
+        self.weights = {key[2:]: value for key, value in self.arrays.items() if key.startswith("w.")}
+        rgb = self.arrays["in.rgb"].unflatten(2, (-1, 3)).permute(2, 0, 1, 4, 5, 3).to(torch.uint8)
+        self.cameras = tuple(f"camera{i}" for i in range(len(rgb)))
+        self.observation = {"state": self.arrays["in.state"], **dict(zip(self.cameras, rgb, strict=True))}
+        self.steps, width = self.arrays["in.state"].shape[1:]
+        self.limits = {"obs_min": -np.ones(width), "obs_max": np.ones(width)}
+        action_dim = self.arrays["in.x"].shape[2]
+        self.limits |= {"action_min": -np.ones(action_dim), "action_max": 3 * np.ones(action_dim)}
+
+    def source(self, kind: str) -> Any:
+        height, width = self.observation["camera0"].shape[2:4]
+        return SOURCES[kind](cameras=self.cameras, images=(height, width), obs_steps=self.steps)
+
+
+def written(of: Example, folder: Path, model: dict[str, Tensor]) -> dict[str, Any]:
+    torch.save({"epoch": 3, "model": model}, folder / "state_3.pt")
+    np.savez(folder / "normalization.npz", **of.limits)
+    return {"path": folder / "state_3.pt", "normalization": folder / "normalization.npz"}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_loaded_import_predicts_what_the_released_network_predicts(
+    kind: str, tuned: bool, tmp_path: Path
+) -> None:
+    of = Example()
+    model = under("network.", of.weights)
+    if tuned:
+        model = under(TUNED[kind], of.weights) | {"critic.Q1.weight": torch.zeros(2, 2)}
+        others = shaken(of.weights)
+        model |= (
+            under("actor_old.", others)
+            if kind == "reinflow"
+            else under("actor.", others) | under("network.", others)
+        )
+    policy, conversion = import_policy(**written(of, tmp_path, model), source=of.source(kind))
+    loaded = load_policy(save_policy(policy, tmp_path / "policy", provenance=conversion.facts()))
+    assert isinstance(loaded, DenoisingPolicy)
+    with torch.no_grad():
+        out = loaded.field(of.arrays["in.x"], of.arrays["in.t"].float(), loaded.encode(of.observation))
+    torch.testing.assert_close(out, of.arrays["out0"], **TOLERANCE)
+    assert conversion.tensors == len(of.weights) and bool(conversion.skipped) == tuned
+    physical = loaded.physical(torch.ones(1, of.arrays["in.x"].shape[2]))
+    torch.testing.assert_close(physical, torch.full_like(physical, 3.0))
+
+
+def test_an_import_can_be_fine_tuned(tmp_path: Path) -> None:
+    of = Example()
+    policy, _ = import_policy(
+        **written(of, tmp_path, under("network.", of.weights)), source=of.source("reinflow")
+    )
+    assert isinstance(policy, DenoisingPolicy)
+    generator = torch.Generator().manual_seed(0)
+    cond = policy.encode(of.observation, generator=generator)
+    te = policy.sample_te(len(cond), generator=generator)
+    policy.matching_loss(cond, of.arrays["in.x"], te).mean().backward()
+    assert all(weight.grad is not None for weight in policy.parameters())
+
+
+def test_what_no_tensor_tells_is_asked_for(tmp_path: Path) -> None:
+    of = Example()
+    files, source = written(of, tmp_path, under("network.", of.weights)), of.source("dppo")
+    with pytest.raises(ConfigError, match=mentions("source.cameras")):
+        import_policy(**files, source=replace(source, cameras=()))
+    with pytest.raises(ConfigError, match=mentions("normalization=<normalization.npz")):
+        import_policy(files["path"], source)
+    with pytest.raises(ConfigError, match=mentions(f"source.obs_steps={of.steps + 1}")):
+        import_policy(**files, source=replace(source, obs_steps=of.steps + 1))
+    with pytest.raises(ConfigError, match=mentions("images height width")):
+        replace(source, images=(96,))
+    assert issubclass(DppoImageSource, VisionSource)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("mlp_mean.layers.0.bias", "missing"), ("compress1.weight", "source.cameras")]
+)
+def test_missing_tensors_are_named(name: str, message: str, tmp_path: Path) -> None:
+    of = Example()
+    name = name if name in of.weights else name.replace("compress1", "compress")
+    of.weights.pop(name)
+    with pytest.raises((CheckpointError, ConfigError), match=mentions(message)):
+        import_policy(**written(of, tmp_path, under("network.", of.weights)), source=of.source("dppo"))
+
+
+def test_a_unet_on_images_is_refused(tmp_path: Path) -> None:
+    of = Example()
+    weights = {name.replace("mlp_mean.", "down_modules."): value for name, value in of.weights.items()}
+    with pytest.raises(CapabilityError, match=mentions("mlp_mean")):
+        import_policy(**written(of, tmp_path, under("network.", weights)), source=of.source("dppo"))

@@ -25,7 +25,7 @@ from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.running_normalizer import fresh_policy
-from envs.fit import require_fit
+from envs.fit import require_dataset_of
 from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import highest_entropy, tanh_draw
@@ -76,9 +76,7 @@ class SacConfig(OffPolicyConfig):
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
         if setup.dataset is not None and setup.env is not None:
-            spec, source = setup.env.spec, setup.dataset.source
-            advice = "Use a dataset of the same task."
-            require_fit(f"env={spec.name}", spec, source, setup.dataset, advice=advice)
+            require_dataset_of(setup.env, setup.dataset, allow_other_task=setup.allow_other_task)
             return fresh_policy(setup, algo, setup.dataset.statistics()["state"])
         mode = setup.policy.normalizer["state"]
         if setup.env is not None and mode != "identity":

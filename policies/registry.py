@@ -16,7 +16,7 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -166,24 +166,29 @@ def lookup(group: str, name: str) -> type:
     Raises:
         ConfigError: If the name is unknown; the message lists the choices.
     """
-    registered = _PARTS.setdefault(group, {})
-    if name not in registered and (source := sources(group).get(name)):
+    known = _PARTS.setdefault(group, {})
+    if name not in known and (source := sources(group).get(name)):
         importlib.import_module(source.module)
-    if name not in registered:
+    if name not in known:
         load_plugins()
     try:
-        return registered[name]
+        return known[name]
     except KeyError:
         raise ConfigError(
             f"unknown {group} '{name}'; choose one of: {', '.join(names(group)) or '(none)'}."
         ) from None
 
 
+def registered(group: str) -> Mapping[str, type]:
+    """Return the classes registered so far by name; imports nothing."""
+    return _PARTS.get(group, {})
+
+
 def name_of(group: str, part: object) -> str:
     """Return the registered name of a part's instance or class."""
     cls = part if isinstance(part, type) else type(part)
-    for name, registered in _PARTS.get(group, {}).items():
-        if registered is cls:
+    for name, known in registered(group).items():
+        if known is cls:
             return name
     raise ConfigError(f"{cls.__qualname__} is not registered as a {group}.")
 

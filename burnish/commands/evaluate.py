@@ -18,7 +18,7 @@ from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.context import RunContext
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
-from burnish.runs.tasks import say_what_differs, task_of
+from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import Interval
@@ -100,7 +100,7 @@ def resolve(config: EvalConfig) -> ResolvedEval:
     """Locate the policies and the task.
 
     Raises:
-        ConfigError: If the configuration is inconsistent, or the task is unknown.
+        ConfigError: If the configuration is inconsistent, the task is unknown, or a policy is of another.
         CheckpointError: If a policy is missing.
     """
     if config.policy is None:
@@ -112,9 +112,10 @@ def resolve(config: EvalConfig) -> ResolvedEval:
         check_file_to_write(config.out)
     mine = locate_actor(config.policy, "policy")
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
-    if config.env is not None:
-        say_what_differs(mine, config.env)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
+    for key, one in (("policy", mine), ("baseline", other)):
+        if one is not None:
+            require_task_of(one, env, key, allow_other_task=config.allow_other_task)
     return ResolvedEval(config, mine, other, env)
 
 

@@ -23,7 +23,7 @@ from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.context import RunContext
 from burnish.runs.locate import check_folder_to_write, locate, name_of_run, seed_folders
 from burnish.runs.seeds import require_complete
-from burnish.runs.tasks import description_of, options_that_differ
+from burnish.runs.tasks import description_of, options_that_differ, task_label
 from envs.evaluation.comparison import format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
@@ -174,7 +174,7 @@ def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
         found.setdefault((_part(one, "algo"), task, _unit(one)), {})[name] = one
     titled: dict[str, Group] = {}
     for (algo, task, unit), runs in found.items():
-        env = _part(next(iter(runs.values())), "env")
+        env = task_label(next(iter(runs.values())))
         title = _unused(f"{algo} on {env}" if env else algo, titled)
         titled[title] = Group(title, task, unit, runs)
     return list(titled.values())
@@ -190,7 +190,7 @@ def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
     rows = []
     for name, one in runs.items():
         config = one.config
-        algo, env = _part(one, "algo"), _part(one, "env")
+        algo, env = _part(one, "algo"), task_label(one)
         source = config.get("dataset") or config.get("init") or ""
         rows.append((name, algo, env, config.get("seed"), source, one.latest() or "none"))
     page.rows(("run", "algo", "task", "seed", "from", "last checkpoint"), rows)

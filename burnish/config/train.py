@@ -43,7 +43,8 @@ class TrainConfig(BuildSettings):
     dropped: ClassVar[tuple[str, ...]] = ("engine",)  # obsolete keys of saved runs, ignored
 
     algo: Any = None  # algorithm
-    env: Any = None  # task; null: no rollouts (cloning from a file)
+    env: Any = None  # task; null: that of init, else none and no rollouts (cloning from a file)
+    allow_other_task: bool = False  # accept a dataset, init, teacher or resumed run of another task
     dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a download
     reader: dict[str, Any] = bounded({}, was="data")  # options of the format's reader: see Data
     init: str | None = path_field()  # policy to start from: a run or a policy directory

@@ -83,6 +83,7 @@ def prepare(run: ResolvedRun) -> Setup:
         num_workers=config.num_workers,
         num_threads=config.num_threads,
         device=run.device,
+        allow_other_task=config.allow_other_task,
     )
 
 

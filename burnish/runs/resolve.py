@@ -17,7 +17,7 @@ import torch
 from algos.base import device_of
 from algos.training.run_directory import RunDirectory
 from burnish.config.overrides import Overrides
-from burnish.config.schema import GROUPS, restore
+from burnish.config.schema import GROUPS, restore, restore_part
 from burnish.config.train import TrainConfig
 from burnish.runs.context import RunContext
 from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, locate, seed_folders
@@ -29,9 +29,11 @@ from burnish.runs.seeds import (
     require_room,
     require_together,
 )
+from burnish.runs.tasks import known_task, require_task_of
 from envs.datasets import lasting_options
 from envs.datasets.catalogue import find_dataset
 from envs.evaluation.settings import check_seeds
+from envs.fit import require_same_task, task_text
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import at_home, lasting
@@ -95,6 +97,7 @@ def resolve(config: TrainConfig, context: RunContext) -> ResolvedRun:
     _refuse_unused_policy(config, context.overrides)
     check_folder_to_write(context.directory, "hydra.run.dir")
     config, init, teacher = _with_lasting_paths(config)
+    config = _with_task(config, init, teacher)
     return ResolvedRun(
         configs=(config,),
         overrides=(context.overrides,),
@@ -123,6 +126,7 @@ def resolve_seeds(config: TrainConfig, context: RunContext) -> ResolvedRun:
     _refuse_unused_policy(config, context.overrides)
     require_room(context.directory, seeds)
     config, init, teacher = _with_lasting_paths(config)
+    config = _with_task(config, init, teacher)
     each = [of_one_seed(config, context.overrides, seed) for seed in seeds]
     device = _require_usable(each[0][0], context.overrides)
     _require_together([one for one, _ in each])
@@ -175,6 +179,7 @@ def _continued(
             tuple(item for item in context.overrides.but("resume").items if item.text not in known)
         )
         config = at_home(restore(TrainConfig, run.config, changes))
+        _require_its_task(config, run)
         _require_its_policies(config, run)
         config, init, teacher = _with_lasting_paths(config)
         configs.append(config)
@@ -221,6 +226,36 @@ def _runs_below(config: TrainConfig) -> list[RunDirectory]:
         )
     require_complete(str(config.resume))
     return [RunDirectory.open(folder) for folder in folders]
+
+
+def _with_task(config: TrainConfig, init: Located | None, teacher: Located | None) -> TrainConfig:
+    """Return the configuration with the task of `init` if none is given.
+
+    Raises:
+        ConfigError: If `init` or the teacher was made for another task.
+    """
+    if config.env is None and init is not None:
+        config = dataclasses.replace(config, env=known_task(init))
+        if config.env is not None:
+            _log.info("the task is that of init: %s.", task_text(config.env))
+    for key, found in (("init", init), ("algo.teacher", teacher)):
+        if config.env is not None and found is not None:
+            require_task_of(found, config.env, key, allow_other_task=config.allow_other_task)
+    return config
+
+
+def _require_its_task(config: TrainConfig, run: RunDirectory) -> None:
+    """Refuse to resume a run on another task.
+
+    Raises:
+        ConfigError: If options that select the task differ; names both.
+    """
+    before = run.section("env")
+    if before and config.env is not None:
+        own = restore_part("env", before)
+        require_same_task(
+            "this command", config.env, f"resume={run.path}", own, allow_other_task=config.allow_other_task
+        )
 
 
 def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from algos.training.run_directory import RunDirectory
 from burnish.config.schema import restore_part
 from burnish.runs.locate import Located
 from envs.evaluation.protocol import describe_task
+from envs.fit import require_same_task, task_text
 from policies.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -50,13 +52,45 @@ def options_that_differ(own: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     return [name for name in one if name in two and one[name] != two[name]]
 
 
-def say_what_differs(found: Located, env: Any) -> None:
-    """Log the options in which the requested task differs from the policy's."""
-    own, asked = description_of(found), describe_task(env)
-    if own is None or own["name"] != asked["name"]:
+def require_task_of(found: Located, env: Any, key: str, *, allow_other_task: bool) -> None:
+    """Refuse a policy that was made for another task; log the conditions that differ.
+
+    Policies without a known task pass.
+
+    Args:
+        found: The policy.
+        env: The requested task.
+        key: Configuration key of the policy.
+        allow_other_task: Warn instead.
+
+    Raises:
+        ConfigError: If name or options of the tasks differ; names both.
+    """
+    own = known_task(found)
+    if own is None:
         return
-    if names := options_that_differ(own, asked):
+    names = require_same_task(
+        "this command", env, f"{key}={found.label}", own, allow_other_task=allow_other_task
+    )
+    if names:
         _log.warning(
-            "%s was made for another env=%s: %s.", found.label, asked["name"],
-            ", ".join(f"env.{n}={own['options'][n]}, here {asked['options'][n]}" for n in names),
+            "%s was made with other options: %s.", found.label,
+            ", ".join(f"env.{n}={getattr(own, n)}, here {getattr(env, n)}" for n in names),
         )  # fmt: skip
+
+
+def known_task(found: Located) -> Any:
+    """Return the task of a policy; None if its provenance names none that is known here."""
+    try:
+        return task_of(found)
+    except ConfigError:
+        return None
+
+
+def task_label(run: RunDirectory) -> str:
+    """Return the task of a run with the options that select it, e.g. `metaworld env.task=push`; or empty."""
+    section = run.section("env")
+    try:
+        return task_text(restore_part("env", section)).removeprefix("env=") if section else ""
+    except ConfigError:
+        return str(section.get("name", ""))

@@ -6,10 +6,15 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
 
+from policies.bounds import with_present_names
 from policies.errors import ConfigError
+from policies.registry import lookup
+
+if TYPE_CHECKING:
+    from envs.spec import EnvConfig
 
 _ROBOSUITE = {
     "Lift": "lift",
@@ -45,25 +50,33 @@ def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str
     return None if found is None else _command_line(found[0], found[1] or {}, obs_dim, action_dim)
 
 
-def recorded_spec(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the specification of a recorded task; None if its options are no longer valid."""
-    from envs.make import env
+def recorded_env(name: str, options: Mapping[str, Any] | None) -> EnvConfig | None:
+    """Return the configuration of a recorded task; None if its options are no longer valid."""
+    with contextlib.suppress(ConfigError, TypeError, ValueError):
+        return _restored(lookup("env", name), options or {})  # type: ignore[no-any-return]
+    return None
 
-    known = {field.name for field in fields(type(env(name)))}  # type: ignore[arg-type]
-    try:
-        return env(name, **{key: value for key, value in options.items() if key in known}).spec
-    except (ConfigError, TypeError, ValueError):
-        return None
+
+def _restored(kind: type, values: Mapping[str, Any]) -> Any:
+    """Build a dataclass from recorded values; unknown ones are skipped, nested parts are built too."""
+    present, chosen = with_present_names(kind, values), {}
+    for one in fields(kind):
+        if one.name in present:
+            value, inner = present[one.name], type(one.default)
+            is_part = isinstance(value, Mapping) and is_dataclass(inner)
+            value = _restored(inner, value) if is_part else value
+            chosen[one.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**chosen)
 
 
 def _of_ours(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Return the task from metadata of `burnish collect`."""
     own, args = meta.get("env"), meta.get("env_args")
     if isinstance(own, Mapping) and "name" in own:
-        return str(own["name"]), _plain({key: value for key, value in own.items() if key != "name"})
+        return str(own["name"]), {key: value for key, value in own.items() if key != "name"}
     if isinstance(args, Mapping) and isinstance(args.get("env_kwargs"), Mapping):
         name = str(args.get("env_name"))
-        return None if name in _ROBOSUITE else (name, _plain(args["env_kwargs"]))
+        return None if name in _ROBOSUITE else (name, dict(args["env_kwargs"]))
     return None
 
 
@@ -73,25 +86,16 @@ def _of_robosuite(meta: Mapping[str, Any]) -> tuple[str, None] | None:
     return None if name is None else (name, None)
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as in a configuration, without those of nested parts (the expert)."""
-    kept = {key: value for key, value in options.items() if not isinstance(value, Mapping)}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
-
-
 def _command_line(name: str, options: dict[str, Any], obs_dim: int, action_dim: int) -> str | None:
-    """Return one of our tasks as command-line text; None for other options or widths."""
-    from envs.make import env
-
-    known = {field.name: field.default for field in fields(type(env(name)))}  # type: ignore[arg-type]
-    chosen = {key: value for key, value in options.items() if key in known and value != known[key]}
-    try:
-        spec = env(name, **chosen).spec
-    except (ConfigError, TypeError, ValueError):
+    """Return one of our tasks as command-line text; None for invalid options or other widths."""
+    task = recorded_env(name, options)
+    if task is None or (task.spec.obs_dim, task.spec.action_dim) != (obs_dim, action_dim):
         return None
-    if (spec.obs_dim, spec.action_dim) != (obs_dim, action_dim):
-        return None
-    return " ".join([f"env={name}", *(f"env.{key}={_typed(value)}" for key, value in chosen.items())])
+    defaults = {one.name: one.default for one in fields(task)}  # type: ignore[arg-type]
+    named = [key for key in with_present_names(type(task), options) if key in defaults]
+    chosen = {key: value for key in named if (value := getattr(task, key)) != defaults[key]}
+    texts = [f"env.{key}={option_text(value)}" for key, value in chosen.items() if not is_dataclass(value)]
+    return " ".join([f"env={name}", *texts])
 
 
 def _of_gymnasium(spec: Any) -> tuple[str, dict[str, Any]] | None:
@@ -132,7 +136,10 @@ _KINDS: Mapping[str, Callable[[re.Match[str], Mapping[str, Any]], tuple[str, dic
 """Pattern of gymnasium's names -> our name and options."""
 
 
-def _typed(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{option_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_typed, value))}]"
+        return f"[{','.join(map(option_text, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -24,6 +24,7 @@ from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.context import RunContext, goes_on_in_place
 from burnish.runs.locate import locate, place_now
 from burnish.runs.resolve import with_resumed_parts
+from burnish.runs.tasks import values_of_task
 from policies import registry
 from policies.errors import ConfigError
 from policies.export.folder import ExportReport
@@ -55,12 +56,14 @@ class Run:
 
 
 def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str]:
-    """Convert keyword values to overrides; a dict sets the keys below its name.
+    """Convert keyword values to overrides; a dict sets the keys below its name, `env` may be an object.
 
     Raises:
         ConfigError: If a value cannot be written as an override.
     """
     written = [with_home(text) for text in overrides]
+    if "env" in values and not isinstance(values["env"], (str, dict, type(None))):
+        values = values_of_task(values["env"]) | {key: one for key, one in values.items() if key != "env"}
     for key, value in values.items():
         if isinstance(value, dict):
             written += overrides_of((), {f"{key}.{inner}": item for inner, item in value.items()})

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from algos.training.run_directory import RunDirectory
-from burnish.config.schema import restore_part
+from burnish.config.schema import describe_part, restore_part
 from burnish.runs.locate import Located
 from envs.evaluation.protocol import describe_task
 from envs.fit import require_same_task, task_text
+from policies import registry
 from policies.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -24,15 +26,62 @@ def task_of(found: Located, remedy: str = "") -> Any:
         remedy: Appended to the error, for commands with an `env` key.
 
     Raises:
-        ConfigError: If its provenance names no task.
+        ConfigError: If its provenance names no task, or one that runs code and the policy is not in a run.
     """
-    description = found.provenance().get("env")
-    if not isinstance(description, Mapping):
+    env = _recorded_task(found)
+    if env is None:
         raise ConfigError(
             f"the policy {found.path} does not say which task it was made for: it was trained without "
             f"env=<name>, or saved without its provenance.{remedy}"
         )
-    return restore_part("env", description)
+    if getattr(env, "runs_code", False) and found.run is None:
+        raise ConfigError(
+            f"the policy {found.path} names a task that runs code, which is done for runs only. If you trust "
+            f"it, give the task yourself: {task_text(env)}."
+        )
+    return env
+
+
+def _recorded_task(found: Located) -> Any:
+    """Return the task of a policy without running any of it; None if its provenance names none."""
+    description = found.provenance().get("env")
+    return restore_part("env", description) if isinstance(description, Mapping) else None
+
+
+def known_task(found: Located) -> Any:
+    """Return the task of a policy; None if its provenance names none that is known here."""
+    try:
+        return _recorded_task(found)
+    except ConfigError:
+        return None
+
+
+def values_of_task(env: Any) -> dict[str, Any]:
+    """Return the keys and values of a task given as a Python object.
+
+    Args:
+        env: A task's configuration, an environment with gymnasium's interface, or a function that makes one.
+            A function or class of a module works everywhere; any other object in this process only, with
+            `num_workers=0`.
+
+    Raises:
+        ConfigError: If it is none of these.
+    """
+    if hasattr(env, "make_vector"):
+        if not is_dataclass(env) or isinstance(env, type):
+            raise ConfigError(f"env= must be the instance of a dataclass; {type(env).__name__} is none.")
+        if type(env) not in registry.registered("env").values():
+            registry.register("env", env.spec.name)(type(env))
+        changed = {f.name: value for f in fields(env) if (value := getattr(env, f.name)) != f.default}
+        plain = describe_part("env", env)
+        return {"env": plain["name"], **{f"env.{key}": plain[key] for key in changed if plain[key] != {}}}
+    if not (callable(env) or hasattr(env, "step")):
+        raise ConfigError(f"env= must be a task, an environment or a function; got {type(env).__name__}.")
+    from envs.tasks.gym import HERE, local_factory
+
+    factory = local_factory(env)
+    values = {"env": "gym", "env.factory": factory}
+    return values | ({"num_workers": 0} if factory.startswith(HERE) else {})
 
 
 def description_of(found: Located) -> dict[str, Any] | None:
@@ -77,14 +126,6 @@ def require_task_of(found: Located, env: Any, key: str, *, allow_other_task: boo
             "%s was made with other options: %s.", found.label,
             ", ".join(f"env.{n}={getattr(own, n)}, here {getattr(env, n)}" for n in names),
         )  # fmt: skip
-
-
-def known_task(found: Located) -> Any:
-    """Return the task of a policy; None if its provenance names none that is known here."""
-    try:
-        return task_of(found)
-    except ConfigError:
-        return None
 
 
 def task_label(run: RunDirectory) -> str:

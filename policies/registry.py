@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from policies.bounds import Checked, with_present_names
@@ -30,6 +32,8 @@ from policies.errors import ConfigError
 T = TypeVar("T", bound=type)
 
 PLUGIN_GROUP = "burnish.plugins"
+PLUGIN_VARIABLE = "BURNISH_PLUGINS"
+"""Environment variable with the names of further plug-in modules, separated by commas."""
 PACKAGES = ("policies", "envs", "algos")
 """Packages whose modules register parts."""
 _REGISTRATION = re.compile(r'^(?:@register|\w+ = variant)\(\s*"(\w+)",\s+"([^"]+)"', re.MULTILINE)
@@ -136,7 +140,7 @@ def _index() -> dict[str, dict[str, Source]]:
 
 def names(group: str) -> tuple[str, ...]:
     """Return the sorted names of a group without those of broken plug-ins; imports no module of ours."""
-    _broken_plugins()
+    _plugins()
     return tuple(sorted({*sources(group), *_PARTS.get(group, {})}))
 
 
@@ -216,28 +220,38 @@ def from_json(group: str, data: dict[str, Any]) -> Any:
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
-@cache
-def _broken_plugins() -> tuple[tuple[EntryPoint, Exception], ...]:
-    """Import the plug-in modules of other distributions; return those that fail to import."""
-    broken: list[tuple[EntryPoint, Exception]] = []
-    for entry in entry_points(group=PLUGIN_GROUP):
-        try:
-            entry.load()
-        except Exception as error:  # a plug-in may raise any exception
-            broken.append((entry, error))
-    return tuple(broken)
+def plugins() -> tuple[ModuleType, ...]:
+    """Return the plug-in modules that could be imported."""
+    return _plugins()[0]
 
 
 def load_plugins() -> None:
-    """Import the modules listed under the `burnish.plugins` entry points of other distributions.
+    """Import the modules of the `burnish.plugins` entry points and of the variable `BURNISH_PLUGINS`.
 
     Raises:
         ConfigError: After all imports, if one failed; names its distribution.
     """
-    for entry, cause in _broken_plugins():
-        name = "an unknown distribution" if entry.dist is None else entry.dist.name
+    for entry, cause in _plugins()[1]:
+        name = PLUGIN_VARIABLE if entry.dist is None else entry.dist.name
         reason = str(cause).strip().rstrip(".") or "no reason given"
+        remedy = "change the variable" if entry.dist is None else f"pip uninstall {name}"
         raise ConfigError(
             f"the plug-in '{entry.name}' ({entry.value}) of {name} cannot be imported: "
-            f"{type(cause).__name__}: {reason}. Repair it, or: pip uninstall {name}."
+            f"{type(cause).__name__}: {reason}. Repair it, or: {remedy}."
         ) from cause
+
+
+@cache
+def _plugins() -> tuple[tuple[ModuleType, ...], tuple[tuple[EntryPoint, Exception], ...]]:
+    """Import all plug-ins; return their modules, and those that fail to import."""
+    named = filter(None, map(str.strip, os.environ.get(PLUGIN_VARIABLE, "").split(",")))
+    entries = [*entry_points(group=PLUGIN_GROUP), *(EntryPoint(one, one, PLUGIN_GROUP) for one in named)]
+    modules: list[ModuleType] = []
+    broken: list[tuple[EntryPoint, Exception]] = []
+    for entry in entries:
+        try:
+            entry.load()
+            modules.append(sys.modules[entry.module])
+        except Exception as error:  # a plug-in may raise any exception
+            broken.append((entry, error))
+    return tuple(modules), tuple(broken)

@@ -125,6 +125,12 @@ COMMANDS = {
             "burnish list envs",
             "list",
         ),
+        Command(
+            "new",
+            "begin a task, algo, process, sampler or reader of your own: a file, its test, its page section",
+            "burnish new task my_task",
+            "new",
+        ),
         Command("doctor", "check the installation", "burnish doctor", "doctor"),
     )
 }

@@ -15,15 +15,14 @@ from burnish.commands import evaluate as evaluate_command
 from burnish.commands import export as export_command
 from burnish.commands import importing as import_command
 from burnish.commands import report as report_command
+from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
-from burnish.config.overrides import Overrides, quoted, with_home
+from burnish.config.overrides import Overrides, RunContext, quoted, with_home
 from burnish.config.schema import compose_command, compose_config
 from burnish.console import log_lines
-from burnish.runs import launch
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.context import RunContext, goes_on_in_place
-from burnish.runs.locate import locate, place_now
-from burnish.runs.resolve import with_resumed_parts
+from burnish.runs.locate import dated_folder, locate
+from burnish.runs.resolve import resume_directory_error, with_resumed_parts
 from burnish.runs.tasks import values_of_task
 from policies import registry
 from policies.errors import ConfigError
@@ -38,11 +37,9 @@ class Run:
     path: Path
 
     def __fspath__(self) -> str:
-        """Return the path of the run directory."""
         return str(self.path)
 
     def __str__(self) -> str:
-        """Return the path of the run directory."""
         return str(self.path)
 
     @property
@@ -123,7 +120,7 @@ def train(*overrides: str, directory: str | Path | None = None, **values: Any) -
     Raises:
         ConfigError: If the configuration is refused, e.g. a directory together with `resume`.
     """
-    return Run(launch.train(*_composed(overrides, directory, values)).directory.path)
+    return Run(train_command.train(*_composed(overrides, directory, values)).directory.path)
 
 
 @log_lines()
@@ -147,14 +144,13 @@ def train_seeds(
     if isinstance(seeds, int | str):
         raise ConfigError(f"seeds must be a list of seeds, such as [0, 1, 2]; got {seeds!r}.")
     more = {} if seeds is None else {"seeds": list(seeds)}
-    results = launch.train_seeds(*_composed(overrides, directory, more | values))
+    results = train_command.train_seeds(*_composed(overrides, directory, more | values))
     return [Run(result.directory.path) for result in results]
 
 
 def _composed(
     overrides: tuple[str, ...], directory: str | Path | None, values: dict[str, Any]
 ) -> tuple[Any, RunContext]:
-    """Return the configuration and context of a training."""
     if wrong := [text for text in overrides if not isinstance(text, str)]:
         raise ConfigError(
             f"overrides are text such as 'algo=iql'; got {wrong[0]!r}. Give values by name, such as "
@@ -164,8 +160,8 @@ def _composed(
     composed = compose_command("train", typed.texts)
     config = composed.config
     if directory is not None and config.resume is not None:
-        raise goes_on_in_place(config.resume, f"directory={directory}")
-    place = directory or config.resume or place_now(config.name or registry.name_of("algo", config.algo))
+        raise resume_directory_error(config.resume, f"directory={directory}")
+    place = directory or config.resume or dated_folder(config.name or registry.name_of("algo", config.algo))
     is_proposed = directory is None and config.resume is None
     return config, RunContext(Path(place).expanduser(), composed.overrides, is_proposed)
 

@@ -20,9 +20,8 @@ from omegaconf import DictConfig, flag_override
 
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import USER_ERRORS, error_message
-from burnish.config.overrides import Overrides, check_arguments, quoted, with_home
+from burnish.config.overrides import Overrides, RunContext, check_arguments, quoted, with_home
 from burnish.config.schema import compose_renamed, register_configs, to_command
-from burnish.runs.context import RunContext, goes_on_in_place
 
 EXIT_USER_ERROR = 2
 
@@ -34,7 +33,6 @@ class Task:
     command: str
 
     def __call__(self, node: DictConfig) -> float | None:
-        """Run the command on a composed configuration; return the objective of sweepers."""
         hydra_config = HydraConfig.get()
         context = RunContext(
             Path(hydra_config.runtime.output_dir), Overrides.parse(hydra_config.overrides.task)
@@ -45,7 +43,7 @@ class Task:
             NewFolders.remove_unused()
             if wants_traceback() or hydra_config.mode != RunMode.RUN:
                 raise
-            raise SystemExit(complain(error)) from None
+            raise SystemExit(print_error(error)) from None
         except (Exception, KeyboardInterrupt, SystemExit):  # formatted by `main`
             NewFolders.remove_unused()
             raise
@@ -94,7 +92,6 @@ class NewFolders(Callback):
     noted: ClassVar[list[Path]] = []  # innermost first
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Record the job's folder."""
         HydraConfig.instance().set_config(config)  # as Hydra does next; the folder name may refer to it
         folder = Path(config.hydra.run.dir).absolute()
         self.noted[:] = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -148,19 +145,15 @@ def _close_logs_in(folder: Path) -> None:
 
 
 def _continuing(command: str, words: list[str], typed: Overrides) -> list[str]:
-    """Compose with the parts of the resumed run, and use its directory as the job folder.
-
-    Raises:
-        ConfigError: If another directory is requested.
-    """
+    """Compose with the parts of the resumed run, and use its directory as the job folder."""
     resumed = typed.value("resume")
     if command != "train" or resumed in (None, ""):
         return words
-    from burnish.runs.resolve import with_resumed_parts
+    from burnish.runs.resolve import resume_directory_error, with_resumed_parts
 
     run, chosen = Path(str(resumed)).expanduser(), typed.value("hydra.run.dir")
     if chosen is not None and Path(str(chosen)).expanduser().absolute() != run.absolute():
-        raise goes_on_in_place(run, f"hydra.run.dir={chosen}")
+        raise resume_directory_error(run, f"hydra.run.dir={chosen}")
     known = with_resumed_parts(typed).texts
     return [*known[: len(known) - len(typed.texts)], *words, f"hydra.run.dir={quoted(str(run))}"]
 
@@ -171,7 +164,7 @@ def wants_traceback() -> bool:
     return verbose or os.environ.get("BURNISH_TRACEBACK", "") == "1"
 
 
-def complain(error: BaseException) -> int:
+def print_error(error: BaseException) -> int:
     """Write one line to standard error and return the exit code."""
     sys.stderr.write(f"burnish: error: {error_message(error)}\n")
     return EXIT_USER_ERROR

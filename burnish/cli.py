@@ -95,7 +95,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     except ImportError as error:
         sys.stderr.write(f"burnish: error: {error}\n")
         return 2
-    from burnish.app import complain, run_app, wants_traceback
+    from burnish.app import print_error, run_app, wants_traceback
     from burnish.config.errors import USER_ERRORS
 
     try:
@@ -106,14 +106,14 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     except USER_ERRORS as error:
         if wants_traceback():
             raise
-        return complain(error)
+        return print_error(error)
     except BrokenPipeError:  # the reader, e.g. `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         if wants_traceback():
             raise
-        return complain(error)
+        return print_error(error)
     except KeyboardInterrupt:
         sys.stderr.write("burnish: interrupted\n")
         return 130

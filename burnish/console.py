@@ -57,7 +57,6 @@ class RateColumn(ProgressColumn):
     """Finished units per second."""
 
     def render(self, task: Task) -> Text:
-        """Return the rate of a task; empty while unknown."""
         speed = task.finished_speed or task.speed
         return Text(f"{speed:.1f}/s" if speed else "", style="progress.data.speed")
 
@@ -90,12 +89,10 @@ class Counting:
         self._bar.update(self._task, completed=done, note=note, total=total)
 
     def __enter__(self) -> Counting:
-        """Start the display."""
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the display."""
         self._bar.stop()
 
 

@@ -39,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import burnish
     from algos.training.run_directory import new_folder
     from burnish.console import output
-    from burnish.runs.locate import place_now
+    from burnish.runs.locate import dated_folder
     from envs.evaluation.comparison import format_interval
 
-    out, console = new_folder(place_now("demo")), output()
+    out, console = new_folder(dated_folder("demo")), output()
     workers = min(2, os.cpu_count() or 1)
     started = time.perf_counter()
 

@@ -37,7 +37,6 @@ def require_own_packages() -> None:
 
 
 def _place_of(name: str) -> Path | None:
-    """Return the folder of a package, or of a module of the same name; None if missing."""
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:  # already imported, without a known location

@@ -46,7 +46,6 @@ class Bounds:
         return low and high and (math.isfinite(value) or self.le == math.inf)
 
     def __str__(self) -> str:
-        """Return the range as text, e.g. `in [0, 1)`, `at least 1`, `above 0`, `one of a, b`."""
         if self.choices:
             return ("one of " if len(self.choices) > 1 else "") + ", ".join(map(str, self.choices))
         low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
@@ -72,6 +71,8 @@ def bounded(
 ) -> Any:
     """Declare a field with a range, choices or a former name.
 
+    None is accepted for optional fields. Lists and tuples are checked per entry.
+
     Args:
         default: Default value; a list or dict becomes a factory. Without it the field is mandatory.
         ge: Inclusive lower bound.
@@ -80,8 +81,6 @@ def bounded(
         lt: Exclusive upper bound.
         choices: Admissible values.
         was: Former name, still accepted in saved configurations and on the command line.
-
-    None is accepted for optional fields. Lists and tuples are checked per entry.
     """
     has_range = choices or any(limit is not None for limit in (ge, gt, le, lt))
     metadata: dict[str, Any] = {_BOUNDS: Bounds(ge, gt, le, lt, tuple(choices))} if has_range else {}
@@ -108,31 +107,19 @@ def with_present_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Checked:
-    """Dataclass whose bounded fields are checked at construction.
-
-    Attributes:
-        key: Position in the configuration; `register` sets it to the group of the part.
-    """
+    """Dataclass whose bounded fields are checked at construction; `register` sets `key` to the group."""
 
     key: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Check all field ranges.
-
-        Raises:
-            ConfigError: If a value is out of range; names key, range and value.
-        """
+        """Check all field ranges; a ConfigError names key, range and value."""
         for one in fields(self):  # type: ignore[arg-type]
             bounds, value = bounds_of(one), getattr(self, one.name)
             if bounds is not None and not all(map(bounds.admits, _entries(value))):
                 raise ConfigError(f"{self._key_of(one.name)} must be {bounds}; got {_shown(value)}.")
 
     def require(self, name: str, holds: bool, rule: str) -> None:
-        """Check a rule over several fields.
-
-        Raises:
-            ConfigError: If the rule does not hold; names key, rule and value.
-        """
+        """Check a rule over several fields; a ConfigError names key, rule and value."""
         if not holds:
             raise ConfigError(f"{self._key_of(name)} must be {rule}; got {_shown(getattr(self, name))}.")
 

@@ -11,6 +11,8 @@ from policies.policy import Policy, PolicyConfig
 from policies.registry import from_json, lookup
 from policies.seeds import seeded_weights
 
+DEFAULTS = {"process": "diffusion", "encoder": "state", "backbone": "mlp"}
+
 
 def build_policy(
     config: PolicyConfig,
@@ -45,10 +47,8 @@ def build_policy(
 
 def complete(config: PolicyConfig) -> PolicyConfig:
     """Replace parts that are None by their defaults."""
-    process = config.process if config.process is not None else lookup("process", "diffusion")()
-    encoder = config.encoder if config.encoder is not None else lookup("encoder", "state")()
-    backbone = config.backbone if config.backbone is not None else lookup("backbone", "mlp")()
-    sampler = (
-        config.sampler if config.sampler is not None else from_json("sampler", process.default_sampler())
-    )
-    return replace(config, process=process, encoder=encoder, backbone=backbone, sampler=sampler)
+    missing = {group: name for group, name in DEFAULTS.items() if getattr(config, group) is None}
+    config = replace(config, **{group: lookup(group, name)() for group, name in missing.items()})
+    if config.sampler is not None:
+        return config
+    return replace(config, sampler=from_json("sampler", config.process.default_sampler()))

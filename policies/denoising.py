@@ -15,7 +15,7 @@ from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Hooks, Kind, Reduction, Start
+from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Hooks, Kind, Reduction, Rng, Start
 from policies.registry import register
 from policies.samplers.loop import denoise
 from policies.samplers.step_table import StepTable, transition
@@ -58,24 +58,19 @@ class DenoisingPolicy(Policy):
         self.tuned_steps = steps if tuned_steps is None else tuned_steps
         if not 1 <= self.tuned_steps <= steps:
             raise ConfigError(
-                f"tuned_steps must lie in 1..{steps}, the number of denoising steps; got {self.tuned_steps}. "
-                f"Lower it, or raise the sampler's steps."
+                f"tuned_steps must lie in 1..{steps}, the sampler's steps; got {self.tuned_steps}."
             )
 
     def with_sampler(
         self, sampler: Any, *, tuned_steps: int | None = None, log_prob_min_std: float | None = None
     ) -> Self:
-        """Return a view with another sampler.
-
-        Networks and weights are shared. Assigning an attribute of the view leaves the original unchanged.
-        """
+        """Return a view with another sampler; weights are shared, attributes are its own."""
         view = self._view()
         view._use_sampler(sampler, tuned_steps=tuned_steps, log_prob_min_std=log_prob_min_std)
         return view
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the chunk depends on the start noise alone."""
         return self.table.is_deterministic
 
     # -- NoiseDecoder ---------------------------------------------------------------------------------
@@ -118,14 +113,10 @@ class DenoisingPolicy(Policy):
         return guided
 
     def with_guidance(self, guidance: float) -> Self:
-        """Return a view with another goal guidance weight.
+        """Return a view with another goal guidance weight; the policy must be trained with `goal_dropout`.
 
-        Source:
-            Classifier-free guidance, arXiv 2207.12598, as BESO (arXiv 2304.02532) applies it to goals:
-            free + guidance (given - free), exact in every parametrisation since all are linear in each other.
-
-        Raises:
-            ConfigError: If the policy was not trained with `goal_dropout`.
+        Source: classifier-free guidance, arXiv 2207.12598, as BESO (arXiv 2304.02532) applies it to goals:
+        free + guidance (given - free), exact in every parametrisation since all are linear in each other.
         """
         view = self._view()
         view.config = replace(self.config, guidance=guidance)
@@ -134,7 +125,7 @@ class DenoisingPolicy(Policy):
 
     # -- MatchingLoss ---------------------------------------------------------------------------------
 
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+    def sample_te(self, n: int, *, generator: Rng = None) -> TE:
         times = self.process.levels(device=self.device, dtype=self.dtype)
         level = None
         if times is None:
@@ -171,14 +162,8 @@ class DenoisingPolicy(Policy):
         """The network of the recorded steps: the fine-tuned copy where one exists."""
         return self.field.tuned if isinstance(self.field, SwitchedField) else self.field
 
-    def sample_chain(
-        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Chain:
-        """Sample chunks and record the last S transitions with their densities.
-
-        Shapes:
-            noise: (B, K+1, Th, Da) standard normals before clipping.
-        """
+    def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
+        """Sample chunks and record the last S transitions; noise (B, K+1, Th, Da) before clipping."""
         self._require_density()
         if noise is None:
             noise = self._randn((len(cond), *self.noise_shape), generator)
@@ -211,7 +196,7 @@ class DenoisingPolicy(Policy):
         return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std).expand_as(x)
 
     def _recorded_std(self, step: Tensor | None, like: Tensor) -> Tensor:
-        """Standard deviations of recorded steps, (S, 1, 1|Da), or of the given steps (M,), (M, 1, 1|Da)."""
+        """Standard deviations (S, 1, 1|Da) of recorded steps, or (M, 1, 1|Da) of given steps (M,)."""
         first = self.table.num_steps - self.tuned_steps
         std = self.table.to_device("schedule_std", like)[first:].clamp(min=self.log_prob_min_std).unsqueeze(1)
         return std if step is None else std.index_select(0, step)
@@ -220,8 +205,7 @@ class DenoisingPolicy(Policy):
         """Refuse a sampler without chain density, or with a density other than the scored one."""
         if self.guidance != 1:
             raise CapabilityError(
-                f"this policy is guided by its goal (guidance={self.guidance:g}), so its chain has no "
-                "density under one network. Use with_guidance(1)."
+                f"with guidance={self.guidance:g} the chain has no density. Use with_guidance(1)."
             )
         clip, final, floor = self.table.clip_action, self.sampler.final_std, self.log_prob_min_std
         scored = self.table.schedule_std[-1].clamp(min=floor)
@@ -231,23 +215,19 @@ class DenoisingPolicy(Policy):
             reason = "is deterministic"
             advice = "Use a stochastic sampler (ddpm, or ddim with eta > 0) with a positive noise floor."
         elif clip is not None:
-            reason = f"clamps the finished chunk to ±{clip:g}, which is no draw from a Gaussian any more"
-            advice = "Use clip_action=null."
+            reason, advice = f"clamps the finished chunk to ±{clip:g}", "Use clip_action=null."
         elif self.table.clip_state is not None:
-            reason = f"clamps states to ±{self.table.clip_state:g}, which are then no Gaussian draws"
-            advice = "Use clip_state=null."
+            reason, advice = f"clamps states to ±{self.table.clip_state:g}", "Use clip_state=null."
         elif final is not None and bool((scored - final).abs().max() > 1e-6):
             reason = f"ends with a deviation of {final:g}, which is scored as {scored.max():g}"
             advice = f"Use final_std=null, or {scored.max():g}."
         elif isinstance(self.field, SwitchedField) and not bool(self.field.is_tuned(recorded).all()):
-            reason = f"records {self.tuned_steps} steps, of which the first are those of the frozen network"
+            reason = f"records {self.tuned_steps} steps, the first of which are those of the frozen network"
             advice = "Use with_sampler(…, tuned_steps=<as many as were tuned>)."
         else:
             return
-        raise CapabilityError(
-            f"sampler '{type(self.sampler).__name__}' of this policy {reason}, so its chain has no density "
-            f"that could be scored. {advice}"
-        )
+        name = type(self.sampler).__name__
+        raise CapabilityError(f"sampler '{name}' {reason}, so its chain has no density. {advice}")
 
     # -- Field ----------------------------------------------------------------------------------------
 

@@ -7,18 +7,16 @@ from types import ModuleType
 
 from policies.errors import MissingExtraError
 
+# extra -> packages installed in a second step, as their own requirements contradict the rest
 SECOND_STEP = {
     "robomimic": ("robomimic==0.3.0",),
     "d4rl": ("d4rl==1.1", "gym==0.23.1"),
     "metaworld": ("metaworld==3.1.1",),
 }
-"""Extra -> packages that are installed in a second step, as their own requirements contradict the rest."""
 
 
 def require(module: str, *, extra: str, what: str = "this", instead: str = "") -> ModuleType:
-    """Import an optional package.
-
-    `what` (the feature) and `instead` (an alternative) appear in the error message.
+    """Import an optional package; `what` (the feature) and `instead` (an alternative) appear in the error.
 
     Raises:
         MissingExtraError: If the import fails; the message names the extra and the cause.

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from policies.errors import ConfigError
 
 MODES = ("limits", "gaussian", "identity")
-SMALLEST_RANGE = 1e-4
-"""Below this range (or standard deviation) a feature counts as constant and keeps scale 1."""
+SMALLEST_RANGE = 1e-4  # below it (or below this deviation) a feature is constant and keeps scale 1
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
 """Per feature: `min`, `max`, `mean`, `std`, each (D,), in physical units."""
@@ -29,10 +28,8 @@ def box_statistics(low: Tensor, high: Tensor) -> dict[str, Tensor]:
 def affine(mode: str, stats: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return (scale, offset), each (D,) float32, of `y = scale * x + offset`.
 
-    `limits` maps [min, max] to [-1, 1]; `gaussian` maps to zero mean and unit (unbiased) deviation.
-    Constant features keep scale 1 and are only shifted.
-
-    Source: Diffusion Policy (arXiv 2303.04137), reference normaliser.
+    `limits` maps [min, max] to [-1, 1]; `gaussian` maps to zero mean and unit (unbiased) deviation. Constant
+    features keep scale 1 and are only shifted. Source: Diffusion Policy (arXiv 2303.04137), its normaliser.
     """
     low, high = stats["min"].double(), stats["max"].double()
     if mode == "identity":
@@ -56,8 +53,7 @@ class Normalizer(nn.Module):
     Args:
         modes: Mode of each feature.
         dims: Width D of each feature.
-        clips: Bound on the magnitude of encoded values; features without an entry or with mode
-            `identity` are not clipped.
+        clips: Bound on the magnitude of encoded values by feature; mode `identity` is never clipped.
     """
 
     def __init__(
@@ -68,9 +64,7 @@ class Normalizer(nn.Module):
         kept = {name: clip for name, clip in (clips or {}).items() if self.modes.get(name) != "identity"}
         for name, clip in kept.items():
             if not clip >= 1.0:  # also nan
-                raise ConfigError(
-                    f"policy.observation_clip must be at least 1 (where the data end); got {clip} for {name}."
-                )
+                raise ConfigError(f"policy.observation_clip must be at least 1; got {clip} for {name}.")
         self.clips = kept
         for name, mode in self.modes.items():
             if mode not in MODES:
@@ -81,19 +75,14 @@ class Normalizer(nn.Module):
             self.register_buffer(f"{name}_offset", torch.zeros(dims[name]))
 
     def fit(self, statistics: Statistics) -> Normalizer:
-        """Set the maps from statistics and return self.
-
-        Raises:
-            ConfigError: If a feature has no statistics, they are not finite, or widths disagree.
-        """
+        """Set the maps from statistics of all features and return self."""
         for name, mode in self.modes.items():
             if mode == "identity":
                 continue
             if name not in statistics:
                 known = ", ".join(sorted(statistics)) or "none"
                 raise ConfigError(
-                    f"feature '{name}' has no statistics (there are: {known}). Fit them on a dataset, or ask "
-                    f"for identity on purpose."
+                    f"feature '{name}' has no statistics (there are: {known}). Fit them or use mode identity."
                 )
             self.refit(name, statistics[name])
         return self
@@ -103,10 +92,8 @@ class Normalizer(nn.Module):
         scale_buffer, offset_buffer = self._buffers_of(name)
         scale, offset = affine(self.modes[name], moments)
         if scale.shape != scale_buffer.shape:
-            raise ConfigError(
-                f"statistics of '{name}' must have shape {tuple(scale_buffer.shape)}; "
-                f"got {tuple(scale.shape)}."
-            )
+            expected, got = tuple(scale_buffer.shape), tuple(scale.shape)
+            raise ConfigError(f"statistics of '{name}' must have shape {expected}; got {got}.")
         if not (scale.isfinite().all() and offset.isfinite().all()):
             raise ConfigError(f"statistics of '{name}' are not finite. Check the dataset for NaN or inf.")
         with torch.no_grad():
@@ -139,9 +126,6 @@ class CentredNormalizer(Normalizer):
     For a feature that varies by thousandths around a value of order one, `scale x` and `offset` are hundreds
     and cancel. PyTorch rounds once after the addition; a graph rounds in between, which costs five of seven
     digits. The difference `x - centre` is exact, and `rest` is small.
-
-    Args:
-        plain: The normaliser to convert.
     """
 
     def __init__(self, plain: Normalizer) -> None:

@@ -15,20 +15,12 @@ _NAMES_A_PATH = "names_a_path"
 
 
 def path_field(default: Any = None, *, was: str = "") -> Any:
-    """Declare a dataclass field for a file or folder, or a list of them.
-
-    Args:
-        default: Default value.
-        was: Former name; see `policies.bounds.bounded`.
-    """
+    """Declare a dataclass field for a file or folder, or a list of them; `was` as in `bounded`."""
     return field(default=default, metadata={_NAMES_A_PATH: True} | ({WAS: was} if was else {}))
 
 
 def with_paths(config: T, change: Callable[[str], str]) -> T:
-    """Return a configuration with `change` applied to all set paths, those of nested parts included.
-
-    Anything but a dataclass is returned unchanged.
-    """
+    """Apply `change` to all set paths of a dataclass and its nested parts; return other values unchanged."""
     if not is_dataclass(config) or isinstance(config, type):
         return config
     new: dict[str, Any] = {}
@@ -53,9 +45,9 @@ def at_home(config: T) -> T:
 
 def lasting(config: T) -> T:
     """Return a configuration with absolute paths, valid in any working directory."""
-    return with_paths(config, _from_the_root)
+    return with_paths(config, _absolute)
 
 
-def _from_the_root(path: str) -> str:
+def _absolute(path: str) -> str:
     """Return an absolute path; `hub://…` addresses are unchanged."""
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))

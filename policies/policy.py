@@ -21,10 +21,9 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.weight_cache import forget
 from policies.normalizer import Normalizer
 from policies.policy_config import PolicyConfig
-from policies.protocols import Cond, Hooks, Observation, Reduction, Start
+from policies.protocols import Cond, Hooks, Observation, Reduction, Rng, Start
 
-_REGISTERED = ("_modules", "_parameters", "_buffers")
-"""Where a module keeps what is assigned to it."""
+_REGISTERED = ("_modules", "_parameters", "_buffers")  # where a module keeps what is assigned to it
 
 
 def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
@@ -88,7 +87,6 @@ class Policy(nn.Module):
 
     @property
     def _like(self) -> Tensor:
-        """A tensor with the device and dtype of the policy."""
         return self.normalizer.get_buffer("action_scale")
 
     @property
@@ -105,11 +103,11 @@ class Policy(nn.Module):
         types = {name: None if name in self.images else self.dtype for name in items}  # not images
         return {k: torch.as_tensor(v, dtype=types[k], device=self.device) for k, v in items.items()}
 
-    def encode(self, obs: Observation, *, generator: torch.Generator | None = None) -> Cond:
+    def encode(self, obs: Observation, *, generator: Rng = None) -> Cond:
         """Encode physical observations: `state` (B, To, Do), and what else the encoder reads.
 
-        `generator` drives image augmentation during training; without it there is no augmentation. The
-        train/eval mode of the module has no effect.
+        `generator` drives image augmentation during training; without it there is none. The train/eval mode
+        of the module has no effect.
         """
         cond = self.encoder(obs, self.normalizer, generator)
         if not self.config.goal_dropout:
@@ -124,16 +122,13 @@ class Policy(nn.Module):
             raise ConfigError(f"policy.goal_dropout must lie in [0, 1); got {dropout}.")
         if guidance != 1 and not dropout:
             raise ConfigError(
-                f"policy.guidance={guidance} needs a policy that was trained with policy.goal_dropout > 0 "
-                "(e.g. 0.1), so that its network knows what no goal means; got 0."
+                f"policy.guidance={guidance} needs a policy trained with policy.goal_dropout > 0; got 0."
             )
         if dropout and not (self.goal_dim and self.can_drop_goals):
-            reason = (
+            lacks = (
                 "this policy has no goal" if self.can_drop_goals else f"{type(self).__name__} has no field"
             )
-            raise ConfigError(
-                f"policy.goal_dropout={dropout} needs a goal and a denoising process; {reason}."
-            )
+            raise ConfigError(f"policy.goal_dropout={dropout} needs a goal and a denoising process; {lacks}.")
 
     def normalize_action(self, action: Tensor) -> Tensor:
         """Physical -> normalised; (..., Da)."""
@@ -148,9 +143,7 @@ class Policy(nn.Module):
         return self.physical(chunk[:, self.chunk.executed])
 
     @torch.no_grad()
-    def act(
-        self, obs: Any, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def act(self, obs: Any, *, noise: Tensor | None = None, generator: Rng = None) -> Tensor:
         """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
 
         Args:
@@ -168,7 +161,7 @@ class Policy(nn.Module):
     def noise_shape(self) -> tuple[int, ...]:
         return self.chunk.shape
 
-    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+    def sample_noise(self, n: int, *, generator: Rng = None) -> Tensor:
         return self._randn((n, *self.noise_shape), generator)
 
     def decode(
@@ -180,18 +173,14 @@ class Policy(nn.Module):
         return copy.deepcopy(self)
 
     def _view(self) -> Self:
-        """Return a shallow copy that shares networks and weights.
-
-        Assigning an attribute of the copy leaves the original unchanged, and vice versa.
-        """
+        """Return a shallow copy that shares networks and weights; assigned attributes are its own."""
         view = copy.copy(self)
         view.__dict__.update({name: self.__dict__[name].copy() for name in _REGISTERED})
         return view
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or convert all weights; clears the caches computed from them."""
         moved = super()._apply(fn, recurse)
-        forget(self)
+        forget(self)  # cached values have the old device and dtype
         return moved
 
     def with_act_steps(self, act_steps: int) -> Self:
@@ -211,11 +200,11 @@ class Policy(nn.Module):
         """Return the policy itself on the CPU, else a CPU copy; worker processes compute on the CPU."""
         return self if self.device.type == "cpu" else self.clone().cpu()
 
-    def _randn(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    def _randn(self, shape: tuple[int, ...], generator: Rng) -> Tensor:
         device = self.device if generator is None else generator.device
         return torch.randn(shape, generator=generator, device=device, dtype=self.dtype).to(self.device)
 
-    def _rand(self, n: int, generator: torch.Generator | None) -> Tensor:
+    def _rand(self, n: int, generator: Rng) -> Tensor:
         device = self.device if generator is None else generator.device
         return torch.rand(n, generator=generator, device=device).to(self.device)
 

@@ -8,17 +8,15 @@ from typing import Any, ClassVar
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
-PART_GROUPS = ("process", "encoder", "backbone", "sampler")
-"""The registered parts of a policy, by the names that they have in `PolicyConfig`."""
+PART_GROUPS = ("process", "encoder", "backbone", "sampler")  # fields of `PolicyConfig` with registered parts
 
 
 @dataclass(frozen=True)
 class ChunkSpec(Checked):
-    """Horizons of an action chunk.
+    """Horizons of an action chunk; rows `[action_start : action_start + act_steps]` are executed.
 
-    Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
-    is `obs_steps - 1` for windows from the oldest observation (Diffusion Policy) and 0 for windows from
-    the newest (DPPO); both agree for `obs_steps` = 1.
+    `action_start` is `obs_steps - 1` for windows from the oldest observation (Diffusion Policy) and 0 for
+    windows from the newest (DPPO); both agree for `obs_steps` = 1.
     """
 
     key: ClassVar[str] = "policy"
@@ -34,7 +32,7 @@ class ChunkSpec(Checked):
         if self.action_start > self.horizon - self.act_steps:
             raise ConfigError(
                 f"policy.action_start + policy.act_steps must fit into policy.horizon={self.horizon}; got "
-                f"{self.action_start} + {self.act_steps}. Lower policy.act_steps or raise policy.horizon."
+                f"{self.action_start} + {self.act_steps}."
             )
 
     @property

@@ -33,6 +33,9 @@ Device = torch.device | str | None
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
 
+Features = tuple[Tensor, Tensor]
+"""Embedded times (K, T) and conditions (B, C') of a backbone."""
+
 
 @dataclass(frozen=True)
 class Cond:
@@ -87,9 +90,9 @@ class TE:
 
     Shapes:
         t: (B,), sampling times. eps: (B, Th, Da), noise.
-        level: (B,) int64, index of each time in `Process.levels`; None for continuous times. Networks
+        level: (B,) int64, index of each time in `GaussianPath.levels`; None for continuous times. Networks
             then embed each level once instead of each row.
-        more: Extra draws of the process's loss (`Process.more_draws`), B rows each.
+        more: Extra draws of the process's loss (`GaussianPath.more_draws`), B rows each.
     """
 
     t: Tensor
@@ -115,9 +118,8 @@ class Evaluate(Protocol):
             x: States.
             t: Sampling times.
             until: End times of the step (B,), for processes whose network takes two times; None: t.
-            level: Index of each t in `Process.levels` (B,), if known; each level is embedded once.
+            level: Index of each t in `GaussianPath.levels` (B,), if known; each level is embedded once.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -134,16 +136,12 @@ class Chain:
 
     @property
     def action(self) -> Tensor:
-        """The denoised chunk (B, Th, Da), normalised."""
         return self.x[:, -1]
 
 
 @dataclass(frozen=True)
 class Step:
-    """Denoising step passed to hooks.
-
-    `alpha` and `sigma` are the signal and noise amplitudes at t: x = alpha x0 + sigma eps.
-    """
+    """Denoising step passed to hooks; alpha and sigma at t: x = alpha x0 + sigma eps."""
 
     k: int
     num_steps: int
@@ -154,19 +152,19 @@ class Step:
     sigma: float
 
 
-class SampleHook(Protocol):
-    """Hook of the denoising loop: guidance, inpainting, composition, warm start."""
+class Hook:
+    """Hook of the denoising loop, e.g. guidance or inpainting; subclasses override methods."""
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (x0, eps) that replace the network's prediction; both (B, Th, Da)."""
-        ...
+        return x0, eps
 
     def on_state(self, step: Step, x: Tensor) -> Tensor:
         """Return the state (B, Th, Da) from which the loop continues."""
-        ...
+        return x
 
 
-Hooks = Sequence[SampleHook]
+Hooks = Sequence[Hook]
 Start = tuple[Tensor, float] | None
 """(x, t): begin at a state x (B, Th, Da) at sampling time t instead of at the noise (warm start)."""
 
@@ -180,52 +178,42 @@ class NoiseDecoder(Protocol):
     @property
     def noise_shape(self) -> tuple[int, ...]:
         """(Th, Da) for a deterministic sampler, (K+1, Th, Da) for a stochastic one (start, then steps)."""
-        ...
 
     def encode(self, obs: Observation) -> Cond:
         """Encode physical observations; called once per action."""
-        ...
 
-    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+    def sample_noise(self, n: int, *, generator: Rng = None) -> Tensor:
         """Draw noise (n, *noise_shape)."""
-        ...
 
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the normalised chunk (B, Th, Da); `grad` keeps the graph."""
-        ...
 
 
 @runtime_checkable
 class MatchingLoss(Protocol):
     """Policies trained by regression on corrupted actions."""
 
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+    def sample_te(self, n: int, *, generator: Rng = None) -> TE:
         """Draw times and noise for n rows."""
-        ...
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """Return the loss of normalised actions (B, Th, Da), reduced by `reduce`."""
-        ...
 
 
 @runtime_checkable
 class ChainPolicy(Protocol):
     """Policies with a stochastic denoising chain whose transitions have densities."""
 
-    def sample_chain(
-        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Chain:
+    def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
         """Sample chunks and record the fine-tuned transitions; noise is (B, K+1, Th, Da)."""
-        ...
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Score all recorded steps, or the columns `steps` (L,), of a chain x (B, S+1, Th, Da).
 
         Returns unreduced (log_prob, entropy), each (B, S or L, Th, Da).
         """
-        ...
 
     def transition_log_prob(
         self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
@@ -235,7 +223,6 @@ class ChainPolicy(Protocol):
         `cond_row` (M,) maps transitions to rows of `cond`; a shared observation is encoded and projected
         once. Returns unreduced (log_prob, entropy), (M, Th, Da).
         """
-        ...
 
 
 @runtime_checkable
@@ -244,4 +231,3 @@ class Field(Protocol):
 
     def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
         """Return the prediction at x (B, Th, Da), sampling time t (B,), as `kind`."""
-        ...

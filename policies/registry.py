@@ -32,13 +32,10 @@ from policies.errors import ConfigError
 T = TypeVar("T", bound=type)
 
 PLUGIN_GROUP = "burnish.plugins"
-PLUGIN_VARIABLE = "BURNISH_PLUGINS"
-"""Environment variable with the names of further plug-in modules, separated by commas."""
-PACKAGES = ("policies", "envs", "algos")
-"""Packages whose modules register parts."""
+PLUGIN_VARIABLE = "BURNISH_PLUGINS"  # environment variable: names of further plug-in modules
+PACKAGES = ("policies", "envs", "algos")  # their modules register parts
 _REGISTRATION = re.compile(r'^(?:@register|\w+ = variant)\(\s*"(\w+)",\s+"([^"]+)"', re.MULTILINE)
-_NOT_CONFIGURED = ("policy_class",)
-"""Groups whose classes are chosen by another part; they are no configuration, so no dataclasses."""
+_NOT_CONFIGURED = ("policy_class",)  # groups whose classes another part chooses: no dataclasses
 _PARTS: dict[str, dict[str, type]] = {}
 
 
@@ -58,9 +55,8 @@ def register(group: str, name: str) -> Callable[[T], T]:
         if owner is not None and cls.__module__ != owner.module and str(owner.path) != _origin(cls)[0]:
             raise ConfigError(f"{group}={name} is already registered by {owner.module}.")
         if taken is not None and _origin(taken) != _origin(cls):
-            raise ConfigError(
-                f"{group}={name} is already registered by {taken.__module__}.{taken.__qualname__}."
-            )
+            owner_name = f"{taken.__module__}.{taken.__qualname__}"
+            raise ConfigError(f"{group}={name} is already registered by {owner_name}.")
         _PARTS[group][name] = cls
         if issubclass(cls, Checked) and "key" not in vars(cls):
             cls.key = group
@@ -91,7 +87,6 @@ def variant(group: str, name: str, base: T, text: str, **values: Any) -> T:
 
 
 def _origin(cls: type) -> tuple[str, str]:
-    """Return (file, qualified name); equal for a file run as main program and imported as module."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return file or cls.__module__, cls.__qualname__
 
@@ -103,10 +98,7 @@ class Source(NamedTuple):
     path: Path
 
     def definition(self, group: str, name: str) -> tuple[str, str]:
-        """Return class name and own docstring of a part, parsed from source without import.
-
-        The docstring is empty if the class has none.
-        """
+        """Return class name and own docstring (or "") of a part, parsed from source without import."""
         start = f"({group!r}, {name!r}"
         for node in ast.parse(self.path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
@@ -124,7 +116,6 @@ def sources(group: str) -> dict[str, Source]:
 
 @cache
 def _index() -> dict[str, dict[str, Source]]:
-    """Return all definitions in our packages by group and name, parsed from source."""
     found: dict[str, dict[str, Source]] = {}
     for package in PACKAGES:
         spec = find_spec(package)
@@ -149,27 +140,13 @@ def is_known(group: str, name: str) -> bool:
     return name in sources(group) or name in names(group)
 
 
-def module_of(group: str, name: str) -> str:
-    """Return the module that registers a part.
-
-    Raises:
-        ConfigError: If the name is unknown.
-    """
-    source = sources(group).get(name)
-    return source.module if source is not None else lookup(group, name).__module__
-
-
 def parts(group: str) -> dict[str, type]:
     """Return the classes of a group by name, sorted; imports all of their modules."""
     return {name: lookup(group, name) for name in names(group)}
 
 
 def lookup(group: str, name: str) -> type:
-    """Return the class registered under a name; imports its module.
-
-    Raises:
-        ConfigError: If the name is unknown; the message lists the choices.
-    """
+    """Return the class registered under a name, importing its module; a ConfigError lists the choices."""
     known = _PARTS.setdefault(group, {})
     if name not in known and (source := sources(group).get(name)):
         importlib.import_module(source.module)
@@ -178,9 +155,8 @@ def lookup(group: str, name: str) -> type:
     try:
         return known[name]
     except KeyError:
-        raise ConfigError(
-            f"unknown {group} '{name}'; choose one of: {', '.join(names(group)) or '(none)'}."
-        ) from None
+        choices = ", ".join(names(group)) or "(none)"
+        raise ConfigError(f"unknown {group} '{name}'; choose one of: {choices}.") from None
 
 
 def registered(group: str) -> Mapping[str, type]:
@@ -203,19 +179,14 @@ def to_json(group: str, part: Any) -> dict[str, Any]:
 
 
 def from_json(group: str, data: dict[str, Any]) -> Any:
-    """Deserialise a part from the output of `to_json`.
-
-    Raises:
-        ConfigError: If the name or a field is unknown.
-    """
+    """Deserialise a part from the output of `to_json`; unknown names and fields are a ConfigError."""
     values = dict(data)
     if "name" not in values:
         raise ConfigError(f"a {group} description needs the key 'name'; got keys {sorted(values)}.")
     cls = lookup(group, str(values.pop("name")))
     values = with_present_names(cls, values)
     known = {f.name for f in fields(cls)}
-    unknown = sorted(set(values) - known)
-    if unknown:
+    if unknown := sorted(set(values) - known):
         raise ConfigError(f"unknown {group} keys {unknown} for {cls.__name__}; it has {sorted(known)}.")
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 

@@ -1,7 +1,4 @@
-"""Run an exported policy: this file, the files beside it, numpy and onnxruntime are all it takes.
-
-It is one file because it is copied into every export as it stands; its parts are, in order: plans over time,
-history, noise, the runner, its graphs, a loop at a rate.
+"""Run an exported policy with numpy and onnxruntime; this file is copied into every export.
 
     runner = Runner("exported", seed=0)
     for _ in range(steps):                                # at signature["control_hz"]
@@ -46,47 +43,34 @@ NOT_HISTORIES = ("goal", "noise")
 
 
 class Actions(NamedTuple):
-    """What was decided for B observations, in physical units, not clipped.
+    """Decisions for B observations, in physical units, not clipped."""
 
-    Shapes:
-        action: (B, Ta, Da), to be executed. plan: (B, R, Da), all rows from the newest observation on.
-    """
-
-    action: Array
-    plan: Array
+    action: Array  # (B, Ta, Da), to be executed
+    plan: Array  # (B, R, Da), all rows from the newest observation on
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What commands keep to.
+    """Bounds on commands; None: no limit."""
 
-    Attributes:
-        max_jump: Largest change from one control step to the next, per action entry, in its units. Times
-            the control rate it bounds the speed of commanded positions, the acceleration of commanded
-            velocities, the rate of commanded forces. None: no limit.
-    """
-
-    low: Array | None = None  # smallest action, (Da,); None: no limit
-    high: Array | None = None  # largest action, (Da,); None: no limit
-    max_jump: float | None = None
+    low: Array | None = None  # smallest action, (Da,)
+    high: Array | None = None  # largest action, (Da,)
+    max_jump: float | None = None  # largest change between control steps, per action entry, in its units
 
     def __post_init__(self) -> None:
         if self.max_jump is not None and not self.max_jump > 0:
             raise ValueError(f"max_jump must be positive, or None; got {self.max_jump}.")
 
     def apply(self, action: Array, last: Array | None) -> Array:
-        """Return the command (Da,) for an action, after the command before it (None: it is the first).
+        """Return the command (Da,) for an action and the previous command (None: it is the first).
 
-        Where an action is not finite, the command before it is held.
-
-        Raises:
-            ValueError: If the first action is not finite, for there is nothing to hold.
+        An action that is not finite repeats the previous command; as the first one it raises ValueError.
         """
         if not np.isfinite(action).all():
             if last is None:
                 raise ValueError(
-                    f"the first action of an episode must be finite; got {action}. Nothing was commanded: "
-                    "look at the observation, and at the policy that decided."
+                    f"the first action of an episode must be finite; got {action}. Nothing was commanded; "
+                    "check observation and policy."
                 )
             return last
         low = -np.inf if self.low is None else self.low
@@ -100,22 +84,19 @@ class Limits:
 class Track:
     """The plans of one robot over time: when to decide, and which row of which plan is executed.
 
-    A plan begins at the control step of the observation it was made for, and may arrive steps later; until
-    then the plans before it are executed. Nothing here waits or computes: `begin` marks the
-    start of a decision, `deliver` its plan.
+    A plan begins at the control step of its observation, and may arrive steps later; until then the previous
+    plans are executed. `begin` marks the start of a decision, `deliver` its plan.
 
     Args:
-        act_steps: Control steps from one decision to the next (more where a decision takes longer, fewer
-            where a plan has fewer rows); None: as many as a plan has rows.
-        compensate: Skip the rows whose time is over when a plan arrives; otherwise its first row comes
-            first, however late.
+        act_steps: Control steps between decisions, at most the rows of a plan; None: all of them.
+        compensate: Skip rows that are past when a plan arrives; otherwise it starts with its first row.
         ensemble: Average all plans that cover a step, with weights exp(-ensemble i), i = 0 the oldest one
             (ACT, arXiv 2304.13705); None: the newest plan alone.
-        limits: What commands keep to.
+        limits: Bounds on commands.
 
     Attributes:
         step: Control steps so far.
-        starved: Steps for which no plan had a row left: the last row was held.
+        starved: Steps beyond the last row of every plan: that row was held.
         limited: Steps whose action the limits changed.
         not_finite: Steps whose action was NaN or infinite: the last command was held.
     """
@@ -161,15 +142,15 @@ class Track:
 
     @property
     def spare(self) -> int:
-        """Rows of the newest plan beyond the step of the next decision, left for while that is made."""
+        """Rows of the newest plan after the start of the next decision."""
         return len(self._plans[-1][1]) - self._lasts if self._plans else 0
 
     def begin(self) -> None:
-        """Note that a decision for the observation of this step begins."""
+        """Start a decision for the observation of this step."""
         self.begun, self.is_pending = self.step, True
 
     def deliver(self, plan: Array) -> None:
-        """Take the plan (R, Da) of the decision that began; it counts from this step on."""
+        """Add the plan (R, Da) of the decision that began."""
         if not self.is_pending or self.begun is None:
             raise ValueError("a plan was delivered, but no decision had begun; call begin() first.")
         start = self.begun if self.compensate else self.step
@@ -178,11 +159,7 @@ class Track:
         self.is_pending = False
 
     def next(self) -> Array:
-        """Return the command (Da,) of this step and go on to the next.
-
-        Raises:
-            ValueError: If there is no plan, or the first action of all is not finite.
-        """
+        """Return the command (Da,) of this step and advance; ValueError without a plan."""
         if not self._plans:
             raise ValueError("there is no plan to execute yet; deliver one before the first step.")
         wanted = self._row()
@@ -195,7 +172,6 @@ class Track:
         return command
 
     def _row(self) -> Array:
-        """Return the action (Da,) that the plans have for this step."""
         alive = [(start, plan) for start, plan in self._plans if self.step - start < len(plan)]
         if not alive:
             self.starved += 1
@@ -210,73 +186,51 @@ class Track:
 
 
 class History:
-    """The last To observations; where an episode begins, the first one stands for those before it.
+    """The last `obs_steps` observations, the first one repeated; `latest_only` entries have no history."""
 
-    Args:
-        obs_steps: To.
-        steady: Names of what has no history: the newest value is passed on as it is.
-    """
-
-    def __init__(self, obs_steps: int, steady: Sequence[str] = ("goal",)) -> None:
+    def __init__(self, obs_steps: int, latest_only: Sequence[str] = ("goal",)) -> None:
         if obs_steps < 1:
             raise ValueError(f"obs_steps must be at least 1; got {obs_steps}.")
-        self._steady = frozenset(steady)
+        self._latest_only = frozenset(latest_only)
         self._seen: deque[dict[str, Array]] = deque(maxlen=obs_steps)
 
     def reset(self) -> None:
-        """Forget everything: an episode begins."""
         self._seen.clear()
 
     def push(self, obs: Mapping[str, Any]) -> None:
-        """Remember the observation of one control step.
-
-        Raises:
-            ValueError: If its entries are not those of the steps before.
-        """
+        """Add the observation of one control step; its entries must be those of the previous steps."""
         now = {name: np.array(value) for name, value in obs.items()}  # a copy: simulators reuse theirs
         if self._seen and set(now) != set(self._seen[-1]):
             raise ValueError(
-                f"an observation must have the entries of the one before, {sorted(self._seen[-1])}; "
-                f"got {sorted(now)}. Call reset() where an episode begins."
+                f"an observation must have the entries of the previous one, {sorted(self._seen[-1])}; got "
+                f"{sorted(now)}. Call reset() at the start of an episode."
             )
         self._seen.extend([now] * (1 if self._seen else self._seen.maxlen or 1))
 
     def stacked(self) -> dict[str, Array]:
-        """Return the observations, oldest first: each (To, ...), what is steady as it is.
-
-        Raises:
-            ValueError: If nothing was observed yet.
-        """
+        """Return the observations by name, (To, ...) each, oldest first."""
         if not self._seen:
             raise ValueError("there is no observation yet; push one first.")
         newest = self._seen[-1]
         return {
-            name: newest[name] if name in self._steady else np.stack([one[name] for one in self._seen])
+            name: newest[name] if name in self._latest_only else np.stack([one[name] for one in self._seen])
             for name in newest
         }
 
 
 def draw_noise(key: Sequence[int], shape: Sequence[int]) -> Array:
-    """Draw standard normals of one decision, float32.
-
-    They depend on the key and the shape alone, on every machine: not on what was drawn before, nor on the
-    decisions of other robots that are made at the same time.
-
-    Args:
-        key: Whole numbers, not negative: seed, episode, decision.
-        shape: Shape of the noise.
-    """
+    """Draw float32 standard normals that depend only on shape and key (seed, episode, decision)."""
     seed, *place = key
     sequence = np.random.SeedSequence(seed, spawn_key=tuple(place))
     return np.random.default_rng(sequence).standard_normal(tuple(shape), dtype=np.float32)
 
 
 class Runner:
-    """An exported policy, its memory of observations and its queue of actions.
+    """An exported policy with its observation history and plans.
 
     Args:
-        folder: What `burnish export` wrote.
-        seed: Of the noise.
+        folder: Output of `burnish export`.
+        seed: Seed of the noise.
         is_noisy: False: zeros instead of noise, the deterministic variant.
         threads: Threads inside an operation.
         max_jump: See `Limits`; the action limits are those of the signature.
@@ -302,9 +256,12 @@ class Runner:
         self.signature: dict[str, Any] = _read_facts(place / SIGNATURE)
         self.inputs: dict[str, Any] = self.signature["inputs"]
         self._is_noisy = is_noisy
-        self._graphs: _Whole | _Stepwise = (
-            _Whole(place, threads) if self.signature["graph"] == "whole" else _Stepwise(place, threads)
-        )
+        self._predict: Callable[[Mapping[str, Array]], Actions]
+        if self.signature["graph"] == "whole":
+            session = open_session(place / MODEL, threads=threads)
+            self._predict = lambda inputs: Actions(*run(session, inputs))
+        else:
+            self._predict = _Stepwise(place, threads).predict
         limits = self.signature["outputs"]["action"]
         self.limits = Limits(_array(limits["low"]), _array(limits["high"]), max_jump)
         self.track = Track(self.signature["act_steps"], ensemble=ensemble, limits=self.limits)
@@ -312,11 +269,7 @@ class Runner:
         self._seed, self._episode, self._decisions = seed, 0, 0
 
     def reset(self, *, seed: int | None = None) -> None:
-        """Forget observations and plans, where an episode begins; its noise is another one.
-
-        Args:
-            seed: Begin the noise anew, as in the first episode of a runner with this seed.
-        """
+        """Start an episode: clears observations and plans; `seed` restarts the noise, None continues it."""
         if seed is None:
             self._episode += 1
         else:
@@ -326,26 +279,21 @@ class Runner:
         self.track.reset()
 
     def act(self, newest: Mapping[str, Any] | Array, *, noise: Array | None = None) -> Array:
-        """Return the next command (Da,), within the limits; decide where the plan is used up.
+        """Return the next command (Da,), within the limits; decides when due.
 
         Args:
-            newest: What is seen now: `observation` (Do,), images (H, W, 3) by camera, `goal` (Dg,); or the
-                observation alone.
-            noise: Of a decision, without its batch; None: drawn.
+            newest: `observation` (Do,), images (H, W, 3) by camera, `goal` (Dg,); or the observation alone.
+            noise: Noise of a decision, without batch; None: drawn.
         """
         self.see(newest if isinstance(newest, Mapping) else {"observation": newest})
         if self.track.is_due:
-            plan = self.plan(noise=noise)  # may fail, and is then asked for again at the next step
+            plan = self.plan(noise=noise)  # a failed decision is repeated at the next step
             self.track.begin()
             self.track.deliver(plan)
         return self.track.next()
 
     def see(self, newest: Mapping[str, Any]) -> dict[str, Array]:
-        """Remember an observation, once in every control step; the first one is repeated To times.
-
-        Returns:
-            The histories that a decision takes, see `plan`; they stay as they are.
-        """
+        """Add the observation of a control step; returns the histories for `plan`."""
         if missing := self.inputs.keys() - {"noise"} - newest.keys():
             raise ValueError(f"an observation needs {sorted(missing)} as well; got {sorted(newest)}.")
         seen = {}
@@ -360,18 +308,13 @@ class Runner:
         return self._history.stacked()
 
     def plan(self, seen: Mapping[str, Array] | None = None, *, noise: Array | None = None) -> Array:
-        """Decide; the rows (R, Da) of a plan, not clipped.
-
-        Args:
-            seen: What `see` returned; None: what it returned last.
-            noise: Of the decision, without its batch; None: drawn.
-        """
+        """Return a plan (R, Da), not clipped, for histories of `see`, by default the last; see `act`."""
         seen = self._history.stacked() if seen is None else seen
         drawn = self.draw_noise(1) if noise is None else np.asarray(noise, np.float32)[None]
         return self.predict({name: value[None] for name, value in seen.items()} | {"noise": drawn}).plan[0]
 
     def draw_noise(self, batch: int) -> Array:
-        """Draw the noise (B, ...) of the next decision as the signature asks for, or zeros."""
+        """Draw the noise (B, ...) of the next decision, or zeros."""
         shape = (batch, *self.inputs["noise"]["shape"][1:])
         if not self._is_noisy:
             return np.zeros(shape, np.float32)
@@ -379,27 +322,15 @@ class Runner:
         return draw_noise((self._seed, self._episode, self._decisions - 1), shape)
 
     def predict(self, inputs: Mapping[str, Array]) -> Actions:
-        """Decide for B histories at once: what the signature calls inputs, `noise` among them."""
+        """Decide for B histories at once; `inputs` are those of the signature, `noise` included."""
         if wrong := self.inputs.keys() ^ inputs.keys():
-            raise ValueError(
-                f"inputs must be {sorted(self.inputs)}; got {sorted(inputs)}; odd are {sorted(wrong)}."
-            )
+            got = f"got {sorted(inputs)}; wrong or missing: {sorted(wrong)}"
+            raise ValueError(f"inputs must be {sorted(self.inputs)}; {got}.")
         for name, value in inputs.items():
             if list(value.shape[1:]) != self.inputs[name]["shape"][1:]:
                 expected = ", ".join(map(str, self.inputs[name]["shape"]))
                 raise ValueError(f"{name} must have shape ({expected}); got {value.shape}.")
-        return self._graphs.predict(inputs)
-
-
-class _Whole:
-    """One graph with the sampler inside."""
-
-    def __init__(self, folder: Path, threads: int) -> None:
-        self._session = open_session(folder / MODEL, threads=threads)
-
-    def predict(self, inputs: Mapping[str, Array]) -> Actions:
-        """Run the graph; it may not use all inputs."""
-        return Actions(*run(self._session, inputs))
+        return self._predict(inputs)
 
 
 class _Stepwise:
@@ -418,7 +349,6 @@ class _Stepwise:
         ]
 
     def predict(self, inputs: Mapping[str, Array]) -> Actions:
-        """Encode the observations once and denoise."""
         cond = dict(zip(self._conditions, run(self._encoder, inputs), strict=True))
         loop = self._loop
         find = self._descend if "walk" in loop else self._denoise
@@ -428,7 +358,7 @@ class _Stepwise:
         return Actions(plan[:, : loop["act_steps"]], plan)
 
     def _descend(self, cond: Mapping[str, Array], noise: Array) -> Array:
-        """Walk from noise (B, Th, Da) down an energy; where it is flat a row takes its last step."""
+        """Descend an energy from noise (B, Th, Da); rows stop where it is flat, after one step more."""
         walk, x = self._loop["walk"], noise.astype(np.float32)
         v, walks = np.zeros_like(x), np.ones(len(x), bool)
         for _ in range(walk["steps"] - 1):
@@ -443,9 +373,9 @@ class _Stepwise:
     def _denoise(self, cond: Mapping[str, Array], noise: Array) -> Array:
         """Return normalised chunks (B, Th, Da)."""
         loop, memory = self._loop, None
-        is_tape = not loop["is_deterministic"]
-        x = loop["start_std"] * (noise[:, 0] if is_tape else noise)
-        draws = _clip(noise[:, 1:], loop["noise_clip"]) if is_tape else None
+        has_step_noise = not loop["is_deterministic"]
+        x = loop["start_std"] * (noise[:, 0] if has_step_noise else noise)
+        draws = _clip(noise[:, 1:], loop["noise_clip"]) if has_step_noise else None
         for k, row in enumerate(self._rows):
             times = {name: row[name].astype(np.float32) for name in ("time", "second_time") if name in row}
             (prediction,) = run(self._network, {"x": x.astype(np.float32), **times, **cond})
@@ -458,7 +388,7 @@ class _Stepwise:
     def _step(
         self, row: Mapping[str, Array], x: Array, prediction: Array, memory: Array | None
     ) -> tuple[Array, Array | None]:
-        """Return the mean of the next state, and the memory of methods that keep one."""
+        """Return the mean of the next state, and the memory of multistep methods."""
         loop = self._loop
         if not loop["is_spelled_out"]:
             mean = row["mean_x"] * x + row["mean_pred"] * prediction
@@ -479,24 +409,20 @@ class _Stepwise:
 
 @dataclass
 class RateReport:
-    """How a loop at a rate went.
-
-    Attributes:
-        decision_s: How long every decision took, until its plan was in use.
-    """
+    """Counts and times of a loop at a rate."""
 
     steps: int = 0  # ticks at which a command was sent
     late: int = 0  # ticks that began more than a tenth of a period after their time
-    starved: int = 0  # ticks for which no plan had a row left
+    starved: int = 0  # ticks beyond the last row of every plan
     not_finite: int = 0  # ticks whose action was NaN or infinite: the last command was sent again
-    decision_s: list[float] = field(default_factory=list)
+    decision_s: list[float] = field(default_factory=list)  # from observation to use of each plan
 
     def __str__(self) -> str:
         times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
         return (
             f"{self.steps} steps, {self.late} late, {self.starved} without a plan, {self.not_finite} without "
-            f"finite numbers; decisions took "
-            f"{times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), {times[2]:.1f} ms (longest)"
+            f"finite numbers; decisions took {times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), "
+            f"{times[2]:.1f} ms (longest)"
         )
 
 
@@ -511,36 +437,34 @@ def run_at_rate(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RateReport:
-    """Act at a rate until `send` returns false; decisions are made beside the loop.
+    """Act at a rate until `send` returns false; decisions run in parallel to the loop.
 
-    A plan is used from the tick after its observation on, at the earliest. What is executed until then are
-    the rows that the plan before has left: a decision of d ticks must begin d ticks before they end. Where
-    none is left the last row is held, which is counted, and warned of where it is sure to happen. So is the
-    last command where an action is not finite; before the first command that is an error.
+    Until a plan arrives, the remaining rows of the previous one are executed: a decision of d ticks must
+    begin d ticks before they end. Beyond them the last row is held and counted as starved.
 
     Args:
         decide: Observation -> plan (R, Da); it may take longer than a tick.
         read: Returns the observation of this tick.
-        send: Executes a command (Da,); returns whether to go on.
+        send: Executes a command (Da,); returns whether to continue.
         track: Schedules decisions and holds the plans.
         hz: Ticks per second.
-        submit: Starts decide(observation), returns what `concurrent.futures` does; None: a thread.
-        clock: Seconds.
-        sleep: Waits for seconds.
+        submit: Starts decide(observation) and returns a future; None: in a thread.
+        clock: Returns the time [s].
+        sleep: Waits [s].
     """
     with contextlib.ExitStack() as stack:
         if submit is None:
             submit = stack.enter_context(ThreadPoolExecutor(1)).submit
-        report, pending, asked = RateReport(), None, 0.0
+        report, pending, submitted = RateReport(), None, 0.0
         start, goes_on = None, True
         while goes_on:
             observation = read()
             if track.is_due:
                 track.begin()
-                pending, asked = submit(decide, observation), clock()
+                pending, submitted = submit(decide, observation), clock()
             if pending is not None and (pending.done() or not track.has_plan):
                 track.deliver(pending.result())
-                report.decision_s.append(clock() - asked)
+                report.decision_s.append(clock() - submitted)
                 pending = None
                 if len(report.decision_s) == 1 and not track.spare:
                     _warn_of_gaps(track)
@@ -555,12 +479,10 @@ def run_at_rate(
 
 
 def _warn_of_gaps(track: Track) -> None:
-    """Warn that every decision begins when the plan before it has ended."""
     warnings.warn(
-        f"every decision begins after the last row of the plan before it (act_steps={track.act_steps}); "
-        "until its plan arrives the last command is held, which counts as a step without a plan. Give Track "
-        "fewer act_steps than a plan has rows, by the control steps that a decision takes (at least 1), or "
-        "train with a horizon longer than act_steps.",
+        f"every decision begins after the last row of the previous plan (act_steps={track.act_steps}); until "
+        "its plan arrives the last command is held. Give Track fewer act_steps than a plan has rows, by the "
+        "control steps of a decision (at least 1), or train with a horizon longer than act_steps.",
         RuntimeWarning,
         stacklevel=3,
     )
@@ -574,12 +496,7 @@ def run(session: Any, inputs: Mapping[str, Array]) -> list[Array]:
 
 
 def open_session(path: str | Path, *, threads: int = 1) -> Any:
-    """Open an ONNX file with onnxruntime on the CPU.
-
-    Raises:
-        ImportError: If onnxruntime is not installed.
-        ValueError: If the file is no graph, holds loops or branches, or keeps numbers in other files.
-    """
+    """Open an ONNX file with onnxruntime on the CPU; ValueError if it holds more than a plain graph."""
     with open(path, "rb") as file:
         content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     _refuse_more_than_a_graph(content, "model", path)
@@ -602,7 +519,7 @@ _INSIDE = {
     "sparse": {1: "tensor", 2: "tensor"},
     "tensor": {},
 }
-"""Messages of ONNX that are looked into: number of the field -> what it holds (onnx.proto3)."""
+"""Messages of ONNX that are searched: number of the field -> what it holds (onnx.proto3)."""
 _REFUSED = {
     ("model", 25): "functions",
     ("attribute", 6): "a loop or a branch",
@@ -612,20 +529,18 @@ _REFUSED = {
 
 
 def _refuse_more_than_a_graph(content: memoryview, kind: str, path: str | Path) -> None:
-    """Refuse what an export never holds: a loop may never end, other files may be anybody's."""
+    """Refuse loops, branches and external data, which an export never holds."""
     inside = _INSIDE[kind]
     for number, value in _fields(content, path):
         if (kind, number) in _REFUSED:
-            raise ValueError(
-                f"{path} holds {_REFUSED[kind, number]}, which exported policies never do: it is not opened. "
-                "Export the policy again."
-            )
+            held = f"{_REFUSED[kind, number]}, which exported policies never do"
+            raise ValueError(f"{path} holds {held}: it is not opened. Export the policy again.")
         if number in inside and value is not None:
             _refuse_more_than_a_graph(value, inside[number], path)
 
 
 def _fields(content: memoryview, path: str | Path) -> Iterator[tuple[int, memoryview | None]]:
-    """Yield the fields of a protobuf message: number, and content where it is of some length."""
+    """Yield number and content of a protobuf message's fields; None: a number."""
     place, end = 0, len(content)
     while place < end:
         key, place = _varint(content, place, path)
@@ -663,11 +578,6 @@ def check(folder: str | Path) -> float:
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
-    """Read a JSON object that is not too large.
-
-    Raises:
-        ValueError: If it is.
-    """
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} must have at most {_MOST_BYTES} bytes; got {path.stat().st_size}.")
     facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -675,13 +585,12 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def _typed(name: str, value: Any, dtype: str) -> Array:
-    """Return an input in its type; images are never rounded: 0.9 of 1 would be black."""
+    """Return an input in its type; float images are refused, since 0.9 of 1 would be black."""
     given = np.asarray(value)
     are_bytes = given.dtype.kind in "iu" and bool(((given >= 0) & (given <= 255)).all())
     if dtype == "uint8" and not are_bytes:
-        raise ValueError(
-            f"{name} must be bytes, 0 to 255; got {given.dtype}. Use np.rint(255 * x).astype(np.uint8)."
-        )
+        fix = "Use np.rint(255 * x).astype(np.uint8)"
+        raise ValueError(f"{name} must be bytes, 0 to 255; got {given.dtype}. {fix}.")
     return given.astype(dtype, copy=False)
 
 

@@ -1,7 +1,7 @@
 """Random streams: derives independent seeds from one.
 
-Each consumer of random numbers (initial weights, shuffles, noise, episodes) names its own stream, so no
-two share one. Names are chosen at the call site; there is no central list.
+Each consumer of random numbers (initial weights, shuffles, noise, episodes) names its own stream at the call
+site; there is no central list.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ import torch
 
 
 def derive_seed(seed: int, stream: str, *key: int) -> int:
-    """Return a 32-bit seed determined by all arguments; different streams are independent.
-
-    `stream` names the consumer; `key` indexes items within it, e.g. episode or worker.
-    """
+    """Return a 32-bit seed from all arguments; `key` indexes items of the stream, e.g. episode or worker."""
     place = (zlib.crc32(stream.encode()), *key)
     return int(np.random.SeedSequence(seed, spawn_key=place).generate_state(1)[0])
 

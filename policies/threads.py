@@ -1,8 +1,7 @@
 """Intra-op thread count of torch; set only here.
 
 Networks of this size lose more to thread synchronisation than they gain, and the last bits of some sums
-depend on the count. Code with reproducible numbers sets the count here, independently of the program's
-own setting and of `OMP_NUM_THREADS`.
+depend on the count. So code with reproducible numbers sets it, whatever `OMP_NUM_THREADS` is.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import burnish
 from algos.training import trainer
 from burnish import cli
-from burnish.runs import launch
+from burnish.commands import train as train_command
 from envs.datasets import write_robomimic
 from envs.datasets.episodes import EpisodeDataset
 from envs.make import env
@@ -99,7 +99,7 @@ class Shell:
         self.cwd.mkdir()
         monkeypatch.chdir(self.cwd)
         monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-        monkeypatch.setattr(launch, "train_together", self._must_not_start)
+        monkeypatch.setattr(train_command, "train_together", self._must_not_start)
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
     @staticmethod
@@ -339,14 +339,14 @@ def test_resuming_with_another_configuration(
     shell: Shell,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "train_together", trainer.train_together)
+    monkeypatch.setattr(train_command, "train_together", trainer.train_together)
     before = contents(finished)
     assert what in shell.complaint("train", f"resume={finished}", change)
     assert contents(finished) == before
 
 
 def test_resuming_from_a_damaged_state(finished: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "train_together", trainer.train_together)
+    monkeypatch.setattr(train_command, "train_together", trainer.train_together)
     state = finished / "checkpoints" / "4" / "training_state" / "state.pt"
     state.write_bytes(state.read_bytes()[:200])
     before = contents(finished)

@@ -225,7 +225,7 @@ class StackedEnsemble(Ensemble):
         x = torch.cat([cond, action], dim=-1).unsqueeze(1)
         seeds, count = len(x), self.members if members is None else members
         h = x.expand(-1, count, -1, -1).flatten(0, 1)
-        return self._evaluate_together(h, count, frozen).view(seeds, count, -1).transpose(0, 1)
+        return self._evaluate_batched(h, count, frozen).view(seeds, count, -1).transpose(0, 1)
 
     def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> NoReturn:
         raise CapabilityError("stacked ensembles share the weights of the single ones; load those.")

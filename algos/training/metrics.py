@@ -15,7 +15,7 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.extras import require
-from policies.storage.atomic_write import told_if_full
+from policies.storage.atomic_write import write_errors
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def append_jsonl(path: Path, values: Mapping[str, float], step: int) -> None:
     """Append one line; non-finite values are written as null, so that every line is valid JSON."""
     row: dict[str, Any] = {"step": step}
     row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
-    with told_if_full(path), path.open("a", encoding="utf-8") as file:
+    with write_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, allow_nan=False) + "\n")
 
 

@@ -36,7 +36,7 @@ from algos.training.provenance import describe_environment
 from algos.training.serialization import from_plain, to_plain
 from policies.errors import CheckpointError
 from policies.policy import Policy
-from policies.storage.atomic_write import sync, sync_tree, told_if_full, write_text, written
+from policies.storage.atomic_write import atomic_file, sync, sync_tree, write_errors, write_text
 from policies.storage.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.storage.policy_folder import save_policy
 from policies.storage.strict_json import MAX_DEPTH, depth_of, own_file, read_small
@@ -257,11 +257,11 @@ class RunDirectory:
         state = to_plain({"format": STATE_FORMAT, "step": step, **training_state}, "training_state")
         facts = {"run": self.path.name, "step": step, **(provenance or {})}
         try:
-            with told_if_full(target):
+            with write_errors(target):
                 aside.mkdir()
                 save_policy(policy, aside / "policy", provenance=facts)
                 (aside / _STATE_FILE).parent.mkdir()
-                with written(aside / _STATE_FILE) as file:
+                with atomic_file(aside / _STATE_FILE) as file:
                     torch.save(state, cast(IO[bytes], file))
                 write_checksums(aside)
                 sync_tree(aside)

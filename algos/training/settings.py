@@ -23,8 +23,10 @@ class TrainerSettings(Checked):
 
 
 @dataclass(frozen=True)
-class BuildSettings:
+class BuildSettings(Checked):
     """Build settings of every algorithm."""
 
-    num_workers: int = 2  # rollout processes, each with its own noise; 0: this process, results as 1
-    num_threads: int | None = None  # null: 2 on-policy (gradient threads), else 1 (torch threads)
+    num_workers: int = bounded(
+        2, ge=0
+    )  # rollout processes, each with own noise; 0: this process, results as 1
+    num_threads: int | None = bounded(None, ge=1)  # null: 2 gradient threads on-policy, else 1 torch thread

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from algos.training.run_directory import RunDirectory
+from burnish.commands.train import train
+from burnish.config.overrides import RunContext
 from burnish.config.schema import compose_config
 from burnish.console import output, table
-from burnish.runs.context import RunContext
-from burnish.runs.launch import train
 from envs.evaluation.evaluate import Evaluation
 from policies.storage.policy_folder import load_policy, read_config, save_policy
 

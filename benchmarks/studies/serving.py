@@ -202,7 +202,7 @@ def under_attack(endpoint: str, seconds: float) -> dict[str, Any]:
     with Client(endpoint, timeout_s=30) as client, robots_at(endpoint, 6) as (robots, poller):
         *honest, attacker, deaf = robots
         poller.unregister(deaf.socket)
-        before, limit = client.metrics(), client.ask({"type": "hello"})["max_message"]
+        before, limit = client.metrics(), client.request({"type": "hello"})["max_message"]
         kinds = attacks(attacker, limit)
         by_socket = {robot.socket: robot for robot in robots}
         for robot in honest:

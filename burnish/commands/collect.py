@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
-from burnish.runs.context import RunContext
 from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.writers import FOLDERS, format_to_write
@@ -31,9 +31,7 @@ class CollectConfig(Checked):
     env: Any = None  # the task; it must have an expert
     episodes: int = bounded(50, ge=1)  # demonstrations in the file
     out: str = path_field("demonstrations.hdf5")  # file to write; Minari's format is a folder
-    format: str | None = (
-        None  # robomimic, minari or d4rl; null: minari if out ends in -v<number>, else robomimic
-    )
+    format: str | None = None  # robomimic, minari or d4rl; null: minari if out ends in -v<n>, else robomimic
     first_seed: int = 1_000_000  # attempt i uses seed first_seed + i; evaluation starts from 0
     noise: float | None = bounded(None, ge=0)  # expert noise, in its own units; null: env.expert.noise
     expert: str | None = None  # expert, for tasks with several; null: env.expert.tier
@@ -42,7 +40,6 @@ class CollectConfig(Checked):
     overwrite: bool = False  # replace an existing file
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         check_seeds("first_seed", self.first_seed, MAX_ATTEMPTS * self.episodes)
         if self.valid_fraction and self.episodes == 1:
@@ -57,13 +54,7 @@ def run(config: CollectConfig, context: RunContext) -> float:
 
 
 def resolve(config: CollectConfig) -> tuple[Path, str]:
-    """Check the task and the output; return path and format of the file.
-
-    Raises:
-        ConfigError: If the task is missing, or the format does not support its images.
-        CapabilityError: If the task has no expert.
-        DatasetError: If the file exists.
-    """
+    """Check the task and the output; return path and format of the file."""
     check_expert(config.env)
     target, chosen = Path(config.out), format_to_write(config.out, config.format)
     if chosen != "robomimic" and bool(getattr(config.env, "cameras", ())):
@@ -95,12 +86,7 @@ def record(config: CollectConfig) -> EpisodeDataset:
 
 
 def check_expert(env: Any) -> None:
-    """Refuse a task without an expert.
-
-    Raises:
-        ConfigError: If the task is missing.
-        CapabilityError: If it has no expert; names the tasks with one.
-    """
+    """Refuse a task without an expert; the error names the tasks with one."""
     if hasattr(env, "demonstrate"):
         return
     experts = [name for name, part in registry.parts("env").items() if hasattr(part, "demonstrate")]
@@ -116,14 +102,8 @@ def _print_result(dataset: EpisodeDataset, path: Path, env: Any) -> float:
     lengths, returns = dataset.lengths, dataset.returns
     steps = f"{dataset.num_frames} ({int(lengths.min())} to {int(lengths.max())} per demonstration)"
     worth, result = _success(dataset) if spec.success_rule else _return(returns, spec)
-    rows = [
-        ("file", path),
-        ("task", task_text(env)),
-        ("demonstrations", dataset.num_episodes),
-        ("steps", steps),
-        worth,
-    ]
-    output().print(table("", ("", ""), rows))
+    rows = [("file", path), ("task", task_text(env)), ("demonstrations", dataset.num_episodes)]
+    output().print(table("", ("", ""), [*rows, ("steps", steps), worth]))
     return result
 
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
+from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
-from burnish.runs.context import RunContext
 from burnish.runs.locate import check_folder_to_write
 from envs.datasets.catalogue import Entry, RemoteFile, catalogue, download_folder, lookup
 from envs.datasets.download import fetch, file_sum
@@ -38,7 +38,6 @@ class DataDownloadConfig(Checked):
     attempts: int = bounded(3, ge=1)  # connections per file before giving up
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.name is not None and self.url is not None:
             raise ConfigError("data download takes name= or url=, not both.")
@@ -63,14 +62,16 @@ def download(config: DataDownloadConfig) -> Path:
     """Download a dataset; return the value for `dataset=`: a file or a folder.
 
     Raises:
-        ConfigError: If name and address are missing, or the folder cannot be created.
         DatasetError: If the name is unknown, or the download fails; partial files are kept.
     """
     folder = download_folder() if config.out is None else Path(config.out)
     check_folder_to_write(folder)
     entry = _entry(config)
     for file in entry.files:
-        address = file.url if config.mirror is None else _mirrored(file.url, config.mirror)
+        address = file.url
+        if config.mirror is not None:
+            address = urlunsplit(urlsplit(file.url)._replace(scheme="", netloc="", fragment=""))
+            address = f"{config.mirror.rstrip('/')}{address}"
         is_here = (folder / file.path).is_file()
         known = file.sha256 or (_sums(folder).get(file.path) if is_here else None)
         with Counting(f"fetching {Path(file.path).name} (MiB)", 1) as counting:
@@ -84,7 +85,6 @@ def download(config: DataDownloadConfig) -> Path:
 
 
 def _entry(config: DataDownloadConfig) -> Entry:
-    """Return the requested entry."""
     if config.url is None:
         if config.name is None:
             raise ConfigError("data download needs name=<dataset> or url=<address>; without, it lists names.")
@@ -107,13 +107,7 @@ def _path_of(url: str) -> str:
     return str(PurePosixPath("url", host, path.parent, *query, path.name))
 
 
-def _mirrored(url: str, mirror: str) -> str:
-    parts = urlsplit(url)
-    return f"{mirror.rstrip('/')}{parts.path}{f'?{parts.query}' if parts.query else ''}"
-
-
 def _sums(folder: Path) -> dict[str, str]:
-    """Return the checksums of earlier downloads."""
     path = folder / SUMS
     if not path.is_file():
         return {}

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.reports.dataset_figure import draw_dataset
-from burnish.runs.context import RunContext
 from burnish.runs.locate import check_folder_to_write
-from envs.datasets import EpisodeDataset, fitting_options, read_dataset
+from envs.datasets import EpisodeDataset, read_dataset, supported_options
 from envs.datasets import quality as measure
 from envs.datasets.catalogue import find_dataset
 from envs.datasets.inspect import KeyFacts, describe_file, size_of
@@ -40,8 +40,8 @@ class DataInspectConfig(Checked):
 
     dataset: str | None = path_field()  # file, folder, or name of a downloaded dataset
     out: str | None = (
-        path_field()  # folder for inspection.json and inspection.png; null: inspection-<name of the dataset>
-    )
+        path_field()
+    )  # folder of inspection.json and .png; null: inspection-<name of the dataset>
     reader: dict[str, Any] = bounded({}, was="data")  # options of the format's reader: see Data
     task: str | None = None  # D4RL task whose reference returns define scores and trajectory quality
     against: str | None = path_field()  # reference dataset for the coverage of distinct state-action pairs
@@ -51,7 +51,6 @@ class DataInspectConfig(Checked):
     seed: int = 0  # seed of the sampled frames
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.against is not None and not self.measures:
             raise ConfigError("against= is for measuring coverage; leave it out, or measures=false.")
@@ -73,7 +72,6 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
     """Analyse a dataset and write the statistics; return the content of inspection.json.
 
     Raises:
-        ConfigError: If the dataset is missing, a reader option is unknown, or the output folder is a file.
         DatasetError: If the file is unusable (a list of its keys is still written), or `against` is unusable
             or of other widths (nothing is written).
     """
@@ -92,20 +90,16 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
         facts["error"] = str(error)
         _write(target, facts, None)
         raise
-    other = None if config.against is None else _reference(data, config.against, config.reader)
+    other = None
+    if config.against is not None:
+        other = read_dataset(config.against, **supported_options(config.against, config.reader))
+        measure.check_widths(data, other)
     facts |= describe(data, config.task)
     if config.measures:
         facts["measures"] = _measures(data, other, config)
     facts["remarks"] = list(_remarks(facts, data))
     _write(target, facts, draw_dataset(data, path.name))
     return facts | {"written": str(target)}
-
-
-def _reference(data: EpisodeDataset, against: str, options: dict[str, Any]) -> EpisodeDataset:
-    """Read the reference dataset of the coverage, with the reader options that its format supports."""
-    found = read_dataset(against, **fitting_options(against, options))
-    measure.check_widths(data, found)
-    return found
 
 
 def _keys(path: Path) -> list[dict[str, Any]]:
@@ -115,12 +109,7 @@ def _keys(path: Path) -> list[dict[str, Any]]:
 
 
 def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
-    """Describe a dataset in JSON types.
-
-    Args:
-        data: Dataset on the CPU.
-        task: D4RL task of the scores.
-    """
+    """Describe a dataset on the CPU in JSON types; `task` is the D4RL task of the scores."""
     last = data.episode_start[1:] - 1
     lengths, returns = data.lengths.double().numpy(), data.returns.numpy()
     success = data.success
@@ -152,7 +141,6 @@ def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
-    """Return summary statistics."""
     quartiles = np.quantile(values, [0.0, 0.25, 0.5, 0.75, 1.0]).tolist()
     return dict(zip(("min", "q25", "median", "q75", "max"), quartiles, strict=True)) | {
         "mean": float(values.mean()),
@@ -161,7 +149,6 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 
 
 def _dimensions(values: np.ndarray) -> dict[str, Any]:
-    """Describe every column, and list the constant ones."""
     low, high = values.min(axis=0), values.max(axis=0)
     return {
         "width": values.shape[1],
@@ -178,44 +165,41 @@ def _measures(
 ) -> dict[str, Any]:
     """Compute the learning-related measures; each resamples its frames from the seed."""
     rate = {}
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    def rng() -> np.random.Generator:
+        return np.random.default_rng(config.seed)
+
     with Counting("measuring", 3 + len(_NOISES)) as counting:
         for done, noise in enumerate(_NOISES, 1):
-            share = measure.own_row_rate(data, config.beta, noise, config.samples, _rng(config))
+            share = measure.own_row_rate(data, config.beta, noise, config.samples, rng())
             rate[f"noise {noise}"] = share
             counting.show(done, "own rows")
-        divergence = measure.action_divergence(data, config.samples, _rng(config))
+        divergence = measure.action_divergence(data, config.samples, rng())
         counting.show(1 + len(_NOISES), "divergence of actions")
-        variance = measure.cluster_variance(data, _CLUSTERS, max(_CLUSTERED, config.samples), _rng(config))
+        variance = measure.cluster_variance(data, _CLUSTERS, max(_CLUSTERED, config.samples), rng())
         counting.show(2 + len(_NOISES), "clusters")
         distinct = measure.distinct_pairs(data, measure.limits_of(data))
     found = {
         "own_row_rate": rate | {"beta": config.beta},
-        "action_divergence": _finite(divergence),
-        "cluster_action_variance": _finite(variance),
+        "action_divergence": finite(divergence),
+        "cluster_action_variance": finite(variance),
         "distinct_pairs": distinct,
         "distinct_share": distinct / data.num_frames,
         "coverage": None,
         "trajectory_quality": None,
     }
     if other is not None:
-        found["coverage"] = measure.coverage(data, other, _rng(config))
+        found["coverage"] = measure.coverage(data, other, rng())
     if config.task is not None:
-        known = reference(config.task)
-        quality = measure.trajectory_quality(data.returns.numpy(), known.min_return, known.max_return)
-        found["trajectory_quality"] = quality
+        known, returns = reference(config.task), data.returns.numpy()
+        found["trajectory_quality"] = measure.trajectory_quality(returns, known.min_return, known.max_return)
     return found
 
 
-def _rng(config: DataInspectConfig) -> np.random.Generator:
-    return np.random.default_rng(config.seed)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _remarks(facts: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
-    """Yield remarks on properties that matter for training."""
     for what in ("observation", "action"):
         if constant := facts[what]["constant"]:
             yield f"{what} dimensions that do not move (scale 1 in the normaliser): {constant}"
@@ -247,16 +231,8 @@ def _key_rows(facts: dict[str, Any]) -> Iterator[tuple[object, ...]]:
     for key in facts["keys"]:
         shape = " or ".join(str(tuple(one)) for one in key["shapes"])
         low, high = ("" if key[name] is None else f"{key[name]:.4g}" for name in ("low", "high"))
-        yield (
-            key["key"],
-            key["arrays"],
-            key["rows"],
-            shape,
-            key["dtype"],
-            low,
-            high,
-            key["nan"] + key["infinite"],
-        )
+        first = (key["key"], key["arrays"], key["rows"], shape, key["dtype"])
+        yield *first, low, high, key["nan"] + key["infinite"]
 
 
 def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, object]]:

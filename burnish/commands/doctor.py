@@ -56,24 +56,19 @@ def main(arguments: Sequence[str]) -> int:
     findings = [*_python(), *_packages(), *_threads(), *_ours(), *_parts(), *_extras()]
     if not options.no_render:
         findings += _rendering()
-    marks = {True: "ok", False: "--"}
-    rows = [
-        ("FAIL" if f.needed and not f.is_good else marks[f.is_good], f.subject, f.detail) for f in findings
-    ]
+    marks = ["ok" if f.is_good else "FAIL" if f.needed else "--" for f in findings]
+    rows = [(mark, f.subject, f.detail) for mark, f in zip(marks, findings, strict=True)]
     output().print(table("", ("", "what", "found"), rows))
-    return int(any(f.needed and not f.is_good for f in findings))
+    return int("FAIL" in marks)
 
 
 def _python() -> Iterator[Finding]:
-    version = platform.python_version()
-    yield Finding(
-        "python", sys.version_info >= (3, 11), f"{version} on {platform.platform()} (needs 3.11)", True
-    )
+    detail = f"{platform.python_version()} on {platform.platform()} (needs 3.11)"
+    yield Finding("python", sys.version_info >= (3, 11), detail, True)
     yield Finding("burnish", True, burnish.__version__)
 
 
 def _packages() -> Iterator[Finding]:
-    """Compare the requirements of the core with the installed packages."""
     for requirement in _requirements():
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
             name, problem = requirement.name, _problem(requirement)
@@ -93,13 +88,12 @@ def _threads() -> Iterator[Finding]:
 
 
 def _ours() -> Iterator[Finding]:
-    """Check that the top-level packages belong to this project."""
     for name, is_ours, detail in found_packages():
         yield Finding(f"package {name}", is_ours, detail, True)
 
 
 def _parts() -> Iterator[Finding]:
-    from burnish.config.parts import GROUPS
+    from burnish.config.schema import GROUPS
     from policies import registry
 
     try:
@@ -111,7 +105,6 @@ def _parts() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    """Compare the requirements of each extra with the installed packages."""
     known = _requirements()
     if not known:
         yield Finding("extras", False, "unknown: running from a checkout; pip install -e . makes them known")
@@ -143,7 +136,6 @@ def _requirements() -> list[Requirement]:
 
 
 def _of_extra(extra: str, known: Sequence[Requirement]) -> Iterator[Requirement]:
-    """Yield the packages of an extra, including those of nested extras."""
     for requirement in known:
         marker = requirement.marker
         if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
@@ -174,26 +166,20 @@ def _rendering() -> Iterator[Finding]:
     working = [backend for backend, (works, _) in tried.items() if works]
     usable = working if chosen else [backend for backend in gl_backends() if backend in working]
     if usable:
-        why = "MUJOCO_GL says so" if chosen else _why_by_itself(usable[0])
+        only = usable[0] == "osmesa"
+        reason = "libEGL is not installed and libOSMesa is" if only else "and it is the first that works"
+        why = "MUJOCO_GL says so" if chosen else f"MUJOCO_GL is not set, {reason}"
         yield Finding("pictures", True, f"drawn by {usable[0]}: {why}")
     elif working:
-        hint = "only OSMesa works, and libEGL comes before it: set MUJOCO_GL=osmesa"
-        yield Finding("pictures", False, hint)
+        yield Finding(
+            "pictures", False, "only OSMesa works, and libEGL comes before it: set MUJOCO_GL=osmesa"
+        )
     else:
-        hint = "none works: reports leave pictures of MuJoCo scenes out; "
-        hint += "unset MUJOCO_GL to try all" if chosen else "install libegl1 or libosmesa6"
-        yield Finding("pictures", False, hint)
-
-
-def _why_by_itself(backend: str) -> str:
-    """Return why a backend is chosen without configuration."""
-    if backend == "osmesa":
-        return "MUJOCO_GL is not set, libEGL is not installed and libOSMesa is"
-    return "MUJOCO_GL is not set, and it is the first that works"
+        hint = "unset MUJOCO_GL to try all" if chosen else "install libegl1 or libosmesa6"
+        yield Finding("pictures", False, f"none works: reports leave pictures of MuJoCo scenes out; {hint}")
 
 
 def _try_renderer(backend: str) -> tuple[bool, str]:
-    """Return whether rendering succeeded, and the renderer or the error."""
     home = Path(burnish.__file__).resolve().parents[1]
     environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
     environment["MUJOCO_GL"] = backend
@@ -212,7 +198,6 @@ def _try_renderer(backend: str) -> tuple[bool, str]:
 
 
 def _missing_for(backend: str) -> str | None:
-    """Return the missing library of a failed backend; None if unknown."""
     library, package = GL_LIBRARIES.get(backend, ("", ""))
     if library and not has_library(library):
         return f"lib{library} is not installed ({package})"

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from algos.training.run_directory import RunDirectory, eval_name
 from burnish.config.evaluate import OF_COMPOSE, EvalConfig
+from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.context import RunContext
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
 from burnish.runs.tasks import require_task_of, task_of
@@ -65,7 +65,6 @@ def run(config: EvalConfig, context: RunContext) -> float:
 
 
 def _print_result(result: CompositionResult) -> None:
-    """Print the tables of a composition."""
     for section in result.sections():
         output().print(section.shown())
     for name, comparison in result.comparisons.items():
@@ -97,12 +96,7 @@ class ResolvedEval:
 
 
 def resolve(config: EvalConfig) -> ResolvedEval:
-    """Locate the policies and the task.
-
-    Raises:
-        ConfigError: If the configuration is inconsistent, the task is unknown, or a policy is of another.
-        CheckpointError: If a policy is missing.
-    """
+    """Locate the policies and the task; a policy of another task is refused."""
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
     default = EvalConfig()
@@ -179,5 +173,4 @@ def _file_name(mine: Located, other: Located | None, protocol_hash: str) -> str:
 
 
 def _identified(one: Located) -> str:
-    """Return a label unique to the policy's path: it ends with a hash of the path."""
     return f"{one.label}-{hashlib.sha256(str(one.path.resolve()).encode()).hexdigest()[:6]}"

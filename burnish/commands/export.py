@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from burnish.config.overrides import RunContext
 from burnish.console import output, table
-from burnish.runs.context import RunContext
 from burnish.runs.locate import Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.protocol import with_steps
@@ -37,7 +37,6 @@ class ExportConfig:
     overwrite: bool = False  # replace the export in an existing directory
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.graph not in GRAPHS:
             raise ConfigError(f"graph must be one of: {', '.join(GRAPHS)}; got '{self.graph}'.")
         if not (math.isfinite(self.tolerance) and self.tolerance > 0):
@@ -89,7 +88,6 @@ def surroundings_of(found: Located) -> Surroundings:
 
 
 def _print_result(report: ExportReport) -> None:
-    """Print path, parity and latency."""
     console = output()
     console.print(f"written: {report.directory}", markup=False, soft_wrap=True)
     parity = [(int(row["batch"]), f"{row['max_abs_difference']:.1e}") for row in report.parity]

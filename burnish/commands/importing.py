@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from burnish.config.overrides import RunContext
 from burnish.console import output, table
-from burnish.runs.context import RunContext
-from burnish.runs.locate import check_folder_to_write
+from burnish.runs.locate import check_folder_to_fill
 from policies import registry
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import ConfigError
 from policies.importing.importing import Conversion, import_policy
 from policies.paths import path_field
 from policies.storage.policy_folder import save_policy
@@ -54,9 +54,7 @@ def convert(config: ImportConfig) -> Imported:
         raise ConfigError(f"import needs source=<program>; choose one of: {known}.")
     checkpoint = Path(config.weights)
     target = Path(config.out if config.out is not None else f"imported-{checkpoint.stem}")
-    check_folder_to_write(target)
-    if target.exists() and any(target.iterdir()) and not config.overwrite:
-        raise CheckpointError(f"out={target} exists; choose another directory or say overwrite=true.")
+    check_folder_to_fill(target, config.overwrite)
     policy, conversion = import_policy(
         checkpoint,
         config.source,
@@ -70,12 +68,10 @@ def convert(config: ImportConfig) -> Imported:
 
 
 def _print_result(imported: Imported) -> None:
-    """Print the path, imported and skipped tensors."""
     console, facts = output(), imported.conversion.facts()
     console.print(f"written: {imported.directory}", markup=False, soft_wrap=True)
     console.print(table("", ("import", ""), [(name, _shown(value)) for name, value in facts.items()]))
 
 
 def _shown(value: Any) -> str:
-    """Format a fact in one line."""
     return ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

@@ -26,7 +26,7 @@ import omegaconf
 from burnish.commands.list import summary
 from burnish.config.commands import COMMANDS
 from burnish.config.overrides import default_options
-from burnish.config.parts import GROUPS
+from burnish.config.schema import GROUPS
 from burnish.config.train import PolicyShape
 from burnish.console import output
 from envs.datasets import reader_options
@@ -40,10 +40,7 @@ KINDS = {bool: "bool", int: "int", float: "float", str: "text", Path: "file", An
 ROW = "| {} | {} | {} | {} | {} |"
 HEAD = [ROW.format("key", "type", "range", "default", "what it decides"), "|---|---|---|---|---|"]
 GROUP_ROW = f"{ROW} {{}} |"
-GROUP_HEAD = [
-    GROUP_ROW.format("key", "type", "range", "default", "what it decides", "of"),
-    "|---|---|---|---|---|---|",
-]
+GROUP_HEAD = [f"{HEAD[0]} of |", f"{HEAD[1]}---|"]
 
 INTRODUCTION = """# Keys
 
@@ -54,10 +51,9 @@ compares the two. What the keys of an algorithm mean together is on its page ([B
 experiment changes defaults: `--cfg job` prints what a command would take.
 """
 
-READERS = (
-    "How a dataset is read, for every command that takes `dataset=`. The format follows from the content of\n"
-    "the file; an option of another format is refused."
-)
+READERS = """\
+How a dataset is read, for every command that takes `dataset=`. The format follows from the content of
+the file; an option of another format is refused."""
 
 EXTRA = {
     "train": "Beside these: `experiment=<name>` (`burnish list experiments`), and `hydra.run.dir=<folder>`, "
@@ -67,9 +63,7 @@ EXTRA = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m burnish.commands.keys", description="Write the page of keys."
-    )
+    parser = argparse.ArgumentParser("python -m burnish.commands.keys", description="Write the page of keys.")
     parser.add_argument("path", nargs="?", default=PAGE)
     path = Path(parser.parse_args(arguments).path)
     path.write_text(page(), encoding="utf-8")
@@ -88,7 +82,6 @@ class Key:
     text: str
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of its row."""
         return f"`{self.name}`", self.type, self.range, f"`{self.default}`", _escaped(self.text)
 
 
@@ -98,14 +91,8 @@ def page() -> str:
     for command in COMMANDS.values():
         if command.schema is not None:
             rows = rows_of(command.config_class()(), "", default_options(command.name))
-            lines += [
-                f"### burnish {command.name}",
-                "",
-                *_sentence(EXTRA.get(command.name)),
-                *HEAD,
-                *rows,
-                "",
-            ]
+            extra = [EXTRA[command.name], ""] if command.name in EXTRA else []
+            lines += [f"### burnish {command.name}", "", *extra, *HEAD, *rows, ""]
     for group in GROUPS:
         lines += [f"## {group}", "", *_group(group), ""]
     lines += _reader_options()
@@ -113,12 +100,7 @@ def page() -> str:
 
 
 def _group(group: str) -> Iterator[str]:
-    """Yield the parts of a group and the table of their keys."""
-    parts = {
-        name: part
-        for name, part in registry.parts(group).items()
-        if part.__module__.split(".")[0] in registry.PACKAGES
-    }
+    parts = {name: registry.lookup(group, name) for name in sorted(registry.sources(group))}
     found: dict[str, dict[str, Key]] = {}
     for name, part in parts.items():
         yield f"- `{group}={name}`: {_escaped(summary(part))}"
@@ -131,7 +113,6 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _group_row(having: Mapping[str, Key], parts: Sequence[str]) -> str:
-    """Return the row of a key shared by several parts."""
     cells = zip(*(key.cells() for key in having.values()), strict=True)
     shown = [_joint(dict(zip(having, values, strict=True))) for values in cells]
     return GROUP_ROW.format(*shown, _owners(list(having), parts))
@@ -144,7 +125,6 @@ def _joint(values: Mapping[str, str]) -> str:
 
 
 def _owners(having: Sequence[str], parts: Sequence[str]) -> str:
-    """Return the names of the parts with a key."""
     lacking = [name for name in parts if name not in having]
     if len(lacking) < len(having):
         return f"all but {', '.join(lacking)}" if lacking else "all"
@@ -152,7 +132,6 @@ def _owners(having: Sequence[str], parts: Sequence[str]) -> str:
 
 
 def _reader_options() -> list[str]:
-    """Return the section of the reader options per dataset format."""
     found: dict[str, dict[str, Key]] = {}
     every = reader_options()
     for form, options in every.items():
@@ -162,10 +141,6 @@ def _reader_options() -> list[str]:
             found.setdefault(key.name, {})[form] = key
     lines = ["## reader", "", READERS, "", *GROUP_HEAD]
     return lines + [_group_row(having, list(every)) for having in found.values()]
-
-
-def _sentence(text: str | None = None) -> list[str]:
-    return [text, ""] if text else []
 
 
 def rows_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | None = None) -> Iterator[str]:
@@ -208,7 +183,6 @@ def _evaluation(name: str, value: EvaluationSettings) -> Key:
 
 
 def _shown(value: Any) -> str:
-    """Format a value for the command line."""
     if value == omegaconf.MISSING:
         return "–"
     if value is None or isinstance(value, bool):
@@ -221,7 +195,6 @@ def _shown(value: Any) -> str:
 
 
 def _type(hint: Any) -> str:
-    """Return the name of a type."""
     options = typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return " or ".join("null" if option is type(None) else _type(option) for option in options)
@@ -248,17 +221,16 @@ def explanations(kind: type) -> dict[str, str]:
 
 
 def _documented(docstring: str) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of the sections `Args` and `Attributes`."""
     sections = re.split(r"^(\w+):\n", inspect.cleandoc(docstring), flags=re.MULTILINE)
     for title, body in zip(sections[1::2], sections[2::2], strict=True):
         if title in ("Args", "Attributes"):
-            for entry in re.split(r"\n(?=\w+:)", textwrap.dedent(body)):
+            entries = textwrap.dedent(re.split(r"\n(?=\S)", body)[0])  # up to the next paragraph
+            for entry in re.split(r"\n(?=\w+:)", entries):
                 name, _, text = entry.partition(":")
                 yield name.strip(), " ".join(text.split("\n\n")[0].split())
 
 
 def _commented(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield the fields declared by a class itself, with their comments."""
     try:
         source = textwrap.dedent(inspect.getsource(kind))
     except OSError:  # a `variant` without fields of its own
@@ -277,14 +249,12 @@ def _commented(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _in_yaml(text: str) -> str:
-    """Replace Python literals by their command-line form."""
     for python, ours in (("None", "null"), ("True", "true"), ("False", "false")):
         text = re.sub(rf"\b{python}\b", ours, text)
     return text
 
 
 def _escaped(text: str) -> str:
-    """Escape text for a Markdown table cell."""
     pieces = re.split(r"(`[^`]*`)", text.replace("|", "\\|").rstrip("."))
     return "".join(piece if piece.startswith("`") else piece.replace("<", "&lt;") for piece in pieces)
 

@@ -54,7 +54,6 @@ def first_sentence(text: str) -> str:
 
 
 def _parts(group: str) -> Iterator[tuple[object, ...]]:
-    """Yield name, summary and module of every part; ours are read from the sources."""
     for name in registry.names(group):
         source = registry.sources(group).get(name)
         if source is None:

@@ -8,20 +8,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish.commands.evaluate import SUMMARISED, describe_comparison
+from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.reports.figures import learning_curves, run_colours
 from burnish.reports.html import Page
-from burnish.reports.rollouts import ReportRollouts, describe_ways, draw_behaviour
+from burnish.reports.rollouts import ReportRollouts, describe_modes, draw_behaviour
 from burnish.runs.best_evaluation import best_evaluation
-from burnish.runs.context import RunContext
-from burnish.runs.locate import check_folder_to_write, locate, name_of_run, seed_folders
+from burnish.runs.locate import check_folder_to_fill, locate, name_of_run, seed_folders
 from burnish.runs.seeds import require_complete
 from burnish.runs.tasks import description_of, options_that_differ, task_label
 from envs.evaluation.comparison import format_interval
@@ -51,17 +51,10 @@ class ReportConfig(Checked):
     overwrite: bool = False  # replace the report in an existing directory
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         check_seeds("first_seed", self.first_seed, self.episodes)
 
     def runs(self) -> list[RunDirectory]:
-        """Open the runs.
-
-        Raises:
-            ConfigError: If none is given.
-            CheckpointError: If one is not a run, or a folder of seeds lacks one.
-        """
         given = self.run if isinstance(self.run, list) else [self.run]
         if given in ([], [None]):
             raise ConfigError("report needs run=<run directory>, or run=[<run>,<run>].")
@@ -70,7 +63,6 @@ class ReportConfig(Checked):
         return [RunDirectory.open(run) for path in given for run in seed_folders(path) or [Path(str(path))]]
 
     def folder(self, runs: Sequence[RunDirectory]) -> Path:
-        """Return the output folder."""
         if self.out is not None:
             return Path(self.out)
         if isinstance(self.run, list) and len(runs) > 1:
@@ -84,16 +76,13 @@ def run(config: ReportConfig, context: RunContext) -> None:
 
 
 def report(config: ReportConfig) -> Path:
-    """Write index.html and its pictures; return the path of the page.
-
-    Raises:
-        ConfigError: If the run is missing, or the directory is not empty and `overwrite` is false.
-        CheckpointError: If a path is not a run.
-    """
+    """Write index.html and its pictures; return the path of the page."""
     runs = config.runs()
     target = config.folder(runs)
-    _refuse_to_replace(target, config.overwrite)
-    named = _named(runs)
+    check_folder_to_fill(target, config.overwrite)
+    named: dict[str, RunDirectory] = {}
+    for one in runs:
+        named[_unused(name_of_run(one.path), named)] = one
     first = next(iter(named))
     page = Page(first if len(runs) == 1 else f"{len(runs)} runs: {first} …")
     groups = grouped(named)
@@ -105,24 +94,8 @@ def report(config: ReportConfig) -> Path:
     return _write(target, page, pictures)
 
 
-def _refuse_to_replace(target: Path, overwrite: bool) -> None:
-    """Refuse to overwrite existing files, before any work.
-
-    Raises:
-        ConfigError: If the target is a file, below one, or a non-empty directory without `overwrite`.
-    """
-    check_folder_to_write(target)
-    if not overwrite and target.is_dir() and any(target.iterdir()):
-        raise ConfigError(f"out={target} exists; choose another directory or say overwrite=true.")
-
-
 def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
-    """Write the page and its pictures, and remove those of an earlier report.
-
-    Raises:
-        WriteError: If the disk is full; an earlier report is unchanged.
-    """
-    with draft_folder(target) as draft:
+    with draft_folder(target) as draft:  # an earlier report stays if the disk is full
         for name, png in pictures.items():
             (draft / name).write_bytes(png)
         (draft / INDEX).write_text(page.render())
@@ -133,36 +106,19 @@ def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
     return target / INDEX
 
 
-def _named(runs: Sequence[RunDirectory]) -> dict[str, RunDirectory]:
-    """Return the runs by unique names."""
-    named: dict[str, RunDirectory] = {}
-    for one in runs:
-        named[_unused(name_of_run(one.path), named)] = one
-    return named
-
-
 def _unused(name: str, taken: Mapping[str, object]) -> str:
-    """Append a number to a name that is taken."""
     unused, number = name, 2
     while unused in taken:
         unused, number = f"{name} ({number})", number + 1
     return unused
 
 
-@dataclass(frozen=True)
-class Group:
-    """Runs of one algorithm on one task, which may be pooled.
-
-    Attributes:
-        title: Description of the group.
-        task: Description of the task with its options; empty without a task.
-        unit: Unit of their steps.
-        runs: By name.
-    """
+class Group(NamedTuple):
+    """Runs of one algorithm on one task, which may be pooled."""
 
     title: str
-    task: str
-    unit: str
+    task: str  # description of the task with its options; empty without a task
+    unit: str  # of their steps
     runs: dict[str, RunDirectory]
 
 
@@ -172,27 +128,24 @@ def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
     for name, one in named.items():
         task = json.dumps(one.section("env"), sort_keys=True)
         found.setdefault((_part(one, "algo"), task, _unit(one)), {})[name] = one
-    titled: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     for (algo, task, unit), runs in found.items():
         env = task_label(next(iter(runs.values())))
-        title = _unused(f"{algo} on {env}" if env else algo, titled)
-        titled[title] = Group(title, task, unit, runs)
-    return list(titled.values())
+        title = _unused(f"{algo} on {env}" if env else algo, groups)
+        groups[title] = Group(title, task, unit, runs)
+    return list(groups.values())
 
 
 def _part(directory: RunDirectory, group: str) -> str:
-    """Return the registered name of a run's part; empty if missing."""
     return str(directory.section(group).get("name", ""))
 
 
 def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
-    """Add the configuration of the runs."""
     rows = []
     for name, one in runs.items():
-        config = one.config
-        algo, env = _part(one, "algo"), task_label(one)
-        source = config.get("dataset") or config.get("init") or ""
-        rows.append((name, algo, env, config.get("seed"), source, one.latest() or "none"))
+        source = one.config.get("dataset") or one.config.get("init") or ""
+        parts = _part(one, "algo"), task_label(one)
+        rows.append((name, *parts, one.config.get("seed"), source, one.latest() or "none"))
     page.rows(("run", "algo", "task", "seed", "from", "last checkpoint"), rows)
 
 
@@ -221,14 +174,12 @@ def _curves(page: Page, named: Mapping[str, RunDirectory], groups: Sequence[Grou
 
 
 def _unit(directory: RunDirectory) -> str:
-    """Return the unit of a run's steps, from its last checkpoint."""
     if directory.latest() is None:
         return "steps"
     return str(locate(directory.path, "run").provenance().get("unit", "steps"))
 
 
 def _numbers(page: Page, groups: Sequence[Group]) -> None:
-    """Tabulate the last evaluation of every run, and the pooled runs of each group."""
     found = {
         group.title: {name: e for name, one in group.runs.items() if (e := _last_evaluation(one)) is not None}
         for group in groups
@@ -241,15 +192,10 @@ def _numbers(page: Page, groups: Sequence[Group]) -> None:
             if len(groups) > 1:
                 page.text(f"{title}:")
             _tabulate(page, contents, f"all runs of {title}" if len(groups) > 1 else "all runs")
-    _say_last_and_best(page, [run for group in groups for run in group.runs.items()])
-    page.text("Per-episode rows are in eval/ of each run; those on other tasks are not shown here.")
-
-
-def _say_last_and_best(page: Page, runs: Sequence[tuple[str, RunDirectory]]) -> None:
-    """Add the last and the best evaluation during training."""
-    for name, directory in runs:
-        if (both := best_evaluation(directory)) is not None and both.count > 1:
+    for name, one in (run for group in groups for run in group.runs.items()):
+        if (both := best_evaluation(one)) is not None and both.count > 1:
             page.text(f"{name}, {both.last.quantity} while training: {both}.")
+    page.text("Per-episode rows are in eval/ of each run; those on other tasks are not shown here.")
 
 
 def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str) -> None:
@@ -282,7 +228,6 @@ def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def _is_same(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two descriptions refer to one task."""
     return bool(own["name"] == other["name"]) and not options_that_differ(own, other)
 
 
@@ -294,18 +239,20 @@ def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]
 
 def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
     """Summarise several seeds; intervals cover the variance of seeds and episodes."""
-    values = np.stack([e.values("return") for e in evaluations])
+
+    def row(name: str, summary: Mapping[str, Any], values: np.ndarray) -> tuple[object, ...]:
+        return name, *format_interval(name, summary), values.size
+
     if evaluations[0].quantity == "success":
         success = np.stack([e.values("success") for e in evaluations])
-        yield "success", *format_interval("success", asdict(success_rate(success))), success.size
+        yield row("success", asdict(success_rate(success)), success)
     if "d4rl_score" in evaluations[0].summary():
         scores = np.stack([e.d4rl_scores() for e in evaluations])
-        yield "d4rl_score", *format_interval("d4rl_score", asdict(bootstrap_iqm(scores))), scores.size
-    yield "return", *format_interval("return", asdict(bootstrap_iqm(values))), values.size
-    worst = {"value": value_at_risk(values.flatten())}
-    yield "return_var", *format_interval("return_var", worst), values.size
-    worst = asdict(conditional_value_at_risk(values))
-    yield "return_cvar", *format_interval("return_cvar", worst), values.size
+        yield row("d4rl_score", asdict(bootstrap_iqm(scores)), scores)
+    returns = np.stack([e.values("return") for e in evaluations])
+    yield row("return", asdict(bootstrap_iqm(returns)), returns)
+    yield row("return_var", {"value": value_at_risk(returns.flatten())}, returns)
+    yield row("return_cvar", asdict(conditional_value_at_risk(returns)), returns)
 
 
 def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, bytes]:
@@ -325,6 +272,6 @@ def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirector
         pictures["behaviour.png" if len(named) == 1 else f"behaviour-{number}.png"] = png
         page.picture(png, f"{subject}{caption}")
         for title, rows in played.items():
-            if ways := describe_ways(env, rows):
+            if ways := describe_modes(env, rows):
                 page.text(f"{subject}{title}: {ways}")
     return pictures

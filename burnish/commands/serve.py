@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from algos.base import device_of
 from burnish.commands.export import surroundings_of
+from burnish.config.overrides import RunContext
 from burnish.console import output
-from burnish.runs.context import RunContext
 from burnish.runs.locate import locate
 from envs.evaluation.protocol import with_steps
 from policies.errors import ConfigError
@@ -41,7 +41,6 @@ class ServeConfig(ServerSettings):
     new_client: str | None = None  # create keys for this client in keys=<folder>, and exit
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.new_client is not None and self.keys is None:
             raise ConfigError("new_client needs keys=<folder>, where the keys are put.")
@@ -72,28 +71,19 @@ def run(config: ServeConfig, context: RunContext) -> None:
 
 
 def served_by(config: ServeConfig) -> Served:
-    """Load the policy to serve.
-
-    Raises:
-        ConfigError: If it is missing, or a key does not apply to it.
-    """
+    """Load the policy to serve."""
     if config.policy is None:
         raise ConfigError("serve needs policy=<run, policy directory or exported folder>.")
     if is_exported(Path(config.policy)):
         if config.steps is not None or config.device != "cpu":
             raise ConfigError(
-                "an exported folder has its steps inside and runs on the CPU; leave steps and device out."
+                "an exported folder has its steps and runs on the CPU; leave steps and device out."
             )
         return ServedFolder(config.policy)
     device = device_of(config.device)
     found = locate(config.policy)
     policy = cast(Policy, with_steps(found.load(), config.steps)).to(device)
-    return ServedPolicy(policy, surroundings_of(found), weights_of(found.path))
-
-
-def weights_of(directory: Path) -> str:
-    """Return the SHA-256 of a policy's weights."""
-    return sha256(directory / WEIGHTS)
+    return ServedPolicy(policy, surroundings_of(found), sha256(found.path / WEIGHTS))
 
 
 def _print_result(endpoint: str, page: int | None) -> None:

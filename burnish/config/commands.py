@@ -11,19 +11,16 @@ from types import ModuleType
 class Command:
     """A command: its line on the front page, and its module.
 
-    A name of two words, such as `data inspect`, is typed as two words.
-
-    A command with a `schema` is a Hydra application: its module defines `run(config, context)`. The schema is
-    a dataclass of that module, or of another one (`module:Class`). Other commands take plain arguments: their
-    module defines `main(arguments)`.
+    A command with a `main_key` is a Hydra application: its module defines `run(config, context)` and the
+    dataclass `schema`. Other commands take plain arguments: their module defines `main(arguments)`.
     """
 
     name: str
+    main_key: str  # key suggested for a bare word in error messages; empty: plain arguments
     summary: str
-    example: str
-    module: str
-    schema: str | None = None
-    main_key: str = ""  # key suggested for a bare word in error messages
+    arguments: str  # of the example on the front page
+    module: str = ""  # in `burnish.commands`; empty: the name
+    config_module: str = ""  # of the schema, where it is imported without the command; empty: `module`
     takes_bare: bool = False  # a bare first word is the value of the main key
 
     @property
@@ -31,106 +28,83 @@ class Command:
         """Name of the yaml file and, with `_schema`, of the dataclass in Hydra's store."""
         return self.name.replace(" ", "_")
 
+    @property
+    def schema(self) -> str | None:
+        return f"{self.name.title().replace(' ', '')}Config" if self.main_key else None
+
+    @property
+    def example(self) -> str:
+        return f"burnish {self.name} {self.arguments}".rstrip()
+
     def load(self) -> ModuleType:
-        """Import the module of the command."""
-        return importlib.import_module(f"burnish.commands.{self.module}")
+        return importlib.import_module(f"burnish.commands.{self.module or self.config_name}")
 
     def config_class(self) -> type:
-        """Return the configuration dataclass; imports its module only."""
-        home, _, name = str(self.schema).rpartition(":")
-        found: type = getattr(importlib.import_module(home) if home else self.load(), name)
+        home = importlib.import_module(self.config_module) if self.config_module else self.load()
+        found: type = getattr(home, str(self.schema))
         return found
 
 
-COMMANDS = {
-    command.name: command
-    for command in (
-        Command(
-            "collect",
-            "record demonstrations of a scripted expert",
-            "burnish collect env=avoid episodes=50 out=avoid.hdf5",
-            "collect",
-            "CollectConfig",
-            "env",
-        ),
-        Command(
-            "train",
-            "clone a policy from demonstrations, or fine-tune one by reinforcement",
-            "burnish train experiment=avoid_dppo init=<run or policy directory>",
-            "train",
-            "burnish.config.train:TrainConfig",
-            "dataset",
-        ),
-        Command(
-            "eval",
-            "evaluate a policy on seeded episodes, alone or against another one",
-            "burnish eval policy=<run> baseline=<other run> episodes=100",
-            "evaluate",
-            "burnish.config.evaluate:EvalConfig",
-            "policy",
-        ),
-        Command(
-            "report",
-            "draw the learning curve and the rollouts of runs into one page",
-            "burnish report run=<run>",
-            "report",
-            "ReportConfig",
-            "run",
-        ),
-        Command(
-            "export",
-            "write a policy for a machine without PyTorch, with a parity report",
-            "burnish export policy=<run> format=onnx out=exported",
-            "export",
-            "ExportConfig",
-            "policy",
-        ),
-        Command(
-            "serve",
-            "let robots ask a policy over the network",
-            "burnish serve policy=<run or exported folder>",
-            "serve",
-            "ServeConfig",
-            "policy",
-        ),
-        Command(
-            "import",
-            "make a policy of a checkpoint of Diffusion Policy, DPPO or ReinFlow",
-            "burnish import weights=state_3000.pt source=dppo normalization=normalization.npz out=imported",
-            "importing",
-            "ImportConfig",
-            "weights",
-        ),
-        Command(
-            "data inspect",
-            "describe a file of demonstrations: episodes, ranges, defects, what can be learned",
-            "burnish data inspect avoid.hdf5",
-            "data_inspect",
-            "DataInspectConfig",
-            "dataset",
-            takes_bare=True,
-        ),
-        Command(
-            "data download",
-            "fetch a public dataset (D4RL, OGBench, robomimic, Minari), or list their names",
-            "burnish data download name=hopper-medium-v2",
-            "data_download",
-            "DataDownloadConfig",
-            "name",
-            takes_bare=True,
-        ),
-        Command(
-            "list",
-            "list algos, envs, processes, encoders, backbones, samplers, sources, datasets or experiments",
-            "burnish list envs",
-            "list",
-        ),
-        Command(
-            "new",
-            "begin a task, algo, process, sampler or reader of your own: a file, its test, its page section",
-            "burnish new task my_task",
-            "new",
-        ),
-        Command("doctor", "check the installation", "burnish doctor", "doctor"),
-    )
-}
+_COMMANDS = (
+    Command(
+        "collect", "env", "record demonstrations of a scripted expert", "env=avoid episodes=50 out=avoid.hdf5"
+    ),
+    Command(
+        "train",
+        "dataset",
+        "clone a policy from demonstrations, or fine-tune one by reinforcement",
+        "experiment=avoid_dppo init=<run or policy directory>",
+        config_module="burnish.config.train",
+    ),
+    Command(
+        "eval",
+        "policy",
+        "evaluate a policy on seeded episodes, alone or against another one",
+        "policy=<run> baseline=<other run> episodes=100",
+        module="evaluate",
+        config_module="burnish.config.evaluate",
+    ),
+    Command("report", "run", "draw the learning curve and the rollouts of runs into one page", "run=<run>"),
+    Command(
+        "export",
+        "policy",
+        "write a policy for a machine without PyTorch, with a parity report",
+        "policy=<run> out=exported",
+    ),
+    Command("serve", "policy", "let robots ask a policy over the network", "policy=<run or exported folder>"),
+    Command(
+        "import",
+        "weights",
+        "make a policy of a checkpoint of Diffusion Policy, DPPO or ReinFlow",
+        "weights=state_3000.pt source=dppo normalization=normalization.npz out=imported",
+        module="importing",
+    ),
+    Command(
+        "data inspect",
+        "dataset",
+        "describe a file of demonstrations: episodes, ranges, defects, what can be learned",
+        "avoid.hdf5",
+        takes_bare=True,
+    ),
+    Command(
+        "data download",
+        "name",
+        "fetch a public dataset (D4RL, OGBench, robomimic, Minari), or list their names",
+        "name=hopper-medium-v2",
+        takes_bare=True,
+    ),
+    Command(
+        "list",
+        "",
+        "list algos, envs, processes, encoders, backbones, samplers, sources, datasets or experiments",
+        "envs",
+    ),
+    Command(
+        "new",
+        "",
+        "begin a task, algo, process, sampler or reader of your own: a file, its test, its page section",
+        "task my_task",
+    ),
+    Command("doctor", "", "check the installation", ""),
+)
+COMMANDS = {command.name: command for command in _COMMANDS}

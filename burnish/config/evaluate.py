@@ -44,7 +44,6 @@ class EvalConfig(EvaluationSettings):
     estimate: EstimateSettings = field(default_factory=EstimateSettings)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.episodes < 1:
             raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -28,19 +29,15 @@ HELP_WIDTH = 110  # columns of help pages
 def experiments() -> tuple[str, ...]:
     """Return the names of the packaged experiments, sorted."""
     folder = resources.files("configs") / "experiment"
-    return tuple(
-        sorted(path.name[: -len(".yaml")] for path in folder.iterdir() if path.name.endswith(".yaml"))
-    )
+    return tuple(sorted(Path(one.name).stem for one in folder.iterdir() if one.name.endswith(".yaml")))
 
 
 @cache
 def default_options(command: str) -> dict[str, str | None]:
     """Return the groups of a command, in order, with their default options."""
     text = (resources.files("configs") / f"{COMMANDS[command].config_name}.yaml").read_text()
-    entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
-    return {
-        group: name for one in entries for group, name in one.items() if not group.startswith("override ")
-    }
+    entries = [entry.items() for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
+    return {group: name for ((group, name),) in entries if not group.startswith("override ")}
 
 
 def groups_of(command: str) -> tuple[str, ...]:
@@ -83,41 +80,41 @@ class Overrides:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Overrides:
-        """Read texts in Hydra's grammar.
-
-        Raises:
-            ConfigError: If one cannot be read.
-        """
         return cls(tuple(map(_parse, texts)))
 
     @property
     def texts(self) -> list[str]:
-        """All overrides as typed."""
         return [item.text for item in self.items]
 
     @property
     def keys(self) -> list[str]:
-        """Key or group of each."""
         return [item.key for item in self.items]
 
     def value(self, key: str) -> Any:
         """Return the last value of a key; None if not typed."""
         return next((item.value for item in reversed(self.items) if item.key == key), None)
 
-    def but(self, *keys: str) -> Overrides:
+    def without(self, *keys: str) -> Overrides:
         """Return all overrides except those of the given keys."""
         return Overrides(tuple(item for item in self.items if item.key not in keys))
 
     def __add__(self, other: Overrides) -> Overrides:
-        """Return these overrides followed by others."""
         return Overrides(self.items + other.items)
 
     def renamed(self, former: str, present: str) -> Overrides:
-        """Return the overrides with a key, or all keys below it, renamed."""
         return Overrides(tuple(map(_parse, (with_name(text, former, present) for text in self.texts))))
 
 
-NOTHING_TYPED = Overrides()
+NO_OVERRIDES = Overrides()
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a command is given beside its configuration."""
+
+    directory: Path  # default output directory
+    overrides: Overrides = NO_OVERRIDES
+    is_proposed: bool = False  # the directory was generated; if it exists, a number is appended
 
 
 def with_name(text: str, former: str, present: str) -> str:
@@ -154,10 +151,7 @@ def check_overrides(command: str, texts: Sequence[str]) -> Overrides:
 
 
 def with_home(override: str) -> str:
-    """Expand a `~/` at the start of a value, or of a list item, to the home folder.
-
-    Hydra's grammar has no bare `~` in values, and most shells do not expand `~` after `key=`.
-    """
+    """Expand `~/` at the start of a value or list item: Hydra and most shells do not after `key=`."""
     key, equals, value = override.partition("=")
     is_quoted = "'" in value or '"' in value
     home = os.path.expanduser("~/")
@@ -165,13 +159,7 @@ def with_home(override: str) -> str:
 
 
 def check_arguments(command: str, arguments: Sequence[str]) -> Overrides:
-    """Refuse options unknown to the command and to Hydra, and check overrides as `check_overrides`.
-
-    Returns the typed overrides.
-
-    Raises:
-        ConfigError: If there are any; the message shows the correct form.
-    """
+    """Return the typed overrides; refuse as `check_overrides`, and options unknown to Hydra."""
     parser = get_args_parser()
     parser.allow_abbrev = False  # otherwise --experiment would abbreviate --experimental-rerun
 
@@ -197,14 +185,10 @@ def keys_of(command: str) -> tuple[str, ...]:
 
 
 def quoted(value: Any, key: str = "") -> str:
-    """Write a value in Hydra's grammar; numpy and torch numbers and arrays become plain ones.
-
-    Args:
-        value: Text, path, number, bool, None, or lists and dicts of these.
-        key: Key of the value, for errors.
+    """Write a value in Hydra's grammar: text, path, number, bool, None, or lists, arrays and dicts of these.
 
     Raises:
-        ConfigError: If it is anything else, such as a loaded policy.
+        ConfigError: If it is anything else, such as a loaded policy; names `key`.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -227,7 +211,6 @@ def quoted(value: Any, key: str = "") -> str:
 
 
 def _refused_object(key: str, value: Any) -> str:
-    """Return the message for a Python object as a value, with the supported alternative."""
     wanted, kind = "text, a path, a number, or a list of these", type(value).__name__
     given = f"{key or 'a key'}= must be {wanted}; got an object {kind}."
     names = {cls.__name__ for cls in type(value).__mro__}
@@ -241,7 +224,6 @@ def _refused_object(key: str, value: Any) -> str:
 
 
 def _unknown_option(command: str, option: str, arguments: Sequence[str]) -> str:
-    """Return the message for a key typed as an option."""
     name, _, value = option.lstrip("-").partition("=")
     name = name.replace("-", "_")
     behind = list(arguments)[list(arguments).index(option) + 1 :]
@@ -253,7 +235,6 @@ def _unknown_option(command: str, option: str, arguments: Sequence[str]) -> str:
 
 
 def _key_for(command: str, text: str) -> str:
-    """Return the key that a bare word probably belongs to."""
     for group in groups_of(command):
         if text in options_of(group):
             return group

@@ -13,39 +13,159 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hydra import compose, initialize_config_module
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import error_message, unknown_key
-from burnish.config.overrides import NOTHING_TYPED, Override, Overrides, check_overrides, describe_groups
-from burnish.config.parts import GROUPS, RENAMED, node_of, register_sources
+from burnish.config.overrides import NO_OVERRIDES, Override, Overrides, check_overrides, describe_groups
 from policies import registry
 from policies.bounds import former_names, with_present_names
 from policies.errors import ConfigError
 from policies.paths import at_home
+from policies.policy_config import PART_GROUPS
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 
+GROUPS = ("algo", "env", *PART_GROUPS, "source")
+"""Hydra groups filled from the registry; the chosen part is the value of the group's key."""
+RENAMED: ContextVar[Mapping[str, str]] = ContextVar("renamed")
+"""Former to present key names of one composition, both from the top of the configuration."""
+_PROVIDER = "burnish"
+_SCHEMAS = {f"{one.config_name}_schema": one for one in COMMANDS.values() if one.schema is not None}
+
+
+class PartSource(ConfigSource):
+    """Hydra's view of the registry: `<group>/<name>` is a part, `<command>_schema` a schema."""
+
+    @staticmethod
+    def scheme() -> str:
+        return _PROVIDER
+
+    def available(self) -> bool:
+        return True
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = config_path.removesuffix(".yaml")
+        if not self.is_config(path):
+            raise ConfigLoadError(f"{path} is no part.")
+        group, _, name = path.rpartition("/")
+        kind = registry.lookup(group, name) if group else _SCHEMAS[name].config_class()
+        node = _with_free_keys(kind) if group in ("", "env") else node_of(kind)
+        where = f"{self.scheme()}://{self.path}"
+        return ConfigResult(provider=_PROVIDER, path=where, config=node, header={"package": None})
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") in ("", *GROUPS)
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        return registry.is_known(group, name) if group in GROUPS else not group and name in _SCHEMAS
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        path = config_path.strip("/")
+        groups = list(GROUPS) if not path and results_filter in (None, ObjectType.GROUP) else []
+        configs = registry.names(path) if path else _SCHEMAS
+        return groups + (list(configs) if results_filter in (None, ObjectType.CONFIG) else [])
+
+
+class PartSearchPath(SearchPathPlugin):
+    """Adds the source of parts to Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider=_PROVIDER, path=f"{_PROVIDER}://parts")
+
+
+class _Renaming:
+    """A file source that renames former keys to present ones."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result: ConfigResult = super().load_config(config_path)  # type: ignore[misc]
+        if renamed := RENAMED.get({}):
+            package = result.header.get("package")
+            group = config_path.rpartition("/")[0].replace("/", ".")
+            above = {None: group, "_global_": "", "_group_": group}.get(package, package or "")
+            content: Any = OmegaConf.to_container(result.config, resolve=False)
+            for former, present in renamed.items():
+                _rename(content, above, former, present)
+            result.config = OmegaConf.create(content)
+        return result
+
+
+class _Files(_Renaming, FileConfigSource):
+    pass
+
+
+class _Package(_Renaming, ImportlibResourcesConfigSource):
+    pass
+
+
+def _rename(content: Any, above: str, former: str, present: str) -> None:
+    """Rename a key in the content of a file located below `above`."""
+    prefix = f"{above}." if above else ""
+    if not former.startswith(prefix):
+        return
+    *way, last = former.removeprefix(prefix).split(".")
+    for name in way:
+        content = content.get(name) if isinstance(content, dict) else None
+    if isinstance(content, dict) and last in content:
+        content[present.rpartition(".")[2]] = content.pop(last)
+
+
+def node_of(kind: type) -> DictConfig:
+    """Return the typed node of a dataclass, writable even if frozen."""
+    node: DictConfig = OmegaConf.structured(kind)
+    _set_writable(node)
+    return node
+
+
+def _with_free_keys(kind: type) -> DictConfig:
+    """Return the node of a schema or a task; its dictionaries accept any key."""
+    node = node_of(kind)
+    for key in node:
+        inner = node._get_node(key)
+        if isinstance(inner, DictConfig) and not inner._is_none() and inner._metadata.object_type is dict:
+            OmegaConf.set_struct(inner, False)
+    return node
+
+
+def _set_writable(node: DictConfig) -> None:
+    OmegaConf.set_readonly(node, None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            _set_writable(child)
+
+
 @cache
 def register_configs() -> None:
     """Register the sources of schemas, parts and files with Hydra, and the help text."""
-    register_sources()
+    Plugins.instance().register(PartSource)
+    Plugins.instance().register(PartSearchPath)
+    SourcesRegistry.instance().types.update(file=_Files, pkg=_Package)
     OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)
 
 
-@dataclass(frozen=True)
-class Composed:
+class Composed(NamedTuple):
     """Composed configuration of a command, and its overrides (with present key names)."""
 
     config: Any
@@ -77,10 +197,7 @@ def compose_command(command: str, overrides: Sequence[str]) -> Composed:
 
 
 def compose_renamed(overrides: Overrides, compose: Callable[[Overrides], T]) -> T:
-    """Compose overrides after renaming former keys to present ones.
-
-    Warns once per former name.
-    """
+    """Compose overrides after renaming former keys to present ones, with one warning each."""
     renamed: dict[str, str] = {}
     token = RENAMED.set(renamed)
     try:
@@ -104,7 +221,6 @@ def warn_of_former_key(former: str, present: str) -> None:
 
 
 def _former_key(error: BaseException) -> tuple[str, str] | None:
-    """Return the (former, present) name of an unknown key; None for other errors."""
     for one in _chain(error):
         owner = getattr(one, "object_type", None)
         if isinstance(one, (ConfigKeyError, ConfigAttributeError)) and is_dataclass(owner):
@@ -187,7 +303,6 @@ def _value(node: DictConfig, name: str, hint: Any) -> Any:
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """Convert a list to a tuple if the dataclass declares one."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     is_tuple = any(option is tuple or typing.get_origin(option) is tuple for option in options)
     return tuple(value) if isinstance(value, list) and is_tuple else value
@@ -223,13 +338,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NOTHING_TYPED) -> Any:
-    """Rebuild a configuration from `describe`, also from that of an earlier version.
-
-    Args:
-        kind: The dataclass of the configuration.
-        data: Its description.
-        overrides: Values to change; group options are fixed.
+def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NO_OVERRIDES) -> Any:
+    """Rebuild a configuration from `describe`, of this or an earlier version; overrides change values only.
 
     Raises:
         ConfigError: If a part, a key or a value is unknown, or the description contains a reference.
@@ -259,15 +369,11 @@ def restore_part(group: str, data: Mapping[str, Any]) -> Any:
 
 
 def _refuse_references(data: Any, key: str = "") -> None:
-    """Refuse `${…}`: descriptions come from files, which must not read environment variables.
-
-    Raises:
-        ConfigError: Names the key of the reference.
-    """
+    """Refuse `${…}`: descriptions come from files, which must not read environment variables."""
     if isinstance(data, str) and "${" in data:
         raise ConfigError(
-            f"{key} must be a plain value in a saved configuration; got '{data[:80]}'. What a file says is "
-            f"never looked up: write the value itself there, or give {key}=<value>."
+            f"{key} must be a plain value in a saved configuration; got '{data[:80]}'. Write it there "
+            f"itself, or give {key}=<value>."
         )
     items = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
     for name, item in items:
@@ -303,13 +409,11 @@ def _part_node(group: str, data: Mapping[str, Any]) -> DictConfig:
 
 
 def _require_value(item: Override) -> None:
-    """Refuse overrides other than a value of an existing key."""
     if not item.is_plain:
         raise ConfigError(f"'{item.text}' cannot be used here; write key=value.")
     if item.key == "experiment":
         raise ConfigError(
-            f"'{item.text}' would replace the whole configuration, and a run is resumed with its own. Leave "
-            f"it out, or start a new run with it."
+            f"'{item.text}' would replace the configuration of the run; start a new run with it."
         )
     if item.key in GROUPS:
         raise ConfigError(f"'{item.text}' would replace a part; only values (key=value) can be changed here.")

@@ -52,7 +52,6 @@ def _draw_actions(axes: Axes, actions: np.ndarray) -> None:
 
 
 def _draw_states(axes: Axes, data: EpisodeDataset) -> None:
-    """Plot states on their first two principal components, coloured by episode return."""
     states = data.observations.double().numpy()
     scaled = (states - states.mean(axis=0)) / (states.std(axis=0) + 1e-3)
     chosen = np.linspace(0, len(states) - 1, min(_POINTS, len(states))).round().astype(int)

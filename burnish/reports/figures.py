@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +30,7 @@ CURVES = (
 """Plottable metrics, most informative first."""
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """A metric of one run over its steps; both (n,)."""
 
     label: str
@@ -104,7 +102,6 @@ def learning_curves(
 def _draw_panel(
     axes: Axes, curves: Sequence[Curve], colours: Mapping[str, Any], means: Mapping[str, Sequence[str]]
 ) -> None:
-    """Plot one metric: a curve per run in its colour, and the means."""
     for curve in curves:
         mark = "o" if len(curve.steps) <= 40 else None
         style: dict[str, Any] = {"marker": mark, "markersize": 3, "linewidth": 1.3, "label": curve.label}

@@ -20,15 +20,12 @@ class Page:
     parts: list[str] = field(default_factory=list)
 
     def heading(self, text: str) -> None:
-        """Add a section."""
         self.parts.append(f"<h2>{html.escape(text)}</h2>")
 
     def text(self, text: str) -> None:
-        """Add a paragraph."""
         self.parts.append(f"<p>{html.escape(text)}</p>")
 
     def rows(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Add a table."""
         head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in rows
@@ -36,13 +33,11 @@ class Page:
         self.parts.append(f"<table><tr>{head}</tr>{body}</table>")
 
     def picture(self, png: bytes, caption: str) -> None:
-        """Embed a PNG."""
         data = base64.b64encode(png).decode()
         self.parts.append(f'<img alt="{html.escape(caption)}" src="data:image/png;base64,{data}">')
         self.text(caption)
 
     def render(self) -> str:
-        """Return the HTML document."""
         title = html.escape(self.title)
         head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         return (

@@ -27,68 +27,37 @@ class ReportRollouts:
     """Runs policies with the runs' own evaluation settings: steps, noise, warm starts.
 
     An initial policy shared by several runs is evaluated once per task and settings.
-
-    Attributes:
-        episodes: Episodes per policy, for a task that draws them in one figure.
-        first_seed: Seed of the first one.
-        num_workers: Rollout processes; 0: this process.
     """
 
-    episodes: int
+    episodes: int  # per policy, for a task that draws them in one figure
     first_seed: int
     num_workers: int
     _played: dict[tuple[Path, str, str], tuple[EpisodeRow, ...]] = field(default_factory=dict)
 
     def play(self, directory: RunDirectory) -> tuple[Any, dict[str, tuple[EpisodeRow, ...]]]:
-        """Evaluate the last policy of a run and its initial policy; return task, and rows by title.
-
-        Raises:
-            CheckpointError: If there is no policy.
-            ConfigError: If the policy's task is unknown, or the run's evaluation settings are no longer
-                supported.
-            MissingExtraError: If the task's simulator is not installed.
-        """
+        """Evaluate the last policy of a run and its initial policy; return task, and rows by title."""
         found = locate(directory.path, "run")
         env, protocol = task_of(found), directory.section("evaluation")
         episodes = self.episodes if hasattr(env, "figure") else 1  # enough for a film strip
-        settings = replace(
-            restore(EvaluationSettings, protocol), episodes=episodes, first_seed=self.first_seed
-        )
-        before = policy_before(directory)
-        after = "after" if directory.config.get("init") else found.label
-        return env, {title: self._rows(one, env, settings) for title, one in {**before, after: found}.items()}
+        settings = restore(EvaluationSettings, protocol)
+        settings = replace(settings, episodes=episodes, first_seed=self.first_seed)
+        init = directory.config.get("init")
+        shown = {"before": locate(init, "init")} if init and Path(init).exists() else {}
+        shown["after" if init else found.label] = found
+        return env, {title: self._rows(one, env, settings) for title, one in shown.items()}
 
     def _rows(self, found: Located, env: Any, settings: EvaluationSettings) -> tuple[EpisodeRow, ...]:
-        """Run episodes and return their rows."""
         key = (found.path.resolve(), repr(env), repr(settings))
         if key not in self._played:
             with Counting(f"playing {found.label}", settings.episodes) as counting:
-                self._played[key] = evaluate_with(
-                    found.load(),
-                    env,
-                    settings,
-                    self.num_workers,
-                    keep_observations=True,
-                    on_progress=lambda done, _: counting.show(done),
-                ).rows
+                options = {"keep_observations": True, "on_progress": lambda done, _: counting.show(done)}
+                evaluation = evaluate_with(found.load(), env, settings, self.num_workers, **options)
+                self._played[key] = evaluation.rows
         return self._played[key]
 
 
-def policy_before(directory: RunDirectory) -> dict[str, Located]:
-    """Return the initial policy of a fine-tuning run as `before`, if it still exists."""
-    init = directory.config.get("init")
-    if not init or not Path(init).exists():
-        return {}
-    return {"before": locate(init, "init")}
-
-
 def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tuple[bytes, str]:
-    """Return a trajectory plot if the task supports it, else a film strip of one episode, and its caption.
-
-    Raises:
-        CapabilityError: If the task cannot be drawn.
-        MissingExtraError: If a film strip is needed and no GL library is available.
-    """
+    """Return a trajectory plot if the task supports it, else a film strip of one episode, and its caption."""
     if hasattr(env, "figure"):
         panels = {
             title: ([row.observations for row in rows], [row.success for row in rows])
@@ -100,12 +69,15 @@ def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tupl
             f"env={env.spec.name} draws nothing; give it figure(panels) or render_frames(seed, actions)."
         )
     row = list(played.values())[-1][0]
-    caption = describe_episode(row, env.spec.name)
+    end = "success" if row.success else "terminated" if row.terminated else "time limit"
+    caption = (
+        f"{env.spec.name}, episode of seed {row.seed}: {row.length} steps, return {row.return_:.1f}, {end}."
+    )
     frames = env.render_frames(row.seed, row.actions, every=max(row.length // FRAMES, 1))
     return film_strip(frames, title=caption), caption
 
 
-def describe_ways(env: Any, rows: Sequence[EpisodeRow]) -> str:
+def describe_modes(env: Any, rows: Sequence[EpisodeRow]) -> str:
     """Count the solution modes used, for tasks that name them; empty otherwise."""
     if not hasattr(env, "mode_names"):
         return ""
@@ -116,9 +88,3 @@ def describe_ways(env: Any, rows: Sequence[EpisodeRow]) -> str:
     ways = "1 way" if len(used) == 1 else f"{len(used)} different ways"
     counts = ", ".join(f"{name} ({count})" for name, count in used.most_common())
     return f"{ways} in the {used.total()} of {len(rows)} episodes that succeeded: {counts}."
-
-
-def describe_episode(row: EpisodeRow, task: str) -> str:
-    """Describe an episode in one line."""
-    end = "success" if row.success else "terminated" if row.terminated else "time limit"
-    return f"{task}, episode of seed {row.seed}: {row.length} steps, return {row.return_:.1f}, {end}."

@@ -15,7 +15,7 @@ from envs.spec import judged_by
 
 
 @dataclass(frozen=True)
-class Judged:
+class CheckpointEvaluation:
     """A checkpoint and its evaluation during training."""
 
     step: int
@@ -24,7 +24,6 @@ class Judged:
 
     @property
     def value(self) -> float:
-        """Mean over episodes."""
         return float(self.summary[self.quantity]["value"])
 
 
@@ -32,12 +31,11 @@ class Judged:
 class BestEvaluation:
     """Last and best evaluation, and the number of evaluations."""
 
-    last: Judged
-    best: Judged
+    last: CheckpointEvaluation
+    best: CheckpointEvaluation
     count: int
 
     def __str__(self) -> str:
-        """Format both in one line."""
         unit, scale = (" %", 100.0) if self.last.quantity == "success" else ("", 1.0)
         last, best = (f"{scale * one.value:.4g}{unit} at step {one.step}" for one in (self.last, self.best))
         episodes = self.last.summary["episodes"]
@@ -49,7 +47,7 @@ def best_evaluation(directory: RunDirectory) -> BestEvaluation | None:
 
     Counted are evaluations during training with the protocol of the last one.
     """
-    found = [_judged(one) for one in directory.evals() if one.is_of_training]
+    found = [_read(one) for one in directory.evals() if one.is_of_training]
     if not found:
         return None
     found.sort(key=lambda one: one.step)
@@ -58,6 +56,8 @@ def best_evaluation(directory: RunDirectory) -> BestEvaluation | None:
     return BestEvaluation(last, max(alike, key=lambda one: one.value), len(alike))
 
 
-def _judged(one: EvalFile) -> Judged:
+def _read(one: EvalFile) -> CheckpointEvaluation:
     content = json.loads(one.path.read_text())
-    return Judged(one.step, content["summary"], judged_by(content["protocol"]["env"]["success_rule"]))
+    return CheckpointEvaluation(
+        one.step, content["summary"], judged_by(content["protocol"]["env"]["success_rule"])
+    )

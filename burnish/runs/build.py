@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 
 from algos.base import Algorithm, Metrics, Setup
 from algos.training.run_directory import RunDirectory, new_folder
@@ -15,7 +14,7 @@ from burnish.config.schema import describe
 from burnish.config.train import TrainConfig
 from burnish.runs.locate import folder_of, seed_folders
 from burnish.runs.resolve import ResolvedRun
-from burnish.runs.seeds import forget_seeds, note_seeds
+from burnish.runs.seeds import remove_seeds, write_seeds
 from envs.datasets import EpisodeDataset, read_dataset
 from envs.evaluation.protocol import prepare_eval, with_settings
 from envs.fit import with_task_observations
@@ -34,19 +33,12 @@ class Built:
     advance: Callable[[], Sequence[Metrics]]
 
     def close(self) -> None:
-        """Close the algorithms."""
         for algorithm in self.algorithms:
             algorithm.close()
 
 
 def build(run: ResolvedRun) -> Built:
-    """Build the algorithms, and check that evaluation during training is possible.
-
-    Raises:
-        ConfigError: If the parts do not fit each other, or the evaluation is impossible.
-        CapabilityError: If the policy lacks a capability that algorithm or evaluation requires.
-        MissingExtraError: If rendering is required and unavailable.
-    """
+    """Build the algorithms, and check that evaluation during training is possible."""
     config, setup = run.config, prepare(run)
     if len(run.configs) == 1:
         algorithm = config.algo.build(setup)
@@ -88,14 +80,12 @@ def prepare(run: ResolvedRun) -> Setup:
 
 
 def _dataset(config: TrainConfig) -> EpisodeDataset:
-    """Read the dataset in the task's format."""
     assert config.dataset is not None
     dataset = read_dataset(config.dataset, **config.reader)
     return dataset if config.env is None else with_task_observations(config.env, dataset)
 
 
 def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:
-    """Warn of settings of a new policy that differ from those of `init`."""
     wanted, default = config.policy_config(), complete(PolicyConfig())
     unused = [
         f.name
@@ -111,32 +101,23 @@ def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:
 
 @contextmanager
 def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Iterator[None]:
-    """Create or open the run directories; new ones are removed if still bare at the end.
-
-    Args:
-        run: The resolved run.
-        directories: An empty list, extended by the directories.
-    """
+    """Append the created or opened run directories to a list; new ones still bare at the end are removed."""
     place = run.folder
     directories += run.continued
     try:
         if not run.continued:
             place = new_folder(run.folder) if run.is_proposed else run.folder
             if run.has_folders:
-                note_seeds(place, [config.seed for config in run.configs])
+                write_seeds(place, [config.seed for config in run.configs])
             for config, typed in zip(run.configs, run.overrides, strict=True):
                 folder = folder_of(place, config.seed) if run.has_folders else place
                 directories.append(RunDirectory.create_at(folder, describe(config), typed.texts))
         yield
     except BaseException:
         if not run.continued:
-            _remove_unused(run, directories, place)
+            if all(directory.is_bare() for directory in directories):
+                for directory in directories:
+                    directory.remove_if_bare()
+            if run.has_folders and not seed_folders(place):
+                remove_seeds(place)
         raise
-
-
-def _remove_unused(run: ResolvedRun, directories: Sequence[RunDirectory], place: Path) -> None:
-    if all(directory.is_bare() for directory in directories):
-        for directory in directories:
-            directory.remove_if_bare()
-    if run.has_folders and not seed_folders(place):
-        forget_seeds(place)

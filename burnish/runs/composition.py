@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,12 @@ from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_we
 from algos.training.run_directory import new_folder
 from burnish.config.schema import describe_part
 from burnish.console import Counting, table
-from burnish.runs.locate import Located, check_folder_to_write, locate, place_now
+from burnish.runs.evaluation import evaluate_with
+from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate
 from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
-from envs.evaluation.evaluate import evaluate as run_episodes
-from envs.evaluation.settings import EvaluationSettings
 from envs.fit import require_dataset_of, with_task_observations
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError
@@ -51,11 +50,9 @@ class Section:
     rows: tuple[tuple[str, ...], ...]
 
     def shown(self) -> Table:
-        """Return it for the terminal."""
         return table(self.title, self.columns, self.rows)
 
     def markdown(self) -> str:
-        """Return it for a file."""
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         return "\n".join([f"## {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
@@ -83,7 +80,6 @@ class CompositionResult:
     path: Path
 
     def sections(self) -> Iterator[Section]:
-        """Yield the tables of the report."""
         names = tuple(self.members)
         if self.search is not None:
             yield _searched(names, self.search)
@@ -100,7 +96,7 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     """
     found = _members(config)
     if config.out is not None:
-        _check_out(Path(config.out))
+        check_folder_to_fill(Path(config.out))
     members = {name: one.load() for name, one in found.items()}
     first = next(iter(found.values()))
     env = config.env if config.env is not None else task_of(first, " Give env=<name>.")
@@ -117,36 +113,27 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     evaluation = _play("composition", policy, env, config)
     alone = {name: _play(name, member, env, config) for name, member in members.items()}
     comparisons = {name: compare(one, evaluation) for name, one in alone.items()}
-    target = Path(config.out) if config.out is not None else new_folder(place_now("compose"))
+    target = Path(config.out) if config.out is not None else new_folder(dated_folder("compose"))
     result = CompositionResult(policy, search, estimate, evaluation, alone, comparisons, target)
     _write(config, result, found, env)
     return result
 
 
 def _members(config: EvalConfig) -> dict[str, Located]:
-    """Locate the members, each under a distinct name.
-
-    Raises:
-        ConfigError: If there are fewer than two, or given keys conflict with `compose`.
-    """
     paths = config.compose
     if not isinstance(paths, list) or len(paths) < 2:
         raise ConfigError(f"compose needs a list of two or more policies, compose=[a,b]; got {paths}.")
     if config.policy is not None or config.baseline is not None:
-        raise ConfigError(
-            "compose compares the composition with every one of its members; leave policy and baseline out."
-        )
+        raise ConfigError("compose=[a,b] compares with every member; leave policy and baseline out.")
     if config.weights == ESTIMATE and config.dataset is None:
         raise ConfigError(f"weights={ESTIMATE} needs dataset=<held-out demonstrations>.")
     if config.reader and config.dataset is None:
-        raise ConfigError(
-            f"reader={config.reader} are options of a dataset's reader; give dataset=<file> with them."
-        )
+        raise ConfigError(f"reader={config.reader} needs dataset=<file>, whose reader has these options.")
     _require_used(config)
     if config.weights is None and config.search.overlaps(config.first_seed, config.episodes):
         raise ConfigError(
-            f"the episodes that compare the composition (first_seed={config.first_seed}) must not be those "
-            f"of the search (search.first_seed={config.search.first_seed}). Choose other seeds."
+            f"first_seed={config.first_seed} must start other episodes than those of the search "
+            f"(search.first_seed={config.search.first_seed}). Choose other seeds."
         )
     found: dict[str, Located] = {}
     for path in paths:
@@ -157,11 +144,6 @@ def _members(config: EvalConfig) -> dict[str, Located]:
 
 
 def _require_used(config: EvalConfig) -> None:
-    """Refuse settings that the weight selection or the operator does not use.
-
-    Raises:
-        ConfigError: Names the first one.
-    """
     default = type(config)()
     unused = {
         "search": ("weights are given", config.weights is not None),
@@ -173,24 +155,12 @@ def _require_used(config: EvalConfig) -> None:
             raise ConfigError(f"{name} has no effect here: {reason}. Leave it out.")
 
 
-def _check_out(target: Path) -> None:
-    check_folder_to_write(target)
-    if target.is_dir() and any(target.iterdir()):
-        raise ConfigError(f"out={target} exists; choose another directory.")
-
-
 def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
-    """Compose the members with the given or initial weights."""
     weights = config.weights
     if weights is None or weights == ESTIMATE:
         weights = config.search.weights(len(members), config.operator)[0]
-    return compose(
-        members,
-        weights,
-        operator=config.operator,
-        temperature=config.temperature,
-        sampler=config.sampler,
-    )
+    settings = {key: getattr(config, key) for key in ("operator", "temperature", "sampler")}
+    return compose(members, weights, **settings)
 
 
 def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[WeightEstimate]:
@@ -202,7 +172,6 @@ def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[Weig
 
 
 def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:
-    """Search the weights by rollouts, with the evaluation protocol."""
     settings, kept = config.search, len(config.search.weights(len(policy.fields), config.operator))
     rounds = (kept, *(min(kept, n) for n in settings.keep))
     total = sum(n * episodes for n, episodes in zip(rounds, settings.episodes, strict=True))
@@ -211,7 +180,9 @@ def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:
 
         def play(view: Policy, first_seed: int, episodes: int) -> Evaluation:
             protocol = replace(config, first_seed=first_seed, episodes=episodes)
-            return _episodes(view, env, protocol, lambda n, _: counting.show(done + n))
+            return evaluate_with(
+                view, env, protocol, config.num_workers, on_progress=lambda n, _: counting.show(done + n)
+            )
 
         def count(trial: Trial) -> None:
             nonlocal done
@@ -222,74 +193,52 @@ def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:
 
 def _play(name: str, policy: Policy, env: Any, config: EvalConfig) -> Evaluation:
     with Counting(f"evaluating {name}", config.episodes) as counting:
-        return _episodes(policy, env, config, lambda n, _: counting.show(n))
-
-
-def _episodes(policy: Policy, env: Any, config: EvalConfig, on_progress: Any) -> Evaluation:
-    protocol = {f.name: getattr(config, f.name) for f in fields(EvaluationSettings)}
-    return run_episodes(policy, env, num_workers=config.num_workers, on_progress=on_progress, **protocol)
+        return evaluate_with(
+            policy, env, config, config.num_workers, on_progress=lambda n, _: counting.show(n)
+        )
 
 
 # -- report ---------------------------------------------------------------------------------------------
 
 
 def _searched(names: Sequence[str], search: Search) -> Section:
-    """Tabulate the rounds of a search: every trial with its interval and its distance to the best."""
     rows = []
     for trial in search.trials:
-        behind = ""
-        if trial.round == search.trials[-1].round and trial.weights != search.best:
-            behind = _shown(search.compare_with_best(trial), "difference")
-        rows.append(
-            (
-                str(trial.round + 1),
-                *_numbers(trial.weights),
-                str(len(trial.evaluation.rows)),
-                *_headline(trial.evaluation),
-                behind,
-            )
-        )
+        is_behind = trial.round == search.trials[-1].round and trial.weights != search.best
+        behind = _difference(search.compare_with_best(trial)) if is_behind else ""
+        found, count = _headline(trial.evaluation), str(len(trial.evaluation.rows))
+        rows.append((str(trial.round + 1), *_numbers(trial.weights), count, *found, behind))
     head = ("round", *names, "episodes", search.trials[0].evaluation.quantity, "95 %", "winner − this")
     return Section("Search", head, tuple(rows))
 
 
 def _estimated(names: Sequence[str], estimate: Sequence[WeightEstimate]) -> Section:
-    """Tabulate estimated weights, all levels together and per level."""
-    rows = [
-        (
-            "all" if one.t is None else f"{one.t:.2f}",
-            *(
-                f"{w:.2f} ({low:.2f} to {high:.2f})"
-                for w, low, high in zip(one.weights, one.low, one.high, strict=True)
-            ),
-            *(f"{one.error[i][i]:.4f}" for i in range(len(names))),
-        )
-        for one in estimate
-    ]
+    rows = []
+    for one in estimate:
+        intervals = zip(one.weights, one.low, one.high, strict=True)
+        weights = [f"{w:.2f} ({low:.2f} to {high:.2f})" for w, low, high in intervals]
+        errors = [f"{one.error[i][i]:.4f}" for i in range(len(names))]
+        rows.append(("all" if one.t is None else f"{one.t:.2f}", *weights, *errors))
     head = ("sampling time", *names, *(f"error of {name}" for name in names))
     return Section("Estimate from demonstrations (weights with 95 % intervals)", head, tuple(rows))
 
 
 def _measured(result: CompositionResult) -> Section:
-    """Tabulate the fresh episodes of the composition and its members."""
     rows: list[tuple[str, ...]] = [("composition", "", *_headline(result.evaluation), "", "")]
     for name, weight in zip(result.members, result.policy.composition.weights, strict=True):
         comparison = result.comparisons[name]
-        numbers = _headline(result.members[name])
-        rows.append(
-            (name, *_numbers([weight]), *numbers, _shown(comparison, "difference"), comparison.verdict)
-        )
+        found = (*_numbers([weight]), *_headline(result.members[name]))
+        rows.append((name, *found, _difference(comparison), comparison.verdict))
     head = ("policy", "weight", result.evaluation.quantity, "95 %", "composition − this", "")
     return Section(f"Fresh episodes ({len(result.evaluation.rows)}, the same for all)", head, tuple(rows))
 
 
 def _headline(evaluation: Evaluation) -> tuple[str, str]:
-    """Return mean and interval of the task's main quantity."""
     return format_interval(evaluation.quantity, evaluation.summary()[evaluation.quantity])
 
 
-def _shown(comparison: Comparison, what: str) -> str:
-    mean, interval = format_interval(comparison.quantity, asdict(getattr(comparison, what)))
+def _difference(comparison: Comparison) -> str:
+    mean, interval = format_interval(comparison.quantity, asdict(comparison.difference))
     return f"{mean} ({interval})"
 
 
@@ -301,7 +250,6 @@ def _numbers(weights: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Located], env: Any) -> None:
-    """Write policy, episodes, results and page."""
     target, composition = result.path, asdict(result.policy.composition)
     (target / "eval").mkdir(parents=True, exist_ok=True)
     write_text(target / "eval" / "composition.json", result.evaluation.to_json() + "\n")
@@ -311,7 +259,11 @@ def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Locat
         "members": list(found),
         "composition": composition,
         "weights_from": _origin(config),
-        "search": [_facts_of(trial) for trial in result.search.trials] if result.search else None,
+        "search": [
+            {"round": trial.round, "weights": trial.weights, **trial.evaluation.summary()}
+            for trial in (result.search.trials if result.search else ())
+        ]
+        or None,
         "estimate": [asdict(one) for one in result.estimate],
         "evaluation": result.evaluation.summary(),
         "comparisons": {name: asdict(one) for name, one in result.comparisons.items()},
@@ -327,11 +279,6 @@ def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Locat
 
 
 def _origin(config: EvalConfig) -> str:
-    """Return a description of the source of the weights."""
     if config.weights is None:
         return "searched by rollouts"
     return "estimated from demonstrations" if config.weights == ESTIMATE else "given"
-
-
-def _facts_of(trial: Trial) -> dict[str, Any]:
-    return {"round": trial.round, "weights": trial.weights, **trial.evaluation.summary()}

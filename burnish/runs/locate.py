@@ -18,7 +18,7 @@ from policies.policy import Policy
 from policies.storage import policy_folder
 from policies.storage.hub import PREFIX, fetch, is_on_hub
 from policies.storage.policy_folder import CONFIG as POLICY_CONFIG
-from policies.storage.policy_folder import read_config, where_it_was_left
+from policies.storage.policy_folder import interrupted_replacement, read_config
 
 RUN_CONFIG = "config.yaml"
 _SEED_FOLDER = re.compile(r"seed-(\d+)")
@@ -41,7 +41,6 @@ class Located:
         return name if self.step is None else f"{name}@{self.step}"
 
     def load(self) -> Policy:
-        """Load the policy."""
         return policy_folder.load_policy(self.path)
 
     def provenance(self) -> Mapping[str, Any]:
@@ -55,11 +54,9 @@ class LocatedExport(Located):
     """A folder written by `burnish export`."""
 
     def load(self) -> Any:
-        """Load the exported policy."""
         return ExportedPolicy(self.path)
 
     def provenance(self) -> Mapping[str, Any]:
-        """Facts stored with the exported policy."""
         return read_signature(self.path).provenance
 
 
@@ -77,32 +74,32 @@ def load_policy(policy: str | os.PathLike[str]) -> Policy:
 
 
 def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
-    """Refuse a path where no file can be written, before any work.
-
-    Raises:
-        ConfigError: If it is a folder, or below a file.
-    """
+    """Refuse, with ConfigError, a path where no file can be written."""
     target = Path(path)
     if target.is_dir():
         raise ConfigError(f"{key}={target} is a folder; give the name of a file, e.g. {target / 'name'}.")
     _check_parents(target, key)
 
 
-def place_now(name: str) -> Path:
+def dated_folder(name: str) -> Path:
     """Return runs/<date>/<time>-<name>, which may exist (`algos.training.run_directory.new_folder`)."""
     return Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
 
 
 def check_folder_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
-    """Refuse a path where no folder can be created, before any work.
-
-    Raises:
-        ConfigError: If it is a file, or below one.
-    """
+    """Refuse, with ConfigError, a path where no folder can be created."""
     target = Path(path)
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{key}={target} is a file; choose another directory.")
     _check_parents(target, key)
+
+
+def check_folder_to_fill(target: Path, overwrite: bool | None = None) -> None:
+    """Refuse, with ConfigError, a folder that cannot be created or holds files; None: no key `overwrite`."""
+    check_folder_to_write(target)
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        remedy = "" if overwrite is None else " or say overwrite=true"
+        raise ConfigError(f"out={target} exists; choose another directory{remedy}.")
 
 
 def _check_parents(target: Path, key: str) -> None:
@@ -133,7 +130,7 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
     if not given.exists():
         raise CheckpointError(
             f"{key}={path} does not exist; give a policy directory or a run directory."
-            f"{where_it_was_left(given)}{_perhaps_on_hub(given)}"
+            f"{interrupted_replacement(given)}{_perhaps_on_hub(given)}"
         )
     if (given / RUN_CONFIG).is_file():
         run = RunDirectory.open(given)
@@ -174,7 +171,6 @@ def seed_folders(place: str | Path | None) -> list[Path]:
 
 
 def _perhaps_on_hub(given: Path) -> str:
-    """Return a hint about `hub://` if the path resembles a hub name."""
     looks_so = len(given.parts) == 2 and not given.is_absolute() and not given.parent.exists()
     return f" One on the hub is written {PREFIX}{given.as_posix()}." if looks_so else ""
 

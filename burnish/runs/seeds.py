@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algos.training.resume_checks import settings_of
-from burnish.config.overrides import Overrides
 from burnish.config.schema import describe
 from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
 from envs.evaluation.settings import check_seeds
@@ -21,57 +19,44 @@ if TYPE_CHECKING:
     from burnish.config.train import TrainConfig
 
 _log = logging.getLogger(__name__)
-_NOTE = "seeds.txt"
-_OF_EACH = ("seed", "name", "progress", "num_workers")
+_SEEDS_FILE = "seeds.txt"
+_MAY_DIFFER = ("seed", "name", "progress", "num_workers")
 
 
 def require_distinct(seeds: Sequence[int]) -> None:
-    """Refuse seeds that are empty, not integers, duplicates, or out of range.
-
-    Raises:
-        ConfigError: If they are.
-    """
+    """Refuse, with ConfigError, seeds that are empty, not integers, duplicates, or out of range."""
     if not seeds or any(type(seed) is not int for seed in seeds) or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds must be one or more different seeds, such as [0,1,2]; got {list(seeds)}.")
     for seed in seeds:
         check_seeds("seeds", seed)
 
 
-def require_room(place: Path, seeds: Sequence[int]) -> None:
-    """Refuse a folder that holds runs, or where runs cannot be created.
-
-    Raises:
-        ConfigError: If it does.
-    """
+def require_new_folders(place: Path, seeds: Sequence[int]) -> None:
+    """Refuse, with ConfigError, a folder that holds runs, or where runs cannot be created."""
     for folder in (place, *(folder_of(place, seed) for seed in seeds)):
         check_folder_to_write(folder, "hydra.run.dir")
     if (place / RUN_CONFIG).is_file() or seed_folders(place):
         raise ConfigError(
-            f"hydra.run.dir={place} holds a run already, or several. Continue with resume={place}, or choose "
-            f"another folder."
+            f"hydra.run.dir={place} holds runs already. Give resume={place}, or another folder."
         )
 
 
-def note_seeds(place: Path, seeds: Sequence[int]) -> None:
+def write_seeds(place: Path, seeds: Sequence[int]) -> None:
     """Write the seeds of a folder."""
     place.mkdir(parents=True, exist_ok=True)
-    write_text(place / _NOTE, "".join(f"{seed}\n" for seed in seeds))
+    write_text(place / _SEEDS_FILE, "".join(f"{seed}\n" for seed in seeds))
 
 
-def forget_seeds(place: Path) -> None:
-    """Remove the file of `note_seeds`, and the folder if empty."""
-    (place / _NOTE).unlink(missing_ok=True)
+def remove_seeds(place: Path) -> None:
+    """Remove the file of `write_seeds`, and the folder if empty."""
+    (place / _SEEDS_FILE).unlink(missing_ok=True)
     if place.is_dir() and not any(place.iterdir()):
         place.rmdir()
 
 
 def require_complete(place: str | Path, key: str = "resume") -> None:
-    """Refuse a folder without the run of one of its seeds.
-
-    Raises:
-        CheckpointError: If a run is missing.
-    """
-    note = Path(place) / _NOTE
+    """Refuse, with CheckpointError, a folder without the run of one of its seeds."""
+    note = Path(place) / _SEEDS_FILE
     seeds = [int(line) for line in note.read_text().split()] if note.is_file() else []
     runs = seed_folders(place)
     if missing := [seed for seed in seeds if folder_of(Path(place), seed) not in runs]:
@@ -81,39 +66,25 @@ def require_complete(place: str | Path, key: str = "resume") -> None:
         )
 
 
-def of_one_seed(config: TrainConfig, typed: Overrides, seed: int) -> tuple[TrainConfig, Overrides]:
-    """Return configuration and overrides of the run of one seed, as for a single run."""
-    return replace(config, seed=seed, seeds=None), typed.but("seeds") + Overrides.parse([f"seed={seed}"])
-
-
 def require_alike(configs: Sequence[TrainConfig]) -> None:
-    """Refuse runs that differ in more than their seeds and display settings.
-
-    Raises:
-        ConfigError: If they do.
-    """
+    """Refuse, with ConfigError, runs that differ in more than their seeds and display settings."""
     first, *others = (_settings_of(config) for config in configs)
     for config, other in zip(configs[1:], others, strict=True):
         for key in sorted(key for key in {*first, *other} if first.get(key) != other.get(key)):
             raise ConfigError(
-                f"runs that are continued together must differ in their seeds only; {key} of seed "
-                f"{configs[0].seed} is {first.get(key)}, of seed {config.seed} {other.get(key)}. Give one "
-                f"value for all on the command line, or continue them one by one: resume=<folder>/seed-<n>."
+                f"{key} must be equal in runs that are continued together; of seed {configs[0].seed} it is "
+                f"{first.get(key)}, of seed {config.seed} {other.get(key)}. Give {key}=<value>, or continue "
+                f"them one by one: resume=<folder>/seed-<n>."
             )
 
 
 def _settings_of(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that must be equal between runs, by key."""
     found = settings_of("", describe(config))
-    return {key.removeprefix("."): value for key, value in found.items() if key[1:] not in _OF_EACH}
+    return {key.removeprefix("."): value for key, value in found.items() if key[1:] not in _MAY_DIFFER}
 
 
 def require_together(config: TrainConfig) -> None:
-    """Refuse algorithms that train one seed at a time; log if batching has no benefit.
-
-    Raises:
-        ConfigError: If the algorithm is one, or `init` is set.
-    """
+    """Refuse, with ConfigError, `init` and algorithms that train one seed at a time."""
     from algos.offline.batched_seeds import ONE_BY_ONE  # not needed for a single run
     from algos.offline.config import OfflineConfig
 

@@ -21,18 +21,15 @@ _log = logging.getLogger(__name__)
 def task_of(found: Located, remedy: str = "") -> Any:
     """Return the task configuration of a policy.
 
-    Args:
-        found: The policy.
-        remedy: Appended to the error, for commands with an `env` key.
-
     Raises:
-        ConfigError: If its provenance names no task, or one that runs code and the policy is not in a run.
+        ConfigError: If its provenance names no task, which ends with `remedy`, or names one that runs code
+            and the policy is not in a run.
     """
     env = _recorded_task(found)
     if env is None:
         raise ConfigError(
-            f"the policy {found.path} does not say which task it was made for: it was trained without "
-            f"env=<name>, or saved without its provenance.{remedy}"
+            f"the policy {found.path} names no task: it was trained without env=<name>, or saved without its "
+            f"provenance.{remedy}"
         )
     if getattr(env, "runs_code", False) and found.run is None:
         raise ConfigError(

@@ -15,33 +15,29 @@ from typing import Any, Protocol, cast
 
 from envs.datasets import formats
 from envs.datasets.catalogue import find_dataset
-from envs.datasets.episode import Episode, Transitions
+from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.files.arrays import readable
 from envs.datasets.files.hdf5 import read_hdf5
 from envs.datasets.files.npz import peek_npz
 from envs.datasets.formats.d4rl import read as read_d4rl
 from envs.datasets.formats.robomimic import read as read_robomimic
-from envs.datasets.options import Option, fitting, lasting, options_of
-from envs.datasets.windows import Batch, Windows
+from envs.datasets.options import Option, absolute_paths, checked_options, options_of
 from envs.datasets.writers import write_dataset
 from envs.datasets.writers.d4rl import write_d4rl
 from envs.datasets.writers.minari import write_minari
 from envs.datasets.writers.robomimic import write_robomimic
 from envs.evaluation.scores import normalized_score
-from policies.errors import BurnishError, DatasetError
+from policies.errors import DatasetError
 from policies.registry import plugins
 
 
 class Reader(Protocol):
-    """A module that reads one format."""
+    """A module that reads one format: `matches` is true for no other format."""
 
-    def matches(self, path: str | Path) -> bool:
-        """Whether a file is of this format; formats are mutually exclusive."""
-        ...
+    def matches(self, path: str | Path) -> bool: ...
 
-    def read(self, path: str | Path, **options: Any) -> EpisodeDataset:
-        """Read a file of this format."""
-        ...
+    def read(self, path: str | Path, **options: Any) -> EpisodeDataset: ...
 
 
 @cache
@@ -54,23 +50,20 @@ def readers() -> dict[str, Reader]:
 
 
 def dataset_format(path: str | Path) -> str:
-    """Return the format of a file or folder, detected from its content.
-
-    Raises:
-        DatasetError: If it is missing, unreadable, or of no known format; the message describes the content.
-    """
+    """Return the format of a file or folder, detected from its content."""
     for name, reader in readers().items():
         if reader.matches(path):
             return name
-    known = f"one of the formats {', '.join(readers())} (`burnish list datasets`)"
     if Path(path).is_dir():
         inside = sorted(item.name for item in Path(path).iterdir())
-        raise DatasetError(f"{path}: expected {known}; found a folder with {inside[:8] or 'nothing in it'}.")
-    keys = peek_npz(path)
-    if keys is not None:
-        raise DatasetError(f"{path}: expected {known}; found an npz archive with the keys {sorted(keys)}.")
-    with read_hdf5(path) as file:
-        raise DatasetError(f"{path}: expected {known}; found the keys {sorted(file)}.")
+        found = f"a folder with {inside[:8] or 'nothing in it'}"
+    elif (keys := peek_npz(path)) is not None:
+        found = f"an npz archive with the keys {sorted(keys)}"
+    else:
+        with read_hdf5(path) as file:
+            found = f"the keys {sorted(file)}"
+    known = f"one of the formats {', '.join(readers())} (`burnish list datasets`)"
+    raise DatasetError(f"{path}: expected {known}; found {found}.")
 
 
 def reader_options() -> dict[str, dict[str, Option]]:
@@ -78,12 +71,12 @@ def reader_options() -> dict[str, dict[str, Option]]:
     return {name: options_of(reader.read) for name, reader in readers().items()}
 
 
-def lasting_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def absolute_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return reader options with absolute paths."""
-    return lasting(options, reader_options())
+    return absolute_paths(options, reader_options())
 
 
-def fitting_options(path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
+def supported_options(path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the subset of options supported by a dataset's reader."""
     known = reader_options()[dataset_format(find_dataset(path))]
     return {name: value for name, value in options.items() if name in known}
@@ -93,8 +86,8 @@ def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
     """Read a dataset of any known format.
 
     Args:
-        path: A file or folder of any known format, or the name of a downloaded dataset (`hopper-medium-v2`).
-        **options: Passed to the format's reader, e.g. `read_robomimic` or `read_d4rl`.
+        path: File, folder, or name of a downloaded dataset (`hopper-medium-v2`).
+        **options: Options of the format's reader, e.g. `read_robomimic` or `read_d4rl`.
 
     Raises:
         ConfigError: If the format's reader lacks an option or refuses its value.
@@ -102,34 +95,24 @@ def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
     """
     place = find_dataset(path)
     form = dataset_format(place)
-    chosen = fitting(options, form, reader_options(), place)
-    try:
+    chosen = checked_options(options, form, reader_options(), place)
+    with readable(place, f"dataset of the format {form}"):
         return readers()[form].read(place, **chosen)
-    except (BurnishError, MemoryError):
-        raise
-    except Exception as error:  # untrusted content may break any assumption
-        raise DatasetError(
-            f"{place}: expected a dataset of the format {form}; reading failed with {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}. Copy or download it again."
-        ) from error
 
 
 __all__ = [
-    "Batch",
     "Episode",
     "EpisodeDataset",
     "Reader",
-    "Transitions",
-    "Windows",
+    "absolute_options",
     "dataset_format",
-    "fitting_options",
-    "lasting_options",
     "normalized_score",
     "read_d4rl",
     "read_dataset",
     "read_robomimic",
     "reader_options",
     "readers",
+    "supported_options",
     "write_d4rl",
     "write_dataset",
     "write_minari",

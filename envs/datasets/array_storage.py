@@ -1,10 +1,7 @@
 """Storage of dataset arrays: in memory if they fit, else in memory-mapped files.
 
-Mapped arrays support the same operations: the system loads accessed rows and evicts them under memory
-pressure. Operations that would need a second array of full size run in pieces.
-
-Array files have no name (`tempfile.TemporaryFile`): their space is freed with the last reference, also after
-a killed program.
+Mapped arrays support the same operations, in pieces. Their files (`tempfile.TemporaryFile`) have no name:
+their space is freed with the last reference, also after a killed program.
 
 Legend: N rows, M requested rows.
 """
@@ -27,7 +24,7 @@ from envs.datasets import free_memory
 from policies.errors import DatasetError
 
 PIECE = 2**26
-"""Bytes that are worked on in one go."""
+"""Bytes per piece."""
 _GIBI = 2**30
 
 _log = logging.getLogger(__name__)
@@ -39,11 +36,6 @@ class ArrayStorage:
     on_disk = False
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-        """Return an uninitialised array.
-
-        Raises:
-            DatasetError: If there is no space.
-        """
         return np.empty(shape, dtype)
 
     def converted(self, values: np.ndarray, dtype: DTypeLike) -> np.ndarray:
@@ -65,7 +57,6 @@ class ArrayStorage:
         return out
 
     def take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Return rows (M,) of a tensor (N, ...)."""
         return values[rows]
 
 
@@ -78,7 +69,6 @@ class Disk(ArrayStorage):
         self.folder = folder
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-        """Return a mapped array."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if size == 0:
             return np.empty(shape, dtype)
@@ -89,64 +79,40 @@ class Disk(ArrayStorage):
                 return np.memmap(file, dtype, "r+", shape=shape)
         except OSError as error:
             raise DatasetError(
-                f"{self.folder}: no room for {size / _GIBI:.2f} GiB of a dataset that does not fit into "
-                f"memory ({error.strerror or error}). Name a folder on another disk, reader.cache=<folder>."
+                f"{self.folder}: no space for {size / _GIBI:.2f} GiB ({error.strerror or error}). Name a "
+                f"folder on another disk, reader.cache=<folder>."
             ) from error
 
     def take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Return rows (M,) of a tensor (N, ...), mapped."""
         return torch.from_numpy(self.taken(values.numpy(), rows.numpy()))
 
 
 MEMORY = ArrayStorage()
-"""Where everything is that fits."""
 
 
 def choose_storage(
     needed: int, source: str | Path, *, cache: str | Path | None = None, advice: str = ""
 ) -> ArrayStorage:
-    """Return storage with space for a file's arrays: memory, else disk.
-
-    Args:
-        needed: Bytes required for reading.
-        source: Name of the file in messages.
-        cache: Folder on disk; None: that of temporary files (see `spill_folder`).
-        advice: Advice to read less, for messages.
-
-    Raises:
-        DatasetError: If neither has space; names required and free bytes.
-    """
+    """Return storage for `needed` bytes: memory, else the folder `cache`; `advice` completes the error."""
     if free_memory.fits(needed):
         free_memory.log_use(needed, source)
         return MEMORY
     folder = spill_folder(cache)
     free = free_disk(folder)
     free_gib = (free_memory.free_memory() or 0) / _GIBI
-    have = f"{free_gib:.2f} GiB of memory are free, of which {free_memory.SHARE:.0%}"
+    have = f"{free_gib:.2f} GiB of memory are free, of which {free_memory.SHARE:.0%} may be taken"
+    takes = f"{source}: reading takes {needed / _GIBI:.2f} GiB; {have}"
     if needed > free:
         raise DatasetError(
-            f"{source}: reading it takes {needed / _GIBI:.2f} GiB; {have} may be taken, and {folder} has "
-            f"{free / _GIBI:.2f} GiB. {f'{advice} ' if advice else ''}Name a folder on a larger disk, "
+            f"{takes}, and {folder} has {free / _GIBI:.2f} GiB. {advice} Name a folder on a larger disk, "
             f"reader.cache=<folder>, or use a machine with more memory."
         )
-    _log.info(
-        "%s: reading takes %.2f GiB; %s may be taken, so that its arrays are kept in files in %s.",
-        source,
-        needed / _GIBI,
-        have,
-        folder,
-    )
+    _log.info("%s, so that its arrays are kept in files in %s.", takes, folder)
     return Disk(folder)
 
 
 def spill_folder(cache: str | Path | None) -> Path:
-    """Return the folder for arrays that do not fit in memory; created if missing.
-
-    The given folder, else $TMPDIR, else /var/tmp, because /tmp may be a RAM disk.
-
-    Raises:
-        DatasetError: If it cannot be created.
-    """
+    """Return the folder for arrays on disk: given, $TMPDIR, or /var/tmp (/tmp may be RAM)."""
     known = cache or os.environ.get("TMPDIR")
     default = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
     folder = Path(known or default).expanduser()
@@ -171,12 +137,7 @@ def pieces(values: np.ndarray | Tensor, at_once: int | None = None) -> Iterator[
 
 
 class Column:
-    """Array of one key, grown by appending rows.
-
-    Args:
-        storage: Storage of the array.
-        expected: Estimated number of rows.
-    """
+    """Array of one key, grown by appending rows; `expected` is the estimated number of rows."""
 
     def __init__(self, storage: ArrayStorage, expected: int = 0) -> None:
         self._storage, self._expected = storage, expected
@@ -202,7 +163,6 @@ class Column:
         return out
 
     def joined(self) -> np.ndarray:
-        """Return all rows (N, ...)."""
         assert self._values is not None
         return self._values[: self._count]
 
@@ -226,5 +186,4 @@ class Frames:
             column.add(rows[key])
 
     def joined(self) -> dict[str, np.ndarray]:
-        """Return all frames (N, ...) by key."""
         return {key: column.joined() for key, column in (self._columns or {}).items()}

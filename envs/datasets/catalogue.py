@@ -32,13 +32,7 @@ _MINARI = f"{_HUB}/farama-minari"
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file of a dataset.
-
-    Attributes:
-        url: Download URL.
-        path: Target relative to the download folder.
-        sha256: Checksum, if published.
-    """
+    """One file of a dataset: its URL, path in the download folder, and published SHA-256, if any."""
 
     url: str
     path: str
@@ -101,8 +95,7 @@ _KITCHENS = {
 @cache
 def catalogue() -> dict[str, Entry]:
     """Return all known datasets by name."""
-    found = [*_d4rl(), *_ogbench(), *_robomimic(), *_minari()]
-    return {entry.name: entry for entry in found}
+    return {entry.name: entry for entry in (*_d4rl(), *_ogbench(), *_robomimic(), *_minari())}
 
 
 def _d4rl_paths() -> Iterator[tuple[str, str]]:
@@ -110,10 +103,8 @@ def _d4rl_paths() -> Iterator[tuple[str, str]]:
     kinds = ("random", "medium", "expert", "medium-replay", "medium-expert")
     for robot, version in product(("hopper", "halfcheetah", "walker2d", "ant"), ("v1", "v2")):
         for kind in (*kinds, "full-replay"):
-            yield (
-                f"{robot}-{kind}-{version}",
-                f"gym_mujoco_{version}/{robot}_{kind.replace('-', '_')}-{version}",
-            )
+            stem = f"{robot}_{kind.replace('-', '_')}-{version}"
+            yield f"{robot}-{kind}-{version}", f"gym_mujoco_{version}/{stem}"
     for robot, kind in product(("hopper", "halfcheetah", "walker2d", "ant"), kinds):
         stem = f"{robot}_{kind.replace('-', '_')}"
         mixed = {"walker2d": "walker"}.get(robot, robot) + "_mixed"
@@ -139,45 +130,47 @@ def _d4rl_paths() -> Iterator[tuple[str, str]]:
 
 def _d4rl() -> Iterator[Entry]:
     for name, stem in _d4rl_paths():
-        path = f"d4rl/{Path(stem).name}.hdf5"
-        file = RemoteFile(f"{_D4RL}/{stem}.hdf5", path)
-        yield Entry(name, "D4RL", (file,), path, f".d4rl/datasets/{Path(stem).name}.hdf5")
+        file = f"{Path(stem).name}.hdf5"
+        yield _entry(name, "D4RL", {f"{_D4RL}/{stem}.hdf5": f"d4rl/{file}"}, f".d4rl/datasets/{file}")
 
 
 def _ogbench() -> Iterator[Entry]:
-    for name in (name for pattern in _OGBENCH_NAMES for name in expand(pattern)):
-        files = tuple(
-            RemoteFile(f"{_OGBENCH}/{name}{part}.npz", f"ogbench/{name}{part}.npz") for part in ("", "-val")
-        )
-        yield Entry(name, "OGBench", files, files[0].path, f".ogbench/data/{name}.npz")
+    for name in _expanded(_OGBENCH_NAMES):
+        files = {f"{_OGBENCH}/{name}{part}.npz": f"ogbench/{name}{part}.npz" for part in ("", "-val")}
+        yield _entry(name, "OGBench", files, f".ogbench/data/{name}.npz")
 
 
 def _robomimic() -> Iterator[Entry]:
-    for place in (name for pattern in _ROBOMIMIC_NAMES for name in expand(pattern)):
-        kinds = ("low_dim_sparse", "low_dim_dense") if place.endswith("/mg") else ("low_dim",)
-        for kind in kinds:
-            path = f"robomimic/v1.5/{place}/{kind}_v15.hdf5"
-            file = RemoteFile(f"{_ROBOMIMIC}/{place}/{kind}_v15.hdf5", path)
-            suffix = kind.removeprefix("low_dim").replace("_", "-")
-            yield Entry(f"robomimic/{place}{suffix}", "robomimic", (file,), path, path)
+    for place in _expanded(_ROBOMIMIC_NAMES):
+        for kind in ("_sparse", "_dense") if place.endswith("/mg") else ("",):
+            file = f"{place}/low_dim{kind}_v15.hdf5"
+            path = f"robomimic/v1.5/{file}"
+            name = f"robomimic/{place}{kind.replace('_', '-')}"
+            yield _entry(name, "robomimic", {f"{_ROBOMIMIC}/{file}": path}, path)
 
 
 def _minari() -> Iterator[Entry]:
-    for name in (name for pattern in _MINARI_NAMES for name in expand(pattern)):
+    for name in _expanded(_MINARI_NAMES):
         group, _, inner = name.partition("/")
-        files = tuple(
-            RemoteFile(f"{_MINARI}/{group}/resolve/main/{inner}/data/{part}", f"minari/{name}/data/{part}")
+        files = {
+            f"{_MINARI}/{group}/resolve/main/{inner}/data/{part}": f"minari/{name}/data/{part}"
             for part in ("metadata.json", "main_data.hdf5")
-        )
-        yield Entry(f"minari/{name}", "Minari", files, f"minari/{name}", f".minari/datasets/{name}")
+        }
+        yield _entry(f"minari/{name}", "Minari", files, f".minari/datasets/{name}", f"minari/{name}")
+
+
+def _expanded(patterns: tuple[str, ...]) -> Iterator[str]:
+    return (name for pattern in patterns for name in expand(pattern))
+
+
+def _entry(name: str, family: str, files: dict[str, str], elsewhere: str, path: str = "") -> Entry:
+    """Return an entry with paths by URL; `path` defaults to the first file."""
+    remote = tuple(RemoteFile(*item) for item in files.items())
+    return Entry(name, family, remote, path or remote[0].path, elsewhere)
 
 
 def lookup(name: str) -> Entry:
-    """Return a known dataset.
-
-    Raises:
-        DatasetError: If the name is unknown; suggests similar names.
-    """
+    """Return a known dataset; an error suggests similar names."""
     known = catalogue()
     if name not in known:
         near = get_close_matches(name, known, n=3, cutoff=0.5) or ["hopper-medium-v2", "cube-single-play-v0"]
@@ -200,14 +193,19 @@ def find_dataset(given: str | Path) -> Path:
     A name is searched in the download folder, then in the folder of the publisher's program.
 
     Raises:
-        DatasetError: If it is the name of a public dataset that is not downloaded, or similar to one.
+        DatasetError: If it is, or resembles, the name of a public dataset that is not downloaded.
     """
     path = Path(given)
     if path.exists():
         return path
     entry = catalogue().get(str(given))
     if entry is None:
-        _refuse_near_name(str(given))
+        near = [] if path.suffix else get_close_matches(str(given), catalogue(), n=3)
+        if near:
+            raise DatasetError(
+                f"{given}: expected a file, a folder or the name of a downloaded dataset; there is no such "
+                f"path. Similar names: {', '.join(near)}."
+            )
         return path
     places = [download_folder() / entry.path, Path.home() / entry.elsewhere]
     for place in places:
@@ -217,13 +215,3 @@ def find_dataset(given: str | Path) -> Path:
         f"{given}: expected a file or a downloaded dataset; it is neither in {places[0]} nor in {places[1]}. "
         f"Fetch it: burnish data download name={given}."
     )
-
-
-def _refuse_near_name(given: str) -> None:
-    """Refuse a value that is no path and resembles a public dataset's name."""
-    near = [] if Path(given).suffix else get_close_matches(given, catalogue(), n=3)
-    if near:
-        raise DatasetError(
-            f"{given}: expected a file, a folder or the name of a downloaded dataset; there is no such path. "
-            f"Similar names: {', '.join(near)}."
-        )

@@ -14,13 +14,11 @@ from envs.datasets.array_storage import pieces
 from envs.datasets.episode import Episode, EpisodeColumns
 from policies.errors import ConfigError, DatasetError
 
+_log = logging.getLogger(__name__)
+
 
 def check_dataset(dataset: EpisodeColumns) -> None:
-    """Check index, shapes, values and end flags.
-
-    Raises:
-        DatasetError: Names source, key, expected and found.
-    """
+    """Check index, shapes, values and end flags."""
     _check_index(dataset)
     _check_shapes(dataset)
     _check_rows(dataset)
@@ -30,44 +28,24 @@ def check_dataset(dataset: EpisodeColumns) -> None:
 
 
 def check_episode(episode: Episode, first: Episode, source: str) -> None:
-    """Check one episode, alone and against the first of its collection.
-
-    Raises:
-        DatasetError: Names source, key, expected and found.
-    """
-    frames = len(episode.actions)
-    if frames == 0:
-        raise DatasetError(f"{source}: expected at least one action; the episode is empty.")
-    if set(episode.extras) != set(first.extras):
-        raise DatasetError(
-            f"{source}: expected the extra keys {sorted(first.extras)} of the first episode; got "
-            f"{sorted(episode.extras)}."
-        )
-    if set(episode.images) != set(first.images):
-        raise DatasetError(
-            f"{source}: expected images of the cameras {sorted(first.images)} of the first episode; got "
-            f"{sorted(episode.images)}."
-        )
-    expected = {
-        "observations": (episode.observations, (frames + 1, *np.shape(first.observations)[1:])),
-        "actions": (episode.actions, (frames, *np.shape(first.actions)[1:])),
-        "rewards": (episode.rewards, (frames,)),
-    }
-    for key, value in episode.extras.items():
-        expected[key] = (value, (frames, *np.shape(first.extras[key])[1:]))
-    for camera, images in episode.images.items():
-        expected[f"images/{camera}"] = (images, (frames, *np.shape(first.images[camera])[1:]))
-    for key, (got, want) in expected.items():
-        if np.shape(got) != want:
-            raise DatasetError(f"{source}: key '{key}' must have shape {want}; got {np.shape(got)}.")
+    """Check the rows of one episode, and its keys against the first of its collection."""
+    for what, got, want in (
+        ("the extra keys", sorted(episode.extras), sorted(first.extras)),
+        ("images of the cameras", sorted(episode.images), sorted(first.images)),
+    ):
+        if got != want:
+            raise DatasetError(f"{source}: expected {what} {want} of the first episode; got {got}.")
+    num = len(episode.actions)
+    rows = {"observations": (episode.observations, num + 1), "rewards": (episode.rewards, num)}
+    for key, value in {**episode.extras, **episode.images}.items():
+        rows[key] = (value, num)
+    for key, (value, wanted) in rows.items():
+        if np.shape(value)[:1] != (wanted,):
+            raise DatasetError(f"{source}: key '{key}' must have {wanted} rows; got shape {np.shape(value)}.")
 
 
 def refuse_images(dataset: EpisodeColumns, form: str) -> None:
-    """Refuse images for formats that cannot store them.
-
-    Raises:
-        ConfigError: If the dataset has images.
-    """
+    """Refuse images for formats that cannot store them."""
     if dataset.images:
         raise ConfigError(
             f"images of the cameras {', '.join(dataset.images)} need format=robomimic; got format={form}. "
@@ -81,9 +59,8 @@ def _check_index(data: EpisodeColumns) -> None:
         raise DatasetError(f"{data.source}: key 'observations' is empty; expected at least one frame.")
     if start.ndim != 1 or len(start) < 2 or int(start[0]) != 0 or int(start[-1]) != frames:
         raise DatasetError(
-            f"{data.source}: key 'episode_start' must run from 0 to the number of frames {frames}; got "
-            f"shape {tuple(start.shape)}, first {start.flatten()[:1].tolist()}, last "
-            f"{start.flatten()[-1:].tolist()}."
+            f"{data.source}: key 'episode_start' must run from 0 to the number of frames {frames}; got shape "
+            f"{tuple(start.shape)}, from {start.flatten()[:1].tolist()} to {start.flatten()[-1:].tolist()}."
         )
     empty = (start.diff() < 1).nonzero()
     if len(empty):
@@ -168,8 +145,7 @@ def _check_numbers(data: EpisodeColumns, key: str, value: Tensor) -> None:
 
 
 def _check_ends(data: EpisodeColumns) -> None:
-    inside = torch.ones(data.num_frames, dtype=torch.bool, device=data.terminated.device)
-    inside[data.episode_start[1:] - 1] = False
+    inside = ~data.is_last
     for key, flags in (("terminated", data.terminated), ("truncated", data.truncated)):
         early = (flags & inside).nonzero()
         if len(early):
@@ -179,16 +155,8 @@ def _check_ends(data: EpisodeColumns) -> None:
             )
 
 
-_log = logging.getLogger(__name__)
-
-
 def log_skipped_fields(path: str | Path, left_out: Mapping[str, str]) -> list[str]:
-    """Log skipped keys with reasons; returns the keys, for `meta["not_read"]`.
-
-    Args:
-        path: The file.
-        left_out: Reason by key, e.g. `{"images": "images"}`.
-    """
+    """Log skipped keys with their reasons by key; returns the keys, for `meta["not_read"]`."""
     if left_out:
         reasons = ", ".join(f"{key} ({reason})" for key, reason in left_out.items())
         _log.warning("%s: not read: %s. Only vectors of numbers and images are observed.", path, reasons)

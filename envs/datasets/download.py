@@ -1,10 +1,9 @@
 """Resumable downloads: continued by HTTP ranges, verified, and renamed into place when complete.
 
 During download of a file `x`, `x.part` holds the received bytes and `x.part.json` the server's metadata
-(size and entity tag). A later call requests the rest if the server still has the same file; otherwise it
-starts again. The final name appears only after size and, if known, SHA-256 are verified, and after HDF5 and
-npz files could be opened: the servers of D4RL and OGBench publish no checksums. Among processes that request
-the same file one downloads it, and the others wait.
+(size and entity tag), by which a later call requests the rest of the same file. The final name appears after
+size and, if known, SHA-256 are verified, and after HDF5 and npz files could be opened: the servers of D4RL
+and OGBench publish no checksums. Processes that request the same file wait for the first.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from envs.datasets.files.hdf5 import read_hdf5
 from envs.datasets.files.npz import peek_npz
 from policies.errors import DatasetError, WriteError
-from policies.storage.atomic_write import told_if_full
+from policies.storage.atomic_write import write_errors
 
 Progress = Callable[[int, int | None], None]
-"""Is told the bytes that have come, and how many there are in all (None if the server does not say)."""
+"""Called with the bytes received and their total (None if unknown)."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ _LINKED = "X-Linked-ETag"  # header of Hugging Face with the SHA-256 of a large 
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follow redirections; keeps the entity tag of the first server."""
+    """Follows redirections; keeps the entity tag of the first server."""
 
     tag = ""
 
@@ -68,8 +67,7 @@ def fetch(
         progress: See `Progress`.
 
     Raises:
-        DatasetError: If the server is unreachable or refuses, the connection fails too often, the checksum is
-            wrong, or the content is not of its declared type; states the remedy.
+        DatasetError: If the server refuses, the connection fails too often, or the content is wrong.
         WriteError: If the disk is full; received bytes are kept.
     """
     target = Path(target)
@@ -80,9 +78,10 @@ def fetch(
         raise DatasetError(f"url must begin with http:// or https://; got '{url}'.")
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
-    with _alone(part):
+    with _locked(part):
         if target.is_file():  # downloaded meanwhile by another process
-            _note(part).unlink()
+            _metadata(part).unlink()
+            _check_sum(target, sha256, target, url)
         else:
             tag = _complete(url, target, part, attempts, progress)
             _check_sum(part, sha256 or (tag if _SHA256.fullmatch(tag) else None), target, url)
@@ -90,23 +89,27 @@ def fetch(
             with open(part, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(part, target)
-            _note(part).unlink(missing_ok=True)
-            return target
-    _check_sum(target, sha256, target, url)
+            _metadata(part).unlink(missing_ok=True)
     return target
 
 
 @contextmanager
-def _alone(part: Path) -> Iterator[None]:
-    """Lock an unfinished download through its metadata file, created if missing; waits for other processes.
+def _locked(part: Path) -> Iterator[None]:
+    """Lock an unfinished download through its metadata file, created if missing.
 
     The part file itself is not locked: HDF5 locks files while it checks them.
     """
     while True:
-        with open(_note(part), "ab") as file:
-            _lock(file)
+        with open(_metadata(part), "ab") as file:
             try:
-                held = os.path.samestat(_note(part).stat(), os.fstat(file.fileno()))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("another process fetches %s; waiting for it", part.with_suffix(""))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:  # file system without locks
+                _log.debug("%s cannot be locked: %s", file.name, error)
+            try:
+                held = os.path.samestat(_metadata(part).stat(), os.fstat(file.fileno()))
             except FileNotFoundError:  # removed by the process that held it and has finished
                 held = False
             if held:
@@ -114,52 +117,32 @@ def _alone(part: Path) -> Iterator[None]:
                 return
 
 
-def _lock(file: IO[bytes]) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _log.info("another process fetches %s; waiting for it", file.name.removesuffix(".part.json"))
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:  # file system without locks
-        _log.debug("%s cannot be locked: %s", file.name, error)
-
-
 def _complete(url: str, target: Path, part: Path, attempts: int, progress: Progress | None) -> str:
     """Download the rest of a file in several attempts; returns the server's entity tag."""
     for attempt in range(1, attempts + 1):
         try:
             return _continue(url, part, progress)
-        except urllib.error.HTTPError as error:
-            _forget_nothing(part)
-            raise DatasetError(
-                f"{url}: expected a file; the server answered {error.code} ({error.reason}). Check the name, "
-                f"or download it by hand to {target}."
-            ) from error
         except WriteError:
             raise
         except _BROKEN as error:
-            if attempt == attempts:
-                raise _unreachable(url, target, part, error) from error
+            answered = (
+                f"the server answered {error.code}" if isinstance(error, urllib.error.HTTPError) else ""
+            )
+            if not answered and attempt < attempts:
+                continue
+            if not part.is_file():
+                _metadata(part).unlink()
+            reason, have = getattr(error, "reason", None) or error, part.is_file() and part.stat().st_size
+            advice = f"Check name and network, give mirror=<address>, or download it elsewhere to {target}."
+            problem = answered or "cannot be reached"
+            if have and not answered:
+                problem, advice = f"the connection broke off after {have} bytes", "Repeat to continue there."
+            raise DatasetError(f"{url}: {problem} ({reason}). {advice}") from error
     raise AssertionError("attempts is at least 1")
 
 
-def _unreachable(url: str, target: Path, part: Path, error: Exception) -> DatasetError:
-    reason = getattr(error, "reason", None) or error
-    if part.is_file() and part.stat().st_size:
-        return DatasetError(
-            f"{url}: the connection broke off after {part.stat().st_size} bytes ({reason}). Give the same "
-            f"command again: it continues there."
-        )
-    _forget_nothing(part)
-    return DatasetError(
-        f"{url}: cannot be reached ({reason}). Check the network, give mirror=<address>, or download the "
-        f"file elsewhere and put it to {target}."
-    )
-
-
 def _continue(url: str, part: Path, progress: Progress | None) -> str:
-    """Download the rest of a file; returns the server's entity tag."""
-    known = _read_note(part)
+    known = _read_metadata(part)
     have = part.stat().st_size if part.is_file() and known else 0
     headers = {"User-Agent": "burnish", "Accept-Encoding": "identity"}
     if have:
@@ -176,42 +159,33 @@ def _continue(url: str, part: Path, progress: Progress | None) -> str:
         part.unlink()
         return _continue(url, part, progress)
     with answer:
-        is_rest = answer.status == 206
-        size = _whole_size(answer.headers, have if is_rest else 0)
+        have = have if answer.status == 206 else 0
+        length = answer.headers.get("Content-Length")
+        size = None if length is None else have + int(length)
         etag = answer.headers.get("ETag", "")
         tag = redirects.tag or etag.removeprefix("W/").strip('"')
         # Weak tags do not guarantee equal bytes; resuming requires a strong tag.
-        note = {"tag": tag, "size": size, "etag": etag} if etag and not etag.startswith("W/") else {}
-        _note(part).write_text(json.dumps(note), encoding="utf-8")
-        with told_if_full(part), open(part, "ab" if is_rest else "wb") as file:
-            _pour(answer, file, have if is_rest else 0, size, progress)
+        metadata = {"tag": tag, "size": size, "etag": etag} if etag and not etag.startswith("W/") else {}
+        _metadata(part).write_text(json.dumps(metadata), encoding="utf-8")
+        with write_errors(part), open(part, "ab" if have else "wb") as file:
+            while piece := answer.read(_PIECE):
+                file.write(piece)
+                have += len(piece)
+                if progress is not None:
+                    progress(have, size)
     got = part.stat().st_size
     if size is not None and got != size:
         raise http.client.IncompleteRead(b"", size - got)
     return tag
 
 
-def _pour(answer: Any, file: IO[bytes], have: int, size: int | None, progress: Progress | None) -> None:
-    while piece := answer.read(_PIECE):
-        file.write(piece)
-        have += len(piece)
-        if progress is not None:
-            progress(have, size)
-
-
-def _whole_size(headers: Mapping[str, str], have: int) -> int | None:
-    length = headers.get("Content-Length")
-    return None if length is None else have + int(length)
-
-
-def _note(part: Path) -> Path:
+def _metadata(part: Path) -> Path:
     return part.with_name(f"{part.name}.json")
 
 
-def _read_note(part: Path) -> dict[str, Any]:
-    """Return the metadata of an unfinished download; empty if there is none."""
+def _read_metadata(part: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_note(part).read_text(encoding="utf-8"))
+        found = json.loads(_metadata(part).read_text(encoding="utf-8"))
         return found if {"tag", "size", "etag"} <= set(found) else {}
     except (OSError, ValueError, TypeError):
         return {}
@@ -225,16 +199,12 @@ def file_sum(path: str | Path) -> str:
 
 def _check_sum(path: Path, expected: str | None, target: Path, url: str) -> None:
     """Refuse a file with another checksum; deletes an unfinished one."""
-    if expected is None:
+    if expected is None or (got := file_sum(path)) == expected.lower():
         return
-    got = file_sum(path)
-    if got != expected.lower():
-        if path != target:
-            _throw_away(path)
-        raise DatasetError(
-            f"{target}: expected the SHA-256 {expected} of {url}; got {got}. "
-            f"{'Remove the file and download' if path == target else 'Download'} it again."
-        )
+    if path != target:
+        _remove(path)
+    advice = "Remove the file and download" if path == target else "Download"
+    raise DatasetError(f"{target}: expected the SHA-256 {expected} of {url}; got {got}. {advice} it again.")
 
 
 def _check_kind(part: Path, target: Path, url: str) -> None:
@@ -247,20 +217,13 @@ def _check_kind(part: Path, target: Path, url: str) -> None:
             raise DatasetError(f"{part}: expected a zip archive.")
     except DatasetError as error:
         size = part.stat().st_size
-        _throw_away(part)
+        _remove(part)
         raise DatasetError(
-            f"{target}: expected that {url} is a readable {target.suffix.removeprefix('.')} file; got {size} "
-            f"bytes that are none. The server sent a part of it or something else: check the address, and "
-            f"download it again."
+            f"{target}: expected a readable {target.suffix.removeprefix('.')} file from {url}; got {size} "
+            f"bytes of another or incomplete file. Check the address, and download it again."
         ) from error
 
 
-def _throw_away(part: Path) -> None:
-    part.unlink()
-    _note(part).unlink(missing_ok=True)
-
-
-def _forget_nothing(part: Path) -> None:
-    """Remove the metadata of a download without received bytes."""
-    if not part.is_file():
-        _note(part).unlink()
+def _remove(part: Path) -> None:
+    part.unlink(missing_ok=True)
+    _metadata(part).unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from envs.datasets.array_storage import MEMORY, ArrayStorage
@@ -15,7 +16,7 @@ from envs.datasets.images import Images
 
 @dataclass(frozen=True)
 class Episode:
-    """One recorded episode, as produced by experts and rollouts.
+    """One recorded episode of T steps.
 
     Shapes:
         observations: (T+1, Do), the last row being the observation after the last action.
@@ -86,3 +87,15 @@ class EpisodeColumns:
     @property
     def num_episodes(self) -> int:
         return self.episode_start.shape[0] - 1
+
+    @property
+    def is_last(self) -> Tensor:
+        """Last frames of the episodes, (N,) bool."""
+        return last_frames(self.episode_start)
+
+
+def last_frames(start: Tensor) -> Tensor:
+    """Return which of N frames are the last of their episodes (N,) bool; see `episode_start` (E+1,)."""
+    last = torch.zeros(int(start[-1]), dtype=torch.bool, device=start.device)
+    last[start[1:] - 1] = True
+    return last

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from envs.datasets.array_storage import MEMORY, ArrayStorage, Frames
 from envs.datasets.checks import check_dataset, check_episode
-from envs.datasets.episode import Episode, EpisodeColumns, Transitions
+from envs.datasets.episode import Episode, EpisodeColumns, Transitions, last_frames
 from envs.datasets.free_memory import require_memory
 from envs.datasets.images import Images
 from envs.datasets.statistics import statistics_of
@@ -59,7 +59,6 @@ class EpisodeDataset(EpisodeColumns):
     """
 
     def __post_init__(self) -> None:
-        """Validate the dataset once, before training."""
         check_dataset(self)
 
     @classmethod
@@ -69,7 +68,7 @@ class EpisodeDataset(EpisodeColumns):
         actions: ArrayLike,
         rewards: ArrayLike,
         terminated: ArrayLike,
-        truncated: ArrayLike,
+        truncated: ArrayLike | None,
         episode_start: ArrayLike,
         *,
         next_observations: ArrayLike | None = None,
@@ -79,14 +78,18 @@ class EpisodeDataset(EpisodeColumns):
         meta: Mapping[str, Any] | None = None,
         storage: ArrayStorage = MEMORY,
     ) -> EpisodeDataset:
-        """Build a dataset from arrays, converting the main keys to float32 and bool (see the class)."""
+        """Build a dataset from arrays, converting the main keys to float32 and bool (see the class).
+
+        Without `truncated`, every episode that did not terminate is truncated.
+        """
+        done, start = _tensor(terminated, torch.bool), _tensor(episode_start, torch.int64)
         return cls(
             observations=_tensor(observations, torch.float32, storage),
             actions=_tensor(actions, torch.float32, storage),
             rewards=_tensor(rewards, torch.float32),
-            terminated=_tensor(terminated, torch.bool),
-            truncated=_tensor(truncated, torch.bool),
-            episode_start=_tensor(episode_start, torch.int64),
+            terminated=done,
+            truncated=last_frames(start) & ~done if truncated is None else _tensor(truncated, torch.bool),
+            episode_start=start,
             next_observations=None
             if next_observations is None
             else _tensor(next_observations, torch.float32, storage),
@@ -99,51 +102,17 @@ class EpisodeDataset(EpisodeColumns):
 
     @classmethod
     def from_episodes(
-        cls,
-        episodes: Iterable[Episode],
-        *,
-        meta: Mapping[str, Any] | None = None,
-        frames: Frames | None = None,
-        shared: bool = False,
+        cls, episodes: Iterable[Episode], *, meta: Mapping[str, Any] | None = None
     ) -> EpisodeDataset:
-        """Concatenate episodes; `success` and `seed` become per-episode values.
-
-        Args:
-            episodes: In order; an iterator's episodes are released one by one.
-            meta: See the class.
-            frames: Empty collector of frames, with their storage.
-            shared: Keep only extra keys of equal shape in all episodes, instead of refusing others.
-
-        Raises:
-            DatasetError: If there is no episode, or if episodes disagree in width, extra keys or cameras.
-        """
-        meta, frames = dict(meta or {}), frames or Frames(MEMORY)
-        facts = _EpisodeFields(str(meta.get("source", "dataset")), shared)
-        for episode in episodes:
-            frames.add(_rows_of(facts.add(episode)))
-        if facts.first is None:
-            raise DatasetError(f"{facts.source}: expected at least one episode; got none.")
-        rows, start = frames.joined(), np.concatenate([[0], np.cumsum(facts.lengths)])
-        ends = {key: np.zeros(start[-1], dtype=bool) for key in facts.ends}
-        for key, flags in ends.items():
-            flags[start[1:] - 1] = facts.ends[key]
-        return cls.from_arrays(
-            rows["observations"],
-            rows["actions"],
-            rows["rewards"],
-            ends["terminated"],
-            ends["truncated"],
-            start,
-            next_observations=rows["next_observations"],
-            extras={key: rows[f"extras/{key}"] for key in facts.first.extras},
-            episode_extras={
-                "success": np.array(facts.success, dtype=bool),
-                "seed": np.array(facts.seed, dtype=np.int64),
-            },
-            images={key: rows[f"images/{key}"] for key in facts.first.images},
-            meta=meta,
-            storage=frames.storage,
-        )
+        """Concatenate episodes, released one by one; `success` and `seed` become per-episode values."""
+        source = str((meta or {}).get("source", "dataset"))
+        collector, first = EpisodeCollector(source), None
+        for number, episode in enumerate(episodes):
+            name, first = f"{source}, episode {number}", first or episode
+            check_episode(episode, first, name)
+            values = {"success": np.bool_(episode.success), "seed": np.int64(episode.seed)}
+            collector.add(name, rows_of(episode), (episode.terminated, episode.truncated), values)
+        return collector.dataset(meta or {})
 
     @property
     def obs_dim(self) -> int:
@@ -155,7 +124,6 @@ class EpisodeDataset(EpisodeColumns):
 
     @property
     def image_shapes(self) -> dict[str, ImageShape]:
-        """Shapes (H, W, 3) of the images by camera."""
         return {camera: (*images.shape[1:],) for camera, images in self.images.items()}  # type: ignore[misc]
 
     @property
@@ -166,7 +134,8 @@ class EpisodeDataset(EpisodeColumns):
     @property
     def returns(self) -> Tensor:
         """Undiscounted return of every episode, (E,) float64."""
-        return self._sum_by_episode(self.rewards)
+        total = torch.cat([self.rewards.new_zeros(1, dtype=torch.float64), self.rewards.double().cumsum(0)])
+        return total[self.episode_start].diff()
 
     @property
     def success(self) -> Tensor | None:
@@ -201,11 +170,7 @@ class EpisodeDataset(EpisodeColumns):
         return seen.hexdigest()
 
     def with_cameras(self, cameras: Iterable[str]) -> EpisodeDataset:
-        """Return the dataset with these cameras only, images in memory if they fit.
-
-        Raises:
-            DatasetError: If a camera is missing.
-        """
+        """Return the dataset with these cameras only, images in memory if they fit."""
         chosen = tuple(cameras)
         missing = sorted(set(chosen) - set(self.images))
         if missing:
@@ -230,11 +195,7 @@ class EpisodeDataset(EpisodeColumns):
         )
 
     def select(self, episodes: Sequence[int] | Tensor) -> EpisodeDataset:
-        """Return the selected episodes, in the given order.
-
-        Raises:
-            DatasetError: If the selection is empty or contains an unknown episode.
-        """
+        """Return the selected episodes, at least one, in the given order."""
         rows = torch.as_tensor(episodes, dtype=torch.int64, device=self.episode_start.device)
         if rows.numel() == 0 or bool(((rows < 0) | (rows >= self.num_episodes)).any()):
             raise DatasetError(
@@ -250,23 +211,19 @@ class EpisodeDataset(EpisodeColumns):
         )
 
     def split(self, valid_fraction: float = 0.1, *, seed: int = 0) -> tuple[EpisodeDataset, EpisodeDataset]:
-        """Split by episode into a training and a validation set.
+        """Split at least two episodes into a training and a validation set.
 
         Args:
             valid_fraction: Fraction of validation episodes, in (0, 1); at least one episode per side.
             seed: Seed of the split.
-
-        Raises:
-            DatasetError: If there are fewer than two episodes.
         """
         if not 0 < valid_fraction < 1 or self.num_episodes < 2:
             raise DatasetError(
                 f"{self.source}: a split needs at least 2 episodes and a fraction in (0, 1); got "
-                f"{self.num_episodes} episodes and {valid_fraction}. Train without validation instead."
+                f"{self.num_episodes} episodes and {valid_fraction}."
             )
-        order = torch.randperm(self.num_episodes, generator=torch.Generator().manual_seed(seed))
-        num_valid = min(max(round(valid_fraction * self.num_episodes), 1), self.num_episodes - 1)
-        return self.select(order[num_valid:].sort().values), self.select(order[:num_valid].sort().values)
+        train, valid = split_episodes(self.num_episodes, valid_fraction, seed)
+        return self.select(train), self.select(valid)
 
     def statistics(self) -> dict[str, dict[str, Tensor]]:
         """Return `min`, `max`, `mean` and `std` of `state` (Do,), `action` (Da,) and, where recorded, `goal`.
@@ -298,26 +255,20 @@ class EpisodeDataset(EpisodeColumns):
         """
         if self.next_observations is not None:
             return torch.arange(self.num_frames, device=self.terminated.device)
-        inside = torch.ones_like(self.terminated)
-        inside[self.episode_start[1:] - 1] = False
-        return (inside | self.terminated).nonzero().squeeze(1)
+        return (~self.is_last | self.terminated).nonzero().squeeze(1)
 
     def transitions(self) -> Transitions:
         """Return the transitions: `transition_frames` and their successors.
 
-        The successor is `next_observations` where available, else the next frame of the episode. The last
-        frame of an episode without a recorded successor is included only if it terminated; its unused
-        successor is then its own observation. Frames with `masks` = 0 count as terminated although the
-        recording continues.
-
-        Raises:
-            DatasetError: If there is none, or arrays stored on disk do not fit in memory.
+        The successor is `next_observations` where available, else the next frame of the episode; that of a
+        terminated last frame without a recorded one, unused, is its own observation. Frames with `masks` = 0
+        count as terminated although the recording continues.
         """
         frames = self.transition_frames
         if not len(frames):
             raise DatasetError(
-                f"{self.source}: expected frames with a known successor or a real end; got {self.num_frames} "
-                "that are the last of cut episodes, so there is no transition. Record successors."
+                f"{self.source}: expected frames with a known successor or a termination; all "
+                f"{self.num_frames} are the last of truncated episodes. Record successors."
             )
         if self.storage.on_disk:
             width = 2 * self.obs_dim + self.action_dim + 4
@@ -325,8 +276,7 @@ class EpisodeDataset(EpisodeColumns):
         if self.next_observations is not None:
             successor = self.next_observations[frames]
         else:
-            ends = self.episode_start[1:] - 1
-            successor = self.observations[(frames + 1).where(~torch.isin(frames, ends), frames)]
+            successor = self.observations[(frames + 1).where(~self.is_last[frames], frames)]
         return Transitions(
             observations=self.observations[frames],
             actions=self.actions[frames],
@@ -335,10 +285,6 @@ class EpisodeDataset(EpisodeColumns):
             terminated=self.over[frames],
             frames=frames,
         )
-
-    def _sum_by_episode(self, values: Tensor) -> Tensor:
-        total = torch.cat([values.new_zeros(1, dtype=torch.float64), values.double().cumsum(0)])
-        return total[self.episode_start].diff()
 
     def _apply(
         self,
@@ -368,40 +314,104 @@ class EpisodeDataset(EpisodeColumns):
         return made
 
 
-@dataclass
-class _EpisodeFields:
-    """Per-episode values; each is checked against the first."""
-
-    source: str
-    shared: bool
-    first: Episode | None = None
-    lengths: list[int] = field(default_factory=list)
-    ends: dict[str, list[bool]] = field(default_factory=lambda: {"terminated": [], "truncated": []})
-    success: list[bool] = field(default_factory=list)
-    seed: list[int] = field(default_factory=list)
-
-    def add(self, episode: Episode) -> Episode:
-        """Check an episode and store its values; returns the kept part."""
-        self.first = self.first or episode
-        if self.shared:
-            self.first, episode = _alike(self.first, episode), _alike(episode, self.first)
-        check_episode(episode, self.first, f"{self.source}, episode {len(self.lengths)}")
-        self.lengths.append(len(episode))
-        for key, flags in self.ends.items():
-            flags.append(getattr(episode, key))
-        self.success.append(episode.success)
-        self.seed.append(episode.seed)
-        return episode
+def split_episodes(num_episodes: int, valid_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the sorted numbers of training and validation episodes, at least one of each."""
+    order = torch.randperm(num_episodes, generator=torch.Generator().manual_seed(seed))
+    num_valid = min(max(round(valid_fraction * num_episodes), 1), num_episodes - 1)
+    return order[num_valid:].sort().values, order[:num_valid].sort().values
 
 
-def _alike(episode: Episode, other: Episode) -> Episode:
-    """Return an episode with only the extra keys that another has in the same shape."""
-    known = {key: np.shape(value)[1:] for key, value in other.extras.items()}
-    extras = {k: v for k, v in episode.extras.items() if k in known and np.shape(v)[1:] == known[k]}
-    return replace(episode, extras=extras)
+class EpisodeCollector:
+    """Collect a dataset episode by episode; optional keys are kept if every episode has them.
+
+    Args:
+        source: Name of the data in messages.
+        frames: Empty collector of frames, with their storage.
+        drop_unequal: Drop extra keys whose shapes differ between episodes, instead of refusing them.
+    """
+
+    def __init__(self, source: str, frames: Frames | None = None, *, drop_unequal: bool = False) -> None:
+        self._source, self._drop_unequal = source, drop_unequal
+        self._frames, self._per_episode = frames or Frames(MEMORY), Frames(MEMORY)
+        self._names: list[str] = []
+        self._lengths: list[int] = []
+        self._ends: list[tuple[bool, bool]] = []
+
+    @property
+    def start(self) -> np.ndarray:
+        """(E+1,) first frame of every episode so far and, last, N."""
+        return np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
+
+    def add(
+        self,
+        name: str,
+        rows: Mapping[str, np.ndarray],
+        ends: tuple[bool, bool],
+        per_episode: Mapping[str, Any],
+    ) -> None:
+        """Append an episode of T steps, terminated and truncated by `ends`, named for messages.
+
+        `rows` are `observations`, `actions`, `rewards` and, optionally, `next_observations`, `extras/<key>`
+        and `images/<camera>`, each (T, ...).
+        """
+        if not len(rows["actions"]):
+            raise DatasetError(f"{name}: expected at least one action; the episode is empty.")
+        values = {key: np.asarray(value)[None] for key, value in per_episode.items()}
+        rows = {key: value for key, value in rows.items() if self._fits(name, key, value, self._frames)}
+        for key, value in values.items():
+            self._fits(name, key, value, self._per_episode)
+        self._frames.add(rows)
+        self._per_episode.add(values)
+        self._names.append(name)
+        self._lengths.append(len(rows["actions"]))
+        self._ends.append(ends)
+
+    def _fits(self, name: str, key: str, value: np.ndarray, known: Frames) -> bool:
+        shape, got = known.shapes.get(key), np.shape(value)
+        if shape is None or got[1:] == shape:
+            return True
+        if self._drop_unequal and key.startswith("extras/"):
+            return False
+        raise DatasetError(
+            f"{name}: key '{key.removeprefix('extras/')}' must have shape {(got[0], *shape)}, as in "
+            f"{self._names[0]}; got {got}. Leave this episode out, or record it again."
+        )
+
+    def dataset(
+        self,
+        meta: Mapping[str, Any],
+        images: Mapping[str, Images] | None = None,
+        *,
+        has_successors: bool = True,
+    ) -> EpisodeDataset:
+        """Return all episodes; without `has_successors` their `next_observations` are dropped."""
+        if not self._lengths:
+            raise DatasetError(f"{self._source}: expected at least one episode; got none.")
+        rows, start = self._frames.joined(), self.start
+        ends = np.zeros((2, start[-1]), dtype=bool)
+        ends[:, start[1:] - 1] = np.transpose(self._ends)
+        return EpisodeDataset.from_arrays(
+            rows["observations"],
+            rows["actions"],
+            rows["rewards"],
+            ends[0],
+            ends[1],
+            start,
+            next_observations=rows.get("next_observations") if has_successors else None,
+            extras=_below("extras/", rows),
+            episode_extras=self._per_episode.joined(),
+            images={**_below("images/", rows), **(images or {})},
+            meta=meta,
+            storage=self._frames.storage,
+        )
 
 
-def _rows_of(episode: Episode) -> dict[str, np.ndarray]:
+def _below(prefix: str, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {key.removeprefix(prefix): value for key, value in rows.items() if key.startswith(prefix)}
+
+
+def rows_of(episode: Episode) -> dict[str, np.ndarray]:
+    """Return the rows of an episode as `EpisodeCollector.add` takes them."""
     rows = {
         "observations": episode.observations[:-1],
         "actions": episode.actions,

@@ -1,8 +1,4 @@
-"""Free-memory check before data are read.
-
-A process that exceeds memory is killed or stalls the machine instead of raising an error. Data that do not
-fit are stored in files (`envs.datasets.array_storage`), images separately (`envs.datasets.images`).
-"""
+"""Free-memory check before data are read: a process that exceeds memory is killed without an error."""
 
 from __future__ import annotations
 
@@ -14,9 +10,8 @@ from typing import NamedTuple
 from policies.errors import DatasetError
 
 SHARE = 0.8
-"""Share of the free memory that one reading may take."""
-WORTH_SAYING = 2**30
-"""Bytes from which on it is said how much a reading takes."""
+"""Share of the free memory that one dataset may take."""
+_LARGE = 2**30  # bytes from which on the required memory is logged
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _FACTS = Path("/proc/meminfo")
@@ -46,20 +41,12 @@ def fits(needed: int) -> bool:
 
 def log_use(needed: int, source: str | Path) -> None:
     """Log large memory requirements."""
-    if needed >= WORTH_SAYING:
+    if needed >= _LARGE:
         _log.info("%s: reading takes %.2f GiB of memory.", source, needed / _GIBI)
 
 
 def require_memory(needed: int, source: str | Path) -> None:
-    """Refuse data that must be in memory and do not fit.
-
-    Args:
-        needed: Required bytes.
-        source: File and key, for messages.
-
-    Raises:
-        DatasetError: If it exceeds `SHARE` of the free memory; names both.
-    """
+    """Refuse data that must be in memory and exceed `SHARE` of the free memory."""
     if not fits(needed):
         raise DatasetError(
             f"{source}: reading it takes {needed / _GIBI:.2f} GiB of memory; "
@@ -70,16 +57,12 @@ def require_memory(needed: int, source: str | Path) -> None:
 
 
 def free_memory() -> int | None:
-    """Return the bytes available to this process: of the machine, or of its container if smaller.
-
-    None if unknown.
-    """
+    """Return the bytes available to this process, of the machine or its container; None if unknown."""
     found = [free for free in (_of_the_machine(), _of_the_container()) if free is not None]
     return min(found, default=None)
 
 
 def _of_the_machine() -> int | None:
-    """Read the available memory reported by Linux: free plus reclaimable caches."""
     try:
         lines = _FACTS.read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

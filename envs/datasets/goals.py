@@ -20,13 +20,7 @@ def with_goals_in_states(dataset: EpisodeDataset) -> EpisodeDataset:
     """Return the dataset with each frame's goal appended to its state and removed from the extra keys.
 
     A successor has the goal of the next frame of its episode; the last frame's successor has the frame's own
-    goal, since no other was recorded.
-
-    Args:
-        dataset: On the CPU, with `extras["goal"]` (N, Dg).
-
-    Raises:
-        DatasetError: If there is no space for the wider states (N, Do + Dg).
+    goal, since no other was recorded. The dataset is on the CPU, with `extras["goal"]` (N, Dg).
     """
     goals, successors = dataset.extras["goal"], dataset.next_observations
     if not dataset.storage.on_disk:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from envs.datasets import free_memory
 from envs.datasets.array_storage import ArrayStorage, Column
+from envs.datasets.files.arrays import readable
 from envs.datasets.files.hdf5 import read_hdf5
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
@@ -30,16 +31,12 @@ _BLOCK = 256  # frames per read when all are read
 
 
 class Store(Protocol):
-    """Storage of images."""
+    """Storage of images; `shape` is (N, H, W, 3), `read` returns those of frames (F,), in any order."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """(N, H, W, 3)."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
-    def read(self, frames: np.ndarray) -> np.ndarray:
-        """Return images (F, H, W, 3) of frames (F,), in any order."""
-        ...
+    def read(self, frames: np.ndarray) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +59,6 @@ class InHdf5:
     """Images in one HDF5 dataset per episode.
 
     Attributes:
-        path: The file.
         keys: Names of the datasets, in the order of the episodes.
         start: (E+1,) first frame of each and, last, N.
         image: Shape of one image.
@@ -78,11 +74,6 @@ class InHdf5:
         return (int(self.start[-1]), *self.image)
 
     def read(self, frames: np.ndarray) -> np.ndarray:
-        """Return images (F, H, W, 3).
-
-        Raises:
-            DatasetError: If the file is missing or damaged, or an image cannot be decoded.
-        """
         out = np.empty((len(frames), *self.image), np.uint8)
         episodes = np.searchsorted(self.start, frames, side="right") - 1
         with read_hdf5(self.path) as file:
@@ -109,13 +100,7 @@ class EncodedInHdf5(InHdf5):
 
 
 class Blobs(Sequence[bytes]):
-    """Concatenated files in one byte array, which may be mapped.
-
-    Args:
-        data: Bytes of all files.
-        start: (N,) offsets.
-        size: (N,) lengths.
-    """
+    """Files in one byte array, which may be mapped; `start` (N,) and `size` (N,) are in bytes."""
 
     def __init__(self, data: np.ndarray, start: np.ndarray, size: np.ndarray) -> None:
         self._data, self._start, self._size = data, start, size
@@ -140,7 +125,6 @@ class BlobColumn:
             self._sizes.append(len(one))
 
     def joined(self, order: np.ndarray | None = None) -> Blobs:
-        """Return all files, optionally reordered."""
         size = np.array(self._sizes, np.int64)
         start = size.cumsum() - size
         return Blobs(self._bytes.joined(), *((start, size) if order is None else (start[order], size[order])))
@@ -148,13 +132,7 @@ class BlobColumn:
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """Images as PNG or JPEG files in memory or in a mapped array.
-
-    Attributes:
-        files: N byte strings.
-        image: Shape of one image.
-        source: File and column, for messages.
-    """
+    """N images as PNG or JPEG files in memory or in a mapped array; `source` names them in messages."""
 
     files: Sequence[bytes]
     image: ImageShape
@@ -165,29 +143,15 @@ class Compressed:
         return (len(self.files), *self.image)
 
     def read(self, frames: np.ndarray) -> np.ndarray:
-        """Return images (F, H, W, 3).
-
-        Raises:
-            DatasetError: If one cannot be decoded or has another shape.
-        """
         return np.stack([decoded(self.files[one], self.image, self.source, one) for one in frames.tolist()])
 
 
 def decoded(file: bytes, image: ImageShape, source: str, row: int) -> np.ndarray:
-    """Return the pixels (H, W, 3) of a PNG or JPEG file.
-
-    Raises:
-        DatasetError: If it cannot be decoded or its shape differs from `image`.
-    """
+    """Return the pixels of a PNG or JPEG file, which must have the shape `image` (H, W, 3)."""
     from PIL import Image
 
-    try:
-        with Image.open(io.BytesIO(file)) as picture:
-            pixels = np.asarray(picture.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, TypeError) as error:
-        raise DatasetError(
-            f"{source}: expected a PNG or JPEG image in row {row}; decoding failed with '{error}'."
-        ) from error
+    with readable(source, f"PNG or JPEG image in row {row}"), Image.open(io.BytesIO(file)) as opened:
+        pixels = np.asarray(opened.convert("RGB"))
     if pixels.shape != image:
         raise DatasetError(f"{source}: images must have shape {image}; that of row {row} has {pixels.shape}.")
     return pixels
@@ -195,23 +159,14 @@ def decoded(file: bytes, image: ImageShape, source: str, row: int) -> np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images of one camera, one per dataset frame; `images[frames]` reads some.
-
-    Attributes:
-        store: Storage of the images.
-        frames: (N,) indices into the store; None: all, in order.
-    """
+    """Images of one camera; `frames` (N,) are indices into the store, None: all, in order."""
 
     store: Store
     frames: np.ndarray | None = None
 
     @classmethod
     def of(cls, values: Any) -> Images:
-        """Return images unchanged, or wrap an array (N, H, W, 3).
-
-        Raises:
-            DatasetError: If the array is not uint8.
-        """
+        """Return images unchanged, or wrap an array (N, H, W, 3) uint8."""
         if isinstance(values, Images):
             return values
         pixels = np.asarray(values)
@@ -237,7 +192,6 @@ class Images:
         return replace(self, frames=index if self.frames is None else self.frames[index])
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Read all images in blocks of some hundred."""
         for first in range(0, len(self), _BLOCK):
             yield self[torch.arange(first, min(first + _BLOCK, len(self)))].numpy()
 
@@ -257,10 +211,5 @@ class Images:
 
 
 def camera_of(key: str) -> str:
-    """Return the camera name of an image key in a file.
-
-    Example:
-        >>> camera_of("agentview_image"), camera_of("observation.images.top")
-        ('agentview', 'top')
-    """
+    """Return the camera of an image key: `agentview_image` -> agentview, `observation.images.top` -> top."""
     return key.removeprefix("observation.images.").replace("/", "_").replace(".", "_").removesuffix("_image")

@@ -33,16 +33,10 @@ def rewards_of_task(task: str, rows: Mapping[str, np.ndarray], source: str) -> t
         task: Its name, e.g. `cube-single-play-singletask-task2-v0`.
         rows: `qpos` (M, nq) and, for tasks with buttons, `button_states` (M, buttons).
         source: Name of the file in messages.
-
-    Raises:
-        DatasetError: If the task is unknown, or the file lacks the arrays for it.
-        MissingExtraError: If OGBench is not installed.
     """
     if not _NAME.fullmatch(task):
-        raise DatasetError(
-            f"{source}: task must be a single task such as cube-single-play-singletask-task2-v0; got "
-            f"'{task}'."
-        )
+        example = "cube-single-play-singletask-task2-v0"
+        raise DatasetError(f"{source}: task must be a single task such as {example}; got '{task}'.")
     env = _load(task, source)
     try:
         solved = _solved_parts(task, env, rows, source)
@@ -54,7 +48,7 @@ def rewards_of_task(task: str, rows: Mapping[str, np.ndarray], source: str) -> t
 
 
 def _load(task: str, source: str) -> Any:
-    """Build OGBench's environment of a task and put it into its first state, where targets are set."""
+    """Build OGBench's environment of a task and reset it, which sets the targets."""
     from policies.extras import require
 
     ogbench = require("ogbench", extra="ogbench")
@@ -99,7 +93,5 @@ def _solved_parts(task: str, env: Any, rows: Mapping[str, np.ndarray], source: s
 def _states(rows: Mapping[str, np.ndarray], key: str, width: int, source: str) -> np.ndarray:
     got = np.shape(rows[key]) if key in rows else "nothing"
     if key not in rows or len(got) != 2 or int(got[1]) < width:
-        raise DatasetError(
-            f"{source}: key '{key}' must have shape (N, {width} or more) to judge the task; got {got}."
-        )
+        raise DatasetError(f"{source}: key '{key}' must have shape (N, {width} or more); got {got}.")
     return rows[key]

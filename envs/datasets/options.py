@@ -1,7 +1,7 @@
 """Reader options: which format has them, and their types.
 
 The keyword arguments of a format's `read` are its options; names, types, defaults and explanations are
-defined there only. `fitting` refuses unsupported options before a reader is called.
+defined there only. `checked_options` refuses unsupported options before a reader is called.
 """
 
 from __future__ import annotations
@@ -18,20 +18,10 @@ from typing import Any
 
 from policies.errors import ConfigError
 
-SECTION = "reader"
-"""Section of the configuration that holds options of readers."""
-
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a reader.
-
-    Attributes:
-        name: Key below `reader`.
-        hint: Type.
-        default: Default value.
-        text: Description.
-    """
+    """One option of a reader: its key below `reader`, type, default and description."""
 
     name: str
     hint: Any
@@ -48,41 +38,35 @@ def options_of(read: Callable[..., Any]) -> dict[str, Option]:
 
 
 def _explained(read: Callable[..., Any]) -> dict[str, str]:
-    """Return the `Args` section of a docstring by argument."""
     found = re.search(r"^Args:\n((?:    .*\n|\n)+)", f"{inspect.getdoc(read)}\n", re.MULTILINE)
     entries = re.split(r"^    (?=\w+:)", found[1], flags=re.MULTILINE) if found else []
     named = (entry.partition(":") for entry in entries if entry.strip())
     return {name.strip(): " ".join(text.split()) for name, _, text in named}
 
 
-def fitting(
+def checked_options(
     options: Mapping[str, Any], form: str, readers: Mapping[str, Mapping[str, Option]], source: str | Path
 ) -> dict[str, Any]:
-    """Return options validated for a format's reader, with absolute paths.
-
-    Args:
-        options: Values by name.
-        form: Name of the format.
-        readers: Options of every format, by its name.
-        source: The file, for messages.
-
-    Raises:
-        ConfigError: If the format lacks an option or refuses its value; names the formats that have it.
-    """
+    """Return options of a format's reader, validated, with absolute paths."""
     known = readers[form]
     for name, value in options.items():
         if name not in known:
             raise ConfigError(_refused(name, form, readers, source))
         if not _fits(value, known[name].hint):
             raise ConfigError(
-                f"{SECTION}.{name} of {form} must be {hint_name(known[name].hint)}; got {value!r}."
+                f"reader.{name} of {form} must be {hint_name(known[name].hint)}; got {value!r}."
             )
-    return lasting(options, readers)
+    return absolute_paths(options, readers)
 
 
-def lasting(options: Mapping[str, Any], readers: Mapping[str, Mapping[str, Option]]) -> dict[str, Any]:
+def absolute_paths(options: Mapping[str, Any], readers: Mapping[str, Mapping[str, Option]]) -> dict[str, Any]:
     """Return options with absolute paths; `~` is expanded."""
-    places = {name for one in readers.values() for name, option in one.items() if _names_a_file(option.hint)}
+    places = {
+        name
+        for one in readers.values()
+        for name, option in one.items()
+        if Path in (option.hint, *typing.get_args(option.hint))
+    }
     return {
         name: str(Path(value).expanduser().absolute()) if name in places and value is not None else value
         for name, value in options.items()
@@ -90,7 +74,6 @@ def lasting(options: Mapping[str, Any], readers: Mapping[str, Mapping[str, Optio
 
 
 def _refused(name: str, form: str, readers: Mapping[str, Mapping[str, Option]], source: str | Path) -> str:
-    """Return the message for an option that a format lacks, with the formats that have it."""
     having = [other for other, options in readers.items() if name in options]
     every = sorted({option for options in readers.values() for option in options})
     near = get_close_matches(name, [*readers[form], *every], n=1, cutoff=0.6)
@@ -98,11 +81,7 @@ def _refused(name: str, form: str, readers: Mapping[str, Mapping[str, Option]], 
     problem = f"is an option of {' and '.join(having)}" if having else "is no option of any format."
     own = ", ".join(readers[form]) or "none"
     joint = "; " if having else f"{hint} "
-    return f"{SECTION}.{name} {problem}{joint}{source} is {form}, whose options are: {own}."
-
-
-def _names_a_file(hint: Any) -> bool:
-    return hint is Path or Path in typing.get_args(hint)
+    return f"reader.{name} {problem}{joint}{source} is {form}, whose options are: {own}."
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -52,10 +52,8 @@ def trajectory_quality(returns: np.ndarray, random_return: float, reference_retu
 def limits_of(*datasets: EpisodeDataset) -> Limits:
     """Return the limits that enclose all state-action pairs of some datasets."""
     pairs = [_pairs(one) for one in datasets]
-    return Limits(
-        np.min([pair.min(axis=0) for pair in pairs], axis=0),
-        np.max([pair.max(axis=0) for pair in pairs], axis=0),
-    )
+    low, high = (np.stack([edge(pair, axis=0) for pair in pairs]) for edge in (np.min, np.max))
+    return Limits(low.min(axis=0), high.max(axis=0))
 
 
 def distinct_pairs(dataset: EpisodeDataset, limits: Limits) -> int:
@@ -69,14 +67,7 @@ def distinct_pairs(dataset: EpisodeDataset, limits: Limits) -> int:
 def coverage(dataset: EpisodeDataset, reference: EpisodeDataset, rng: np.random.Generator) -> float:
     """Return SACo: distinct pairs of the data over those of a reference of equal size.
 
-    Args:
-        dataset: The data.
-        reference: E.g. all experience of an online agent; episodes of the longer dataset are subsampled to
-            the size of the shorter.
-        rng: Generator of the subsampling.
-
-    Raises:
-        DatasetError: If the widths differ.
+    Episodes of the longer dataset are subsampled by `rng` to the size of the shorter.
     """
     check_widths(dataset, reference)
     limits = limits_of(dataset, reference)
@@ -86,15 +77,11 @@ def coverage(dataset: EpisodeDataset, reference: EpisodeDataset, rng: np.random.
 
 
 def check_widths(dataset: EpisodeDataset, reference: EpisodeDataset) -> None:
-    """Refuse datasets of different widths.
-
-    Raises:
-        DatasetError: If the widths differ.
-    """
+    """Refuse datasets of different widths."""
     if (dataset.obs_dim, dataset.action_dim) != (reference.obs_dim, reference.action_dim):
         raise DatasetError(
-            f"{reference.source}: expected {dataset.obs_dim} observation entries and {dataset.action_dim} "
-            f"action entries, as in {dataset.source}; got {reference.obs_dim} and {reference.action_dim}."
+            f"{reference.source}: expected {dataset.obs_dim} observation and {dataset.action_dim} action "
+            f"entries, as in {dataset.source}; got {reference.obs_dim} and {reference.action_dim}."
         )
 
 
@@ -108,13 +95,7 @@ def _shortened(dataset: EpisodeDataset, size: int, rng: np.random.Generator) -> 
 
 
 def action_divergence(dataset: EpisodeDataset, samples: int, rng: np.random.Generator) -> float:
-    """Return the action divergence between nearest states (see the module).
-
-    Args:
-        dataset: At least two episodes, else the result is NaN.
-        samples: Number of frames, drawn without replacement.
-        rng: Generator of the frames.
-    """
+    """Return the action divergence between nearest states at `samples` frames; NaN for one episode."""
     spread = float(dataset.actions.double().var(dim=0, correction=0).sum())
     if dataset.num_episodes < 2 or spread <= _LEAST:
         return float("nan")
@@ -155,15 +136,7 @@ def cluster_variance(dataset: EpisodeDataset, clusters: int, samples: int, rng: 
 def own_row_rate(
     dataset: EpisodeDataset, beta: float, noise: float, samples: int, rng: np.random.Generator
 ) -> float:
-    """Return the share of perturbed actions whose nearest row is their own frame or a copy (see the module).
-
-    Args:
-        dataset: The data.
-        beta: Weight of states against actions.
-        noise: Standard deviation of the perturbation, in action units.
-        samples: Number of frames.
-        rng: Generator of frames and perturbations.
-    """
+    """Return the own-row rate (see the module); `noise` is the standard deviation of actions."""
     states, actions = beta * _standardised(dataset), dataset.actions.double().numpy()
     frames = rng.permutation(len(states))[:samples]
     moved = actions[frames] + noise * rng.normal(size=(len(frames), actions.shape[1]))

@@ -39,15 +39,19 @@ def recorded_task(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None] 
 
 
 def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str | None:
-    """Return the recorded task as command-line text, e.g. `env=pointmaze-umaze env.hold=5`; None if unknown.
-
-    Args:
-        meta: Metadata of the dataset.
-        obs_dim: Do of the dataset; tasks with another observation width give None.
-        action_dim: Da of the dataset.
-    """
+    """Return the recorded task as `env=pointmaze-umaze env.hold=5`; None if unknown or of other widths."""
     found = recorded_task(meta)
-    return None if found is None else _command_line(found[0], found[1] or {}, obs_dim, action_dim)
+    task = None if found is None else recorded_env(*found)
+    if found is None or task is None:
+        return None
+    is_code = getattr(task, "runs_code", False)  # not run for what a file says
+    if not is_code and (task.spec.obs_dim, task.spec.action_dim) != (obs_dim, action_dim):
+        return None
+    defaults = {one.name: one.default for one in fields(task)}  # type: ignore[arg-type]
+    named = [key for key in with_present_names(type(task), found[1] or {}) if key in defaults]
+    chosen = {key: value for key in named if (value := getattr(task, key)) != defaults[key]}
+    texts = [f"env.{key}={option_text(value)}" for key, value in chosen.items() if not is_dataclass(value)]
+    return " ".join([f"env={found[0]}", *texts])
 
 
 def recorded_env(name: str, options: Mapping[str, Any] | None) -> EnvConfig | None:
@@ -70,7 +74,6 @@ def _restored(kind: type, values: Mapping[str, Any]) -> Any:
 
 
 def _of_ours(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return the task from metadata of `burnish collect`."""
     own, args = meta.get("env"), meta.get("env_args")
     if isinstance(own, Mapping) and "name" in own:
         return str(own["name"]), {key: value for key, value in own.items() if key != "name"}
@@ -84,19 +87,6 @@ def _of_robosuite(meta: Mapping[str, Any]) -> tuple[str, None] | None:
     args = meta.get("env_args")
     name = _ROBOSUITE.get(str(args.get("env_name"))) if isinstance(args, Mapping) else None
     return None if name is None else (name, None)
-
-
-def _command_line(name: str, options: dict[str, Any], obs_dim: int, action_dim: int) -> str | None:
-    """Return one of our tasks as command-line text; None for invalid options or other widths."""
-    task = recorded_env(name, options)
-    is_code = getattr(task, "runs_code", False)  # not run for what a file says
-    if task is None or not (is_code or (task.spec.obs_dim, task.spec.action_dim) == (obs_dim, action_dim)):
-        return None
-    defaults = {one.name: one.default for one in fields(task)}  # type: ignore[arg-type]
-    named = [key for key in with_present_names(type(task), options) if key in defaults]
-    chosen = {key: value for key in named if (value := getattr(task, key)) != defaults[key]}
-    texts = [f"env.{key}={option_text(value)}" for key, value in chosen.items() if not is_dataclass(value)]
-    return " ".join([f"env={name}", *texts])
 
 
 def _of_gymnasium(spec: Any) -> tuple[str, dict[str, Any]] | None:

@@ -43,19 +43,16 @@ class SequenceBatch:
 
 
 class Sequences:
-    """All sequences of a dataset, on its device.
+    """All sequences of a dataset with recorded successors, on its device.
 
     Args:
-        dataset: Episodes with recorded successors; move it to the device first.
+        dataset: Episodes; move it to the device first.
         horizon: H.
         discount: Discount per step in the summed rewards.
         across_episodes: Continue rows into the next episode, as the published sampler does.
 
     Attributes:
         num: Number of possible first frames: all, or with `across_episodes` those H rows before the end.
-
-    Raises:
-        DatasetError: If successors are not recorded, or there are fewer than H frames.
     """
 
     def __init__(
@@ -65,8 +62,7 @@ class Sequences:
             raise DatasetError(f"{dataset.source}: expected the key 'next_observations'; it is not recorded.")
         if not 1 <= horizon <= dataset.num_frames:
             raise DatasetError(
-                f"{dataset.source}: a horizon must be from 1 to the number of frames {dataset.num_frames}; "
-                f"got {horizon}."
+                f"{dataset.source}: the horizon must be in 1..{dataset.num_frames} (frames); got {horizon}."
             )
         self._data, self._next, self.discount = dataset, dataset.next_observations, discount
         self.num = dataset.num_frames - horizon + 1 if across_episodes else dataset.num_frames
@@ -76,15 +72,13 @@ class Sequences:
         ends = dataset.episode_start[1:] - 1
         last = torch.full_like(ends, dataset.num_frames - 1) if across_episodes else ends
         self._last = last.repeat_interleave(dataset.lengths)
-        self._is_end = torch.zeros(dataset.num_frames, dtype=torch.bool, device=device)
-        self._is_end[ends] = True
-        self._over = dataset.over
+        self._is_last, self._over = dataset.is_last, dataset.over
 
     def gather(self, frames: Tensor) -> SequenceBatch:
         """Return the sequences that begin at `frames` (B,), integers in 0..num-1 on the dataset's device."""
         wanted = frames[:, None] + self._offset
         rows = torch.minimum(wanted, self._last[frames][:, None])
-        ends = self._is_end[rows].cummax(dim=1).values
+        ends = self._is_last[rows].cummax(dim=1).values
         over = self._over[rows].cummax(dim=1).values
         valid = torch.cat([torch.ones_like(ends[:, :1]), ~ends[:, :-1]], dim=1)
         rewards = self._data.rewards[rows].double() * self._weight * (rows == wanted)

@@ -24,7 +24,6 @@ class Moments:
 
     @classmethod
     def of(cls, rows: Tensor) -> Moments:
-        """Return the moments of rows (N, D)."""
         wide = rows.double()
         var = wide.var(0, correction=min(len(rows) - 1, 1))
         return cls(len(rows), rows.min(0).values, rows.max(0).values, wide.mean(0), var)
@@ -44,7 +43,6 @@ class Moments:
         return Moments(count, low, high, mean, squares / (count - 1))
 
     def named(self) -> dict[str, Tensor]:
-        """Return the moments as float32 statistics."""
         found = {"min": self.low, "max": self.high, "mean": self.mean, "std": self.var.sqrt()}
         return {key: value.float() for key, value in found.items()}
 

@@ -147,18 +147,14 @@ class Windows:
         if self.short_episodes:
             _log.warning(
                 "%s: %d of %d episodes are too short for a chunk of %d actions and give no window.",
-                dataset.source,
-                len(self.short_episodes),
-                dataset.num_episodes,
-                self.chunk.horizon,
-            )
+                dataset.source, len(self.short_episodes), dataset.num_episodes, self.chunk.horizon,
+            )  # fmt: skip
 
 
 class _WindowSpec(NamedTuple):
     """Row ranges of an array, one per window.
 
     Attributes:
-        dataset: Source of the episodes.
         frames: (W,) frame of every window.
         episode: (W,) its episode.
         values: (N, d).
@@ -177,7 +173,10 @@ class _WindowSpec(NamedTuple):
 
 
 class _ContiguousWindows:
-    """Windows stored so that each is contiguous."""
+    """Windows stored so that each is contiguous.
+
+    `rows` returns the rows (B, T, d) of windows (B,); `real` which of them are recorded, not padding (B, T).
+    """
 
     def __init__(self, spec: _WindowSpec) -> None:
         self._shape = (spec.steps, spec.values.shape[1])
@@ -190,18 +189,16 @@ class _ContiguousWindows:
         self._row = (spec.frames + spec.episode * (spec.before + spec.behind)).int()
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return the rows (B, T, d) of windows (B,)."""
         return self._rows.index_select(0, self._row.index_select(0, index)).view(-1, *self._shape)
 
     def real(self, index: Tensor) -> Tensor:
-        """Return which rows (B, T) of windows (B,) are recorded, not padding."""
         if self._real is None:
             return self._all_real.expand(len(index), -1)
         return self._real.index_select(0, self._row.index_select(0, index))
 
 
 class _GatheredWindows:
-    """The same windows, gathered row by row; see `_ContiguousWindows`."""
+    """The same windows, gathered row by row."""
 
     def __init__(self, spec: _WindowSpec) -> None:
         self._values, self._frames, self._episode = spec.values, spec.frames, spec.episode
@@ -209,11 +206,9 @@ class _GatheredWindows:
         self._offset = torch.arange(spec.steps, device=spec.frames.device) - spec.before
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return the rows (B, T, d) of windows (B,)."""
         return self._values[self._frame(index)[0]]
 
     def real(self, index: Tensor) -> Tensor:
-        """Return which rows (B, T) of windows (B,) are recorded, not padding."""
         inside, unclipped = self._frame(index)
         return inside == unclipped
 
@@ -226,7 +221,6 @@ class _GatheredWindows:
 
 
 def _rows_of(spec: _WindowSpec) -> _ContiguousWindows | _GatheredWindows:
-    """Return the windows of an array: contiguous if there is space, else gathered."""
     dataset, values, copies = spec.dataset, spec.values, spec.before + spec.behind
     num = (len(values) + dataset.num_episodes * copies) if copies else 0
     needed = num * (values.shape[1] * values.element_size() + _INDEX_BYTES)

@@ -40,11 +40,8 @@ _TABLE: dict[str, tuple[float, float, int]] = {
     "walker2d-" + _GYM: (1.629008, 4592.3, 1000),
     "ant-" + _GYM + "|ant-random-expert-v0": (-325.6, 3879.7, 1000),
     "antmaze-{umaze,umaze-diverse}-v{0,1,2}|antmaze-eval-{umaze,umaze-diverse}-v0": (0.0, 1.0, 700),
-    "antmaze-{medium,large}-{play,diverse}-v{0,1,2}|antmaze-eval-{medium,large}-{play,diverse}-v0": (
-        0.0,
-        1.0,
-        1000,
-    ),
+    "antmaze-{medium,large}-{play,diverse}-v{0,1,2}": (0.0, 1.0, 1000),
+    "antmaze-eval-{medium,large}-{play,diverse}-v0": (0.0, 1.0, 1000),
     "maze2d-open-v0": (0.01, 20.66, 150),
     "maze2d-umaze-v0": (0.94, 62.6, 150),
     "maze2d-medium-v0": (5.77, 85.14, 250),
@@ -102,14 +99,7 @@ def references() -> dict[str, Reference]:
 
 
 def reference(name: str) -> Reference:
-    """Return the reference of a task.
-
-    Args:
-        name: Full name (`hopper-medium-v2`), or a prefix whose names share one reference (`hopper`).
-
-    Raises:
-        DatasetError: If the task is unknown or the prefix ambiguous.
-    """
+    """Return the reference of a task's full name, or of a prefix whose names share one (`hopper`)."""
     table = references()
     if name in table:
         return table[name]
@@ -123,22 +113,14 @@ def reference(name: str) -> Reference:
 
 
 def normalized_score(name: str, returns: ArrayLike) -> np.ndarray:
-    """Return D4RL scores of episode returns, in percent (0 random, 100 expert), float64, same shape.
-
-    Raises:
-        DatasetError: If the task is unknown.
-    """
+    """Return D4RL scores of episode returns, in percent (0 random, 100 expert), float64, same shape."""
     known = reference(name)
     spread = known.max_return - known.min_return
     return 100.0 * (np.asarray(returns, dtype=np.float64) - known.min_return) / spread
 
 
 def return_of_score(name: str, score: ArrayLike) -> np.ndarray:
-    """Invert `normalized_score`.
-
-    Raises:
-        DatasetError: If the task is unknown.
-    """
+    """Invert `normalized_score`."""
     known = reference(name)
     spread = known.max_return - known.min_return
     return np.asarray(score, dtype=np.float64) / 100.0 * spread + known.min_return

@@ -1,7 +1,7 @@
 """Denoising backbones: networks that map (noisy chunk, network time, condition) to a chunk.
 
-Backbones are independent of noise schedules. One file per architecture; each registers its configuration in
-the group `backbone`.
+They are independent of noise schedules. One file per architecture registers its configuration in the group
+`backbone`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from policies.protocols import BoundField, Cond
+from policies.protocols import BoundField, Cond, Features
 
 
 @runtime_checkable
@@ -36,7 +36,6 @@ class Backbone(Protocol):
             second_time: as `time`: end or length of the step, for processes that learn average velocities;
                 given exactly if the backbone was built with a second time.
         """
-        ...
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Precompute all that depends only on the condition (B rows, or one for all) and the times (K,).
@@ -47,13 +46,9 @@ class Backbone(Protocol):
             `bound(k, x)`, equal to the network at x (B, Th, Da) and time `times[k]`; valid until the weights
             change.
         """
-        ...
 
-    def features(
-        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         """Return embedded times (K, T) and conditions (B, C'), e.g. for the noise network of ReinFlow."""
-        ...
 
     def parameters(self) -> Iterator[Any]: ...
 
@@ -69,4 +64,3 @@ class BackboneConfig(Protocol):
         Raises:
             CapabilityError: If tokens or a second time are requested and unsupported.
         """
-        ...

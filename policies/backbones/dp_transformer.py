@@ -1,14 +1,13 @@
 """The transformer of Diffusion Policy as denoising backbone: a decoder with memory of time and observations.
 
 The memory holds one token for the time and one for every observation of the history, each embedded, given a
-learned position, and encoded. The decoder has one token per action; each of its blocks acts on tokens h as
+learned position, and encoded. The decoder has one token per action; each of its blocks acts on tokens h as::
 
     h <- h + attention(n(h)),     h <- h + read(n(h), memory),     h <- h + W2 gelu(W1 n(h) + b1) + b2
 
-with a LayerNorm n of its own each. While the memory is encoded token by token, keys and values of the time
-token depend on the time only and those of the observations on the condition only: `forward` computes them
-once per distinct row where rows are shared, and `bind` keeps the former as a table over denoising steps and
-computes the latter once per action. Both are exact.
+with its own LayerNorms n. While the memory is encoded token by token, keys and values of the time token
+depend on the time only and those of the observations on the condition only: `forward` computes them once per
+distinct row, and `bind` tabulates the former over denoising steps and computes the latter once per action.
 
 Legend: M rows, B batch, K times, Th rows of a chunk, C condition width, N observations, S = 1 + N memory
 tokens, D width, L blocks, H heads.
@@ -29,7 +28,7 @@ from policies.networks.activations import mish
 from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_heads
 from policies.networks.embeddings import TimeEmbedding, embed_times, sinusoid
 from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond
+from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
 _FFN_RATIO = 4
@@ -65,19 +64,18 @@ class DpTransformerConfig(Checked):
     ) -> DpTransformer:
         if token_dim:
             raise CapabilityError(
-                "backbone=dp_transformer makes its tokens from the condition vector, and the encoder gives "
-                "some. Use backbone=transformer, or an encoder that gives one vector."
+                "backbone=dp_transformer makes its tokens from the condition vector. Use "
+                "backbone=transformer, or an encoder without tokens."
             )
         if cond_dim % self.obs_tokens:
             raise ConfigError(
-                f"backbone.obs_tokens must cut the condition (history and goal together) into equal parts; "
-                f"got {self.obs_tokens} for a width of {cond_dim}. Use backbone.obs_tokens=1."
+                f"backbone.obs_tokens must cut the condition (history and goal) into equal parts; got "
+                f"{self.obs_tokens} for a width of {cond_dim}. Use backbone.obs_tokens=1."
             )
         if self.causal and self.obs_tokens > chunk_shape[0]:
             raise ConfigError(
-                f"backbone.causal shows action t the observations up to t, so the horizon must be at least "
-                f"backbone.obs_tokens={self.obs_tokens}; got {chunk_shape[0]}. Use backbone.causal=false or "
-                f"backbone.obs_tokens=1."
+                f"with backbone.causal the horizon must be at least backbone.obs_tokens={self.obs_tokens}; "
+                f"got {chunk_shape[0]}. Use backbone.causal=false or backbone.obs_tokens=1."
             )
         return DpTransformer(self, chunk_shape, cond_dim, second_time=second_time)
 
@@ -115,7 +113,6 @@ class EncoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, h: Tensor) -> Tensor:
-        """(M, S, D) -> (M, S, D)."""
         h = h + self.dropout(self.attention(self.norm1(h)))
         return h + self.dropout(self.ffn(self.norm2(h)))
 
@@ -133,11 +130,10 @@ class DecoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, h: Tensor, memory: Tensor, mask: Tensor | None, memory_mask: Tensor | None) -> Tensor:
-        """Add attention, cross-attention to the memory and feed-forward network to the tokens.
+        """Map tokens h (M, Th, D) to (M, Th, D).
 
         Shapes:
-            h: (M, Th, D) -> (M, Th, D). memory: (2, M or 1, H, S, D/H), of `cross`. mask: (Th, Th).
-            memory_mask: (Th, S).
+            memory: (2, M or 1, H, S, D/H), of `cross`. mask: (Th, Th). memory_mask: (Th, S).
         """
         h = h + self.dropout(self.attention(self.norm1(h), mask))
         h = h + self.dropout(self.cross.read(self.norm2(h), memory, memory_mask))
@@ -147,11 +143,10 @@ class DecoderBlock(nn.Module):
 class DpTransformer(nn.Module):
     """See `DpTransformerConfig`; satisfies `policies.backbones.Backbone`.
 
-    Source:
-        Diffusion Policy (arXiv 2303.04137), `TransformerForDiffusion` of the released code with time and
-        observations as condition; equal up to rounding. Deviations: a second time has an embedding of its
-        own, added to the time token; no dropout of embeddings (zero in the published settings); the variant
-        without a memory, which sees no observation, is left out.
+    Source: Diffusion Policy (arXiv 2303.04137), `TransformerForDiffusion` of the released code with time and
+    observations as condition; equal up to rounding. Deviations: a second time has an embedding of its own,
+    added to the time token; no dropout of embeddings (zero in the published settings); the variant without a
+    memory, which receives no observation, is left out.
     """
 
     mask: Tensor | None
@@ -184,11 +179,9 @@ class DpTransformer(nn.Module):
         self.norm = LayerNorm(width)
         self.outlet = nn.Linear(width, action_dim)
         self._initialize()
-        masks = (
-            (causal_mask(horizon), memory_mask(horizon, 1 + observations)) if config.causal else (None, None)
-        )
-        for name, mask in zip(("mask", "memory_mask"), masks, strict=True):
-            self.register_buffer(name, mask, persistent=False)
+        masks = {"mask": causal_mask(horizon), "memory_mask": memory_mask(horizon, 1 + observations)}
+        for name, mask in masks.items():
+            self.register_buffer(name, mask if config.causal else None, persistent=False)
         self._cache: WeightCache[Tensor] = WeightCache()
 
     def _initialize(self) -> None:
@@ -210,9 +203,9 @@ class DpTransformer(nn.Module):
         second_time: Tensor | None = None,
     ) -> Tensor:
         if time.dim() != 1:
+            got = tuple(time.shape)
             raise CapabilityError(
-                f"backbone=dp_transformer takes one time per chunk, (M,); got {tuple(time.shape)}. "
-                f"Use backbone=transformer."
+                f"backbone=dp_transformer takes one time per chunk, (M,); got {got}. Use transformer."
             )
         times, observations = self._time_token(time, second_time), self._obs_tokens(cond)
         if self._is_tokenwise:
@@ -244,9 +237,7 @@ class DpTransformer(nn.Module):
 
         return bound_and_encoded
 
-    def features(
-        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         return embed_times(self._waves, self.second_embedding, times, second_times), cond.vec
 
     @property
@@ -254,7 +245,6 @@ class DpTransformer(nn.Module):
         return self.config.memory_depth == 0
 
     def _time_token(self, time: Tensor, second_time: Tensor | None = None) -> Tensor:
-        """Embed times (K,) as tokens of the memory, (K, 1, D)."""
         embedded = embed_times(self._waves, self.second_embedding, time, second_time)
         return embedded.unsqueeze(1) + self.memory_positions[:, :1]
 
@@ -262,12 +252,11 @@ class DpTransformer(nn.Module):
         return sinusoid(time.to(self.positions.dtype), self.config.width)
 
     def _obs_tokens(self, cond: Cond) -> Tensor:
-        """Cut conditions (B, C) into tokens of the memory, (B, N, D)."""
         parts = rearrange(cond.vec, "B (N C) -> B N C", N=self.config.obs_tokens)
         return self.obs_inlet(parts) + self.memory_positions[:, 1:]
 
     def _remember(self, tokens: Tensor) -> Tensor:
-        """Encode tokens (M, S, D) and return keys and values of every block, (L, 2, M, H, S, D/H)."""
+        """Encode tokens (M, S, D) to keys and values of every block, (L, 2, M, H, S, D/H)."""
         encoded = self.memory_encoder(tokens)
         return torch.stack([block.cross.memory(encoded) for block in self.blocks])
 
@@ -277,7 +266,6 @@ class DpTransformer(nn.Module):
         return [self.memory_positions, *weights]
 
     def _denoise(self, x: Tensor, memory: Tensor) -> Tensor:
-        """Apply the decoder to chunks x (M, Th, Da), given its memory (L, 2, M or 1, H, S, D/H)."""
         h = self.inlet(x) + self.positions
         for block, own in zip(self.blocks, memory.unbind(0), strict=True):
             h = block(h, own, self.mask, self.memory_mask)

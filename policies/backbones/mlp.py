@@ -1,9 +1,12 @@
 """The multilayer perceptron of DPPO as denoising backbone, without repeated computation.
 
 Its input is [flattened chunk, time embedding, condition or encoded condition], its body a trunk
-(`policies/networks/mlp_blocks.py`). The first layer is linear in its three parts, z = Wx x + (We e + b) + Ws
-s: `forward` projects a part once per distinct row where rows are shared, and `bind` makes the bracket a
-table over denoising steps (kept until a weight changes) and Ws s once per action. Both are exact.
+(`policies/networks/mlp_blocks.py`). The first layer is linear in its three parts::
+
+    z = Wx x + (We e + b) + Ws s
+
+`forward` projects a part once per distinct row, and `bind` tabulates the bracket over denoising steps (until
+a weight changes) and computes Ws s once per action. Both are exact.
 
 Legend: M rows, B batch, K times, H' width of the first layer (see `Fold`), C condition width.
 """
@@ -23,27 +26,21 @@ from policies.errors import CapabilityError
 from policies.networks.embeddings import OctaveEmbedding, TimeEmbedding, embed_times
 from policies.networks.mlp_blocks import Fold, PlainTrunk, TrunkConfig, official_plain_keys
 from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond
+from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
-_FEW_NUMBERS = 1 << 17
-"""Up to this many numbers the first layer's offsets of all steps are laid out before the loop."""
+EMBEDDINGS = {"learned": TimeEmbedding, "octaves": OctaveEmbedding}
+_FEW_NUMBERS = 1 << 17  # up to this many, the first layer's offsets of all steps are computed before the loop
 
 
 @register("backbone", "mlp")
 @dataclass(frozen=True)
 class MlpConfig(TrunkConfig):
-    """Residual or plain MLP over the flattened chunk.
-
-    Attributes:
-        times: Time embedding: `learned`, sines and cosines through two layers, or `octaves`, cosines and
-            sines of t, 2 t, 4 t, …, for `process.time_scale=1`.
-        cond_dims: Layer widths of a plain condition encoder (the last is its output); empty: no encoder.
-    """
+    """Residual or plain MLP over the flattened chunk."""
 
     time_dim: int = bounded(16, ge=4)  # width of the time embedding, even
-    times: str = bounded("learned", choices=("learned", "octaves"))
-    cond_dims: tuple[int, ...] = bounded((), ge=1)
+    times: str = bounded("learned", choices=tuple(EMBEDDINGS))  # embedding; octaves fit process.time_scale=1
+    cond_dims: tuple[int, ...] = bounded((), ge=1)  # widths of a condition encoder, output last; empty: none
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,8 +51,7 @@ class MlpConfig(TrunkConfig):
     ) -> MlpBackbone:
         if token_dim:
             raise CapabilityError(
-                "backbone=mlp cannot attend to tokens, and the encoder gives some. Use a backbone with "
-                "attention, or an encoder that gives one vector."
+                "backbone=mlp cannot attend to tokens. Use backbone=transformer, or an encoder without them."
             )
         return MlpBackbone(self, chunk_shape, cond_dim, second_time=second_time)
 
@@ -71,11 +67,7 @@ class MlpConfig(TrunkConfig):
 
 
 class _Plan(NamedTuple):
-    """Precomputed values of `bind` that depend only on weights and times.
-
-    Shapes:
-        table: (K, H'), time projections plus bias. chunk: (Th Da, H'), contiguous. cond: (C, H').
-    """
+    """What `bind` keeps: table (K, H') of times and bias, weights of chunk (Th Da, H') and cond (C, H')."""
 
     table: Tensor
     chunk: Tensor
@@ -86,8 +78,7 @@ class _Plan(NamedTuple):
 class MlpBackbone(nn.Module):
     """See `MlpConfig`; satisfies `policies.backbones.Backbone`.
 
-    Source:
-        DPPO (arXiv 2409.00588), `DiffusionMLP` of the released code; equal up to rounding.
+    Source: DPPO (arXiv 2409.00588), `DiffusionMLP` of the released code; equal up to rounding.
     """
 
     def __init__(
@@ -97,8 +88,7 @@ class MlpBackbone(nn.Module):
         self.config = config
         self.chunk_shape = tuple(chunk_shape)
         chunk = chunk_shape[0] * chunk_shape[1]
-        embedding = TimeEmbedding if config.times == "learned" else OctaveEmbedding
-        self.time_embedding = embedding(config.time_dim)
+        self.time_embedding = EMBEDDINGS[config.times](config.time_dim)
         self.second_embedding = TimeEmbedding(config.time_dim) if second_time else None
         cond_dims = (cond_dim, *config.cond_dims)
         self.cond_encoder = PlainTrunk(cond_dims, config.activation) if config.cond_dims else nn.Identity()
@@ -153,9 +143,7 @@ class MlpBackbone(nn.Module):
 
         return bound
 
-    def features(
-        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_encoder(cond.vec)
 
@@ -168,11 +156,7 @@ class MlpBackbone(nn.Module):
 
 
 def _offsets(table: Tensor, cond: Tensor) -> Callable[[int], Tensor]:
-    """Return k -> table[k] + cond, (B, H'), precomputed before the loop if small.
-
-    Shapes:
-        table: (K, H'). cond: (B, H').
-    """
+    """Return k -> table[k] + cond, (B, H'), of a table (K, H') and cond (B, H'); precomputed if small."""
     compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not compiled and table.shape[0] * cond.numel() <= _FEW_NUMBERS:
         return (table.unsqueeze(1) + cond).unbind(0).__getitem__

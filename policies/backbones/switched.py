@@ -10,25 +10,19 @@ from torch import Tensor, nn
 from policies.backbones import Backbone
 from policies.errors import ConfigError
 from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond
+from policies.protocols import BoundField, Cond, Features
 
 
 class SwitchedField(nn.Module):
-    """Backbone with one network for the noisy steps and another for the last ones.
+    """Backbone with one network for the noisy steps and another for the last ones, which are fine-tuned.
 
-    Rows with network time below `switch_time` use `tuned`, all others the frozen `base`; the reverse holds if
-    network times increase towards the action. Used to fine-tune only the last denoising steps. The two
-    networks must not share parameters.
+    Rows with network time below `switch_time` use `tuned`, all others the frozen `base`. With `tuned_above`,
+    for network times that increase towards the action, `tuned` covers times from `switch_time` on.
 
     Args:
         base: Frozen network; `requires_grad` is disabled.
-        tuned: Trained network.
-        switch_time: Network time (for diffusion the integer timestep, so `tuned` covers timesteps
-            0 ... switch_time - 1).
-        tuned_above: `tuned` covers times from `switch_time` on, the last steps of a flow.
-
-    Raises:
-        ConfigError: If the two networks share a parameter.
+        tuned: Trained network, without parameters of `base`.
+        switch_time: Network time: for diffusion the integer timestep, `tuned` covers 0 ... switch_time - 1.
     """
 
     def __init__(
@@ -37,8 +31,7 @@ class SwitchedField(nn.Module):
         super().__init__()
         if {id(weight) for weight in base.parameters()} & {id(weight) for weight in tuned.parameters()}:
             raise ConfigError(
-                "SwitchedField needs two networks without common parameters; got networks that share some. "
-                "Pass a deep copy as tuned."
+                "SwitchedField needs two networks without common parameters. Pass a deep copy as tuned."
             )
         for weight in base.parameters():
             weight.requires_grad_(False)
@@ -62,42 +55,25 @@ class SwitchedField(nn.Module):
         """Evaluate each row with the network of its time; see `policies.backbones.Backbone`.
 
         On a CPU each row costs one network. On an accelerator (and while tracing) reading the times would
-        synchronise with the host, so both networks run and the result is selected. If all rows are on a known
-        side, call `tuned` or `base` directly.
-
-        Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). Others as for `Backbone`.
+        synchronise with the host, so both networks run and the result is selected.
         """
-        is_tuned = self.is_tuned(time)
-        if _is_traced() or time.device.type != "cpu":
-            rows = is_tuned if time_row is None else is_tuned.index_select(0, time_row)
-            arguments = (x, time, cond, cond_row, time_row, second_time)
-            return torch.where(rows[:, None, None], self.tuned(*arguments), self.base(*arguments))
-        if bool(is_tuned.all()):
-            return self.tuned(x, time, cond, cond_row, time_row, second_time)
-        if not bool(is_tuned.any()):
-            return self.base(x, time, cond, cond_row, time_row, second_time)
+        is_tuned, arguments = self.is_tuned(time), (x, time, cond, cond_row, time_row, second_time)
+        can_read = time.device.type == "cpu" and not _is_traced()
+        if can_read and bool(is_tuned.all()):
+            return self.tuned(*arguments)
+        if can_read and not bool(is_tuned.any()):
+            return self.base(*arguments)
         rows = is_tuned if time_row is None else is_tuned.index_select(0, time_row)
-        return self._by_side(rows, x, time, cond, cond_row, time_row, second_time)
-
-    def _by_side(
-        self,
-        is_tuned: Tensor,
-        x: Tensor,
-        time: Tensor,
-        cond: Cond,
-        cond_row: Tensor | None,
-        time_row: Tensor | None,
-        second_time: Tensor | None,
-    ) -> Tensor:
+        if not can_read:
+            return torch.where(rows[:, None, None], self.tuned(*arguments), self.base(*arguments))
         out = torch.empty_like(x)
-        for side, network in ((is_tuned, self.tuned), (~is_tuned, self.base)):
+        for side, network in ((rows, self.tuned), (~rows, self.base)):
             index = side.nonzero().squeeze(1)
 
             def pick(part: Tensor | None, index: Tensor = index) -> Tensor | None:
                 return None if part is None else part.index_select(0, index)
 
-            rows = network(
+            part = network(
                 x.index_select(0, index),
                 pick(time) if time_row is None else time,
                 cond.rows(index) if cond_row is None else cond,
@@ -105,12 +81,10 @@ class SwitchedField(nn.Module):
                 pick(time_row),
                 pick(second_time) if time_row is None else second_time,
             )
-            out = out.index_copy(0, index, rows)
+            out = out.index_copy(0, index, part)
         return out
 
-    def features(
-        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         return self.tuned.features(cond, times, second_times)
 
     def energy(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
@@ -125,7 +99,9 @@ class SwitchedField(nn.Module):
         times: unless the split is sealed, both networks run and the result is selected.
         """
         if _is_traced() and not self._cache.sealed:
-            return self._bind_both(cond, times, second_times)
+            is_tuned, networks = self.is_tuned(times), (self.base, self.tuned)
+            base, tuned = (network.bind(cond, times, second_times) for network in networks)
+            return lambda k, x: torch.where(is_tuned[k], tuned(k, x), base(k, x))
         sources = (times,) if second_times is None else (times, second_times)
         split = self._cache.get(sources, lambda: _Split(times, second_times, self.is_tuned(times)))
         base = self.base.bind(cond, *split.base_times) if split.has_base else None
@@ -141,22 +117,13 @@ class SwitchedField(nn.Module):
 
         return bound
 
-    def _bind_both(self, cond: Cond, times: Tensor, second_times: Tensor | None) -> BoundField:
-        is_tuned = self.is_tuned(times)
-        base, tuned = (network.bind(cond, times, second_times) for network in (self.base, self.tuned))
-        return lambda k, x: torch.where(is_tuned[k], tuned(k, x), base(k, x))
-
 
 def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 class _Split:
-    """Times (K,) partitioned between tuned and base network.
-
-    `is_tuned[k]` selects the network of step k, `place[k]` its index among that network's times (times,
-    second times or None).
-    """
+    """Times (K,) by network: that of step k, and `place[k]`, the step's index among its network's times."""
 
     def __init__(self, times: Tensor, second_times: Tensor | None, is_tuned: Tensor) -> None:
         self.is_tuned: list[bool] = is_tuned.tolist()
@@ -167,6 +134,3 @@ class _Split:
             for index in (torch.tensor(side, dtype=torch.long) for side in sides)
         )
         self.place = [self.is_tuned[:k].count(side) for k, side in enumerate(self.is_tuned)]
-
-
-__all__ = ["SwitchedField"]

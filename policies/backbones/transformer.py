@@ -1,18 +1,16 @@
 """A diffusion transformer as a denoising backbone: one token per action of the chunk.
 
-Every sublayer f (self-attention, attention to the tokens of the condition where there are any, feed-forward)
-acts on tokens h as
+Every sublayer f (self-attention, attention to the tokens of the condition if any, feed-forward) acts on
+tokens h as::
 
     h <- h + gate f(scale n(h) + shift),      out = W (scale n(h) + shift) + b
 
-with n a LayerNorm without weights. Scales, shifts and gates come from network time and condition, for all
-sublayers in one product that is a sum of two parts,
+with n a LayerNorm without weights. All scales, shifts and gates come from network time and condition::
 
-    [scale - 1, shift, gate] = (W_t a(e_time) + b) + W_c a(e_cond),
+    [scale - 1, shift, gate] = (W_t a(e_time) + b) + W_c a(e_cond)
 
-so that `forward` computes each part once per distinct row where rows are shared, and `bind` makes the
-bracket a table over denoising steps (kept until a weight changes) and the other part once per action. Both
-are exact.
+`forward` computes each part once per distinct row, and `bind` tabulates the bracket over denoising steps
+(until a weight changes) and computes the other part once per action. Both are exact.
 
 Legend: M rows, B batch, K times, Th rows of a chunk, C condition width, N tokens of width Ct, D width, L
 blocks, H heads, P scales, shifts and gates.
@@ -22,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +31,7 @@ from policies.errors import CapabilityError
 from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_heads
 from policies.networks.embeddings import TimeEmbedding, embed_times
 from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond
+from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
 
@@ -61,23 +59,14 @@ class TransformerConfig(Checked):
         return TransformerBackbone(self, chunk_shape, cond_dim, token_dim=token_dim, second_time=second_time)
 
 
-class Adaptation(NamedTuple):
-    """Modulation of one sublayer by time and condition; each (M or 1, Th or 1, D)."""
-
-    scale: Tensor
-    shift: Tensor
-    gate: Tensor
+Adaptation = tuple[Tensor, Tensor, Tensor]
+"""Scale, shift and gate of one sublayer, each (M or 1, Th or 1, D)."""
 
 
 class Modulation(nn.Module):
-    """Scales, shifts and gates of all sublayers and of the output, from time and condition.
+    """Scales, shifts and gates of all `sublayers` and the output, from embedded time and condition (width D).
 
     Initialised to zero: sublayers are inactive until training opens their gates.
-
-    Args:
-        time_dim: Width of the time embedding.
-        width: D, also of the embedded condition.
-        sublayers: Of all blocks together.
     """
 
     def __init__(self, time_dim: int, width: int, sublayers: int) -> None:
@@ -98,12 +87,12 @@ class Modulation(nn.Module):
         return self.cond(F.silu(embedded))
 
     def split(self, numbers: Tensor) -> tuple[list[Adaptation], tuple[Tensor, Tensor]]:
-        """Return the sum of both parts (M, Th or 1, P) by sublayer, and scale and shift of the output."""
+        """Split the sum of both parts (M, Th or 1, P) by sublayer, and scale and shift of the output."""
         sizes = (self.sublayers + 1, self.sublayers + 1, self.sublayers)
         scales, shifts, gates = numbers.unflatten(-1, (sum(sizes), self.width)).split(sizes, dim=-2)
         *scale, scale_out = (1 + scales).unbind(-2)
         *shift, shift_out = shifts.unbind(-2)
-        return list(map(Adaptation, scale, shift, gates.unbind(-2))), (scale_out, shift_out)
+        return list(zip(scale, shift, gates.unbind(-2), strict=True)), (scale_out, shift_out)
 
 
 class Modulated(LayerNorm):
@@ -113,7 +102,6 @@ class Modulated(LayerNorm):
         super().__init__(width, eps=1e-6, elementwise_affine=False)
 
     def forward(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
-        """(M, Th, D), with scale and shift (M or 1, Th or 1, D)."""
         return torch.addcmul(shift, super().forward(h), scale)
 
 
@@ -136,11 +124,7 @@ class Block(nn.Module):
     def forward(
         self, h: Tensor, adaptations: list[Adaptation], mask: Tensor | None, memory: Tensor | None
     ) -> Tensor:
-        """Add every sublayer to the tokens.
-
-        Shapes:
-            h: (M, Th, D) -> (M, Th, D). mask: (Th, Th). memory: (2, M or 1, H, N, D/H), of `cross`.
-        """
+        """Map tokens h (M, Th, D); mask (Th, Th), memory (2, M or 1, H, N, D/H) of `cross`."""
         parts: list[Callable[[Tensor], Tensor]] = [lambda h: self.attention(h, mask), self.ffn]
         if (cross := self.cross) is not None and memory is not None:
             parts.insert(1, lambda h: cross.read(h, memory))
@@ -152,15 +136,12 @@ class Block(nn.Module):
 class TransformerBackbone(nn.Module):
     """See `TransformerConfig`; satisfies `policies.backbones.Backbone`.
 
-    Beyond the protocol, `forward` takes a time for every action of a chunk, (M, Th) or (K, Th) with
-    `time_row`.
+    Beyond the protocol, `forward` takes a time per action, (M, Th) or (K, Th) with `time_row`.
 
-    Source:
-        DiT with adaLN-zero (arXiv 2212.09748, section 3.2), whose sizes 256 x 8 x 4 and 384 x 12 x 6 are
-        used for actions. Deviations: tokens are actions and positions are learned; time and condition enter
-        the modulation as a sum of two projections instead of a projection of their sum, which is what makes
-        it a table; tokens of the condition are attended to between self-attention and feed-forward,
-        modulated like these.
+    Source: DiT with adaLN-zero (arXiv 2212.09748, section 3.2), whose sizes 256 x 8 x 4 and 384 x 12 x 6 are
+    used for actions. Deviations: tokens are actions with learned positions; time and condition enter the
+    modulation as a sum of two projections instead of a projection of their sum, so that it can be tabulated;
+    tokens of the condition are attended to between self-attention and feed-forward, modulated like these.
     """
 
     mask: Tensor | None
@@ -230,23 +211,16 @@ class TransformerBackbone(nn.Module):
         of_cond, memory = self._of_cond(cond)
         return lambda k, x: self._denoise(x, (table[k] + of_cond).unsqueeze(1), memory)
 
-    def features(
-        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_embedding(cond.vec)
 
     def _of_time(self, time: Tensor, second_time: Tensor | None = None) -> Tensor:
-        """Return the part of the time in the modulation, (..., P)."""
-        return self.modulation.of_time(
-            embed_times(self.time_embedding, self.second_embedding, time, second_time)
-        )
+        embedded = embed_times(self.time_embedding, self.second_embedding, time, second_time)
+        return self.modulation.of_time(embedded)
 
     def _of_cond(self, cond: Cond) -> tuple[Tensor, Tensor | None]:
-        """Return the part of the condition in the modulation (B, P), and keys and values of its tokens.
-
-        The latter are (L, 2, B, H, N, D/H), for every block its own.
-        """
+        """Return the condition's part (B, P), and keys and values of its tokens (L, 2, B, H, N, D/H)."""
         if (self.token_inlet is None) != (cond.tokens is None):
             built, called = ("without", "with") if self.token_inlet is None else ("with", "without")
             raise CapabilityError(
@@ -259,11 +233,7 @@ class TransformerBackbone(nn.Module):
         return of_cond, torch.stack([block.cross.memory(tokens) for block in self.blocks])
 
     def _denoise(self, x: Tensor, numbers: Tensor, memory: Tensor | None) -> Tensor:
-        """Apply the blocks to chunks x (M, Th, Da).
-
-        Shapes:
-            numbers: (M or 1, Th or 1, P), all scales, shifts and gates. memory: (L, 2, M or 1, H, N, D/H).
-        """
+        """Apply the blocks; `numbers` (M or 1, Th or 1, P), memory (L, 2, M or 1, H, N, D/H)."""
         adaptations, (scale, shift) = self.modulation.split(numbers)
         memories = [None] * len(self.blocks) if memory is None else memory.unbind(0)
         h = self.inlet(x) + self.positions

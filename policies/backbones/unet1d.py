@@ -2,7 +2,7 @@
 
 The modulation of a block (`policies/networks/unet.py`) is a function of a sum of a time part and a condition
 part. `forward` computes each part once per distinct row; `bind` tabulates the time part over denoising steps
-(kept until a weight changes) and computes the condition part once per action. Both are exact.
+(until a weight changes) and computes the condition part once per action. Both are exact.
 
 Legend: M rows, B batch, K times, Th rows of a chunk, T of them at a level, P = T or 1 with a time of their
 own, C condition width, F numbers that modulate a block.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +20,13 @@ from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.embeddings import TimeEmbedding, embed_times
 from policies.networks.mlp_blocks import TrunkConfig
-from policies.networks.unet import Evaluate, Modulation, UnetConfig
+from policies.networks.unet import Evaluate, Modulation, TemporalUnet, UnetConfig
 from policies.networks.unet_keys import official_unet_keys
 from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond
+from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
-_FEW_NUMBERS = 1 << 20
-"""Up to this many numbers the modulations of all steps are laid out before the loop."""
+_FEW_NUMBERS = 1 << 20  # up to this many, the modulations of all steps are computed before the loop
 
 
 @register("backbone", "unet1d")
@@ -40,12 +38,11 @@ class Unet1dConfig(UnetConfig):
     of Diffusion Policy and DPPO require `film` `scale` or `bias`; Diffusion Policy also `final_groups` 8.
 
     Attributes:
-        time_dim: Width of the time embedding, even; published sizes are 256, 128 and 16.
         cond_dims: Layer widths of a residual condition encoder before all blocks: an odd number of equal
             hidden widths, then its output; empty: no encoder.
     """
 
-    time_dim: int = bounded(64, ge=4)
+    time_dim: int = bounded(64, ge=4)  # width of the time embedding, even; published: 256, 128 and 16
     time_expansion: int = bounded(4, ge=1)  # width inside the time embedding over its width
     cond_dims: tuple[int, ...] = bounded((), ge=1)
 
@@ -62,18 +59,14 @@ class Unet1dConfig(UnetConfig):
     ) -> Unet1dBackbone:
         if token_dim:
             raise CapabilityError(
-                "backbone=unet1d cannot attend to tokens, and the encoder gives some. Use a backbone with "
-                "attention, or an encoder that gives one vector."
+                "backbone=unet1d cannot attend to tokens. Use backbone=transformer, or another encoder."
             )
         return Unet1dBackbone(self, chunk_shape, cond_dim, second_time=second_time)
 
     def official_keys(self, program: str = "dppo", *, action_dim: int = 0) -> dict[str, str]:
-        """Map the parameter names of a released U-Net to ours.
+        """Map the parameter names of a released U-Net, `dppo` or `diffusion_policy`, to ours.
 
-        Args:
-            program: `dppo` (`Unet1D`) or `diffusion_policy` (`ConditionalUnet1D`).
-            action_dim: Width of an action; matters only where it equals the first of `widths`: the first
-                block has no shortcut layer then.
+        `action_dim` matters only where it equals the first of `widths`: the first block has no shortcut then.
         """
         final_groups = self.groups if self.final_groups is None else self.final_groups
         keys = official_unet_keys(
@@ -108,29 +101,16 @@ class Unet1dConfig(UnetConfig):
         return TrunkConfig(width=self.cond_dims[0], num_blocks=num_blocks, activation=self.activation)
 
 
-class _Plan(NamedTuple):
-    """Precomputed values of `bind` that depend only on weights and times.
-
-    Shapes:
-        tables: of each block (K, P, F), its modulation's part of the time.
-    """
-
-    tables: list[Tensor]
-    evaluate: Evaluate
-
-
 class Unet1dBackbone(nn.Module):
     """See `Unet1dConfig`; satisfies `policies.backbones.Backbone`.
 
     A time per row of the chunk, (M, Th), modulates every row by its own; at coarser levels rows share the
     mean of their embedded times.
 
-    Source:
-        Diffusion Policy (arXiv 2303.04137), `ConditionalUnet1D`, and DPPO (arXiv 2409.00588), `Unet1D`, of
-        the released code; equal up to rounding where their weights fit. Deviations: any horizon is accepted;
-        by default the scale is 1 + what a linear layer gives, so that blocks start out unscaled, and the
-        last convolution is normalised in as many groups as the others, not always in 8. Diffusion Policy's
-        conditions per row, half of which the released code drops, are left out.
+    Source: Diffusion Policy (arXiv 2303.04137), `ConditionalUnet1D`, and DPPO (arXiv 2409.00588), `Unet1D`,
+    of the released code; equal up to rounding where their weights fit. Deviations: any horizon is accepted;
+    by default the scale is 1 + a linear layer, so that blocks start out unscaled, and the last convolution
+    has as many groups as the others, not always 8. Diffusion Policy's conditions per row are left out.
     """
 
     def __init__(
@@ -144,9 +124,9 @@ class Unet1dBackbone(nn.Module):
         self.second_embedding = TimeEmbedding(time, expansion=expansion) if second_time else None
         self.cond_encoder = config.build_cond_encoder(cond_dim)
         parts = (time, config.cond_dims[-1] if config.cond_dims else cond_dim)
-        self.unet = config.build_unet(chunk_shape, parts)
+        self.unet = TemporalUnet(config, chunk_shape, parts)
         self._ready: WeightCache[Evaluate] = WeightCache()
-        self._cache: WeightCache[_Plan] = WeightCache()
+        self._cache: WeightCache[tuple[list[Tensor], Evaluate]] = WeightCache()
 
     def forward(
         self,
@@ -166,23 +146,19 @@ class Unet1dBackbone(nn.Module):
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         given = (times,) if second_times is None else (times, second_times)
-        plan = self._cache.get((*self.parameters(), *given), lambda: self._plan(*given))
-        evaluate, modulations = plan.evaluate, self._modulations_of_steps(plan.tables, self._cond_parts(cond))
+        sources = (*self.parameters(), *given)
+        tables, evaluate = self._cache.get(sources, lambda: (self._time_parts(*given), self._evaluate()))
+        modulations = self._modulations_of_steps(tables, self._cond_parts(cond))
         return lambda k, x: evaluate(x, modulations(k))
 
-    def features(
-        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_encoder(cond.vec)
-
-    def _plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
-        return _Plan(self._time_parts(times, second_times), self._evaluate())
 
     def _evaluate(self) -> Evaluate:
         return self._ready.get(tuple(self.unet.parameters()), self.unet.ready)
 
-    def _time_parts(self, time: Tensor, second_time: Tensor | None) -> list[Tensor]:
+    def _time_parts(self, time: Tensor, second_time: Tensor | None = None) -> list[Tensor]:
         """Return the time part of every block, (N, P, F); time (N,) or (N, Th)."""
         embedded = embed_times(self.time_embedding, self.second_embedding, time, second_time)
         unet, film = self.unet, self.unet.films[0]
@@ -191,7 +167,6 @@ class Unet1dBackbone(nn.Module):
         return [block.film.of_time(features[block.level]) for block in unet.blocks]
 
     def _cond_parts(self, cond: Cond) -> list[Tensor]:
-        """Return the condition part of every block, (N, F)."""
         films = self.unet.films
         features = films[0].features(self.cond_encoder(cond.vec))
         return [film.of_cond(features) for film in films]
@@ -204,11 +179,7 @@ class Unet1dBackbone(nn.Module):
     def _modulations_of_steps(
         self, tables: Sequence[Tensor], conds: Sequence[Tensor]
     ) -> Callable[[int], Sequence[Modulation]]:
-        """Return k -> modulations of all blocks at step k, precomputed before the loop if small.
-
-        Shapes:
-            tables: of each block (K, P, F). conds: of each block (B, F).
-        """
+        """Return k -> modulations of all blocks, from (K, P, F) and (B, F) each; precomputed if small."""
         steps, batch = tables[0].shape[0], conds[0].shape[0]
         compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
         if compiled or batch * sum(table.numel() for table in tables) > _FEW_NUMBERS:

@@ -1,7 +1,6 @@
 """Observations of a composition's members, and compatibility checks.
 
-A composition receives one observation. Each member takes the newest rows of its history and its columns of
-the state, and encodes and normalises them itself.
+Each member encodes and normalises its columns of the state and the newest rows of its history itself.
 
 Legend: B batch, C condition width of a member.
 """
@@ -35,18 +34,12 @@ class ComposedCond(Cond):
 
 
 def joined(members: Sequence[Cond]) -> ComposedCond:
-    """Put the conditions of the members together."""
+    """Return the condition of a composition."""
     return ComposedCond(torch.cat([member.vec for member in members], dim=-1), members=tuple(members))
 
 
 class ComposedEncoder(nn.Module):
-    """Pass every member the newest rows of its history and its columns of the state.
-
-    Args:
-        members: The policies; referenced, not registered as submodules.
-        columns: See `Composition`.
-        sizes: Sizes of an observation of the composition.
-    """
+    """Encode an observation by every member; members are referenced, not registered as submodules."""
 
     token_dim = 0
 
@@ -65,27 +58,24 @@ class ComposedEncoder(nn.Module):
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> ComposedCond:
         state = read(obs, "state", (self.sizes.obs_steps, self.sizes.obs_dim))
-        return joined(
-            [
-                member.encode(_seen(member, {**obs, "state": state}, columns), generator=generator)
-                for member, columns in self._members
-            ]
-        )
+        inputs = [(one, _input_of(one, {**obs, "state": state}, columns)) for one, columns in self._members]
+        return joined([member.encode(own, generator=generator) for member, own in inputs])
 
 
-def _seen(member: Policy, obs: Mapping[str, Tensor], columns: tuple[int, ...] | None) -> dict[str, Tensor]:
+def _input_of(
+    member: Policy, obs: Mapping[str, Tensor], columns: tuple[int, ...] | None
+) -> dict[str, Tensor]:
     newest = slice(-member.chunk.obs_steps, None)
     histories = ("state", *member.images)
-    seen = {name: part[:, newest] if name in histories else part for name, part in obs.items()}
-    return seen if columns is None else {**seen, "state": seen["state"][..., list(columns)]}
+    own = {name: part[:, newest] if name in histories else part for name, part in obs.items()}
+    return own if columns is None else {**own, "state": own["state"][..., list(columns)]}
 
 
-def of_members(cond: Cond) -> tuple[Cond, ...]:
+def member_conds(cond: Cond) -> tuple[Cond, ...]:
     """Return the conditions of the members."""
     if not isinstance(cond, ComposedCond):
         raise ConfigError(
-            f"a composition needs the conditions of all its members; got a {type(cond).__name__} of one "
-            f"policy. Make it with the composition's encode."
+            f"a composition needs a condition of its own encode; got the {type(cond).__name__} of one policy."
         )
     return cond.members
 
@@ -97,13 +87,13 @@ def require_field(number: int, member: Policy) -> DenoisingPolicy:
         if isinstance(process, GaussianPath) and process.is_integrable:
             return member
     raise CapabilityError(
-        f"a composition needs members with a denoising field at every noise level (process diffusion, flow, "
-        f"edm, ...); member {number}, {named(member)}, has none."
+        f"members of a composition need a prediction at every noise level (process diffusion, flow, edm, …); "
+        f"got member {number}, {named(member)}."
     )
 
 
 def named(member: Policy) -> str:
-    """Return the name of a member for messages."""
+    """Return a description of a member for messages."""
     return f"{type(member).__name__} with process '{type(member.config.process).__name__}'"
 
 
@@ -111,22 +101,18 @@ def check_members(members: Sequence[DenoisingPolicy], composition: Composition) 
     """Refuse members that are incompatible with each other or the composition."""
     if len(members) != len(composition.weights):
         raise ConfigError(
-            f"a composition needs one weight per member; got {len(composition.weights)} weights for "
-            f"{len(members)} members."
+            f"a composition needs one weight per member, {len(members)}; got {len(composition.weights)}."
         )
-    for name, what in (("action_dim", "action width"), ("horizon", "horizon"), ("action_start", "first row")):
+    for name in ("action_dim", "horizon", "action_start"):
         values = [getattr(member.chunk, name) for member in members]
         if len(set(values)) > 1:
             raise ConfigError(
-                f"members of a composition must agree on what a chunk is; their {what} ({name}) is {values}. "
-                f"Train them with the same policy.{name}."
+                f"members must have one {name}; got {values}. Train them with one policy.{name}."
             )
     for number, (member, columns) in enumerate(zip(members, composition.columns, strict=True)):
         if columns is not None and len(columns) != member.obs_dim:
-            raise ConfigError(
-                f"columns of member {number} must name the {member.obs_dim} entries of the state that it "
-                f"sees; got {len(columns)}."
-            )
+            expected = f"columns of member {number} must list its {member.obs_dim} entries of the state"
+            raise ConfigError(f"{expected}; got {len(columns)}.")
 
 
 def sizes_of(members: Sequence[DenoisingPolicy], composition: Composition) -> ObservationSizes:
@@ -135,8 +121,8 @@ def sizes_of(members: Sequence[DenoisingPolicy], composition: Composition) -> Ob
     widths = whole | ({composition.obs_dim} if composition.obs_dim is not None else set())
     if len(widths) != 1:
         raise ConfigError(
-            f"members that see the whole state must see one state; they expect the widths {sorted(widths)}. "
-            f"Give the columns that each member sees, and obs_dim where none sees all."
+            f"members without columns must expect one width of the state; got {sorted(widths)}. Give the "
+            f"columns of each member, and obs_dim if all have columns."
         )
     (obs_dim,) = widths
     named = [column for seen in composition.columns if seen is not None for column in seen]
@@ -144,14 +130,13 @@ def sizes_of(members: Sequence[DenoisingPolicy], composition: Composition) -> Ob
         raise ConfigError(f"columns must lie in 0..{obs_dim - 1}; got {named}.")
     goals = {member.goal_dim for member in members if member.goal_dim}
     if len(goals) > 1:
-        raise ConfigError(f"members with goals must have one kind of goal; got the widths {sorted(goals)}.")
+        raise ConfigError(f"members must have one width of the goal; got {sorted(goals)}.")
     images: dict[str, ImageShape] = {}
     for member in members:
         for camera, shape in member.images.items():
             if images.setdefault(camera, shape) != shape:
-                raise ConfigError(
-                    f"members must see camera '{camera}' in one size; got {images[camera]} and {shape}."
-                )
+                sizes = f"{images[camera]} and {shape}"
+                raise ConfigError(f"members must have one size of camera '{camera}'; got {sizes}.")
     obs_steps = max(member.chunk.obs_steps for member in members)
     return ObservationSizes(obs_dim, obs_steps, max(goals, default=0), images)
 
@@ -159,10 +144,7 @@ def sizes_of(members: Sequence[DenoisingPolicy], composition: Composition) -> Ob
 def joint_normalizer(
     members: Sequence[DenoisingPolicy], columns: Sequence[tuple[int, ...] | None], sizes: ObservationSizes
 ) -> Normalizer:
-    """Return the lead's action map, and for every observed entry the map of the first member that uses it.
-
-    Members normalise their own observations; this state map only gives the range of expected values.
-    """
+    """Return the lead's action map, and for every observed entry that of its first member (a range)."""
     lead = members[0]
     dims = {"state": sizes.obs_dim, "goal": sizes.goal_dim, "action": lead.chunk.action_dim}
     modes = {name: "limits" for name, dim in dims.items() if dim} | dict(lead.normalizer.modes)

@@ -71,10 +71,8 @@ class Composition(Checked):
         object.__setattr__(self, "columns", columns or (None,) * len(self.weights))
         super().__post_init__()
         if not self.weights or len(self.columns) != len(self.weights):
-            raise ConfigError(
-                f"a composition needs one weight per member, and columns for all of them or for none; got "
-                f"{len(self.weights)} weights and {len(self.columns)} columns."
-            )
+            got = f"{len(self.weights)} weights and {len(self.columns)} columns"
+            raise ConfigError(f"weights must be one per member, and columns for all or none; got {got}.")
         self._check_weights()
 
     def _check_weights(self) -> None:
@@ -89,15 +87,12 @@ class Composition(Checked):
             )
         if self.operator == "cfg_sum" and not bool((values[0] == 1).all()):
             raise ConfigError(
-                f"operator=cfg_sum takes its first member as the base, whose weight is 1; got {shown}. Give "
-                f"the strength of every other member after it."
+                f"the first weight of operator=cfg_sum is that of the base and must be 1; got {shown}."
             )
         is_constant = not any(isinstance(weight, tuple) for weight in self.weights)
         if self.operator == "or" and not (is_constant and adds_up and bool((values >= 0).all())):
-            raise ConfigError(
-                f"weights of operator=or are shares of a mixture: constant, none negative, adding up to 1; "
-                f"got {shown}."
-            )
+            rule = "constant shares of a mixture, none negative, adding up to 1"
+            raise ConfigError(f"weights of operator=or must be {rule}; got {shown}.")
 
     @property
     def _knots(self) -> Tensor:
@@ -136,7 +131,7 @@ class Composition(Checked):
 
 
 def _weight(weight: Weight | Sequence[Sequence[float]]) -> Weight:
-    """Check a weight and bring knots to tuples."""
+    """Check a weight and convert knots to tuples."""
     if isinstance(weight, (int, float)):
         if not math.isfinite(weight):
             raise ConfigError(f"weights must be finite; got {weight}.")
@@ -147,13 +142,10 @@ def _weight(weight: Weight | Sequence[Sequence[float]]) -> Weight:
         raise ConfigError(f"a weight is a number or a list of knots [t, w]; got {weight!r}.") from error
     times = [t for t, _ in knots]
     rises = all(a < b for a, b in pairwise(times))
-    if not knots or not rises or not 0 <= times[0] <= times[-1] <= 1 or not all(map(_is_finite, knots)):
+    are_finite = all(math.isfinite(number) for knot in knots for number in knot)
+    if not knots or not rises or not 0 <= times[0] <= times[-1] <= 1 or not are_finite:
         raise ConfigError(f"knots [t, w] of a weight need times that rise from 0 to 1; got {list(knots)}.")
     return knots
-
-
-def _is_finite(knot: tuple[float, float]) -> bool:
-    return math.isfinite(knot[0]) and math.isfinite(knot[1])
 
 
 def weight_at(weight: Weight, t: Tensor) -> Tensor:
@@ -169,10 +161,7 @@ def weight_at(weight: Weight, t: Tensor) -> Tensor:
 
 
 def combine(predictions: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
-    """Return sum_i w_i p_i of predictions (B, Th, Da) in one parametrisation, for weights that add up to 1.
-
-    Weights are numbers or broadcast against a prediction; the first is not used.
-    """
+    """Return sum_i w_i p_i of predictions (B, Th, Da) for weights that add up to 1; w_0 is not used."""
     first, out = predictions[0], predictions[0]
     for prediction, weight in zip(predictions[1:], weights[1:], strict=True):
         out = out + weight * (prediction - first)
@@ -195,26 +184,16 @@ class Sum:
     surplus: float  # by how much they add up to more than 1
     noise_free: float  # p / x for eps = 0: what the surplus is measured from
 
-    def __call__(self, ask: Callable[[int], Tensor], x: Tensor) -> Tensor:
-        predictions = [ask(member) for member in self.chosen]
+    def __call__(self, predict: Callable[[int], Tensor], x: Tensor) -> Tensor:
+        predictions = [predict(member) for member in self.chosen]
         out = combine(predictions, self.weights)
         return out + self.surplus * (predictions[0] - self.noise_free * x) if self.surplus else out
 
 
 class BoundMixture:
-    """The network of a mixture along one chain; `bound(k, x)` must be called in the order of the steps.
+    """The network of a mixture of bound networks along one chain; called in the order of the steps."""
 
-    Args:
-        table: Steps of the sampler.
-        members: Bound networks, in the parametrisation of the table.
-        shares: Of the members, all positive.
-        temperature: See `Composition`.
-
-    Attributes:
-        log_density: (N, B), relative to each other, of the state that was asked for last; (N, 1) at first.
-    """
-
-    log_density: Tensor
+    log_density: Tensor  # (N, B), relative to each other, of the last state; (N, 1) at first
 
     def __init__(
         self, table: StepTable, members: Sequence[BoundField], shares: Sequence[float], temperature: float
@@ -225,8 +204,7 @@ class BoundMixture:
         self._means: list[Tensor] = []
 
     def __call__(self, k: int, x: Tensor) -> Tensor:
-        """Evaluate the mixture at step k and state x (B, Th, Da)."""
-        self._follow(k, x)
+        self._update_densities(k, x)
         predictions = [member(k, x) for member in self._members]
         if k < self._table.num_steps - 1:
             self._means = [transition(self._table, k, x, prediction) for prediction in predictions]
@@ -234,7 +212,7 @@ class BoundMixture:
         shares = responsibilities(self._shares, self.log_density, self._temperature)
         return combine(predictions, list(shares[..., None, None].unbind(0)))
 
-    def _follow(self, k: int, x: Tensor) -> None:
+    def _update_densities(self, k: int, x: Tensor) -> None:
         """Update the log densities by the last step; a chain begins with equal densities."""
         if k != self._next:
             self.log_density = x.new_zeros(len(self._members), 1)  # the same for all rows
@@ -245,7 +223,7 @@ class BoundMixture:
 
 
 def require_ancestral(table: StepTable) -> None:
-    """Refuse steps along which densities cannot be followed."""
+    """Refuse steps along which densities cannot be computed."""
     alpha, sigma = (torch.tensor(a, dtype=torch.float64) for a in (table.alpha, table.sigma))
     noise = sigma / alpha
     full = alpha[1:] * noise[1:] * (1 - (noise[1:] / noise[:-1]).square()).clamp(min=0).sqrt()
@@ -253,7 +231,6 @@ def require_ancestral(table: StepTable) -> None:
     fits = bool((difference <= _STD_TOLERANCE * full[:, None]).all()) and bool((table.std[:-1] > 0).all())
     if table.memory is not None or not fits:
         raise ConfigError(
-            "operator=or follows the densities of the members along the chain, for which every step must "
-            "inject the whole noise of the reverse process; this sampler does not. Use sampler=ddpm with all "
-            "levels, or sampler=ancestral with eta=1 (and more steps: densities are only as good as these)."
+            "operator=or needs a sampler that injects the whole noise of the reverse process at every step. "
+            "Use sampler=ddpm with all levels, or sampler=ancestral with eta=1 (and many steps)."
         )

@@ -6,10 +6,9 @@ chunk, t sampling time, eps predicted noise, x0 predicted clean chunk.
 The lead's process and one of its samplers drive the loop. At every step each member is evaluated at the state
 mapped to its own path, at equal signal-to-noise ratio and through physical units
 (`policies.composition.time_matching`); its prediction is converted to the lead's parametrisation, and the
-predictions are combined (`policies.composition.operators`). At noise levels
-beyond a member's path (a flow starts from pure noise, a diffusion close to it), its weight is redistributed.
-Members may have any process with a Gaussian path, their own encoders, normalisers, histories and observed
-entries, and may be compositions. They must agree on the chunk: action width, horizon and first executed row.
+predictions are combined (`policies.composition.operators`). At noise levels beyond a member's path (a flow
+starts from pure noise, a diffusion close to it), its weight is redistributed. Members may differ in process
+(with a Gaussian path), encoder, normaliser, history and observed entries, and may be compositions.
 
 Source: General Policy Composition, arXiv 2510.01068. Deviations from its code: members need not share
 process, schedule or normaliser; weights are checked against the operator; every member keeps its own history.
@@ -28,8 +27,8 @@ from policies.composition.observation import (
     ComposedEncoder,
     check_members,
     joint_normalizer,
+    member_conds,
     named,
-    of_members,
     require_field,
     sizes_of,
 )
@@ -52,7 +51,7 @@ from policies.samplers.step_table import StepRules, StepTable
 
 @dataclass(frozen=True, kw_only=True)
 class _At(StepRules):
-    """A sampler that only sets the times at which a member is evaluated; its steps are not taken."""
+    """A sampler that only sets the times at which a member is evaluated."""
 
     times: tuple[float, ...]
 
@@ -61,15 +60,11 @@ class _At(StepRules):
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
-    """A member's evaluation in the lead's sampler.
-
-    Attributes:
-        table: What leads to it and back at every step; None: it shares path and units with the lead.
-    """
+class _Member:
+    """A member's evaluation in the lead's sampler."""
 
     view: DenoisingPolicy  # the member with a step table for its evaluation times
-    table: TimeMatchTable | None
+    table: TimeMatchTable | None  # None: it shares path and units with the lead
     limit: float | None  # the member's own bound on x0, applied to converted predictions
     reached: Tensor  # (K,), steps whose noise level is on the member's path
 
@@ -79,18 +74,15 @@ class _Part:
             return bound
         rows, limit = self.table.rows(cond.vec), self.limit
 
-        def linked(k: int, x: Tensor) -> Tensor:
+        def matched(k: int, x: Tensor) -> Tensor:
             state = rows[k].state(x)
             return rows[k].output(x, state, bound(k, state), limit)
 
-        return linked
+        return matched
 
 
 class ComposedPolicy(DenoisingPolicy):
-    """Policy that combines several policies.
-
-    It supports sampling, hooks, warm starts, saving, export and evaluation like any denoising policy, and
-    steering through its noise. It has no network of its own.
+    """Policy that combines several policies; it has no network of its own.
 
     Args:
         members: The policies; the first one leads.
@@ -119,35 +111,34 @@ class ComposedPolicy(DenoisingPolicy):
             lead.config, sampler=own, obs_steps=sizes.obs_steps, goal_dropout=0.0, guidance=1.0
         )
         self._use_sampler(own, tuned_steps=None, log_prob_min_std=None)
-        self.register_load_state_dict_post_hook(_relink)
+        self.register_load_state_dict_post_hook(_rebuild_tables)
 
     def _use_sampler(self, sampler: Any, *, tuned_steps: int | None, log_prob_min_std: float | None) -> None:
         super()._use_sampler(sampler, tuned_steps=tuned_steps, log_prob_min_std=log_prob_min_std)
         t = torch.tensor(self.table.times, dtype=torch.float64)
-        self._parts = tuple(self._part(member, t) for member in self.fields)
+        self._member_views = tuple(self._member(member, t) for member in self.fields)
         if self.composition.operator == "or":
             require_ancestral(self.table)
         self._active = self.composition.active
-        reached = torch.stack([part.reached for part in self._parts])
+        reached = torch.stack([part.reached for part in self._member_views])
         self._sums = _sums(self.composition, self.process, t[:-1], reached)
 
-    def _part(self, member: DenoisingPolicy, t: Tensor) -> _Part:
+    def _member(self, member: DenoisingPolicy, t: Tensor) -> _Member:
         """Build a member's step table for the sampler's times (K+1,)."""
         lead = self.fields[0]
         units = UnitChange.between(lead.normalizer, member.normalizer)
         if member.process == lead.process and units.are_same:
             everywhere = torch.ones_like(t[:-1], dtype=torch.bool)
-            return _Part(member.with_sampler(self.sampler), None, None, everywhere)
+            return _Member(member.with_sampler(self.sampler), None, None, everywhere)
         if member.process.has_second_time and not getattr(self.sampler, "takes_whole_steps", False):
             raise CapabilityError(
-                f"{named(member)} predicts over whole steps, which this sampler of the lead does not take. "
-                f"Use sampler=euler."
+                f"{named(member)} needs a sampler of the lead that takes whole steps. Use sampler=euler."
             )
         t_member = matched_time(lead.process, member.process, units, t)
         view = member.with_sampler(_At(times=tuple(t_member.tolist())))
         places = (lead.process, member.process, units, t[:-1], t_member[:-1])
         limit = getattr(member.sampler, "clip_x0", None)
-        return _Part(view, TimeMatchTable(time_matches(*places)), limit, is_reached(*places))
+        return _Member(view, TimeMatchTable(time_matches(*places)), limit, is_reached(*places))
 
     @property
     def fields(self) -> list[DenoisingPolicy]:
@@ -168,31 +159,22 @@ class ComposedPolicy(DenoisingPolicy):
         view.members = nn.ModuleList([lead.with_act_steps(act_steps), *others])
         return view
 
-    # -- NoiseDecoder ---------------------------------------------------------------------------------
-
     def bind(self, cond: Cond) -> BoundField:
-        conds = of_members(cond)
-        bound = {i: self._parts[i].bind(conds[i]) for i in self._active}
+        conds = member_conds(cond)
+        bound = {i: self._member_views[i].bind(conds[i]) for i in self._active}
         if self.composition.operator == "or":
             shares = [float(self.composition.weights[i]) for i in bound]  # type: ignore[arg-type]
             return BoundMixture(self.table, list(bound.values()), shares, self.composition.temperature)
         sums = self._sums
         return lambda k, x: sums[k](lambda i: bound[i](k, x), x)
 
-    # -- Field ----------------------------------------------------------------------------------------
-
     def evaluate(self, cond: Cond) -> Evaluate:
-        """Return the composition as a function of state and sampling times; see `Evaluate`.
-
-        Raises:
-            CapabilityError: If it is a mixture, which is defined along a chain only.
-        """
         if self.composition.operator == "or":
             raise CapabilityError(
-                "a composition with operator=or knows the densities of its members along a denoising chain "
-                "only; it cannot be asked at a single state. Use operator=convex."
+                "operator=or has densities along a denoising chain only, not at a single state. Use "
+                "operator=convex."
             )
-        conds, composition, process = of_members(cond), self.composition, self.process
+        conds, composition, process = member_conds(cond), self.composition, self.process
         chosen = composition.active
 
         def net(x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None) -> Tensor:
@@ -212,8 +194,6 @@ class ComposedPolicy(DenoisingPolicy):
 
         return net
 
-    # -- what belongs to the members ------------------------------------------------------------------
-
     @property
     def field(self) -> Any:
         return self._refuse_training()
@@ -229,8 +209,7 @@ class ComposedPolicy(DenoisingPolicy):
 
     def _refuse_training(self) -> NoReturn:
         raise CapabilityError(
-            "a composition has no network of its own that could be fine-tuned. Fine-tune its members, or "
-            "steer it through its noise."
+            "a composition has no network to fine-tune. Fine-tune its members, or steer its noise."
         )
 
 
@@ -279,14 +258,14 @@ def _prediction_of(
 
 
 def _sums(composition: Composition, process: Any, t: Tensor, reached: Tensor) -> tuple[Sum, ...]:
-    """Work out the weighted sum of every step, at times t (K,) float64 reached by members (N, K)."""
+    """Return the weighted sum of every step, at times t (K,) float64 reached by members (N, K)."""
     coefficients = composition.redistributed(composition.coefficients(t), reached)
     surplus = composition.surplus(coefficients)
     alpha, _ = process.alpha_sigma(t)
     if bool(((surplus != 0) & (alpha == 0)).any()):
         raise ConfigError(
-            "weights that do not add up to 1 scale the noise, which is all there is at the first step of "
-            "this process. Put a policy with process=diffusion or edm first, or rescale the weights."
+            "weights must add up to 1 where the process starts from pure noise. Put a policy with "
+            "process=diffusion or edm first, or rescale the weights."
         )
     noise_free = _noise_free(process, t) if bool(surplus.any()) else torch.zeros_like(t)
     sums = []
@@ -298,13 +277,13 @@ def _sums(composition: Composition, process: Any, t: Tensor, reached: Tensor) ->
 
 
 def _noise_free(process: Any, t: Tensor) -> Tensor:
-    """Return the network's output per state at times t where it predicts no noise at all."""
+    """Return the network's output per state at times t for zero predicted noise."""
     factor: Tensor = process.convert(torch.ones_like(t), t, torch.zeros_like(t), "eps", process.kind)
     return factor
 
 
-def _relink(policy: ComposedPolicy, _: Any) -> None:
-    """Lay the members out anew: how they are asked depends on their normalisers, which were loaded."""
+def _rebuild_tables(policy: ComposedPolicy, _: Any) -> None:
+    """Rebuild the members' tables after loading, since these depend on normalisers."""
     policy._use_sampler(
         policy.sampler, tuned_steps=policy.tuned_steps, log_prob_min_std=policy.log_prob_min_std
     )

@@ -5,18 +5,17 @@ path, the same with m of the member's; x, x_m states, raw output of the member's
 Da.
 
 Both policies normalise actions by affine maps, so clean chunks are related by x0_m = A x0 + f. With r the
-geometric mean of A over the dimensions, the member is asked where its path has the lead's ratio, measured
-in physical units, at the state that means the same::
+geometric mean of A over the dimensions, the member is evaluated where its path has the lead's ratio in
+physical units, at the corresponding state::
 
     alpha_m / sigma_m = alpha / (r sigma)
     x_m  = sigma_m / (r sigma) A x + alpha_m f              = alpha_m / alpha x  for equal units
     x0_m = x0_x x_m + x0_raw raw                            from its prediction
     x0   = (x0_m - f) / A,  eps = (x - alpha x0) / sigma    so that the pair explains the state
 
-The scale of x is that of the noise: the two scales differ only where the member's path does not reach the
-ratio, near pure noise. There a member is not evaluated (`is_reached`). A single r is exact where A is the
-same number in all dimensions; a member whose units differ more in one dimension than in another sees a noise
-that is slightly too large in one and too small in the other.
+Near pure noise a member's path may not reach the ratio; there it is not evaluated (`is_reached`). A single r
+is exact if A is the same in all dimensions; otherwise a member's noise is slightly too large in some
+dimensions and too small in others.
 
 Source: equal ratio and scale follow from x = alpha x0 + sigma eps (`policies.processes.base`).
 """
@@ -32,20 +31,16 @@ import torch
 from torch import Tensor
 
 from policies.normalizer import Normalizer
-from policies.processes.base import Process
+from policies.processes.base import GaussianPath
 
 _RATIO_TOLERANCE = 1e-3  # of the signal-to-noise ratio
 
 
 @dataclass(frozen=True, eq=False)
 class UnitChange:
-    """Affine map from the lead's to a member's normalised actions: x0_m = scale x0 + offset.
+    """Affine map from the lead's to a member's normalised actions: x0_m = scale x0 + offset."""
 
-    Shapes:
-        scale, offset: (D,) float64, D = 1 where they are the same units.
-    """
-
-    scale: Tensor
+    scale: Tensor  # (D,) float64, D = 1 for equal units
     offset: Tensor
 
     @classmethod
@@ -98,21 +93,25 @@ class TimeMatch(NamedTuple):
         return out + self.out_x0 * (x0.clamp(-limit, limit) - x0)
 
 
-def matched_time(lead: Process, member: Process, units: UnitChange, t: Tensor) -> Tensor:
+def matched_time(lead: GaussianPath, member: GaussianPath, units: UnitChange, t: Tensor) -> Tensor:
     """Return the times (N,) of the member's path with the ratio of the lead's at t (N,), float64."""
     alpha, sigma = lead.alpha_sigma(t)
     return member.time_of_lambda(alpha.log() - sigma.log() - units.log_ratio)
 
 
-def is_reached(lead: Process, member: Process, units: UnitChange, t: Tensor, t_member: Tensor) -> Tensor:
+def is_reached(
+    lead: GaussianPath, member: GaussianPath, units: UnitChange, t: Tensor, t_member: Tensor
+) -> Tensor:
     """Return where (N,) the member's path is as noisy as the lead's; arguments as for `time_matches`."""
     alpha, sigma = lead.alpha_sigma(t)
     alpha_m, sigma_m = member.alpha_sigma(t_member)
     return alpha_m * sigma * math.exp(units.log_ratio) <= (1 + _RATIO_TOLERANCE) * alpha * sigma_m
 
 
-def time_matches(lead: Process, member: Process, units: UnitChange, t: Tensor, t_member: Tensor) -> Tensor:
-    """Work out the coefficients of `TimeMatch`, (8, N, D) float64."""
+def time_matches(
+    lead: GaussianPath, member: GaussianPath, units: UnitChange, t: Tensor, t_member: Tensor
+) -> Tensor:
+    """Return the coefficients of `TimeMatch`, (8, N, D) float64."""
     scale, offset = units.scale.to(t.device), units.offset.to(t.device)
     one, zero = torch.ones_like(t), torch.zeros_like(t)
     _, sigma = lead.alpha_sigma(t)
@@ -131,17 +130,12 @@ def time_matches(lead: Process, member: Process, units: UnitChange, t: Tensor, t
 
 @dataclass(frozen=True, eq=False)
 class TimeMatchTable:
-    """Time matches of a sampler's steps.
+    """Time matches of a sampler's steps."""
 
-    Shapes:
-        coefficients: (8, K, D) float64.
-    """
-
-    coefficients: Tensor
+    coefficients: Tensor  # (8, K, D) float64
     floats: tuple[TimeMatch, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Cache the coefficients as Python floats if all dimensions share them."""
         columns = self.coefficients[:, :, 0].T.tolist() if self.coefficients.shape[-1] == 1 else []
         object.__setattr__(self, "floats", tuple(TimeMatch(*column) for column in columns))
 

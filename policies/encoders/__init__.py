@@ -1,8 +1,7 @@
 """Encoders: map physical observations to the backbone's condition, once per action.
 
-One file per encoder; each registers its configuration in the group `encoder`. An encoder belongs to the
-policy, not to its backbone: frozen and fine-tuned copies of a backbone share it, and its condition is
-computed once for all of them.
+One file per encoder registers its configuration in the group `encoder`. Frozen and fine-tuned copies of a
+backbone share the policy's encoder.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.normalizer import Normalizer
-from policies.protocols import Cond, Observation
+from policies.protocols import Cond, Observation, Rng
 
 ImageShape = tuple[int, int, int]
 """(H, W, 3), the shape of one image of a camera."""
@@ -34,24 +32,16 @@ class ObservationSizes:
 
 @runtime_checkable
 class Encoder(Protocol):
-    """Interface of an encoder (an `nn.Module`).
+    """Interface of an encoder (an `nn.Module`)."""
 
-    Attributes:
-        sizes: Its inputs; only the cameras it uses.
-        token_dim: Ct, width of `Cond.tokens`; 0: no tokens.
-    """
-
-    sizes: ObservationSizes
-    token_dim: int
+    sizes: ObservationSizes  # its inputs; only the cameras it uses
+    token_dim: int  # Ct, width of `Cond.tokens`; 0: no tokens
 
     @property
     def cond_dim(self) -> int:
         """C, width of `Cond.vec`."""
-        ...
 
-    def __call__(
-        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
-    ) -> Cond:
+    def __call__(self, obs: Observation, normalizer: Normalizer, generator: Rng = None) -> Cond:
         """Encode physical observations; only the last entries of `Cond.vec` depend on the goal.
 
         Args:
@@ -59,7 +49,6 @@ class Encoder(Protocol):
             normalizer: Normaliser of `state` and `goal`.
             generator: Generator of image augmentation, in training only; None: no augmentation.
         """
-        ...
 
 
 class EncoderConfig(Protocol):
@@ -67,7 +56,6 @@ class EncoderConfig(Protocol):
 
     def build(self, sizes: ObservationSizes) -> Encoder:
         """Build an encoder for observations of given sizes."""
-        ...
 
 
 def read(obs: Observation, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -2,8 +2,6 @@
 
 Images are (B, To, H, W, 3), uint8, or floating point in [0, 1]. All images of a history share one crop or
 shift, so that only scene motion differs between them.
-
-Legend: B batch, To observation history, H and W height and width.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from policies.encoders import ImageShape, ObservationSizes, read
 from policies.errors import ConfigError
 from policies.protocols import Observation
 
-RESERVED = ("state", "goal", "action", "observation", "noise")
-"""Names of other things that a policy and its exported graph are given or give."""
+RESERVED = ("state", "goal", "action", "observation", "noise")  # inputs and outputs of a policy and its graph
 
 
 def chosen(sizes: ObservationSizes, cameras: Sequence[str]) -> dict[str, ImageShape]:
@@ -73,9 +70,7 @@ def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) ->
 def random_shift(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
     """Shift images (B, To, H, W, 3) by up to `pad` pixels in each direction, drawn per row.
 
-    Source:
-        DrQ (arXiv 2004.13649); the released code of DPPO (arXiv 2409.00588), whose interpolation at whole
-        pixels this is without rounding.
+    Source: DrQ (arXiv 2004.13649); DPPO (arXiv 2409.00588), whose interpolation equals this up to rounding.
     """
     top, left = _drawn(len(images), (2 * pad + 1, 2 * pad + 1), generator, images.device) - pad
     return windows(images, top, left, (images.shape[2], images.shape[3]))

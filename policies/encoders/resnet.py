@@ -7,10 +7,9 @@
 
 Legend: M images, B batch, To observation history, C channels, N keypoints.
 
-Source:
-    Diffusion Policy (arXiv 2303.04137), "visual encoder"; ResNet (arXiv 1512.03385); group normalisation
-    (arXiv 1803.08494) where ResNet has batch normalisation, whose running averages do not agree with averaged
-    weights; spatial softmax (arXiv 1504.00702). Deviation: all images of a history are cropped alike.
+Source: Diffusion Policy (arXiv 2303.04137), "visual encoder"; ResNet (arXiv 1512.03385); group normalisation
+(arXiv 1803.08494) where ResNet has batch normalisation, whose running averages do not agree with averaged
+weights; spatial softmax (arXiv 1504.00702). Deviation: all images of a history are cropped alike.
 """
 
 from __future__ import annotations
@@ -28,27 +27,21 @@ from policies.encoders.images import centre_crop, chosen, in_unit_range, pixels,
 from policies.encoders.state import encoded_state, with_goal
 from policies.errors import ConfigError
 from policies.normalizer import Normalizer
-from policies.protocols import Cond, Observation
+from policies.protocols import Cond, Observation, Rng
 from policies.registry import register
 
-_SMALLEST = 33
-"""Pixels from which on the last features stand at more than one place."""
+_SMALLEST = 33  # pixels from which on the last features have more than one position
 
 
 @register("encoder", "resnet")
 @dataclass(frozen=True)
 class ResNetEncoderConfig(Checked):
-    """ResNet-18 with spatial softmax for every camera, beside state and goal.
-
-    Attributes:
-        crop: Cropped fraction of height and width: random in training, else the centre; 1: no crop.
-        width: Channels of the first stage, doubled in each of the next three; a multiple of 16.
-    """
+    """ResNet-18 with spatial softmax for every camera, beside state and goal."""
 
     cameras: tuple[str, ...] = ()  # cameras in this order; empty: all, sorted by name
-    crop: float = bounded(0.9, gt=0, le=1)
+    crop: float = bounded(0.9, gt=0, le=1)  # cropped fraction: random in training, else the centre; 1: none
     shared: bool = False  # one network for all cameras instead of one each
-    width: int = bounded(64, ge=16)
+    width: int = bounded(64, ge=16)  # channels of the first of four stages, each doubles; a multiple of 16
     keypoints: int = bounded(32, ge=1)  # number of keypoints
     features: int = bounded(64, ge=1)  # features per image
 
@@ -63,8 +56,7 @@ class ResNetEncoderConfig(Checked):
 class ResNetEncoder(nn.Module):
     """See `ResNetEncoderConfig`; satisfies `policies.encoders.Encoder`.
 
-    The condition is [features, state] of each step, oldest first, and then the goal: backbones that read one
-    token per observation find them side by side.
+    The condition is [features, state] of each step, oldest first, then the goal: one token per observation.
     """
 
     token_dim = 0
@@ -78,14 +70,12 @@ class ResNetEncoder(nn.Module):
         self.nets = nn.ModuleList(KeypointNet(config) for _ in range(num_nets))
 
     def _crop_of(self, camera: str) -> tuple[int, int]:
-        """Return height and width of an image's crop."""
         height, width, _ = self.sizes.images[camera]
         crop = (round(self.config.crop * height), round(self.config.crop * width))
         if min(crop) < _SMALLEST:
             raise ConfigError(
-                f"encoder=resnet needs at least {_SMALLEST} x {_SMALLEST} pixels; camera '{camera}' has "
-                f"{height} x {width}, of which encoder.crop={self.config.crop:g} leaves {crop[0]} x "
-                f"{crop[1]}. Use larger images, or encoder=vit."
+                f"encoder=resnet needs {_SMALLEST} x {_SMALLEST} pixels; '{camera}' has {height} x {width}, "
+                f"of which encoder.crop={self.config.crop:g} leaves {crop[0]} x {crop[1]}. Use encoder=vit."
             )
         return crop
 
@@ -94,22 +84,18 @@ class ResNetEncoder(nn.Module):
         per_step = len(self.crops) * self.config.features + self.sizes.obs_dim
         return per_step * self.sizes.obs_steps + self.sizes.goal_dim
 
-    def forward(
-        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
-    ) -> Cond:
+    def forward(self, obs: Observation, normalizer: Normalizer, generator: Rng = None) -> Cond:
         state = encoded_state(obs, normalizer, self.sizes)
         parts = []
         for i, camera in enumerate(self.crops):
             net = self.nets[0 if self.config.shared else i]
-            features = net(self._seen(pixels(obs, camera, self.sizes), camera, state.dtype, generator))
+            features = net(self._inputs(pixels(obs, camera, self.sizes), camera, state.dtype, generator))
             parts.append(rearrange(features, "(B To) F -> B To F", To=self.sizes.obs_steps))
         vec = rearrange(torch.cat([*parts, state], dim=-1), "B To F -> B (To F)")
         return Cond(with_goal(vec, obs, normalizer, self.sizes))
 
-    def _seen(
-        self, images: Tensor, camera: str, dtype: torch.dtype, generator: torch.Generator | None
-    ) -> Tensor:
-        """Crop images (B, To, H, W, 3) and lay them out for a network, (B To, 3, h, w) in [-1, 1]."""
+    def _inputs(self, images: Tensor, camera: str, dtype: torch.dtype, generator: Rng) -> Tensor:
+        """Crop images (B, To, H, W, 3) and rearrange them to (B To, 3, h, w) in [-1, 1]."""
         size = self.crops[camera]
         crop = centre_crop(images, size) if generator is None else random_crop(images, size, generator)
         x = rearrange(2 * in_unit_range(crop, dtype) - 1, "B To H W rgb -> (B To) rgb H W")
@@ -129,15 +115,11 @@ class KeypointNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(M, 3, H, W) in [-1, 1] -> (M, features)."""
-        return torch.relu(self.outlet(expected_places(self.keypoints(self.trunk(x))).flatten(1)))
+        return torch.relu(self.outlet(spatial_softmax(self.keypoints(self.trunk(x))).flatten(1)))
 
 
-def expected_places(maps: Tensor) -> Tensor:
-    """Return the mean position under each map's softmax: (M, N, H, W) -> (M, N, 2), x and y in [-1, 1].
-
-    Source:
-        arXiv 1504.00702, "spatial softmax" and "feature points".
-    """
+def spatial_softmax(maps: Tensor) -> Tensor:
+    """Return the mean (x, y) under each map's softmax (arXiv 1504.00702): (M, N, H, W) -> (M, N, 2)."""
     height, width = maps.shape[2:]
     share = rearrange(maps, "M N H W -> M N (H W)").softmax(dim=-1)
     share = rearrange(share, "M N (H W) -> M N H W", H=height)
@@ -178,12 +160,10 @@ class ResidualBlock(nn.Module):
         self.norm1, self.norm2 = _norm(channels), _norm(channels)
         self.shortcut: nn.Module = nn.Identity()
         if before != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(before, channels, 1, stride=stride, bias=False), _norm(channels)
-            )
+            projection = nn.Conv2d(before, channels, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, _norm(channels))
 
     def forward(self, h: Tensor) -> Tensor:
-        """(M, C, H, W) -> (M, C', H', W')."""
         inner = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(h)))))
         return torch.relu(inner + self.shortcut(h))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from policies.encoders import ObservationSizes, read
 from policies.normalizer import Normalizer
-from policies.protocols import Cond, Observation
+from policies.protocols import Cond, Observation, Rng
 from policies.registry import register
 
 
@@ -27,9 +27,6 @@ class StateEncoder(nn.Module):
 
     A learned state encoder is part of the backbone (`backbone.cond_dims`), so that frozen and fine-tuned
     copies of a backbone have their own.
-
-    Args:
-        sizes: Sizes of an observation; images are ignored.
     """
 
     token_dim = 0
@@ -42,9 +39,7 @@ class StateEncoder(nn.Module):
     def cond_dim(self) -> int:
         return self.sizes.obs_dim * self.sizes.obs_steps + self.sizes.goal_dim
 
-    def forward(
-        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
-    ) -> Cond:
+    def forward(self, obs: Observation, normalizer: Normalizer, generator: Rng = None) -> Cond:
         state = encoded_state(obs, normalizer, self.sizes)
         vec = state.reshape(-1, self.sizes.obs_steps * self.sizes.obs_dim)
         return Cond(with_goal(vec, obs, normalizer, self.sizes))

@@ -6,10 +6,9 @@
 
 Legend: B batch, To observation history, P patches, D width of a patch, F features.
 
-Source:
-    DPPO (arXiv 2409.00588), `VitEncoder` and `SpatialEmb` of the released code, which are IBRL's
-    (arXiv 2311.02198); equal up to rounding. Deviation: a policy has one encoder for its frozen and its tuned
-    network, which runs once per action; DPPO's is inside each network and runs at every denoising step.
+Source: DPPO (arXiv 2409.00588), `VitEncoder` and `SpatialEmb` of the released code, which are IBRL's
+(arXiv 2311.02198); equal up to rounding. Deviation: one encoder runs once per action; DPPO's is inside each
+of its two networks and runs at every denoising step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from policies.encoders.state import encoded_state, with_goal
 from policies.errors import ConfigError
 from policies.networks.attention import Attention, FeedForward, LayerNorm, check_heads
 from policies.normalizer import Normalizer
-from policies.protocols import Cond, Observation
+from policies.protocols import Cond, Observation, Rng
 from policies.registry import register
 
 _KINDS = ("weight", "bias")
@@ -36,7 +35,6 @@ _LAYER = {
     "layer_norm1": "norm1", "mha.qkv_proj": "attention.inlet", "mha.out_proj": "attention.outlet",
     "layer_norm2": "norm2", "linear1": "feed_forward.linear1", "linear2": "feed_forward.linear2",
 }  # fmt: skip
-"""Released and own names of the modules of a layer."""
 
 
 @register("encoder", "vit")
@@ -99,9 +97,7 @@ class VitEncoder(nn.Module):
     def token_dim(self) -> int:
         return self.config.width if self.config.tokens else 0
 
-    def forward(
-        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
-    ) -> Cond:
+    def forward(self, obs: Observation, normalizer: Normalizer, generator: Rng = None) -> Cond:
         state = encoded_state(obs, normalizer, self.sizes).flatten(1)
         patches = [
             self._patches(pixels(obs, camera, self.sizes), state.dtype, generator)
@@ -111,7 +107,7 @@ class VitEncoder(nn.Module):
         vec = with_goal(torch.cat([*features, state], dim=-1), obs, normalizer, self.sizes)
         return Cond(vec, torch.cat(patches, dim=1) if self.config.tokens else None)
 
-    def _patches(self, images: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+    def _patches(self, images: Tensor, dtype: torch.dtype, generator: Rng) -> Tensor:
         """Return the patches (B, P, D) of a history of images (B, To, H, W, 3)."""
         if generator is not None and self.config.shift:
             images = random_shift(images, self.config.shift, generator)
@@ -123,8 +119,8 @@ def _num_patches(sizes: ObservationSizes) -> int:
     shapes = set(sizes.images.values())
     if len(shapes) > 1:
         raise ConfigError(
-            f"encoder=vit needs images of one size; got {dict(sizes.images)}. Choose encoder.cameras, or use "
-            f"encoder=resnet."
+            f"encoder=vit needs images of one size; got {dict(sizes.images)}. Choose encoder.cameras, or "
+            "encoder=resnet."
         )
     ((height, width, _),) = shapes
     if min(height, width) < 16:
@@ -133,13 +129,7 @@ def _num_patches(sizes: ObservationSizes) -> int:
 
 
 class Vit(nn.Module):
-    """A vision transformer with a two-layer convolutional stem.
-
-    Args:
-        config: Width, depth and heads.
-        channels: Of its images.
-        num_patches: P.
-    """
+    """A vision transformer with a two-layer convolutional stem."""
 
     def __init__(self, config: VitEncoderConfig, channels: int, num_patches: int) -> None:
         super().__init__()
@@ -170,20 +160,12 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(width, 4 * width)
 
     def forward(self, h: Tensor) -> Tensor:
-        """(B, P, D) -> (B, P, D)."""
         h = h + self.attention(self.norm1(h))
         return h + self.feed_forward(self.norm2(h))
 
 
 class SpatialEmbedding(nn.Module):
-    """Read patches out per channel, over all positions and with the state.
-
-    Args:
-        num_patches: P.
-        width: D.
-        state_dim: Width of the state, 0 or more.
-        features: F.
-    """
+    """Read patches out per channel, over all positions and with the state (width 0 or more)."""
 
     def __init__(self, num_patches: int, width: int, state_dim: int, features: int) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """Plan execution under inference latency: receding horizon, one command per control step.
 
 A decision uses the observation of step s; its plan arrives at step s + d, while earlier plans are executed.
-`Execution` selects how plans are merged. The mapping from rows to control steps is in
-`policies.runner.Track`, shared with the exported runner.
+`policies.runner.Track` maps rows to control steps.
 
 Legend: B lanes (robots, episodes), To observation history, Th predicted horizon, R rows of a plan from the
 newest observation on, Da action width, n control steps between decisions, d of latency. Rows are counted from
@@ -10,11 +9,11 @@ the newest observation:
 
     mask_i = 1                              i < d             committed: executed before the plan arrives
     mask_i = c (e^c - 1) / (e - 1)          d <= i < R - n    c = (R - n - i) / (R - n - d + 1)
-    mask_i = 0                              otherwise         not covered by the plan before
+    mask_i = 0                              otherwise         not covered by the previous plan
 
-Source: Real-Time Chunking (arXiv 2506.07339), eq. 5 for the mask. Deviation: the plan before replaces the
-clean estimate (`policies.samplers.hooks.Inpaint`) where RTC guides towards it by a gradient through the
-network; so every denoising policy can do it, with any sampler, at the cost of sampling.
+Source: Real-Time Chunking (arXiv 2506.07339), eq. 5 for the mask. Deviation: the previous plan replaces the
+clean estimate (`policies.samplers.hooks.Inpaint`) where RTC guides towards it by a gradient of the network;
+this works for every denoising policy with any sampler.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ from torch import Tensor
 from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.execution.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
+from policies.execution.replanning import Replanner, shifted
+from policies.execution.warm_start import WarmStart
 from policies.policy import Policy
 from policies.policy_config import ChunkSpec
 from policies.runner import Limits, Track
 from policies.samplers.hooks import Inpaint
-
-__all__ = ["Decision", "Execution", "Executor", "Replanner", "WarmStart", "shifted", "with_act_steps"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,16 +62,14 @@ class Execution(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.inpaint and self.warm_start.is_on:
-            raise ConfigError(
-                "inpaint and warm_start both choose what a plan takes over from the one before. Give one."
-            )
+            raise ConfigError("inpaint and warm_start both use the previous plan; leave one of them out.")
         if self.inpaint and not self.compensate:
-            raise ConfigError("inpaint keeps rows that are skipped; it needs compensate=true.")
+            raise ConfigError("inpaint needs compensate=true; got false.")
 
 
 @dataclass
 class _Lane:
-    """State of one robot: its plans over time, and the pending plan."""
+    """State of one robot."""
 
     track: Track  # plans that have arrived
     plan: Tensor | None = None  # newest plan, normalised (Th, Da); None: no decision yet
@@ -91,26 +87,21 @@ class Executor:
         low: Lower action bounds (Da,), physical; None: no bounds.
         high: Upper action bounds (Da,).
 
-    Attributes:
-        calls: Network evaluations at the last step per lane; 0 without a decision.
-
     Raises:
         CapabilityError: If the execution conditions on previous plans and the policy cannot.
         ConfigError: If the execution does not fit the policy's horizon.
     """
 
     def __init__(self, policy: Policy, execution: Execution, *, low: Any = None, high: Any = None) -> None:
-        self.calls: list[int] = []
+        self.calls: list[int] = []  # network evaluations at the last step per lane
         self._policy, self._execution = policy, execution
         warm = execution.warm_start
         self._replanner = Replanner(policy, warm) if warm.is_on else None
         if execution.inpaint and not isinstance(policy, DenoisingPolicy):
-            raise CapabilityError(
-                f"inpaint needs a policy that denoises its plan; {type(policy).__name__} does not. Leave it "
-                "out."
-            )
-        self._start, self._rows = policy.chunk.action_start, rows_of(policy.chunk)
-        self._act_steps = interval(policy.chunk, execution)
+            kind = type(policy).__name__
+            raise CapabilityError(f"inpaint needs a policy that denoises its plan; {kind} does not.")
+        self._start, self._rows = policy.chunk.action_start, policy.chunk.horizon - policy.chunk.action_start
+        self._act_steps = _decision_interval(policy.chunk, execution)
         low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
         self._limits = Limits(low, high, execution.max_jump)
         self._lanes: dict[int, _Lane] = {}
@@ -158,7 +149,7 @@ class Executor:
         for lane in chosen:
             self._deliver(lane)
         due = [i for i, lane in enumerate(chosen) if lane.track.is_due]
-        for rows in _alike(due, chosen):
+        for rows in _groups(due, chosen):
             self._decide({name: value[rows] for name, value in items.items()}, noise[rows], rows, chosen)
         for lane in chosen:
             self._deliver(lane)
@@ -166,13 +157,13 @@ class Executor:
 
     def _lane(self, lane: int) -> _Lane:
         if lane not in self._lanes:
-            execution = self._execution
-            options: dict[str, Any] = {"compensate": execution.compensate, "ensemble": execution.ensemble}
-            self._lanes[lane] = _Lane(Track(self._act_steps, limits=self._limits, **options))
+            compensate, ensemble = self._execution.compensate, self._execution.ensemble
+            track = Track(self._act_steps, compensate=compensate, ensemble=ensemble, limits=self._limits)
+            self._lanes[lane] = _Lane(track)
         return self._lanes[lane]
 
     def _decide(self, obs: Any, noise: Tensor, rows: Sequence[int], chosen: Sequence[_Lane]) -> None:
-        """Plan for lanes whose previous plans are equally old, all absent, or all non-finite."""
+        """Plan for the lanes of one group."""
         lanes = [chosen[i] for i in rows]
         is_first = lanes[0].plan is None
         known = [lane.plan for lane in lanes if lane.plan is not None and lane.is_sound]
@@ -207,21 +198,14 @@ class Executor:
             lane.track.deliver(plan)
 
 
-def rows_of(chunk: ChunkSpec) -> int:
-    """Return R, the rows of a plan from the newest observation on."""
-    return chunk.horizon - chunk.action_start
-
-
-def interval(chunk: ChunkSpec, execution: Execution) -> int:
+def _decision_interval(chunk: ChunkSpec, execution: Execution) -> int:
     """Return n, the control steps between decisions.
 
     The next plan arrives n + d steps after the previous observation, and the previous rows must last until
-    then: a decision starts d steps before they end. The policy's own n is lowered accordingly.
-
-    Raises:
-        ConfigError: If the rows cannot last for any n.
+    then. The policy's own n is lowered accordingly; `execution.act_steps` is not, and may be refused.
     """
-    rows, latency, wanted = rows_of(chunk), execution.latency, execution.act_steps or chunk.act_steps
+    rows, latency = chunk.horizon - chunk.action_start, execution.latency
+    wanted = execution.act_steps or chunk.act_steps
     steps = wanted
     if execution.act_steps is None and rows - latency >= max(1, latency):
         steps = min(wanted, rows - latency)
@@ -232,19 +216,15 @@ def interval(chunk: ChunkSpec, execution: Execution) -> int:
         )
     if steps < wanted:
         _log.warning(
-            "plans have %d rows, of which act_steps=%d would be executed; with latency=%d a decision begins "
-            "every %d steps instead, so that its plan arrives before the rows of the last one end. To decide "
-            "as seldom as before, train with a longer horizon.",
+            "plans of %d rows cannot last for act_steps=%d with latency=%d; using act_steps=%d. To decide "
+            "less often, train with a longer horizon.",
             *(rows, wanted, latency, steps),
         )
     return steps
 
 
 def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tensor:
-    """Return the mask of the module docstring, (start + rows,), for n = elapsed and d = latency.
-
-    The `start` past rows are kept.
-    """
+    """Return the mask (start + rows,) of the module docstring for n = elapsed and d = latency."""
     left = rows - elapsed
     weights = [1.0] * (start + latency)
     for i in range(latency, rows):
@@ -253,8 +233,8 @@ def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tenso
     return torch.tensor(weights)
 
 
-def _alike(due: Sequence[int], lanes: Sequence[_Lane]) -> list[list[int]]:
-    """Group rows whose lanes decide for the first time, or equally long after plans that are as sound."""
+def _groups(due: Sequence[int], lanes: Sequence[_Lane]) -> list[list[int]]:
+    """Group the deciding rows by age and soundness of their lanes' previous plans."""
     groups: dict[tuple[int | None, bool], list[int]] = {}
     for i in due:
         lane = lanes[i]

@@ -1,9 +1,4 @@
-"""Observation history, noise and action chunk around the decisions on a robot.
-
-A decision maps the last To observations to Ta actions. `ChunkActor` converts it to a function from one
-observation to one action, for an exported graph or a remote server.
-
-This module needs NumPy only, so that it runs where PyTorch does not.
+"""From one observation per control step to one action, around the decisions of a robot; needs NumPy only.
 
 Legend: To observation history, Ta executed steps, Da action width.
 """
@@ -17,32 +12,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.errors import ConfigError
-from policies.runner import History, Limits, Track, draw_noise
-
-__all__ = ["Array", "Arrays", "ChunkActor", "Decide", "History", "draw_noise"]
+from policies.runner import History, Limits, Track
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
 Decide = Callable[[Arrays, tuple[int, ...]], Array]
-"""From observations, each (To, ...) or (Dg,), and the key of the noise to actions (Ta, Da), physical."""
+"""(observations (To, ...) or (Dg,), key of the noise) -> physical actions (Ta, Da)."""
 
 
 class ChunkActor:
     """Act step by step: request a chunk, execute it, and request the next.
 
     Args:
-        decide: Computes a decision; its second argument, (seed, episode, decision), is the key of
-            `draw_noise`.
+        decide: Computes a chunk for histories and the key of the noise (seed, episode, decision).
         obs_steps: To.
         act_steps: Executed actions per chunk, at most Ta; None: all.
         seed: Seed of the noise.
         low: Lower action bounds (Da,), physical; None: no clipping.
         high: Upper action bounds (Da,).
         max_jump: Largest change between consecutive commands, see `policies.runner.Limits`; None: unlimited.
-
-    Attributes:
-        decisions: Number of decisions in this episode.
     """
 
     def __init__(
@@ -58,7 +47,7 @@ class ChunkActor:
     ) -> None:
         if seed < 0:
             raise ConfigError(f"seed must not be negative; got {seed}.")
-        self.decisions = 0
+        self.decisions = 0  # of this episode
         self._decide, self._history = decide, History(obs_steps)
         low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
         try:
@@ -84,10 +73,7 @@ class ChunkActor:
         return self._track.left
 
     def act(self, obs: Mapping[str, Any]) -> Array:
-        """Return the action (Da,) for the observation of this control step.
-
-        A failed decision changes no state except the observation history.
-        """
+        """Return the action (Da,) for an observation; a failed decision only changes the history."""
         if self._episode < 0:
             self.reset()
         self._history.push(obs)

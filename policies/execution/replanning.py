@@ -1,6 +1,6 @@
 """Replanning: initialise the next plan from the previous one.
 
-Legend: B batch, K denoising steps of the policy, R rows of a noise tape, Th predicted horizon, Ta executed
+Legend: B batch, K denoising steps of the policy, R noise draws of a run, Th predicted horizon, Ta executed
 steps, Da action width. A plan is a predicted chunk (B, Th, Da), normalised; alpha, sigma are the amplitudes
 at the start of the short run.
 
@@ -8,8 +8,8 @@ at the start of the short run.
     x = guess                               start of the short run (arXiv 2508.05396, RTI-DP, for Ta = 1)
     x = alpha guess + sigma eps             the same with `renoise` (SDEdit, arXiv 2108.01073)
 
-Deviations from RTI-DP: Ta may exceed 1, the guess may be corrupted to the level that the run begins at, and
-the run may consist of steps that lead to where the next one begins.
+Deviations from RTI-DP: Ta may exceed 1, the guess may be noised to the start level of the run, and the run
+may consist of Euler steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.execution.warm_start import WarmStart
 from policies.policy import Policy
 from policies.policy_config import ChunkSpec
-from policies.processes.base import Process
+from policies.processes.base import GaussianPath
 from policies.samplers.ddpm import DDPM
 from policies.samplers.ode import Euler
 from policies.samplers.step_table import StepRules
@@ -35,32 +35,24 @@ AnyPolicy = TypeVar("AnyPolicy")
 
 @dataclass(frozen=True, kw_only=True)
 class EulerFrom(Euler):
-    """First-order steps from a time on, equal in sampling time."""
+    """Equal first-order steps from a sampling time on."""
 
-    start: float = 0.0  # where the first one begins
+    start: float = 0.0
 
-    def times(self, process: Process) -> list[float]:
+    def times(self, process: GaussianPath) -> list[float]:
         return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
 
 
 class Decision(NamedTuple):
-    """Decisions of B episodes.
+    """Decisions of B episodes."""
 
-    Shapes:
-        actions: (B, Ta, Da), physical. plan: (B, Th, Da), for the next decision.
-    """
-
-    actions: Tensor
-    plan: Tensor
+    actions: Tensor  # (B, Ta, Da), physical
+    plan: Tensor  # (B, Th, Da), normalised, for the next decision
     calls: int  # network evaluations per decision
 
 
 class Replanner:
     """Plan with full denoising, or with a short run from the previous plan; stateless.
-
-    Args:
-        policy: A denoising policy.
-        warm_start: Settings of the short run.
 
     Raises:
         CapabilityError: If the policy does not denoise.
@@ -72,10 +64,8 @@ class Replanner:
 
     def __init__(self, policy: Any, warm_start: WarmStart) -> None:
         if not isinstance(policy, DenoisingPolicy):
-            raise CapabilityError(
-                f"warm_start needs a policy that denoises its plan; {type(policy).__name__} does not. Leave "
-                f"warm_start out."
-            )
+            kind = type(policy).__name__
+            raise CapabilityError(f"warm_start needs a policy that denoises its plan; {kind} does not.")
         self.chunk: ChunkSpec = policy.chunk
         _check(warm_start, policy)
         self._warm_start = warm_start
@@ -87,15 +77,14 @@ class Replanner:
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise: the longer tape of the two runs."""
-        return self._taped.noise_shape
+        return self._noisier.noise_shape
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        return self._taped.sample_noise(n, generator=generator)
+        return self._noisier.sample_noise(n, generator=generator)
 
     @property
-    def _taped(self) -> DenoisingPolicy:
-        return max((self._full, self._short), key=_rows)
+    def _noisier(self) -> DenoisingPolicy:
+        return max((self._full, self._short), key=_num_draws)
 
     @torch.no_grad()
     def decide(
@@ -111,10 +100,10 @@ class Replanner:
         """
         cond = self._full.encode(self._full.observation(obs))
         if previous is None:
-            plan = self._full.decode(cond, _tape(self._full, noise))
+            plan = self._full.decode(cond, _noise_for(self._full, noise))
             return Decision(self.command(plan), plan, self._full.table.num_steps)
         start = (self._start(previous, noise, elapsed), self._short.table.times[self._first])
-        plan = self._short.decode(cond, _tape(self._short, noise), start=start)
+        plan = self._short.decode(cond, _noise_for(self._short, noise), start=start)
         return Decision(self.command(plan), plan, self._short.table.num_steps - self._first)
 
     def guess(self, previous: Tensor, elapsed: int | None = None) -> Tensor:
@@ -123,7 +112,7 @@ class Replanner:
         return _by_sign(left, self._warm_start.gripper, self._warm_start.gripper_guess)
 
     def command(self, plan: Tensor) -> Tensor:
-        """Return the executed rows of plans, physical, (B, Ta, Da); grippers at an end of their range."""
+        """Return the commands (B, Ta, Da) of plans."""
         return self.physical(plan[:, self.chunk.executed])
 
     def physical(self, rows: Tensor) -> Tensor:
@@ -150,9 +139,9 @@ def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
     if act_steps is None:
         return policy
     if not isinstance(policy, Policy):
+        kind = type(policy).__name__
         raise CapabilityError(
-            f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} has "
-            f"none. Leave act_steps out."
+            f"act_steps={act_steps} needs a policy that predicts a horizon; {kind} has none."
         )
     return policy.with_act_steps(act_steps)
 
@@ -167,8 +156,8 @@ def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
         )
     if chunk.executed.stop >= chunk.horizon:
         raise ConfigError(
-            f"warm_start needs planned actions that were not executed; of horizon={chunk.horizon} rows those "
-            f"from {chunk.action_start} on are, act_steps={chunk.act_steps} of them. Lower act_steps, or "
+            f"warm_start needs planned actions that were not executed; of horizon={chunk.horizon} rows "
+            f"{chunk.action_start} are past and act_steps={chunk.act_steps} executed. Lower act_steps, or "
             f"train with a longer horizon."
         )
     if not all(0 <= i < chunk.action_dim for i in warm_start.gripper):
@@ -194,15 +183,15 @@ def _short(policy: DenoisingPolicy, warm_start: WarmStart) -> DenoisingPolicy:
         raise ConfigError(f"this policy has no such short run, {warm_start}: {error}") from error
 
 
-def _rows(policy: DenoisingPolicy) -> int:
+def _num_draws(policy: DenoisingPolicy) -> int:
     return 1 if policy.is_deterministic else policy.table.num_steps + 1
 
 
-def _tape(policy: DenoisingPolicy, noise: Tensor) -> Tensor:
-    """Take the part of a tape (B, Th, Da) or (B, R, Th, Da) that a run needs."""
+def _noise_for(policy: DenoisingPolicy, noise: Tensor) -> Tensor:
+    """Return the part of noise (B, Th, Da) or (B, R, Th, Da) that a run needs."""
     if policy.is_deterministic:
         return noise if noise.dim() == 3 else noise[:, 0]
-    return noise[:, : _rows(policy)]
+    return noise[:, : _num_draws(policy)]
 
 
 def _by_sign(plan: Tensor, dims: tuple[int, ...], magnitude: float) -> Tensor:

@@ -19,33 +19,38 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from policies import runner
 from policies.errors import ExportError
+from policies.export.card import card_of
 from policies.export.folder import (
+    CARD,
+    REPORT,
+    RUNNER,
     ExportReport,
     Run,
     Surroundings,
     draft_of,
     refuse_to_replace,
     signature,
-    write_facts,
-    write_signature,
 )
 from policies.export.onnx_graph import (
     OPSET,
     SampledPolicy,
     arrays_of,
+    not_reproduced,
     parity_of,
+    random_inputs,
     refuse_foreign_loops,
-    unlike,
     worst_of,
     write_checked_graph,
 )
@@ -53,25 +58,10 @@ from policies.export.signature import GRAPHS
 from policies.export.stepwise import EncodedObservation, loop_of, one_step_of, require_steps
 from policies.extras import require
 from policies.policy import Policy
-from policies.runner import ENCODER, LOOP, MODEL, STEP, Runner
+from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP, Runner
 from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Settings of an export and its checks."""
-
-    model: SampledPolicy
-    draft: Path
-    batch_sizes: Sequence[int]
-    tolerance: float
-    seed: int
-
-    @property
-    def options(self) -> tuple[Sequence[int], float, int]:
-        return self.batch_sizes, self.tolerance, self.seed
 
 
 def export_onnx(
@@ -111,22 +101,25 @@ def export_onnx(
     around = Surroundings(provenance=policy.provenance) if surroundings is None else surroundings
     facts = signature(model.policy, around, graph=graph)
     with draft_of(target) as draft:
-        write_signature(draft, facts)
+        (draft / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
+        shutil.copyfile(runner.__file__, draft / RUNNER)
         write = _write_whole if graph == "whole" else _write_steps
-        parity = write(_Job(model, draft, batch_sizes, tolerance, seed))
+        parity = write(model, draft, batch_sizes, tolerance, seed)
         run, generator = _run_by_runner(draft), torch.Generator().manual_seed(seed + 1)
         latency = [latency_of(model, run, batch, generator) for batch in latency_batches]
         report = ExportReport(str(target), graph, OPSET, tolerance, parity, latency)
-        write_facts(model, run, draft, report, generator, facts)
+        inputs = random_inputs(model.policy, 2, generator)
+        sample: dict[str, Any] = {**arrays_of(inputs), "action": run(inputs)[0]}
+        np.savez(draft / SAMPLE, **sample)
+        (draft / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
+        (draft / CARD).write_text(card_of(facts, asdict(report)))
     return report
 
 
 def _require_exportable(policy: Policy, graph: str) -> None:
-    """Refuse policies that cannot be exported, before any work."""
     if not isinstance(policy, Policy):
         raise ExportError(
-            f"{type(policy).__name__} cannot be exported: what it does around its policy is decided in "
-            f"Python. Export the policy itself."
+            f"{type(policy).__name__} cannot be exported: it is decided in Python. Export the policy itself."
         )
     if graph not in GRAPHS:
         raise ExportError(f"graph must be one of {', '.join(GRAPHS)}; got '{graph}'.")
@@ -137,35 +130,35 @@ def _require_exportable(policy: Policy, graph: str) -> None:
     refuse_foreign_loops(policy)
 
 
-def _write_whole(job: _Job) -> list[dict[str, float]]:
+def _write_whole(
+    model: SampledPolicy, draft: Path, batch_sizes: Sequence[int], tolerance: float, seed: int
+) -> list[dict[str, float]]:
     """Write one graph with the unrolled sampler; returns its parity table."""
-    if job.model.has_gradients:
+    if model.has_gradients:
         _log.warning(
-            "the gradient of the network becomes part of the graph once for every step of the sampler, which "
-            "takes long for large networks. graph=step traces it once; steps= lowers their number."
+            "the gradient of the network becomes part of the graph once per sampler step, which takes long "
+            "for large networks. graph=step traces it once; steps= lowers their number."
         )
-    return write_checked_graph(job.model, job.draft / MODEL, *job.options)
+    return write_checked_graph(model, draft / MODEL, batch_sizes, tolerance, seed)
 
 
-def _write_steps(job: _Job) -> list[dict[str, float]]:
+def _write_steps(
+    model: SampledPolicy, draft: Path, batch_sizes: Sequence[int], tolerance: float, seed: int
+) -> list[dict[str, float]]:
     """Write encoder, step and loop; returns the parity table of the runner."""
-    policy = require_steps(job.model.policy)
-    write_checked_graph(EncodedObservation(policy), job.draft / ENCODER, *job.options)
-    write_checked_graph(one_step_of(policy), job.draft / STEP, *job.options)
-    (job.draft / LOOP).write_text(json.dumps(loop_of(policy), indent=1, allow_nan=False) + "\n")
-    parity = parity_of(job.model, _run_by_runner(job.draft), job.batch_sizes, job.seed)
-    if not worst_of(parity) <= job.tolerance:
-        raise unlike(job.model, worst_of(parity), *job.options)
+    policy = require_steps(model.policy)
+    write_checked_graph(EncodedObservation(policy), draft / ENCODER, batch_sizes, tolerance, seed)
+    write_checked_graph(one_step_of(policy), draft / STEP, batch_sizes, tolerance, seed)
+    (draft / LOOP).write_text(json.dumps(loop_of(policy), indent=1, allow_nan=False) + "\n")
+    parity = parity_of(model, _run_by_runner(draft), batch_sizes, seed)
+    if not worst_of(parity) <= tolerance:
+        raise not_reproduced(model, worst_of(parity), batch_sizes, tolerance, seed)
     return parity
 
 
 def _run_by_runner(folder: Path) -> Run:
-    runner = Runner(folder)
-
-    def run(inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
-        return list(runner.predict(arrays_of(inputs)))
-
-    return run
+    predict = Runner(folder).predict
+    return lambda inputs: list(predict(arrays_of(inputs)))
 
 
 @torch.no_grad()
@@ -185,6 +178,3 @@ def _median_s(call: Callable[[], object], rounds: int = 30) -> float:
         call()
         times.append(time.perf_counter() - start)
     return float(np.median(times))
-
-
-__all__ = ["GRAPHS", "export_onnx"]

@@ -1,7 +1,4 @@
-"""Exported folder as an actor for evaluation and serving, run by onnxruntime.
-
-No code of the folder is executed: the package's own runner is used instead of its `runner.py`.
-"""
+"""Exported folder as an actor for evaluation and serving; runs the package's runner, not the folder's."""
 
 from __future__ import annotations
 
@@ -24,9 +21,6 @@ from policies.storage.strict_json import own_file
 class ExportedPolicy:
     """Act by the exported graph, with the same noise as the policy.
 
-    Args:
-        folder: Output of `burnish export`.
-
     Raises:
         CheckpointError: If it is no exported folder.
         ExportError: If signature and graph disagree, or the graph cannot be run.
@@ -48,14 +42,13 @@ class ExportedPolicy:
         except Exception as error:  # runtimes raise their own classes
             raise ExportError(f"{self.folder} cannot be run: {str(error)[:500]}") from None
         if found.shape != (1, *self.description.action.shape):
+            expected = f"(1, *{self.description.action.shape}) by its signature"
             raise ExportError(
-                f"{self.folder} must give actions (1, *{self.description.action.shape}) by its signature; it "
-                f"gives {found.shape}. Export the policy again."
+                f"{self.folder} must give actions {expected}; got {found.shape}. Export it again."
             )
 
     def __reduce__(self) -> tuple[type[ExportedPolicy], tuple[Path]]:
-        """Pickle the path; workers open the files themselves."""
-        return ExportedPolicy, (self.folder,)
+        return ExportedPolicy, (self.folder,)  # workers open the files themselves
 
     def _run(self, inputs: Mapping[str, Tensor]) -> list[Array]:
         return list(self._runner.predict(arrays_of(inputs)))

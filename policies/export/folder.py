@@ -3,54 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from policies import runner
 from policies.errors import ExportError
-from policies.export.card import card_of
-from policies.export.onnx_graph import OPSET, SampledPolicy, arrays_of, random_inputs, worst_of
+from policies.export.onnx_graph import OPSET, worst_of
 from policies.policy import Policy
-from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP
+from policies.runner import ENCODER, LOOP, MODEL, STEP
 from policies.storage.atomic_write import draft_folder, move_into
 
 REPORT, CARD, RUNNER = "report.json", "README.md", "runner.py"
-MODELS = (MODEL, ENCODER, STEP, LOOP)
-"""Files that hold the policy."""
+MODELS = (MODEL, ENCODER, STEP, LOOP)  # files that hold the policy
 
-Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]
-"""Inputs by name -> actions (B, Ta, Da) and plan (B, R, Da)."""
+Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]  # inputs -> actions (B, Ta, Da), plan (B, R, Da)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Facts about the policy's task for the signature. None: unknown.
-
-    Attributes:
-        action_low: Lower action bounds of the task, (Da,), physical units; the graph does not clip.
-        provenance: Recorded origin: task, algorithm, seed; JSON values.
-    """
+    """Facts about the policy's task for the signature. None: unknown."""
 
     task: str | None = None  # name of the task
     control_hz: float | None = None  # execution rate of action-chunk rows [Hz]
     obs_names: Sequence[str] | None = None  # name and unit of every observation entry, (Do,)
     action_names: Sequence[str] | None = None  # name and unit of every action entry, (Da,)
-    action_low: Sequence[float] | None = None
-    action_high: Sequence[float] | None = None  # upper action bounds of the task, (Da,)
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    action_low: Sequence[float] | None = None  # action bounds of the task, (Da,); the graph does not clip
+    action_high: Sequence[float] | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # task, algorithm, seed; JSON values
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Written files and parity of the export.
+    """Parity and latency of an export.
 
     `parity` rows: batch, max_abs_difference (physical action units, relative to the largest magnitude
     where that exceeds 1). `latency` rows: batch, eager_ms and onnx_ms, medians on one thread.
@@ -103,13 +91,9 @@ def signature(policy: Policy, around: Surroundings, *, graph: str = "whole") -> 
         inputs["goal"] = feature(policy.goal_dim, names=None)
     for camera, shape in policy.images.items():
         inputs[camera] = feature(chunk.obs_steps, *shape, units="0 to 255, red green blue", dtype="uint8")
-    action = feature(
-        chunk.act_steps,
-        chunk.action_dim,
-        names=_entries(around.action_names),
-        low=_entries(around.action_low),
-        high=_entries(around.action_high),
-    )
+    limits: dict[str, Any] = {"low": _entries(around.action_low), "high": _entries(around.action_high)}
+    names = _entries(around.action_names)
+    action = feature(chunk.act_steps, chunk.action_dim, names=names, **limits)
     plan = feature(chunk.horizon - chunk.action_start, chunk.action_dim)
     return {
         "format": "onnx",
@@ -130,26 +114,3 @@ def signature(policy: Policy, around: Surroundings, *, graph: str = "whole") -> 
 
 def _entries(values: Sequence[Any] | None) -> list[Any] | None:
     return None if values is None else list(values)
-
-
-@torch.no_grad()
-def write_facts(
-    model: SampledPolicy,
-    run: Run,
-    target: Path,
-    report: ExportReport,
-    generator: torch.Generator,
-    facts: dict[str, Any],
-) -> None:
-    """Write sample, report and README; the signature exists already."""
-    inputs = random_inputs(model.policy, 2, generator)
-    arrays: dict[str, Any] = {**arrays_of(inputs), "action": run(inputs)[0]}
-    np.savez(target / SAMPLE, **arrays)
-    (target / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
-    (target / CARD).write_text(card_of(facts, asdict(report)))
-
-
-def write_signature(target: Path, facts: dict[str, Any]) -> None:
-    """Write the signature and the runner."""
-    (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
-    shutil.copyfile(runner.__file__, target / RUNNER)

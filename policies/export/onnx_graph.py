@@ -1,8 +1,4 @@
-"""ONNX graphs of a policy: tracing and parity checks.
-
-Traceable functions are the whole policy, its encoder, and one network evaluation. Each is a `Traceable` with
-inputs, example inputs, and a flag for internal gradients.
-"""
+"""ONNX graphs of a policy: tracing and parity checks."""
 
 from __future__ import annotations
 
@@ -37,20 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class Traceable(nn.Module):
-    """Function of tensors to be traced; subclasses define `forward(inputs)`.
-
-    Args:
-        policy: Policy of the function.
-
-    Attributes:
-        outputs: Output names.
-        fixed: Names of inputs whose first dimension is not the batch.
-        is_sealed: Whether values that depend on weights alone may become graph constants.
-    """
+    """Function of tensors to be traced; subclasses define `forward(inputs)`."""
 
     outputs: tuple[str, ...] = ()
-    fixed: frozenset[str] = frozenset()
-    is_sealed = True
+    fixed: frozenset[str] = frozenset()  # inputs whose first dimension is not the batch
+    is_sealed = True  # whether values that depend on weights alone may become graph constants
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -88,8 +75,8 @@ class SampledPolicy(Traceable):
 
 def observation_of(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the policy's observation from the inputs of a graph."""
-    seen = {name: value for name, value in inputs.items() if name not in ("observation", "noise")}
-    return {"state": inputs["observation"], **seen}
+    others = {name: value for name, value in inputs.items() if name not in ("observation", "noise")}
+    return {"state": inputs["observation"], **others}
 
 
 def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -116,9 +103,8 @@ def refuse_foreign_loops(policy: Policy) -> None:
     if any(getattr(getattr(one, "table", None), "loop", None) is not None for one in layers):
         inside = "" if len(layers) == 1 else f", inside {type(policy).__name__},"
         raise ExportError(
-            f"a policy with sampler=diffusers{inside} cannot be exported: it runs another program's loop, "
-            "which decides in Python at every step. Export policy.with_sampler(...) with a sampler of this "
-            "package."
+            f"a policy with sampler=diffusers{inside} cannot be exported: its loop decides in Python at "
+            "every step. Export policy.with_sampler(...) with a sampler of this package."
         )
 
 
@@ -135,23 +121,19 @@ def write_checked_graph(
     """Write a graph that reproduces the model at every batch size; returns the parity table.
 
     Tracing at a fixed batch size and freeing the dimension afterwards takes a third of the time of symbolic
-    tracing, but fails for networks that compute with their batch size. Symbolic tracing is the fallback, and
-    the first choice for graphs with energy gradients.
-
-    Raises:
-        ExportError: If neither graph reproduces the model.
+    tracing, but fails for networks that compute with their batch size, or with energy gradients.
     """
-    traced = ready_to_trace(model, seed)
+    traced = _ready_to_trace(model, seed)
     for is_symbolic in (True,) if traced.has_gradients else (False, True):
         _write_graph(traced, path, seed, is_symbolic=is_symbolic)
         parity = _parity(model, open_session(path), batch_sizes, seed)
         worst = worst_of(parity)
         if worst <= tolerance:
             return parity
-    raise unlike(model, worst, batch_sizes, tolerance, seed)
+    raise not_reproduced(model, worst, batch_sizes, tolerance, seed)
 
 
-def ready_to_trace(model: Traceable, seed: int) -> Any:
+def _ready_to_trace(model: Traceable, seed: int) -> Any:
     """Return a copy of a model for tracing, with little rounding and weight-only values as constants."""
     traced = model.copy()
     for part in list(traced.modules()):
@@ -165,15 +147,14 @@ def ready_to_trace(model: Traceable, seed: int) -> Any:
     return traced
 
 
-def unlike(
+def not_reproduced(
     model: Traceable, worst: float, batch_sizes: Sequence[int], tolerance: float, seed: int
 ) -> ExportError:
     """Return the error for an export that does not reproduce its policy."""
     own = own_rounding(model, batch_sizes, seed)
     why = (
-        f" The policy itself changes by {own:.2e} where its noise does by {_NUDGE:.0e}: rounding decides "
-        "what it does, on any machine. Train it to be smoother, or name the difference that you accept, "
-        "tolerance=<difference>."
+        f" The policy itself changes by {own:.2e} where its noise does by {_NUDGE:.0e}: it amplifies "
+        "rounding on any machine. Train a smoother one, or give tolerance=<difference>."
         if own > tolerance
         else ""
     )
@@ -200,12 +181,13 @@ def own_rounding(model: Traceable, batch_sizes: Sequence[int], seed: int) -> flo
 def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) -> None:
     size = SYMBOLIC_BATCH if model.has_gradients else _TRACED_BATCH
     inputs = model.example(size, torch.Generator().manual_seed(seed))
-    shapes = dynamic_shapes(model, inputs)
+    batch = torch.export.Dim("batch", min=1, max=65536)
+    shapes: dict[str, dict[int, Any]] = {k: {} if k in model.fixed else {0: batch} for k in inputs}
     call: dict[str, Any] = {"f": str(path)}
     try:
-        with quiet_tracing():
+        with _quiet_tracing():
             if model.has_gradients:
-                call |= {"model": spell_out(model, inputs), "args": tuple(inputs.values())}
+                call |= {"model": _spell_out(model, inputs), "args": tuple(inputs.values())}
                 call |= {"dynamic_shapes": tuple(shapes.values())}
             else:
                 call |= {"model": model, "kwargs": {"inputs": inputs}}
@@ -224,27 +206,23 @@ def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) 
         _free_batch(path, model.fixed)
 
 
-def dynamic_shapes(model: Traceable, inputs: Mapping[str, Tensor]) -> dict[str, dict[int, Any]]:
-    """Return the dynamic dimensions of every input."""
-    batch = torch.export.Dim("batch", min=1, max=65536)
-    return {name: {} if name in model.fixed else {0: batch} for name in inputs}
-
-
 @contextlib.contextmanager
-def quiet_tracing() -> Iterator[None]:
+def _quiet_tracing() -> Iterator[None]:
     """Trace without gradients and without output."""
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        _quiet("torch.onnx"),
-        _quiet("onnxscript"),
-        torch.no_grad(),
-    ):
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         warnings.simplefilter("ignore")
-        yield
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
-def spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
+def _spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
     """Return a function of input values in elementary operations, gradients included."""
     names = list(inputs)
     trace = make_fx(
@@ -268,10 +246,7 @@ def _free_batch(path: Path, fixed: frozenset[str]) -> None:
 
 
 def _parity(model: Traceable, session: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:
-    def run(inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
-        return runner.run(session, arrays_of(inputs))
-
-    return parity_of(model, run, batch_sizes, seed)
+    return parity_of(model, lambda inputs: runner.run(session, arrays_of(inputs)), batch_sizes, seed)
 
 
 def parity_of(model: Traceable, run: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:
@@ -304,23 +279,12 @@ def worst_of(parity: Sequence[dict[str, float]]) -> float:
     return float(np.max([row["max_abs_difference"] for row in parity]))
 
 
-def open_session(path: str | Path, *, threads: int = 1) -> Any:
+def open_session(path: str | Path) -> Any:
     """Open an ONNX file with onnxruntime on the CPU."""
     require("onnxruntime", extra="export", what="export")
-    return runner.open_session(path, threads=threads)
+    return runner.open_session(path)
 
 
 def arrays_of(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """Return inputs as arrays."""
     return {name: value.numpy() for name, value in inputs.items()}
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -1,7 +1,4 @@
-"""Parse and validate the metadata of an untrusted exported folder.
-
-`signature.json` is validated here before anything is opened or allocated; evaluation and server rely on the
-result.
+"""Parse and validate the metadata of an untrusted exported folder, before anything is opened or allocated.
 
 Legend: B batch, To observation history, Th predicted horizon, Ta executed steps, R rows of a plan, Do, Da, Dg
 widths of observation, action and goal.
@@ -21,25 +18,18 @@ from policies.runner import SIGNATURE
 from policies.storage.features import Feature, short
 from policies.storage.strict_json import own_file, read_json
 
-GRAPHS = ("whole", "step")
-"""The sampler inside one graph, or one evaluation of the network and a table of the loop."""
-
-MAX_NUMBERS = 2**26
-"""Of one row of one input or output; a camera of 1080 by 1920 pixels has 2**23."""
+GRAPHS = ("whole", "step")  # sampler inside one graph, or one network evaluation and a table of the loop
+MAX_NUMBERS = 2**26  # of one row of an input or output; a camera of 1080 by 1920 pixels has 2**23
 
 _DTYPES = ("float32", "uint8")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Metadata of an exported folder.
-
-    Attributes:
-        inputs: By name, without the batch: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3).
-    """
+    """Metadata of an exported folder."""
 
     facts: Mapping[str, Any]  # all of `signature.json`
-    inputs: Mapping[str, Feature]
+    inputs: Mapping[str, Feature]  # without batch: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3)
     noise_shape: tuple[int, ...]  # shape of one noise row
     action: Feature  # (Ta, Da)
     chunk: ChunkSpec  # horizons
@@ -79,9 +69,7 @@ def read_signature(folder: Path) -> Signature:
     try:
         return _checked(facts)
     except ValueError as error:
-        raise ExportError(
-            f"{folder / SIGNATURE} must describe an exported policy: {error} Export that again."
-        ) from None
+        raise ExportError(f"{folder / SIGNATURE} must describe an exported policy: {error}") from None
 
 
 def _checked(facts: dict[str, Any]) -> Signature:
@@ -97,7 +85,11 @@ def _checked(facts: dict[str, Any]) -> Signature:
     noise = inputs.pop("noise")
     chunk = _chunk(facts, action, plan)
     _check_inputs(inputs, chunk)
-    described = outputs["action"]
+    described, task, rate = outputs["action"], facts.get("task"), facts.get("control_hz")
+    if task is not None and not isinstance(task, str):
+        raise ValueError(f"task must be a text, or null; got {short(task)}.")
+    if rate is not None and not (_is_number(rate) and rate > 0):
+        raise ValueError(f"control_hz must be positive, or null; got {short(rate)}.")
     return Signature(
         facts=facts,
         inputs=inputs,
@@ -106,8 +98,8 @@ def _checked(facts: dict[str, Any]) -> Signature:
         chunk=chunk,
         low=_limits(described, "low", chunk.action_dim),
         high=_limits(described, "high", chunk.action_dim),
-        task=_task(facts),
-        control_hz=_rate(facts),
+        task=task,
+        control_hz=None if rate is None else float(rate),
         provenance=_map(facts, "provenance") if "provenance" in facts else {},
     )
 
@@ -181,20 +173,6 @@ def _limits(action: Mapping[str, Any], key: str, width: int) -> tuple[float, ...
     if not isinstance(values, list) or len(values) != width or not all(map(_is_number, values)):
         raise ValueError(f"outputs.action.{key} must hold {width} numbers, or null; got {short(values)}.")
     return tuple(float(value) for value in values)
-
-
-def _task(facts: Mapping[str, Any]) -> str | None:
-    task = facts.get("task")
-    if task is not None and not isinstance(task, str):
-        raise ValueError(f"task must be a text, or null; got {short(task)}.")
-    return task
-
-
-def _rate(facts: Mapping[str, Any]) -> float | None:
-    rate = facts.get("control_hz")
-    if rate is not None and not (_is_number(rate) and rate > 0):
-        raise ValueError(f"control_hz must be positive, or null; got {short(rate)}.")
-    return None if rate is None else float(rate)
 
 
 def _is_number(value: Any) -> bool:

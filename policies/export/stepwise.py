@@ -1,15 +1,12 @@
-"""Stepwise export: an observation graph, a graph of one network evaluation, and a table.
+"""Stepwise export: graphs of the observation and of a network evaluation, and a table of the loop.
 
-The table holds the sampler coefficients, so that a runner can execute the loop. Tracing takes 1/K of the time
-of the whole sampler, relevant for gradients of large networks. An energy descent exports one step for all
-iterations.
+Tracing takes 1/K of the time of the whole sampler. An energy descent exports one step for all iterations.
 
 Legend: B batch, K denoising steps, Th predicted horizon, Da action width, C condition width.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,7 +78,6 @@ class OneEvaluation(Traceable):
     is_sealed = False  # time tables would become constants, but times are inputs here
 
     def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw a state, a condition and the time of a random step."""
         x = torch.randn(batch, *self.policy.chunk.shape, generator=generator)
         cond = parts_of(_example_cond(self.policy, batch, generator))
         k = int(torch.randint(self.policy.table.num_steps, (1,), generator=generator))
@@ -118,17 +114,17 @@ def loop_of(policy: DenoisingPolicy | DescentPolicy) -> dict[str, Any]:
     """Return the sampler loop as JSON values; see `policies.runner`."""
     chunk = policy.chunk
     scale, offset = (policy.normalizer.get_buffer(f"action_{name}") for name in ("scale", "offset"))
+    if isinstance(policy, DescentPolicy):
+        steps = {"walk": {"steps": policy.sampler.steps, "min_slope": policy.sampler.min_slope}}
+    else:
+        steps = _denoising(policy.table)
     return {
         "action_start": chunk.action_start,
         "act_steps": chunk.act_steps,
         "action_scale": scale.tolist(),
         "action_offset": offset.tolist(),
-        **(_walk(policy) if isinstance(policy, DescentPolicy) else _denoising(policy.table)),
+        **steps,
     }
-
-
-def _walk(policy: DescentPolicy) -> dict[str, Any]:
-    return {"walk": {"steps": policy.sampler.steps, "min_slope": policy.sampler.min_slope}}
 
 
 def _denoising(table: StepTable) -> dict[str, Any]:
@@ -146,7 +142,7 @@ def _denoising(table: StepTable) -> dict[str, Any]:
 def _row(table: StepTable, k: int, names: tuple[str, ...]) -> dict[str, Any]:
     """Return step k: times, coefficients (1 or Da numbers each), noise, memory."""
     columns = Coefficients(*table.coefficients[:, k])
-    row = {name: [_finite(number) for number in getattr(columns, name).tolist()] for name in names}
+    row = {name: getattr(columns, name).nan_to_num(0.0, 0.0, 0.0).tolist() for name in names}  # inf: unused
     row |= {name: value[k : k + 1].tolist() for name, value in _times_of(table).items()}
     row["std"] = table.std[k].tolist()
     memory = {} if table.memory is None else table.memory._asdict()
@@ -156,11 +152,6 @@ def _row(table: StepTable, k: int, names: tuple[str, ...]) -> dict[str, Any]:
 def _times_of(table: StepTable) -> dict[str, Tensor]:
     second = {} if table.second_time is None else {"second_time": table.second_time}
     return {"time": table.net_time, **second}
-
-
-def _finite(number: float) -> float:
-    """Replace a non-finite, unused coefficient."""
-    return number if math.isfinite(number) else 0.0
 
 
 @torch.no_grad()

@@ -10,18 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policies.backbones.unet1d import Unet1dConfig
-from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.errors import ConfigError
 from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
-from policies.importing.networks import is_mlp, is_unet, mlp, unet
+from policies.importing.networks import kind_of, mlp, unet
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
 from policies.samplers.ddpm import DDPM
 
-_RANGE_EPS = 1e-6
-"""Added to the range of an observation."""
+_RANGE_EPS = 1e-6  # added to the range of an observation
 
-_OTHERS = {
+_SKIPPED = {
     "network.": "the frozen network under its other name",
     "critic.": "the critic",
     "eta.": "noise that was learned for DDIM; evaluation has none",
@@ -50,46 +48,24 @@ class DppoSource(ForeignSource):
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
         """Separate the networks from training state; a network alone is accepted too."""
-        if any(name.startswith("actor_ft.") for name in tensors):
-            skipped = {name: why for name in tensors for key, why in _OTHERS.items() if name.startswith(key)}
-            rest = {name: value for name, value in tensors.items() if name not in skipped}
-            tuned = under("actor_ft.", rest)
-            base = {name: value for name, value in rest.items() if not name.startswith("actor_ft.")}
-            return Contents(without("actor.", base), tuned, skipped=skipped)
-        return Contents(without("network.", tensors))
+        tuned = under("actor_ft.", tensors)
+        if not tuned:
+            return Contents(without("network.", tensors))
+        skipped = {name: why for name in tensors for key, why in _SKIPPED.items() if name.startswith(key)}
+        base = {k: v for k, v in tensors.items() if k not in skipped and not k.startswith("actor_ft.")}
+        return Contents(without("actor.", base), tuned, self.tuned_steps, skipped=skipped)
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        refuse_images(weights)
-        if is_mlp(weights):
-            return mlp(weights, asked_activation(self.activation))
-        if not is_unet(weights):
-            raise CheckpointError(
-                f"the tensors are neither DPPO's MLP nor its U-Net: {', '.join(sorted(weights)[:4])}."
-            )
-        has_norm = "mid_modules.0.blocks.0.block.2.weight" in weights
-        return unet(
-            weights,
-            "time_mlp",
-            groups=self.groups if has_norm else 0,
-            norm_eps=self.norm_eps,
-            activation=self.activation or "mish",
-        )
-
-    def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        backbone = network.backbone
-        if isinstance(backbone, Unet1dConfig):
-            return backbone.official_keys("dppo", action_dim=action_dim)
-        keys: Mapping[str, str] = backbone.official_keys()
-        return keys
+        if kind_of(weights, mlp="MLP", unet="U-Net") == "mlp":
+            return mlp(weights, self.activation)
+        groups = self.groups if "mid_modules.0.blocks.0.block.2.weight" in weights else 0
+        activation = self.activation or "mish"
+        return unet(weights, "dppo", groups=groups, norm_eps=self.norm_eps, activation=activation)
 
     def parts(self) -> tuple[Any, Any]:
         return VPDiffusion(num_levels=self.num_levels, prediction=self.prediction), DDPM()
 
-    def steps_of_tuned(self) -> int | None:
-        return self.tuned_steps
-
     def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
-        """Return the normalisation that `normalization.npz` describes."""
         return limits_of(statistics)
 
 
@@ -101,25 +77,6 @@ def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return all tensors, without the prefix where they have it."""
     return {name.removeprefix(prefix): value for name, value in tensors.items()}
-
-
-def asked_activation(activation: str | None) -> str:
-    """Return the activation of an MLP, which must be given."""
-    if activation is None:
-        raise ConfigError(
-            "source.activation is in no tensor and decides every output; give the one of the configuration "
-            "that the weights were trained with (relu for published Gym policies, mish for others)."
-        )
-    return activation
-
-
-def refuse_images(weights: Mapping[str, Tensor]) -> None:
-    """Refuse a network that looks at images."""
-    if seen := [name for name in weights if name.startswith(("backbone.", "compress"))]:
-        raise CapabilityError(
-            f"'{seen[0]}' belongs to an encoder of images, which this source cannot import; it imports "
-            "policies on states."
-        )
 
 
 def limits_of(statistics: Mapping[str, np.ndarray]) -> dict[str, AffineMap]:

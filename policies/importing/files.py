@@ -6,6 +6,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ _DEPTH = 3
 
 
 def read_entry(path: Path, entry: str | None = None) -> tuple[str, dict[str, Tensor]]:
-    """Return one entry of a checkpoint: its name and its tensors, in float32 where they are floats.
+    """Return one entry of a checkpoint: its name and its tensors, floats in float32.
 
     Args:
         path: A safetensors file, or one that `torch.save` wrote.
@@ -41,47 +42,44 @@ def read_entry(path: Path, entry: str | None = None) -> tuple[str, dict[str, Ten
     Raises:
         CheckpointError: If the file is missing, damaged, holds more than plain data, or has no such entry.
     """
-    found = dict(_entries(read_checkpoint(path)))
-    wanted = ENTRIES if entry is None else (entry,)
-    name = next((name for name in wanted if name in found), None)
+    found = dict(_entries(_read_checkpoint(path)))
+    name = next((name for name in (ENTRIES if entry is None else (entry,)) if name in found), None)
     if name is None:
+        wanted = "a known name" if entry is None else f"the name '{entry}'"
         there = ", ".join(sorted(found)) or "none"
-        asked = "one that is known" if entry is None else f"'{entry}'"
-        raise CheckpointError(f"{path} has no entry of tensors that is {asked}; there are: {there}.")
+        raise CheckpointError(f"{path} has no entry of tensors with {wanted}; there are: {there}.")
     return name, {key: value.float() if value.is_floating_point() else value for key, value in found[name]}
 
 
-def read_checkpoint(path: Path) -> Any:
-    """Read a checkpoint as plain data."""
-    if not path.is_file():
-        raise CheckpointError(
-            f"weights={path} is no file; give a checkpoint (.safetensors, .pt, .pth, .ckpt)."
-        )
-    try:
+def _read_checkpoint(path: Path) -> Any:
+    with _reading("weights", path, "a checkpoint (.safetensors, .pt, .pth, .ckpt)"):
         if path.suffix == ".safetensors":
             return load_file(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the age of a pickle
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(path, str(error))) from None
-    except Exception as error:  # a damaged file makes the reader raise anything
-        raise CheckpointError(
-            f"{path} cannot be read ({_line(error)}); it is damaged, or no checkpoint."
-        ) from None
 
 
 def read_statistics(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of an npz file."""
+    """Return the arrays of an npz file."""
+    with (
+        _reading("normalization", path, "the npz file beside the training data"),
+        np.load(path, allow_pickle=False) as arrays,
+    ):
+        return {name: np.asarray(arrays[name]) for name in arrays.files}
+
+
+@contextmanager
+def _reading(key: str, path: Path, kind: str) -> Iterator[None]:
     if not path.is_file():
-        raise CheckpointError(f"normalization={path} is no file; give the npz file beside the training data.")
+        raise CheckpointError(f"{key}={path} is no file; give {kind}.")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: np.asarray(arrays[name]) for name in arrays.files}
+        yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_refusal(path, str(error))) from None
     except Exception as error:  # a damaged file makes the reader raise anything
-        raise CheckpointError(
-            f"{path} cannot be read ({_line(error)}); it is damaged, or no npz file."
-        ) from None
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
+        raise CheckpointError(f"{path} cannot be read ({reason}); it is damaged, or not {kind}.") from None
 
 
 def _entries(node: Any, name: str = "") -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
@@ -99,17 +97,12 @@ def _entries(node: Any, name: str = "") -> Iterator[tuple[str, list[tuple[str, T
 def _refusal(path: Path, reason: str) -> str:
     """Return the error text of a file that needs code, with a way to convert it where it is trusted."""
     named = re.search(r"GLOBAL ([\w.]+)", reason)
-    holds = f"it holds {named[1]}" if named else "it holds more than tensors"
+    holds = named[1] if named else "more than tensors"
     to = path.with_suffix(".safetensors").name
     return (
-        f"{path} was not read: {holds}, so reading it could run code from the file. Only if you trust its "
-        f'origin, save its tensors where its program is installed: python -c "import dill, torch; from '
+        f"{path} was not read: it holds {holds}, so reading it could run its code. Only if you trust "
+        f'its origin, save its tensors where its program is installed: python -c "import dill, torch; from '
         f"safetensors.torch import save_file; d = torch.load('{path.name}', map_location='cpu', "
         f"pickle_module=dill, weights_only=False)['state_dicts']; save_file({{k: v.contiguous().clone() for "
         f"k, v in d.get('ema_model', d['model']).items()}}, '{to}')\", and import {to}."
     )
-
-
-def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}{': ' + lines[0].rstrip('.') if lines else ''}"

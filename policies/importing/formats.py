@@ -1,8 +1,6 @@
-"""Weights of other programs: what a checkpoint of theirs holds, and which policy of ours it is.
+"""Weights of other programs: what a checkpoint holds, and which policy of ours it is.
 
-One file per program; each registers a `ForeignSource` in the group `source`.
-`policies/importing/importing.py` does the rest: it builds the policy, gives every tensor its place, and
-refuses what has none.
+One file per program registers a `ForeignSource` in the group `source`; `importing.py` builds the policy.
 """
 
 from __future__ import annotations
@@ -24,34 +22,27 @@ AffineMap = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a checkpoint, by what they belong to.
-
-    Attributes:
-        tuned: Of the copy that the last denoising steps use, likewise; None: there is none.
-        maps: Normalisation of `state` and `action`, where the checkpoint has it.
-    """
+    """The tensors of a checkpoint, by what they belong to."""
 
     network: Mapping[str, Tensor]  # of the denoiser, by released name
-    tuned: Mapping[str, Tensor] | None = None
-    maps: Mapping[str, AffineMap] = field(default_factory=dict)
+    tuned: Mapping[str, Tensor] | None = None  # of its copy for the last denoising steps; None: there is none
+    tuned_steps: int | None = None  # how many steps use that copy
+    maps: Mapping[str, AffineMap] = field(default_factory=dict)  # of `state` and `action`, where stored
     skipped: Mapping[str, str] = field(default_factory=dict)  # name of every tensor that is left out, and why
 
 
 @dataclass(frozen=True)
 class Network:
-    """Sizes read from the tensors of a released network; None: not to be read from them.
+    """A released network: our configuration, and the sizes in its tensors; None: in no tensor."""
 
-    Attributes:
-        constants: Tensors that are no weights, by released name, with the values that ours implies.
-    """
-
-    backbone: Any  # our configuration of it
+    backbone: Any
+    keys: Mapping[str, str]  # released parameter names to ours
     cond_dim: int  # C, width of the condition, To times Do
     chunk_size: int | None = None  # numbers in a chunk, Th times Da
     action_dim: int | None = None  # Da
     horizon: int | None = None  # Th
     obs_steps: int | None = None  # To
-    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    constants: Mapping[str, Tensor] = field(default_factory=dict)  # no weights: values that ours implies
 
 
 @dataclass(frozen=True)
@@ -78,20 +69,12 @@ class ForeignSource(Checked, ABC):
         """Read the network's sizes from its tensors, with the width of an action where it is known."""
 
     @abstractmethod
-    def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        """Map released parameter names of a network to ours."""
-
-    @abstractmethod
     def parts(self) -> tuple[Any, Any]:
         """Return the process, and the sampler that the program evaluates with."""
 
     def first_row(self, obs_steps: int) -> int:
         """Return the first executed row of a chunk."""
         return 0
-
-    def steps_of_tuned(self) -> int | None:
-        """Return how many of the last denoising steps use the tuned network."""
-        return None
 
     def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
         """Return the normalisation that a file beside the checkpoint describes."""

@@ -35,7 +35,7 @@ class FpoSource(ForeignSource):
     Source:
         The released code: inputs [observation, x, cosines and sines of t, 2 t, 4 t, …], SiLU between layers.
         Its time runs from noise at 1 to the action at 0, ours the other way: v(x, t) = -u(x, 1 - t). Sign,
-        scale and the turned features become part of the weights. Deviation: none in what is computed.
+        scale and the reversed features become part of the weights. Deviation: none in what is computed.
     """
 
     steps: int = 10  # Euler steps; published are 10
@@ -54,12 +54,12 @@ class FpoSource(ForeignSource):
         if all(name in rest for name in _STATISTICS):
             mean, std = (rest.pop(name) for name in _STATISTICS)
             maps["state"] = (1 / std, -mean / std)
-        layers = self._turned({name.removeprefix(_POLICY): value for name, value in rest.items()})
+        layers = self._reversed({name.removeprefix(_POLICY): value for name, value in rest.items()})
         width = len(layers[f"W{_depth(layers) - 1}"])
         maps["action"] = (torch.ones(width), torch.zeros(width))
         return Contents(layers, maps=maps, skipped=skipped)
 
-    def _turned(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _reversed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the layers (out, in) of -u(x, 1 - t) with inputs [x, time features, observation]."""
         depth = _depth(weights)
         last, features = depth - 1, self.time_features
@@ -68,17 +68,17 @@ class FpoSource(ForeignSource):
         if cond_dim < 1:
             raise CheckpointError(
                 f"'W0' must have more than {action_dim + features} rows (action and time features); got "
-                f"{cond_dim + action_dim + features}. Give source.time_features=<number>."
+                f"{len(weights['W0'])}. Give source.time_features=<number>."
             )
-        turned = {f"b{i}": weights[f"b{i}"] for i in range(depth)}
+        layers = {f"b{i}": weights[f"b{i}"] for i in range(depth)}
         for name in (f"W{i}" for i in range(depth)):
             shape(weights, name, 2)
-            turned[name] = weights[name].T.contiguous()
-        cond, x, waves = turned["W0"].split([cond_dim, action_dim, features], dim=1)
-        turned["W0"] = torch.cat([x, _backwards(waves), cond], dim=1)
+            layers[name] = weights[name].T.contiguous()
+        cond, x, waves = layers["W0"].split([cond_dim, action_dim, features], dim=1)
+        layers["W0"] = torch.cat([x, _reversed_features(waves), cond], dim=1)
         for name in (f"W{last}", f"b{last}"):
-            turned[name] = -self.output_scale * turned[name]
-        return turned
+            layers[name] = -self.output_scale * layers[name]
+        return layers
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
         depth = _depth(weights)
@@ -90,14 +90,11 @@ class FpoSource(ForeignSource):
             time_dim=self.time_features,
             times="octaves",
         )
+        ours = list(official_plain_keys(depth, "", "trunk.").values())
+        keys = {f"{kind}{i}": ours[2 * i + j] for i in range(depth) for j, kind in enumerate("Wb")}
         width = sizes[-1][0]
         cond_dim = sizes[0][1] - width - self.time_features
-        return Network(config, cond_dim, action_dim=width, horizon=1, obs_steps=1)
-
-    def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        depth = len(network.backbone.hidden_dims) + 1
-        ours = list(official_plain_keys(depth, "", "trunk.").values())
-        return {f"{kind}{i}": ours[2 * i + j] for i in range(depth) for j, kind in enumerate("Wb")}
+        return Network(config, keys, cond_dim, action_dim=width, horizon=1, obs_steps=1)
 
     def parts(self) -> tuple[Any, Any]:
         return RectifiedFlow(time_scale=1.0), Euler(steps=self.steps, clip_action=None)
@@ -114,7 +111,7 @@ def _depth(weights: Mapping[str, Tensor]) -> int:
     return depth
 
 
-def _backwards(waves: Tensor) -> Tensor:
+def _reversed_features(waves: Tensor) -> Tensor:
     """Return weights (H, T) of cosines and sines of f t that do what `waves` do with those of f (1 - t)."""
     cosines, sines = waves.double().chunk(2, dim=1)
     frequency = 2.0 ** torch.arange(cosines.shape[1], dtype=torch.float64)

@@ -1,7 +1,6 @@
-"""Weights of other programs become a policy of ours: every tensor gets its place, or the import is refused.
+"""Import the weights of another program as a policy: every tensor gets its place, or the import is refused.
 
-Nothing in a checkpoint is run. Sizes come from the tensors; what they do not hold is given by the
-caller (`source.*`) or taken as published, and is stored with the policy.
+Sizes come from the tensors. What these do not hold is given (`source.*`) or taken as published.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from policies.storage.policy_folder import fault_of
 
 FEATURES = ("state", "action")
 
-_LISTED = 12
-"""Names that an error lists before it counts the rest."""
+_LISTED = 12  # names that an error lists before it counts the rest
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,6 @@ class Conversion:
         }
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    obs_dim: int
-    obs_steps: int
-    action_dim: int
-    horizon: int
-
-
 def import_policy(
     path: str | Path,
     source: ForeignSource,
@@ -82,39 +72,38 @@ def import_policy(
     Args:
         path: The checkpoint; see `policies.importing.files.read_entry`.
         source: The program, and what the tensors do not hold.
-        normalization: File of statistics beside the checkpoint, where the program keeps one.
-        identity: Features (`state`, `action`) that are left as they are.
-        entry: Which weights of the checkpoint; None: averaged ones where there are.
-        sampler: How to sample; None: as the program evaluates.
+        normalization: File of statistics beside the checkpoint, if the program writes one.
+        identity: Features (`state`, `action`) without normalisation.
+        entry: Name of the weights in the checkpoint; None: averaged ones if it has them.
+        sampler: The sampler; None: that of the program's evaluation.
 
     Raises:
         CheckpointError: If the file cannot be read safely, tensors are missing, unexpected, of another shape
             or not finite, or the policy's actions are not.
-        CapabilityError: If the weights are of a kind that has no counterpart.
+        CapabilityError: If the network has no counterpart.
         ConfigError: If a setting is missing or contradicts the tensors, or a feature has no map.
     """
     checkpoint = Path(path)
-    found, tensors = read_entry(checkpoint, entry)
+    name, tensors = read_entry(checkpoint, entry)
     contents = source.contents(tensors)
     given = {} if normalization is None else source.maps(read_statistics(Path(normalization)))
-    there = {**contents.maps, **given}
-    network = source.network(contents.network, len(there["action"][0]) if "action" in there else None)
-    maps = _chosen_maps(there, identity)
-    sizes = _sizes(source, network, there)
-    policy = _built(source, network, sizes, maps, sampler)
-    skipped = Counter(contents.skipped.values()) + _install(policy, source, contents, network, maps)
-    where = {name: "file of statistics" if name in given else "checkpoint" for name in maps}
-    unused = [name for name in contents.maps if where.get(name) != "checkpoint"]
+    known = {**contents.maps, **given}
+    network = source.network(contents.network, len(known["action"][0]) if "action" in known else None)
+    maps = _chosen_maps(known, identity)
+    policy = _build(source, network, known, maps, sampler)
+    skipped = Counter(contents.skipped.values()) + _install(policy, contents, network, maps)
+    origin = {feature: "file of statistics" if feature in given else "checkpoint" for feature in maps}
+    unused = [feature for feature in contents.maps if origin.get(feature) != "checkpoint"]
     skipped += Counter({"map of a feature that was not asked for": 2 * len(unused)})
     _check_actions(policy)
     return policy, Conversion(
         checkpoint.name,
         sha256(checkpoint),
-        found,
+        name,
         registry.to_json("source", source),
         len(tensors) - sum(skipped.values()),
         sum(weight.numel() for weight in policy.parameters()),
-        {feature: where.get(feature, "identity, as asked for") for feature in FEATURES},
+        {feature: origin.get(feature, "identity, as asked for") for feature in FEATURES},
         skipped,
     )
 
@@ -125,43 +114,55 @@ def _chosen_maps(maps: Mapping[str, AffineMap], identity: Sequence[str]) -> dict
         raise ConfigError(f"identity must list some of {', '.join(FEATURES)}; got {', '.join(unknown)}.")
     if missing := [name for name in FEATURES if name not in maps and name not in identity]:
         raise ConfigError(
-            f"'{missing[0]}' has no statistics, neither in the checkpoint nor beside it. Give the file of "
-            f"statistics (normalization=…), or ask for identity=[{','.join(missing)}] on purpose."
+            f"'{missing[0]}' has no statistics in the checkpoint or beside it. Give normalization=<file of "
+            f"statistics>, or identity=[{','.join(missing)}]."
         )
     return {name: maps[name] for name in FEATURES if name not in identity}
 
 
-def _sizes(source: ForeignSource, network: Network, maps: Mapping[str, AffineMap]) -> _Sizes:
-    widths = {name: len(scale) for name, (scale, _) in maps.items()}
-    obs_steps = _agreed(
-        "obs_steps",
-        given=source.obs_steps,
-        network=network.obs_steps,
-        statistics=_ratio(network.cond_dim, widths.get("state")),
-    )
+def _build(
+    source: ForeignSource,
+    network: Network,
+    known: Mapping[str, AffineMap],
+    maps: Mapping[str, AffineMap],
+    sampler: Any,
+) -> DenoisingPolicy:
+    """Build the policy, with sizes on which settings, tensors and known statistics agree."""
+    widths = {name: len(scale) for name, (scale, _) in known.items()}
+    by_state = _ratio(network.cond_dim, widths.get("state"))
+    obs_steps = _agreed("obs_steps", given=source.obs_steps, network=network.obs_steps, statistics=by_state)
     obs_dim = widths.get("state", network.cond_dim // obs_steps)
     _check_product("condition", network.cond_dim, obs_steps, obs_dim)
-    by_horizon = _ratio(network.chunk_size, source.horizon)
-    action_dim = _agreed(
-        "action_dim",
-        given=source.action_dim,
-        network=by_horizon if network.action_dim is None else network.action_dim,
-        statistics=widths.get("action"),
-    )
-    by_width = _ratio(network.chunk_size, action_dim)
-    horizon = _agreed(
-        "horizon", given=source.horizon, network=by_width if network.horizon is None else network.horizon
-    )
+    by_horizon = network.action_dim or _ratio(network.chunk_size, source.horizon)
+    statistics = widths.get("action")
+    action_dim = _agreed("action_dim", given=source.action_dim, network=by_horizon, statistics=statistics)
+    by_width = network.horizon or _ratio(network.chunk_size, action_dim)
+    horizon = _agreed("horizon", given=source.horizon, network=by_width)
     if network.chunk_size is not None:
         _check_product("chunk", network.chunk_size, horizon, action_dim)
-    return _Sizes(obs_dim, obs_steps, action_dim, horizon)
+    process, own_sampler = source.parts()
+    start = source.first_row(obs_steps)
+    config = PolicyConfig(
+        process=process,
+        backbone=network.backbone,
+        sampler=own_sampler if sampler is None else sampler,
+        obs_steps=obs_steps,
+        horizon=horizon,
+        act_steps=source.act_steps or max(horizon - start, 1),
+        action_start=start,
+        normalizer={name: "limits" if name in maps else "identity" for name in (*FEATURES, "goal")},
+        observation_clip=None,
+    )
+    policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim)
+    assert isinstance(policy, DenoisingPolicy)
+    return policy.eval()
 
 
 def _check_product(what: str, whole: int, steps: int, width: int) -> None:
     if whole != steps * width:
         raise ConfigError(
-            f"the network's {what} has {whole} numbers, which cannot be {steps} rows of {width}. Take the "
-            "file of statistics that belongs to it, and the sizes that it was trained with."
+            f"the network's {what} has {whole} numbers, which cannot be {steps} rows of {width}. Give the "
+            "statistics and the sizes that it was trained with."
         )
 
 
@@ -181,58 +182,32 @@ def _agreed(name: str, **values: int | None) -> int:
     return next(iter(known.values()))
 
 
-def _built(
-    source: ForeignSource, network: Network, sizes: _Sizes, maps: Mapping[str, AffineMap], sampler: Any
-) -> DenoisingPolicy:
-    process, own_sampler = source.parts()
-    start = source.first_row(sizes.obs_steps)
-    config = PolicyConfig(
-        process=process,
-        backbone=network.backbone,
-        sampler=own_sampler if sampler is None else sampler,
-        obs_steps=sizes.obs_steps,
-        horizon=sizes.horizon,
-        act_steps=source.act_steps or max(sizes.horizon - start, 1),
-        action_start=start,
-        normalizer={name: "limits" if name in maps else "identity" for name in (*FEATURES, "goal")},
-        observation_clip=None,
-    )
-    policy = build_policy(config, obs_dim=sizes.obs_dim, action_dim=sizes.action_dim)
-    assert isinstance(policy, DenoisingPolicy)
-    return policy.eval()
-
-
 def _install(
-    policy: DenoisingPolicy,
-    source: ForeignSource,
-    contents: Contents,
-    network: Network,
-    maps: Mapping[str, AffineMap],
+    policy: DenoisingPolicy, contents: Contents, network: Network, maps: Mapping[str, AffineMap]
 ) -> Counter[str]:
-    """Put maps and weights in place; returns how many tensors of the networks were left out, by reason."""
+    """Load maps and weights; returns how many tensors of the networks were left out, by reason."""
     for name, (scale, offset) in maps.items():
         for part, value in (("scale", scale), ("offset", offset)):
             own = policy.normalizer.get_buffer(f"{name}_{part}")
             _check(f"{part} of '{name}'", value, own, f"normalizer.{name}_{part}")
             own.copy_(value)
-    keys = source.keys(network, policy.chunk.action_dim)
-    fields, left_out = _fields(policy, source, contents)
+    fields, left_out = _fields(policy, contents)
     for field, weights in fields:
-        left_out["rebuilt, and equal"] += _load(field, keys, weights, network.constants)
+        left_out["rebuilt, and equal"] += _load(field, network, weights)
     return +left_out
 
 
 def _fields(
-    policy: DenoisingPolicy, source: ForeignSource, contents: Contents
+    policy: DenoisingPolicy, contents: Contents
 ) -> tuple[list[tuple[nn.Module, Mapping[str, Tensor]]], Counter[str]]:
     """Return the backbones of the policy, each with its released weights, and what no step uses."""
     if contents.tuned is None:
         return [(policy.field, contents.network)], Counter()
-    steps, times = source.steps_of_tuned(), policy.table.net_time
+    steps, times = contents.tuned_steps, policy.table.net_time
     if steps is None or not 1 <= steps <= len(times):
         raise ConfigError(
-            f"these weights were fine-tuned for the last denoising steps; give their number, "
-            f"source.tuned_steps=<1..{len(times)}>; got {steps}."
+            f"source.tuned_steps must be the number of fine-tuned denoising steps, 1 to {len(times)}; "
+            f"got {steps}."
         )
     first = len(times) - steps
     if first == 0:
@@ -242,32 +217,23 @@ def _fields(
     return [(policy.field.base, contents.network), (policy.field.tuned, contents.tuned)], Counter()
 
 
-def _load(
-    field: nn.Module, keys: Mapping[str, str], weights: Mapping[str, Tensor], implied: Mapping[str, Tensor]
-) -> int:
+def _load(field: nn.Module, network: Network, weights: Mapping[str, Tensor]) -> int:
     """Load released weights strictly; returns how many tensors only repeat what the network implies."""
     own = field.state_dict()
-    constants = {name: value for name, value in implied.items() if name in weights}
-    missing = sorted(set(keys) - set(weights))
-    unexpected = sorted(set(weights) - set(keys) - set(constants))
+    constants = {name: value for name, value in network.constants.items() if name in weights}
+    missing = sorted(set(network.keys) - set(weights))
+    unexpected = sorted(set(weights) - set(network.keys) - set(constants))
     if missing or unexpected:
         raise CheckpointError(
             f"the tensors are not those of this network: missing {_listed(missing)}; unexpected "
             f"{_listed(unexpected)}."
         )
-    shapes = [
-        f"'{name}' must have shape {tuple(own[ours].shape)}; got {tuple(weights[name].shape)}"
-        for name, ours in keys.items()
-        if weights[name].shape != own[ours].shape
-    ]
-    if shapes:
-        raise CheckpointError(f"the tensors do not fit this network: {_listed(shapes, '; ')}.")
     for name, value in constants.items():
         if not torch.equal(weights[name], value):
-            raise CheckpointError(f"'{name}' is another one than that of the released network.")
-    for name, ours in keys.items():
+            raise CheckpointError(f"'{name}' differs from that of the released network.")
+    for name, ours in network.keys.items():
         _check(f"'{name}'", weights[name], own[ours], ours)
-    field.load_state_dict({ours: weights[name] for name, ours in keys.items()}, strict=True)
+    field.load_state_dict({ours: weights[name] for name, ours in network.keys.items()}, strict=True)
     return len(constants)
 
 
@@ -278,9 +244,9 @@ def _check(name: str, value: Tensor, own: Tensor, ours: str) -> None:
         raise CheckpointError(f"{name} {fault}.")
 
 
-def _listed(names: Sequence[str], separator: str = ", ") -> str:
+def _listed(names: Sequence[str]) -> str:
     rest = len(names) - _LISTED
-    shown = separator.join(names[:_LISTED]) or "none"
+    shown = ", ".join(names[:_LISTED]) or "none"
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 

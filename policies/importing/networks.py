@@ -15,30 +15,36 @@ from torch import Tensor
 from policies.backbones.dp_transformer import DpTransformerConfig, memory_mask
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.unet1d import Unet1dConfig
-from policies.errors import CheckpointError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.importing.formats import Network
 from policies.networks.attention import causal_mask
 
 Weights = Mapping[str, Tensor]
 
-
-def is_mlp(weights: Weights) -> bool:
-    """Whether the tensors are those of DPPO's `DiffusionMLP`."""
-    return any(name.startswith("mlp_mean.") for name in weights)
+_PREFIXES = {"mlp": "mlp_mean.", "unet": "down_modules.", "transformer": "decoder.layers."}  # of its tensors
+_TIME = {"dppo": "time_mlp", "diffusion_policy": "diffusion_step_encoder"}  # of the U-Net
 
 
-def is_unet(weights: Weights) -> bool:
-    """Whether the tensors are those of a temporal U-Net."""
-    return any(name.startswith("down_modules.") for name in weights)
+def kind_of(weights: Weights, **released: str) -> str:
+    """Return which of some kinds (`mlp`, `unet`, `transformer`; with released names) the tensors are of."""
+    if images := [name for name in weights if name.startswith(("backbone.", "compress", "obs_encoder."))]:
+        raise CapabilityError(
+            f"'{images[0]}' belongs to an encoder of images; only policies on states import."
+        )
+    for kind in released:
+        if any(name.startswith(_PREFIXES[kind]) for name in weights):
+            return kind
+    known, some = " or ".join(released.values()), ", ".join(sorted(weights)[:4])
+    raise CheckpointError(f"the tensors must be those of the program's {known}; got {some}.")
 
 
-def is_transformer(weights: Weights) -> bool:
-    """Whether the tensors are those of Diffusion Policy's `TransformerForDiffusion`."""
-    return any(name.startswith("decoder.layers.") for name in weights)
-
-
-def mlp(weights: Weights, activation: str) -> Network:
-    """Read an MLP over the flattened chunk."""
+def mlp(weights: Weights, activation: str | None) -> Network:
+    """Read an MLP over the flattened chunk (`DiffusionMLP`, `FlowMLP`)."""
+    if activation is None:
+        raise ConfigError(
+            "source.activation is in no tensor; give the one that the weights were trained with (relu for "
+            "published Gym policies, mish for others)."
+        )
     time_dim = shape(weights, "time_embedding.1.weight", 2)[1]
     cond_dims = _outputs(weights, "cond_mlp.moduleList.{}.linear_1.weight")
     trunk: dict[str, Any]
@@ -57,24 +63,20 @@ def mlp(weights: Weights, activation: str) -> Network:
     if cond_dims:
         cond_dim = shape(weights, "cond_mlp.moduleList.0.linear_1.weight", 2)[1]
     config = MlpConfig(activation=activation, time_dim=time_dim, cond_dims=cond_dims, **trunk)
-    return Network(config, cond_dim, chunk_size=chunk_size)
+    return Network(config, config.official_keys(), cond_dim, chunk_size=chunk_size)
 
 
-def unet(weights: Weights, time: str, **given: Any) -> Network:
-    """Read a temporal U-Net.
-
-    Args:
-        weights: By released name.
-        time: Released name of the time embedding.
-        given: Fields of `Unet1dConfig` that no tensor holds: groups, norm_eps, activation.
-    """
+def unet(weights: Weights, program: str, **given: Any) -> Network:
+    """Read the temporal U-Net of a program; `given` are fields of `Unet1dConfig` that no tensor holds."""
     widths = _outputs(weights, "down_modules.{}.0.blocks.0.block.0.weight")
-    inner, time_dim = shape(weights, f"{time}.1.weight", 2)
+    inner, time_dim = shape(weights, f"{_TIME[program]}.1.weight", 2)
     layers = 3 if "mid_modules.0.cond_encoder.4.weight" in weights else 1
     first, last = (0, 4) if layers == 3 else (1, 1)
     numbers = shape(weights, f"mid_modules.0.cond_encoder.{last}.weight", 2)[0]
     cond_dim = shape(weights, f"mid_modules.0.cond_encoder.{first}.weight", 2)[1] - time_dim
     cond_dims = _encoder_dims(weights)
+    if cond_dims:
+        cond_dim = shape(weights, "cond_mlp.layers.0.weight", 2)[1]
     config = Unet1dConfig(
         widths=widths,
         kernel=shape(weights, "mid_modules.0.blocks.0.block.0.weight", 3)[2],
@@ -85,9 +87,9 @@ def unet(weights: Weights, time: str, **given: Any) -> Network:
         cond_dims=cond_dims,
         **given,
     )
-    if cond_dims:
-        cond_dim = shape(weights, "cond_mlp.layers.0.weight", 2)[1]
-    return Network(config, cond_dim, action_dim=shape(weights, "final_conv.1.weight", 3)[0])
+    action_dim = shape(weights, "final_conv.1.weight", 3)[0]
+    keys = config.official_keys(program, action_dim=action_dim)
+    return Network(config, keys, cond_dim, action_dim=action_dim)
 
 
 def transformer(weights: Weights, heads: int) -> Network:
@@ -106,18 +108,17 @@ def transformer(weights: Weights, heads: int) -> Network:
     )
     return Network(
         config,
+        config.official_keys(),
         cond_dim=(tokens - 1) * shape(weights, "cond_obs_emb.weight", 2)[1],
         action_dim=shape(weights, "head.weight", 2)[0],
         horizon=horizon,
         obs_steps=tokens - 1,
-        constants={
-            name: torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) for name, mask in masks.items()
-        },
+        constants={k: torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) for k, mask in masks.items()},
     )
 
 
 def shape(weights: Weights, name: str, dims: int) -> torch.Size:
-    """Return the shape of a tensor."""
+    """Return the shape of a tensor, which must have `dims` dimensions."""
     if name not in weights:
         some = ", ".join(sorted(weights)[:4])
         raise CheckpointError(f"the network has no tensor '{name}'; it has {len(weights)}: {some}, …")

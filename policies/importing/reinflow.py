@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from policies.errors import CapabilityError, CheckpointError
-from policies.importing.dppo import asked_activation, limits_of, refuse_images, under, without
+from policies.errors import CapabilityError
+from policies.importing.dppo import limits_of, under, without
 from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
-from policies.importing.networks import is_mlp, mlp
+from policies.importing.networks import kind_of, mlp
 from policies.processes.flow import RectifiedFlow
 from policies.registry import register
 from policies.samplers.ode import Euler
@@ -41,24 +41,16 @@ class ReinflowSource(ForeignSource):
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
         """Separate the network from training state; a network alone is accepted too."""
         network = under(_TUNED, tensors)
-        if network:
-            skipped = {name: name.partition(".")[0] for name in tensors if not name.startswith(_TUNED)}
-            return Contents(network, skipped={name: f"{part}, of training" for name, part in skipped.items()})
-        return Contents(without("network.", tensors))
+        if not network:
+            return Contents(without("network.", tensors))
+        others = [name for name in tensors if not name.startswith(_TUNED)]
+        return Contents(network, skipped={name: f"{name.partition('.')[0]}, of training" for name in others})
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        refuse_images(weights)
         if any(name.startswith("vel_head.") for name in weights):
             raise CapabilityError("shortcut networks cannot be imported; only rectified flows (FlowMLP) can.")
-        if not is_mlp(weights):
-            raise CheckpointError(
-                f"the tensors are not ReinFlow's FlowMLP: {', '.join(sorted(weights)[:4])}."
-            )
-        return mlp(weights, asked_activation(self.activation))
-
-    def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        keys: Mapping[str, str] = network.backbone.official_keys()
-        return keys
+        kind_of(weights, mlp="FlowMLP")
+        return mlp(weights, self.activation)
 
     def parts(self) -> tuple[Any, Any]:
         return RectifiedFlow(time_scale=1.0), Euler(steps=self.steps)

@@ -17,12 +17,10 @@ from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
 
-_FEW = 4096
-"""Below this many elements the call overhead of several small kernels outweighs their arithmetic."""
+_FEW = 4096  # elements below which the call overhead of several small kernels outweighs their arithmetic
 
 
-def _gate(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p = sigmoid(x) and t = tanh(softplus(x))."""
+def _gate(x: Tensor) -> tuple[Tensor, Tensor]:  # p = sigmoid(x), t = tanh(softplus(x))
     p = torch.sigmoid(x)
     q = (2 - p).mul_(p)
     return p, q.div_(2 - q)
@@ -56,10 +54,9 @@ class _Mish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> Tensor:
-        """Multiply by the slope; differentiable once more when a graph is being built."""
         x, p, t = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return grad * _slope(x)
+            return grad * _slope(x)  # differentiable once more
         edge = 1 - p
         edge = edge.addcmul_(edge, t).square_().mul_(p)
         return torch.addcmul(t, edge, x).mul_(grad)
@@ -71,11 +68,7 @@ class _Mish(torch.autograd.Function):
 
 
 def mish(x: Tensor) -> Tensor:
-    """Return x tanh(softplus(x)).
-
-    Source:
-        Mish (arXiv 1908.08681). Deviation: none; an algebraically equal form on a CPU.
-    """
+    """Return x tanh(softplus(x)) (arXiv 1908.08681), on a CPU in the equal form above."""
     compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if compiled or not x.is_cpu or x.numel() < _FEW or x.dtype not in (torch.float32, torch.float64):
         return F.mish(x)

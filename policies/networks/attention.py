@@ -7,8 +7,8 @@ of two implementations of attention and normalisation:
 * `math`: elementary operations, differentiable to any order, forwards and backwards; required by objectives
   with `torch.func.jvp` (MeanFlow) or second derivatives (energies).
 
-Beyond first derivatives the fused attention of PyTorch 2.13 raises an error, while its fused LayerNorm
-silently gives wrong gradients of forward-mode derivatives: terms through mean and variance are missing.
+Beyond first derivatives the fused attention of PyTorch 2.13 raises an error, and its fused LayerNorm silently
+gives wrong gradients of forward-mode derivatives.
 
 Legend: M rows, T queries, S keys, D width, H heads.
 """
@@ -28,14 +28,11 @@ from policies.errors import ConfigError
 def explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Attend by elementary operations; a drop-in for `F.scaled_dot_product_attention`.
+    """Attend by elementary operations (arXiv 1706.03762, eq. 1), like `F.scaled_dot_product_attention`.
 
     Shapes:
-        query: (M, H, T, D/H). key, value: (M or 1, H, S, D/H). attn_mask: (T, S) bool, True where a query may
-        look; every query needs a key. Returns (M, H, T, D/H).
-
-    Source:
-        arXiv 1706.03762, equation 1.
+        query: (M, H, T, D/H) -> (M, H, T, D/H). key, value: (M or 1, H, S, D/H). attn_mask: (T, S) bool, True
+        where a query may look; every query needs a key.
     """
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
     if attn_mask is not None:
@@ -47,14 +44,7 @@ def explicit_attention(
 def explicit_layer_norm(
     h: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Normalise by elementary operations; a drop-in for `F.layer_norm` over the last dimension.
-
-    Shapes:
-        h: (..., D) -> (..., D). weight, bias: (D,).
-
-    Source:
-        arXiv 1607.06450, equation 4.
-    """
+    """Normalise (..., D) over D by elementary operations (arXiv 1607.06450, eq. 4), like `F.layer_norm`."""
     variance, mean = torch.var_mean(h, dim=-1, correction=0, keepdim=True)
     normal = (h - mean) * torch.rsqrt(variance + eps)
     return normal if weight is None or bias is None else torch.addcmul(bias, normal, weight)
@@ -65,29 +55,23 @@ ATTENTIONS: dict[str, Callable[..., Tensor]] = {
     "math": explicit_attention,
 }
 NORMS: dict[str, Callable[..., Tensor]] = {"auto": F.layer_norm, "math": explicit_layer_norm}
-"""Ways of computing the same numbers, under the same names."""
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer normalisation of every token, in one of two ways; weights and defaults are those of PyTorch."""
+    """Layer normalisation of every token in one of two implementations; weights are those of PyTorch."""
 
     how = "auto"
 
     def forward(self, h: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
         return NORMS[self.how](h, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class Attention(nn.Module):
     """Multi-head attention, to its own input or to a memory with precomputed keys and values.
 
-    Args:
-        width: D of queries, memory and output.
-        heads: H, a divisor of the width.
-        dropout: Dropout rate of the attention weights in training, by PyTorch's global generator.
+    `dropout` of the attention weights in training uses PyTorch's global generator.
 
-    Source:
-        arXiv 1706.03762, section 3.2.2; the layout of the weights is that of `nn.MultiheadAttention`.
+    Source: arXiv 1706.03762, section 3.2.2; the layout of the weights is that of `nn.MultiheadAttention`.
     """
 
     how = "auto"
@@ -128,14 +112,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with an activation between them, applied per token.
-
-    Args:
-        width: D of input and output.
-        hidden: Width between the layers.
-        dropout: Dropout rate of the hidden features in training, by PyTorch's global generator.
-        activation: Between the layers.
-    """
+    """Two linear layers with activation and dropout (PyTorch's global generator), per token."""
 
     def __init__(
         self, width: int, hidden: int, dropout: float = 0.0, activation: Callable[[Tensor], Tensor] = F.gelu
@@ -147,15 +124,13 @@ class FeedForward(nn.Module):
         self.activation = activation
 
     def forward(self, h: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
         return self.linear2(self.dropout(self.activation(self.linear1(h))))
 
 
 def set_attention(module: nn.Module, how: str) -> None:
     """Select the implementation of attention and normalisation in a module: `auto` or `math`.
 
-    The choice holds for this object and its copies. It is not saved with a policy, since results agree up to
-    rounding. Use `math` for derivatives beyond the first.
+    The choice holds for this object and its copies and is not saved: results agree up to rounding.
     """
     if how not in ATTENTIONS:
         raise ConfigError(f"attention must be one of {', '.join(ATTENTIONS)}; got '{how}'.")

@@ -1,14 +1,13 @@
 """Convolutions along the rows of a short chunk, each as one matrix product.
 
 Rows are contiguous: (B, T, channels) instead of PyTorch's (B, channels, T). A window concatenates the rows in
-the receptive field of an output row, and the weights become one matrix,
+the receptive field of an output row, and the weights become one matrix::
 
-    out[t] = W [x[t - r] | ... | x[t + r]] + b,
+    out[t] = W [x[t - r] | ... | x[t + r]] + b
 
 built once instead of per call: at batch 1 the stock convolutions spend most of their time on reordering
-weights. Windows are no longer than the chunk, so weights on padding only are not read. Values and gradients
-equal those of the stock modules, which hold the weights. No view depends on the batch size, so a graph traced
-at one batch size is valid for any.
+weights. Windows are at most as long as the chunk. Values and gradients equal those of the stock modules,
+which hold the weights. No view depends on the batch size, so a traced graph is valid for any.
 
 Legend: B batch, T rows, k kernel size, C and C' channels before and after.
 """
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 Rows = Callable[[Tensor], Tensor]
-"""Maps (B, T, C) to (B, T', C'), with its weights looked up and laid out."""
+"""Maps (B, T, C) to (B, T', C'), with prepared weights."""
 
 
 def same(conv: nn.Conv1d, rows: int) -> Rows:
@@ -45,12 +44,8 @@ def halving(conv: nn.Conv1d, rows: int) -> Rows:
 def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
     """Return the transposed convolution of kernel 4, stride 2 and padding 1, (B, T, C) -> (B, 2 T, C').
 
-    Row 2 t is w[1] x[t] + w[3] x[t - 1], row 2 t + 1 is w[2] x[t] + w[0] x[t + 1]: a window of three rows
-    gives both.
-
-    Args:
-        conv: Holds weights (C, C', 4).
-        rows: T of what it will be given.
+    Row 2 t is w[1] x[t] + w[3] x[t - 1], row 2 t + 1 is w[2] x[t] + w[0] x[t + 1] with weights (C, C', 4): a
+    window of three rows gives both.
     """
     w = rearrange(conv.weight, "C D k -> k D C")  # D: C'
     reach = min(1, rows - 1)
@@ -80,32 +75,28 @@ def group_norm(norm: nn.GroupNorm) -> Rows:
 
     def normalise(x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            # The stock operations would write the size of the traced batch into an exported graph, and the
-            # derivative of layer normalisation is traced with other strides than it has.
+            # Stock operations would fix the batch size of an exported graph, and the derivative of layer
+            # normalisation is traced with wrong strides.
             rows = x.shape[1]
             grouped = x.reshape(-1, rows, groups, channels // groups)
             centred = grouped - grouped.mean((1, 3), keepdim=True)
             unit = centred * torch.rsqrt(centred.square().mean((1, 3), keepdim=True) + eps)
             return torch.addcmul(bias, unit.view(-1, rows, channels), weight)
         # An image one pixel high with channels last has a kernel without copies.
-        picture = x.transpose(1, 2).unsqueeze(2)
+        image = x.transpose(1, 2).unsqueeze(2)
         if forward_ad.unpack_dual(x).tangent is not None:
-            picture = picture.contiguous()  # forward-mode derivatives need channels first
-        return torch.group_norm(picture, groups, weight, bias, eps).squeeze(2).transpose(1, 2)
+            image = image.contiguous()  # forward-mode derivatives need channels first
+        return torch.group_norm(image, groups, weight, bias, eps).squeeze(2).transpose(1, 2)
 
     return normalise
 
 
 def _matrix(weight: Tensor) -> Tensor:
-    """Lay weights (C', C, k) out for windows: (C', k C)."""
     return rearrange(weight, "D C k -> D (k C)")
 
 
 def _windows(x: Tensor, before: int, size: int, stride: int = 1) -> Tensor:
-    """Lay windows of `size` rows out side by side; (B, T, C) -> (B, T / stride, k C), padded by zeros.
-
-    The first window begins `before` rows before the first row.
-    """
+    """Concatenate windows from `before` rows on; (B, T, C) -> (B, T / stride, k C), padded by zeros."""
     if size == 1:
         return x
     padded = F.pad(x, (0, 0, before, size - before - stride))

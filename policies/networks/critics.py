@@ -1,8 +1,7 @@
 """Ensembles of equal networks for action values, and aggregation of their outputs.
 
-Legend: E members, B batch, C condition width, A width of a flattened chunk. The weights of a layer are
-stacked, (E, in, out), and all members are evaluated by one batched product; where products are large on a
-CPU, one after the other.
+Legend: E members, B batch, C condition width, A width of a flattened chunk. Weights of a layer are stacked,
+(E, in, out); all members are one batched product, or one product each where products are large on a CPU.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ _LARGE = 32_768  # rows times width
 
 @dataclass(frozen=True)
 class EnsembleConfig(Checked):
-    """Shape and initialisation of an ensemble of action values Q(s, a).
-
-    Attributes:
-        last_bound: Limit of the last layer's initial weights and biases; null: PyTorch's.
-    """
+    """Shape and initialisation of an ensemble of action values Q(s, a)."""
 
     key: ClassVar[str] = "critic"
 
@@ -43,7 +38,7 @@ class EnsembleConfig(Checked):
     norm_after: bool = False  # normalise after each activation instead
     norm_eps: float = bounded(1e-5, gt=0)  # added to variances
     hidden_bias: float | None = None  # initial biases of hidden layers; null: as PyTorch draws them
-    last_bound: float | None = bounded(None, ge=0)
+    last_bound: float | None = bounded(None, ge=0)  # bound of the last layer's initial weights; null: default
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,15 +68,14 @@ class Ensemble(nn.Module):
             bound = fan_in**-0.5
             self.weight.append(torch.empty(members, fan_in, fan_out).uniform_(-bound, bound))
             self.bias.append(torch.empty(members, 1, fan_out).uniform_(-bound, bound))
-        self._begin()
+        self._initialize()
         self.scale, self.shift = nn.ParameterList(), nn.ParameterList()
         for width in config.hidden_dims if config.layer_norm else ():
             self.scale.append(torch.ones(members, 1, width))
             self.shift.append(torch.zeros(members, 1, width))
 
     @torch.no_grad()
-    def _begin(self) -> None:
-        """Overwrite initial weights where the configuration differs from PyTorch."""
+    def _initialize(self) -> None:
         *hidden, last = self.bias
         if self.config.hidden_bias is not None:
             for bias in hidden:
@@ -99,38 +93,26 @@ class Ensemble(nn.Module):
     ) -> Tensor:
         """Return values (E, B) of conditions (B, C) and flattened chunks (B, A).
 
-        Args:
-            cond: (B, C).
-            action: (B, A).
-            members: Number of leading members to evaluate.
-            frozen: Detach the weights; gradients still reach the inputs.
+        `members` evaluates the leading ones only; `frozen` detaches the weights, not the inputs.
         """
         x = torch.cat([cond, action], dim=-1)
         count = self.members if members is None else members
         if count == 1 or self._large(x):
             return self._evaluate_each(x, count, frozen)
-        return self._evaluate_together(repeat(x, "B C -> E B C", E=count), count, frozen)
+        return self._evaluate_batched(repeat(x, "B C -> E B C", E=count), count, frozen)
 
     def _large(self, x: Tensor) -> bool:
         return x.device.type == "cpu" and len(x) * min(self.config.hidden_dims) >= _LARGE
 
-    def _evaluate_together(self, h: Tensor, count: int, frozen: bool) -> Tensor:
-        parts = (self.weight, self.bias, self.scale, self.shift)
-        weight, bias, scale, shift = (self._stacks(part, count, frozen) for part in parts)
-        return self._evaluate(torch.baddbmm, h, weight, bias, scale, shift)
+    def _evaluate_batched(self, h: Tensor, count: int, frozen: bool) -> Tensor:
+        stacks = (self._stacks(part, count, frozen) for part in self._parts)
+        return self._evaluate(torch.baddbmm, h, *stacks)
 
     def _evaluate_each(self, x: Tensor, count: int, frozen: bool) -> Tensor:
-        parts = (self.weight, self.bias, self.scale, self.shift)
-        stacks = ([stack.unbind(0) for stack in self._stacks(part, count, frozen)] for part in parts)
-        weight, bias, scale, shift = stacks
-        return torch.stack(
-            [
-                self._evaluate(
-                    torch.addmm, x, *([layer[e] for layer in part] for part in (weight, bias, scale, shift))
-                )
-                for e in range(count)
-            ]
-        )
+        stacks = (self._stacks(part, count, frozen) for part in self._parts)
+        parts = [[stack.unbind(0) for stack in part] for part in stacks]
+        members = ([[layer[e] for layer in part] for part in parts] for e in range(count))
+        return torch.stack([self._evaluate(torch.addmm, x, *member) for member in members])
 
     def _evaluate(
         self,
@@ -170,17 +152,19 @@ class Ensemble(nn.Module):
             return torch.stack([self._normalized(*part) for part in parts])
         return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=eps), scale)
 
+    @property
+    def _parts(self) -> tuple[nn.ParameterList, ...]:
+        return self.weight, self.bias, self.scale, self.shift
+
     def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
         stacks = (part if count == self.members else part[:count] for part in parts)
         return [stack.detach() if frozen else stack for stack in stacks]
 
     @torch.no_grad()
     def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:
-        """Set the weights from layers as `nn.Linear` holds them.
+        """Set the weights of members, each a list of layers as `nn.Linear` holds them.
 
-        Args:
-            members: Per member and layer `weight` (out, in) and `bias` (out,), and `scale` and `shift` (out,)
-                of its normalisation, where there is one.
+        A layer has `weight` (out, in), `bias` (out,) and, if normalised, `scale` and `shift` (out,).
         """
         for e, layers in enumerate(members):
             for i, layer in enumerate(layers):
@@ -191,7 +175,7 @@ class Ensemble(nn.Module):
                     self.shift[i][e, 0].copy_(layer["shift"])
 
     def layers_of(self, member: int) -> list[dict[str, Tensor]]:
-        """Return the layers of a member as `nn.Linear` holds them; see `load_members`."""
+        """Return the layers of a member; see `load_members`."""
         layers = [
             {"weight": weight[member].t(), "bias": bias[member, 0]}
             for weight, bias in zip(self.weight, self.bias, strict=True)
@@ -208,12 +192,8 @@ def _full_precision(device: str) -> AbstractContextManager[Any]:
 def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimism: float = 0.5) -> Tensor:
     """Reduce values (E, ...) over the members to (...).
 
-    Args:
-        values: (E, ...).
-        how: `min`, `mean`, `subset_min` (over the members `subset`), or `mean_std` (mean - pessimism *
-            deviation, the uncorrected one).
-        subset: Indices (S,) of members, for `subset_min`.
-        pessimism: Weight of the deviation, for `mean_std`.
+    `how`: `min`, `mean`, `subset_min` over the members `subset` (S,), or `mean_std`, the mean minus
+    `pessimism` uncorrected deviations.
     """
     match how:
         case "min":

@@ -4,8 +4,8 @@ Legend: B batch, C condition width, L numbers of a latent, eps standard normals:
 
     g = mu(s) + sigma(s) eps,   u = tanh(g),   log pi(u | s) = sum log N(g; mu, sigma) - sum log(1 - u^2)
 
-1 - tanh(g)^2 is computed as exp(2 (log 2 - g - softplus(-2 g))), which is exact for large |g|; released
-programs add 1e-6 to it instead (`form="floored"`), which bounds the density near the edge of the box.
+log(1 - tanh(g)^2) = 2 (log 2 - g - softplus(-2 g)) is exact for large |g|; released programs add 1e-6 inside
+the logarithm (`form="floored"`), which bounds the density near the edge of the box.
 
 Source: SAC, arXiv 1812.05905, appendix C.
 """
@@ -26,6 +26,7 @@ FORMS = ("exact", "floored")
 MIN_LOG_STD, MAX_LOG_STD = -20.0, 2.0
 FLATTEST_LOG_STD = math.log(0.8741)  # at mean 0, where u has the most entropy
 _FLOOR = 1e-6
+LOG_2PI = math.log(2.0 * math.pi)
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,9 @@ class TanhGaussianConfig:
     zero_init: bool = False  # initialise to mean 0 and standard deviation 1
 
     def build(self, cond_dim: int, latent_dim: int) -> TanhGaussian:
+        dims = tuple(self.hidden_dims)
         trunk = TrunkConfig(
-            activation=self.activation,
-            layer_norm=self.layer_norm,
-            residual=False,
-            hidden_dims=tuple(self.hidden_dims),
+            activation=self.activation, layer_norm=self.layer_norm, residual=False, hidden_dims=dims
         )
         net = TanhGaussian(trunk, cond_dim, latent_dim)
         if self.zero_init:
@@ -54,15 +53,7 @@ class TanhGaussianConfig:
 
 
 class TanhGaussian(nn.Module):
-    """Means and logarithms of deviations from conditions, by one network with 2 L outputs.
-
-    Args:
-        trunk: Shape of the network.
-        cond_dim: C.
-        latent_dim: L.
-        min_log_std: Lower limit of the logarithm of a deviation.
-        max_log_std: Upper limit of it.
-    """
+    """One network with 2 L outputs: means and logarithms of deviations, within limits."""
 
     def __init__(
         self,
@@ -91,10 +82,7 @@ def gaussian_draw(mean: Tensor, log_std: Tensor, eps: Tensor) -> tuple[Tensor, T
 
 
 def tanh_draw(mean: Tensor, log_std: Tensor, eps: Tensor, *, form: str = "exact") -> tuple[Tensor, Tensor]:
-    """Return u = tanh(mean + std eps) (B, L) and its log-density (B,), summed over L.
-
-    `eps` (B, L) are standard normals; for `form` see the top of the file.
-    """
+    """Return u = tanh(mean + std eps) (B, L) and its log-density (B,), summed over L."""
     g, log_prob = gaussian_draw(mean, log_std, eps)
     u = torch.tanh(g)
     return u, log_prob - log_slope(g, u, form).sum(dim=1)
@@ -110,9 +98,9 @@ def log_slope(g: Tensor, u: Tensor, form: str) -> Tensor:
 
 
 def highest_entropy(max_log_std: float = MAX_LOG_STD) -> float:
-    """Return the largest entropy [nats] that one entry of u can have, that of mean 0.
+    """Return the largest entropy [nats] of one entry of u, that of mean 0.
 
-    Unless deviations are limited it is 0.6836, below the log 2 = 0.6931 of what is uniform in the box.
+    Unless deviations are limited it is 0.6836, below the log 2 = 0.6931 of the uniform distribution.
     """
     eps = torch.linspace(-12, 12, 4001, dtype=torch.float64)[:, None]
     log_std = torch.full_like(eps, min(max_log_std, FLATTEST_LOG_STD))
@@ -122,11 +110,8 @@ def highest_entropy(max_log_std: float = MAX_LOG_STD) -> float:
 
 
 def highest_gaussian_entropy(max_log_std: float = MAX_LOG_STD) -> float:
-    """Return the largest entropy [nats] that one entry of g can have."""
+    """Return the largest entropy [nats] of one entry of g."""
     return max_log_std + 0.5 * math.log(2 * math.pi * math.e)
-
-
-LOG_2PI = math.log(2.0 * math.pi)
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:

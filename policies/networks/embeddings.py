@@ -13,12 +13,9 @@ from policies.networks.activations import mish
 
 
 def sinusoid(time: Tensor, dim: int) -> Tensor:
-    """Embed network times (...,) in sines, then cosines of dim / 2 frequencies 10000^(-j / (dim/2 - 1)).
+    """Embed times (...,) in sines, then cosines of dim / 2 frequencies 10000^(-j / (dim/2 - 1)); (..., dim).
 
-    Returns:
-        (..., dim), dim even and at least 4.
-    Source:
-        Diffusion Policy (arXiv 2303.04137) and DPPO (arXiv 2409.00588), released code.
+    `dim` is even and at least 4. Source: Diffusion Policy (arXiv 2303.04137), DPPO (arXiv 2409.00588).
     """
     half = dim // 2
     index = torch.arange(half, device=time.device, dtype=time.dtype)
@@ -44,8 +41,7 @@ class TimeEmbedding(nn.Module):
 class OctaveEmbedding(nn.Module):
     """Cosines, then sines of t, 2 t, 4 t, …: for times in [0, 1], and without weights.
 
-    Source:
-        FPO (arXiv 2507.21053), released code.
+    Source: FPO (arXiv 2507.21053), released code.
     """
 
     frequency: Tensor
@@ -55,7 +51,6 @@ class OctaveEmbedding(nn.Module):
         self.register_buffer("frequency", 2.0 ** torch.arange(dim // 2), persistent=False)
 
     def forward(self, time: Tensor) -> Tensor:
-        """Embed network times (...,) of any real dtype; (..., dim)."""
         angle = time.unsqueeze(-1).to(self.frequency.dtype) * self.frequency
         return torch.cat([angle.cos(), angle.sin()], dim=-1)
 

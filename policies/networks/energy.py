@@ -6,10 +6,8 @@ Legend: f(x, t) a backbone, x chunk (B, Th, Da), E (B,) energy of every chunk, l
     dae    E = |x - f|^2 / 2
     mean   E = mean of f
 
-The gradient is taken per chunk, also inside `bind`, after all that depends on condition and time alone is
-computed: an evaluation is one forward and one backward pass of the network. With gradients enabled it can be
-    differentiated
-again.
+An evaluation is one forward and one backward pass of the network; `bind` precomputes what depends on
+condition and time alone. With gradients enabled it can be differentiated again.
 
 Source: dot and dae, arXiv 2302.11552 (section 4); mean, arXiv 2510.27545.
 """
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.networks.attention import set_attention
-from policies.protocols import BoundField, Cond
+from policies.protocols import BoundField, Cond, Features
 
 ENERGIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dot": lambda x, out: (x * out).sum(dim=(-2, -1)),
@@ -38,12 +36,9 @@ BoundEnergy = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 class EnergyField(nn.Module):
-    """The gradient of an energy with respect to the chunk; itself a backbone.
+    """The gradient of an energy (`form`) with respect to the chunk; itself a backbone.
 
-    Args:
-        net: Backbone that defines the energy. Its attention and normalisation are set to operations that can
-            be differentiated twice.
-        form: `dot`, `dae` or `mean`; see the top of the file.
+    Attention and normalisation of `net` are set to operations that can be differentiated twice.
     """
 
     def __init__(self, net: Any, form: str) -> None:
@@ -61,7 +56,6 @@ class EnergyField(nn.Module):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient (M, Th, Da); arguments as for `policies.backbones.Backbone`."""
         time, second, cond = _lasting(time), _lasting(second_time), _lasting_cond(cond)
         return energy_and_gradient(lambda y: self.energy(y, time, cond, cond_row, time_row, second), x)[1]
 
@@ -90,9 +84,7 @@ class EnergyField(nn.Module):
                 net = self.net.bind(_lasting_cond(cond), times, second_times)
         return lambda k, x: energy_and_gradient(lambda y: self._read(y, net(k, y)), x)
 
-    def features(
-        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         return self.net.features(cond, times, second_times)
 
     def _read(self, x: Tensor, out: Tensor) -> Tensor:
@@ -112,8 +104,6 @@ def energy_and_gradient(energy: Callable[[Tensor], Tensor], x: Tensor) -> tuple[
 
 
 def _traced_gradient(energy: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return energy and gradient in the form that a compiler can see through."""
-
     def total(y: Tensor) -> tuple[Tensor, Tensor]:
         value = energy(y)
         return value.sum(), value
@@ -124,7 +114,7 @@ def _traced_gradient(energy: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Ten
 
 @contextlib.contextmanager
 def _graphs(are_on: bool) -> Iterator[None]:
-    """Build graphs or not, and in no case the tensors of inference mode, which cannot be part of one."""
+    """Build graphs or not, without tensors of inference mode, which cannot be part of one."""
     with torch.inference_mode(False), torch.set_grad_enabled(are_on):
         yield
 
@@ -138,11 +128,7 @@ def _lasting(x: Any) -> Any:
 
 
 def _lasting_cond(cond: Cond) -> Cond:
-    """Return a condition that a graph may keep."""
     if torch.compiler.is_compiling() or not cond.vec.is_inference():
         return cond
     with torch.inference_mode(False):
         return cond.repeat(1)
-
-
-__all__ = ["BoundEnergy", "EnergyField", "energy_and_gradient"]

@@ -31,11 +31,7 @@ class CriticConfig(TrunkConfig):
 
 
 class Critic(nn.Module):
-    """Value of an observation.
-
-    Source:
-        DPPO (arXiv 2409.00588), `CriticObs` of the released code; equal up to rounding.
-    """
+    """Value of an observation: `CriticObs` of DPPO (arXiv 2409.00588), equal up to rounding."""
 
     def __init__(self, config: CriticConfig, obs_dim: int) -> None:
         super().__init__()
@@ -66,13 +62,13 @@ class DensityHeadConfig(TrunkConfig):
 
     @classmethod
     def from_parts(cls, trunk: TrunkConfig, deviation: Any) -> Self:
-        """Combine the trunk settings of a backbone with the fields of the same names in `deviation`."""
+        """Combine a backbone's trunk settings with the fields of the same names in `deviation`."""
         known = {item.name for item in fields(TrunkConfig)}
         sources = {item.name: trunk if item.name in known else deviation for item in fields(cls)}
         return cls(**{name: getattr(source, name) for name, source in sources.items()})
 
     def attach_log_var(self, head: nn.Module, shape: tuple[int, ...]) -> None:
-        """Give a head its log-variances `log_var`: a parameter, or a buffer where they stay fixed."""
+        """Register the log-variances `log_var`: a parameter, or a buffer where they stay fixed."""
         log_var = torch.full(shape, 2 * math.log(self.init_std))
         if self.learn_std:
             head.register_parameter("log_var", nn.Parameter(log_var))
@@ -103,8 +99,7 @@ class GaussianHead(nn.Module):
     The parameter is the log-variance, as in the released code, so that published learning rates keep their
     meaning. Outside the limits it receives no gradient.
 
-    Source:
-        DPPO (arXiv 2409.00588), `Gaussian_MLP` of the released code with a learned fixed deviation.
+    Source: DPPO (arXiv 2409.00588), `Gaussian_MLP` of the released code with a learned fixed deviation.
     """
 
     log_var: Tensor
@@ -133,12 +128,7 @@ class MixtureHeadConfig(DensityHeadConfig):
 
 
 class Mixture(NamedTuple):
-    """A mixture of M diagonal Gaussians over chunks.
-
-    Shapes:
-        log_weight: (B, M) logarithms of the modes' shares, which sum to one. mean: (B, M, Th, Da).
-        std: (M, 1, Da), of each mode.
-    """
+    """M diagonal Gaussians: log weights (B, M), means (B, M, Th, Da), deviations (M, 1, Da)."""
 
     log_weight: Tensor
     mean: Tensor
@@ -146,11 +136,10 @@ class Mixture(NamedTuple):
 
 
 class MixtureHead(nn.Module):
-    """Shares and means of all modes from the condition by one trunk, a deviation per mode and dimension.
+    """Weights and means of all modes from the condition by one trunk, a deviation per mode and dimension.
 
-    Source:
-        DPPO (arXiv 2409.00588), mixture baseline: five modes, means within [-1, 1], learned fixed deviations.
-        Deviation: shares and means have one trunk, not two, so released weights do not load.
+    Source: DPPO (arXiv 2409.00588), mixture baseline: five modes, means within [-1, 1], learned fixed
+    deviations. Deviation: weights and means have one trunk, not two, so released weights do not load.
     """
 
     log_var: Tensor

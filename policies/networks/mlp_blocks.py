@@ -1,22 +1,20 @@
 """The fully connected network shared by the denoising backbone, the critic and the Gaussian actor.
 
-A trunk maps inputs to z (its first layer's output) and z to the result, so that callers may assemble z
-from parts that are already known (`bias + x Wx^T`) instead of concatenating inputs.
-
-Residual trunk, with activation a and normalisation n (identity, or LayerNorm with eps 1e-6):
+A trunk maps inputs to z (its first layer's output) and z to the result, so that callers may assemble z from
+parts that are already known. Residual trunk, with activation a and normalisation n (identity, or LayerNorm
+with eps 1e-6)::
 
     h_0 = W s + b,   u_i = a(n(W1_i a(n(h_i)) + b1_i)),   h_{i+1} = h_i + W2_i u_i + b2_i,   out = Wo h_N + bo
 
-Nothing non-linear stands between the last W2 and Wo, hence exactly
+Nothing non-linear stands between the last W2 and Wo, hence exactly::
 
-    out = Wo h_{N-1} + (Wo W2) u_{N-1} + (bo + Wo b2),
+    out = Wo h_{N-1} + (Wo W2) u_{N-1} + (bo + Wo b2)
 
 and the widest product shrinks to the width of the output. With one block the term Wo h_0 is linear in the
-input as well and becomes extra rows of the first layer. The products are formed inside the forward pass:
-gradients are those of the unfolded network.
+input as well and becomes extra rows of the first layer. Gradients are those of the unfolded network.
 
-Source: the networks of DPPO (arXiv 2409.00588), released code: one activation-free linear layer,
-(number of hidden layers - 1) / 2 pre-activation blocks, one linear layer; and its plain variant.
+Source: the networks of DPPO (arXiv 2409.00588), released code: one activation-free linear layer, (number of
+hidden layers - 1) / 2 pre-activation blocks, one linear layer; and its plain variant.
 """
 
 from __future__ import annotations
@@ -42,19 +40,14 @@ Finish = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TrunkConfig(Checked):
-    """Shape of a trunk.
-
-    Attributes:
-        num_blocks: Residual blocks of two linear layers each; DPPO's [512, 512, 512] is one block of 512.
-        hidden_dims: Hidden widths of the plain stack; empty for a residual trunk.
-    """
+    """Shape of a trunk."""
 
     width: int = bounded(512, ge=1)  # of the residual stream
-    num_blocks: int = bounded(1, ge=1)
+    num_blocks: int = bounded(1, ge=1)  # residual blocks of two layers; DPPO's [512, 512, 512] is one of 512
     activation: str = bounded("relu", choices=tuple(ACTIVATIONS))
     layer_norm: bool = False  # normalise before each activation
     residual: bool = True  # false: a plain stack of `hidden_dims`
-    hidden_dims: tuple[int, ...] = bounded((), ge=1)
+    hidden_dims: tuple[int, ...] = bounded((), ge=1)  # widths of the plain stack; empty: residual trunk
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,12 +96,12 @@ def _weights_and_biases(names: dict[str, str], official: str, ours: str) -> dict
 
 
 class Fold(NamedTuple):
-    """Precomputed values of a trunk that depend only on its weights.
+    """Precomputed values of a trunk that depend only on its weights: z = weight s + bias.
 
     Shapes:
-        weight, bias: (H', in), (H',); z = weight s + bias. H' may exceed the width: see the top of the file.
+        weight, bias: (H', in), (H',); H' may exceed the width: see the top of the file.
         feature: (out, H), reads out the last features; None for a plain trunk.
-        skip: (out,), constant part of the output; None where `bias` already holds it.
+        skip: (out,), constant part of the output; None where `bias` holds it.
     """
 
     weight: Tensor
@@ -138,7 +131,6 @@ class Block(nn.Module):
         return lambda h: activate_(F.linear(activate(h), weight, bias))
 
     def forward(self, h: Tensor) -> Tensor:
-        """Return h + W2 u + b2; (B, H)."""
         return h + self.linear2(self.features_of(overwrite=False)(h))
 
 
@@ -174,10 +166,7 @@ class ResidualTrunk(nn.Module):
         return Fold(torch.cat([weight, wo @ weight]), torch.cat([bias, torch.addmv(skip, wo, bias)]), feature)
 
     def finish_of(self, fold: Fold) -> Finish:
-        """Return the function z (B, H') -> out (B, out), with its weights looked up once.
-
-        The function overwrites z unless a graph is being built or traced.
-        """
+        """Return the function z (B, H') -> out (B, out); it overwrites z unless a graph is being built."""
         feature = fold.feature.t()  # type: ignore[union-attr]
         if fold.skip is None:
             return self._finish_one_block(feature)
@@ -206,8 +195,8 @@ class ResidualTrunk(nn.Module):
         return finish
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map (B, in) to (B, out)."""
-        return evaluate(self, inputs)
+        fold = self.fold()
+        return self.finish_of(fold)(F.linear(inputs, fold.weight, fold.bias))
 
 
 class PlainTrunk(nn.Module):
@@ -222,7 +211,6 @@ class PlainTrunk(nn.Module):
         self.activate, self.activate_ = ACTIVATIONS[activation]
 
     def fold(self) -> Fold:
-        """Return the first layer: nothing else depends on the weights only."""
         return Fold(self.inlet.weight, self.inlet.bias)
 
     def finish_of(self, fold: Fold) -> Finish:
@@ -237,14 +225,7 @@ class PlainTrunk(nn.Module):
         return finish
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map (..., in) to (..., out)."""
         return self.finish_of(self.fold())(self.inlet(inputs))
 
 
 Trunk = ResidualTrunk | PlainTrunk
-
-
-def evaluate(trunk: Trunk, inputs: Tensor) -> Tensor:
-    """Evaluate a trunk on concatenated inputs (B, in); (B, out)."""
-    fold = trunk.fold()
-    return trunk.finish_of(fold)(F.linear(inputs, fold.weight, fold.bias))

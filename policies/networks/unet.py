@@ -1,20 +1,18 @@
 """The temporal U-Net: residual convolution blocks modulated by network time and condition.
 
-A block maps rows x (B, T, C) to (B, T, C') and is modulated by scale and bias (FiLM, arXiv 1709.07871):
+A block maps rows x (B, T, C) to (B, T, C') and is modulated by scale and bias (FiLM, arXiv 1709.07871)::
 
     h = a(n(conv(x))),   h <- scale h + bias,   out = a(n(conv(h))) + shortcut(x)
 
-with group normalisation n and activation a. Scale and bias are one linear layer's output,
+with group normalisation n and activation a. Scale and bias are the output z of one or three linear layers::
 
-    z = (Wt a(e) + b) + Wc a(s),        or, with three layers,   z = W3 a(W2 a((Wt e + b) + Wc s) + b2) + b3
+    z = (Wt a(e) + b) + Wc a(s),        z = W3 a(W2 a((Wt e + b) + Wc s) + b2) + b3
 
-of embedded time e and condition s. The first layer is linear in the two, so each part can be computed by
-itself and kept while the other changes.
+of embedded time e and condition s. The first layer is linear in both, so each part can be computed alone.
 
-Two blocks per level see the rows at halved resolution on the way down, two stand in the middle, and two per
-level on the way up double the resolution again; they also see what left their level on the way down. The
-finest level has no blocks on the way up. Convolutions are matrix products
-(`policies/networks/convolutions.py`).
+Each level has two blocks on the way down, which halves the rows, and two on the way up, which doubles them;
+the latter also receive what left their level on the way down. Two blocks are in the middle; the finest level
+has none on the way up. Convolutions are matrix products (`policies/networks/convolutions.py`).
 
 Legend: B batch, Th rows of a chunk, T of them at a level, P = T or 1 with a time of their own, E and C widths
 of e and s, F numbers that modulate a block.
@@ -42,11 +40,8 @@ from policies.networks.convolutions import Rows, doubling, group_norm, halving, 
 Modulation = tuple[Tensor | None, Tensor]
 """Scale (None: there is none) and bias of a block, each (..., P, channels)."""
 
-ModulatedRows = Callable[[Tensor, Modulation], Tensor]
-"""Maps (B, T, C) and a modulation to (B, T, C'), with its weights looked up and laid out."""
-
 Evaluate = Callable[[Tensor, Sequence[Modulation]], Tensor]
-"""Maps chunks (B, Th, Da) and the modulation of every block to (B, Th, Da), likewise."""
+"""Maps chunks (B, Th, Da) and the modulation of every block to (B, Th, Da), with prepared weights."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +49,17 @@ class UnetConfig(Checked):
     """Shape of a temporal U-Net.
 
     Attributes:
-        widths: Channels of the levels, finest first; published sizes are 256, 512, 1024.
-        groups: Number of normalisation groups, a divisor of every width; 0: no normalisation.
-        final_groups: Groups of the last convolution, which has the first of the widths; null: as `groups`.
         film: Modulation of a block by time and condition: `one_plus_scale` (h (1 + scale) + bias), `scale`
             (h scale + bias) or `bias` (h + bias).
-        film_layers: Linear layers from time and condition to scale and bias, per block: 1 or 3.
     """
 
-    widths: tuple[int, ...] = bounded((64, 128, 256), ge=1)
+    widths: tuple[int, ...] = bounded((64, 128, 256), ge=1)  # channels per level; published: 256, 512, 1024
     kernel: int = bounded(5, ge=1)  # kernel size in rows, odd
-    groups: int = bounded(8, ge=0)
-    final_groups: int | None = bounded(None, ge=0)
+    groups: int = bounded(8, ge=0)  # normalisation groups, a divisor of every width; 0: no normalisation
+    final_groups: int | None = bounded(None, ge=0)  # groups of the last convolution; null: as `groups`
     norm_eps: float = bounded(1e-5, gt=0)  # added to the variance of a group
     film: str = bounded("one_plus_scale", choices=("one_plus_scale", "scale", "bias"))
-    film_layers: int = bounded(1, choices=(1, 3))
+    film_layers: int = bounded(1, choices=(1, 3))  # linear layers from time and condition to scale and bias
     activation: str = bounded("mish", choices=tuple(ACTIVATIONS))
 
     def __post_init__(self) -> None:
@@ -81,56 +72,21 @@ class UnetConfig(Checked):
             divides = not groups or not any(width % groups for width in seen)
             self.require(name, divides, f"0 or a divisor of every width of {seen}")
 
-    @property
-    def levels(self) -> int:
-        return len(self.widths)
-
-    def build_unet(self, chunk_shape: tuple[int, int], parts: tuple[int, int]) -> TemporalUnet:
-        return TemporalUnet(self, chunk_shape, parts)
-
-    def build_conv(self, dims: tuple[int, int], rows: int, groups: int | None = None) -> ConvBlock:
-        return ConvBlock(
-            dims,
-            rows,
-            kernel=self.kernel,
-            groups=self.groups if groups is None else groups,
-            eps=self.norm_eps,
-            activation=self.activation,
-        )
-
-    def build_block(
-        self, dims: tuple[int, int], rows: int, parts: tuple[int, int], *, level: int
-    ) -> ResidualBlock:
-        after = dims[1]
-        film = Film(parts, after, kind=self.film, num_layers=self.film_layers, activation=self.activation)
-        return ResidualBlock(
-            self.build_conv(dims, rows), self.build_conv((after, after), rows), film, level=level
-        )
-
 
 class ConvBlock(nn.Module):
-    """Convolution, group normalisation (0 groups: none) and activation.
-
-    Args:
-        dims: Channels before and after.
-        rows: T.
-        kernel: Rows that the convolution sees, odd.
-        groups: Groups of channels that are normalised together.
-        eps: Added to the variance of a group.
-        activation: By name.
-    """
+    """Convolution of T = `rows` rows, group normalisation (0 groups: none) and activation."""
 
     def __init__(
-        self, dims: tuple[int, int], rows: int, *, kernel: int, groups: int, eps: float, activation: str
+        self, config: UnetConfig, dims: tuple[int, int], rows: int, groups: int | None = None
     ) -> None:
         super().__init__()
-        self.rows = rows
-        self.conv = nn.Conv1d(*dims, kernel, padding=kernel // 2)
-        self.norm = nn.GroupNorm(groups, dims[1], eps=eps) if groups else None
-        self.activate, _ = ACTIVATIONS[activation]
+        self.rows, groups = rows, config.groups if groups is None else groups
+        self.conv = nn.Conv1d(*dims, config.kernel, padding=config.kernel // 2)
+        self.norm = nn.GroupNorm(groups, dims[1], eps=config.norm_eps) if groups else None
+        self.activate, _ = ACTIVATIONS[config.activation]
 
     def ready(self) -> Rows:
-        """Return the block as a function, with its weights looked up and laid out."""
+        """Return the block as a function with prepared weights."""
         convolve, activate = same(self.conv, self.rows), self.activate
         if self.norm is None:
             return lambda x: activate(convolve(x))
@@ -139,41 +95,30 @@ class ConvBlock(nn.Module):
 
 
 class Film(nn.Module):
-    """Map time and condition to scale and bias of one block.
+    """Map time and condition (widths `parts`) to scale and bias of a block."""
 
-    Args:
-        parts: Widths of time and condition.
-        channels: Of the block.
-        kind: See `UnetConfig.film`.
-        num_layers: 1 or 3, see the top of the file.
-        activation: By name.
-    """
-
-    def __init__(
-        self, parts: tuple[int, int], channels: int, *, kind: str, num_layers: int, activation: str
-    ) -> None:
+    def __init__(self, config: UnetConfig, parts: tuple[int, int], channels: int) -> None:
         super().__init__()
-        self.parts, self.kind = parts, kind
-        numbers = channels if kind == "bias" else 2 * channels
-        widths = (sum(parts), *[numbers] * num_layers)
+        self.parts, self.kind = parts, config.film
+        numbers = channels if self.kind == "bias" else 2 * channels
+        widths = (sum(parts), *[numbers] * config.film_layers)
         self.layers: Any = nn.ModuleList(map(nn.Linear, widths[:-1], widths[1:]))
-        self.activate, _ = ACTIVATIONS[activation]
+        self.activate, _ = ACTIVATIONS[config.activation]
 
     def features(self, part: Tensor) -> Tensor:
-        """Return what the first layer sees of time or condition: a(part), or the part as it is."""
+        """Return the first layer's input from time or condition."""
         return self.activate(part) if len(self.layers) == 1 else part
 
     def of_time(self, features: Tensor) -> Tensor:
-        """Return the first layer's part of the time, its bias included; (..., E) -> (..., F)."""
+        """Return the time's part of the first layer, bias included; (..., E) -> (..., F)."""
         first = self.layers[0]
         return F.linear(features, first.weight[:, : self.parts[0]], first.bias)
 
     def of_cond(self, features: Tensor) -> Tensor:
-        """Return the first layer's part of the condition; (..., C) -> (..., F)."""
+        """Return the condition's part of the first layer; (..., C) -> (..., F)."""
         return F.linear(features, self.layers[0].weight[:, self.parts[0] :])
 
     def modulation(self, z: Tensor) -> Modulation:
-        """Return scale and bias from the sum of both parts (..., F)."""
         for layer in list(self.layers)[1:]:
             z = layer(self.activate(z))
         if self.kind == "bias":
@@ -183,22 +128,20 @@ class Film(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """See the top of the file.
+    """See the top of the file; `level`: how often the rows were halved before the block."""
 
-    Args:
-        first: From C to C' channels.
-        second: From C' to C' channels.
-        film: For C' channels.
-        level: How often the rows were halved before the block.
-    """
-
-    def __init__(self, first: ConvBlock, second: ConvBlock, film: Film, *, level: int) -> None:
+    def __init__(
+        self, config: UnetConfig, dims: tuple[int, int], rows: int, parts: tuple[int, int], *, level: int
+    ) -> None:
         super().__init__()
-        self.first, self.second, self.film, self.level = first, second, film, level
-        before, after = first.conv.in_channels, second.conv.out_channels
+        before, after = dims
+        film = Film(config, parts, after)  # the first draws of initial weights
+        self.first = ConvBlock(config, dims, rows)
+        self.second = ConvBlock(config, (after, after), rows)
+        self.film, self.level = film, level
         self.shortcut = nn.Conv1d(before, after, 1) if before != after else None
 
-    def ready(self) -> ModulatedRows:
+    def ready(self) -> Callable[[Tensor, Modulation], Tensor]:
         first, second = self.first.ready(), self.second.ready()
         shortcut = None if self.shortcut is None else pointwise(self.shortcut)
 
@@ -219,7 +162,7 @@ class TemporalUnet(nn.Module):
 
     def __init__(self, config: UnetConfig, chunk_shape: tuple[int, int], parts: tuple[int, int]) -> None:
         super().__init__()
-        self.chunk_shape, self.levels = tuple(chunk_shape), config.levels
+        self.chunk_shape, self.levels = tuple(chunk_shape), len(config.widths)
         horizon, action_dim = chunk_shape
         self.padding = -horizon % 2 ** (self.levels - 1)
         widths, last = config.widths, self.levels - 1
@@ -227,7 +170,7 @@ class TemporalUnet(nn.Module):
         middle = (last, widths[-1], widths[-1])
         up = ((level, 2 * widths[level], widths[level - 1]) for level in range(last, 0, -1))
         self.blocks: Any = nn.ModuleList(
-            config.build_block(dims, self._rows(level), parts, level=level)
+            ResidualBlock(config, dims, self._rows(level), parts, level=level)
             for level, before, after in (*down, middle, *up)
             for dims in ((before, after), (after, after))
         )
@@ -237,7 +180,7 @@ class TemporalUnet(nn.Module):
         self.ups: Any = nn.ModuleList(
             nn.ConvTranspose1d(width, width, 4, stride=2, padding=1) for width in widths[-2::-1]
         )
-        self.head = config.build_conv((widths[0], widths[0]), self._rows(0), config.final_groups)
+        self.head = ConvBlock(config, (widths[0], widths[0]), self._rows(0), config.final_groups)
         self.outlet = nn.Conv1d(widths[0], action_dim, 1)
 
     def _rows(self, level: int) -> int:
@@ -266,10 +209,7 @@ class TemporalUnet(nn.Module):
 
         def evaluate(x: Tensor, films: Sequence[Modulation]) -> Tensor:
             if x.shape[1] != horizon:
-                raise ConfigError(
-                    f"the U-Net was built for chunks of {horizon} rows; got {x.shape[1]}. Build it with that "
-                    "horizon."
-                )
+                raise ConfigError(f"the U-Net was built for chunks of {horizon} rows; got {x.shape[1]}.")
             x = pad_rows(x, padding)
             skips = []
             for i in range(last + 1):

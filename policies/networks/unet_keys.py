@@ -9,7 +9,7 @@ from policies.errors import ConfigError
 
 
 class _Program(NamedTuple):
-    """What the two programs name differently."""
+    """Names that differ between the two programs."""
 
     time: str
     norm: int  # place of the normalisation behind a convolution
@@ -27,12 +27,8 @@ def official_unet_keys(
 ) -> dict[str, str]:
     """Map the parameter names of a released U-Net, its condition encoder left out, to ours.
 
-    Args:
-        program: `diffusion_policy` or `dppo`.
-        channels: Those of an action, then of the levels.
-        film_layers: Linear layers of a block's modulation.
-        has_norm: Whether the convolutions of the blocks are normalised.
-        has_final_norm: Whether the last one is.
+    `program`: `diffusion_policy` or `dppo`. `channels`: of an action, then of the levels. `has_norm`,
+    `has_final_norm`: whether the convolutions of the blocks and the last one are normalised.
     """
     if program not in _PROGRAMS:
         raise ConfigError(f"program must be one of {', '.join(_PROGRAMS)}; got '{program}'.")

@@ -1,16 +1,15 @@
 """Values computed from weights, kept until a weight changes.
 
-Acting recomputes nothing that depends on the weights alone (folded matrices, time tables), and training
-never sees a stale value. A weight counts as changed when
+Acting recomputes nothing that depends on the weights alone (folded matrices, time tables), and training never
+reads a stale value. A weight counts as changed when
 
 * it is another tensor, or its storage moved (`.to`, `load_state_dict(assign=True)`, swapped `.data`);
 * its autograd version advanced (`copy_`, `lerp_`, `load_state_dict`, for-each optimisers, EMA);
 * an optimiser of `torch.optim` that holds its storage took a step: fused optimisers do not advance versions.
 
-Not seen are writes through `weight.data` in place, direct calls of fused kernels (`torch._fused_adamw_`),
-in-place writes to a flat vector whose slices became the weights (`vector_to_parameters`) or to a stack of
-which they are views (`algos.offline.batched_seeds`) by others than its optimiser, writes by other processes
-into shared memory, and replays of a captured CUDA graph: call `forget` after those.
+Call `forget` after other writes: through `weight.data` in place, by fused kernels called directly, to a flat
+vector whose slices became the weights (`vector_to_parameters`) or to a stack of which they are views
+(`algos.offline.batched_seeds`) by others than its optimiser, by other processes, by replayed CUDA graphs.
 
 Several threads may use one cache, also with different sources: each gets the value of its own sources.
 """
@@ -31,7 +30,7 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 class _OptimizerSteps:
-    """Steps of every optimiser in this process: how many, and the last that may have written to a storage."""
+    """Steps of every optimiser in this process, and the last one that may have written to a storage."""
 
     count = 0
     last: ClassVar[dict[int, int]] = {}  # address of a storage -> number of the step
@@ -39,7 +38,6 @@ class _OptimizerSteps:
 
     @classmethod
     def wrote(cls, storages: Iterable[int], since: int) -> bool:
-        """Return whether a step after the `since`-th one may have written there."""
         return cls.anywhere > since or any(cls.last.get(place, 0) > since for place in storages)
 
 
@@ -62,7 +60,7 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Entry(Generic[T]):
-    """A value and what it was computed from; never changed, so a thread sees all of it or none."""
+    """A value and its sources; immutable, so a thread reads all of it or none."""
 
     value: T
     sources: tuple[Tensor, ...]
@@ -82,10 +80,7 @@ class _Entry(Generic[T]):
 
 
 class WeightCache(Generic[T]):
-    """Remembers one value computed from tensors until one of them changes.
-
-    A copy or a pickle of a cache is an empty cache, so modules that own one stay small on disk.
-    """
+    """Keeps one value computed from tensors until one of them changes; copies and pickles are empty."""
 
     def __init__(self) -> None:
         self.sealed = False
@@ -98,15 +93,15 @@ class WeightCache(Generic[T]):
         self._entry: _Entry[T] | None = None
 
     def get(self, sources: Sequence[Tensor], compute: Callable[[], T]) -> T:
-        """Return `compute()`, or its remembered result where that is valid and safe to reuse.
+        """Return `compute()`, or its cached result where that is valid and safe to reuse.
 
         Args:
             sources: Every tensor that the value depends on.
             compute: Pure function of the sources; differentiable when a source needs a gradient.
 
         Returns:
-            The value: freshly computed, with its graph, while tracing and whenever a gradient could flow
-            to a source; otherwise detached and possibly remembered.
+            The value: freshly computed, with its graph, while tracing and whenever a gradient could flow to a
+            source; otherwise detached and possibly cached.
         """
         entry = self._entry  # read once: another thread may replace it at any moment
         if self.sealed and entry is not None:
@@ -137,26 +132,22 @@ def _cacheable(sources: Sequence[Tensor]) -> bool:
         return False  # inside `torch.func.jvp` and the like values are wrapped, and die with the call
     if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
         return False
-    # Anything but plain tensors (functional transforms, fake tensors) and anything without a version is
-    # computed afresh.
+    # Functional transforms, fake tensors and tensors without a version are computed afresh.
     return all(type(source) in _PLAIN and not source.is_inference() for source in sources)
 
 
 def seal(module: nn.Module) -> None:
     """Declare that the weights of a module never change again and that it is used in one way only.
 
-    What its caches hold is returned unchecked from now on, to a tracer as well, which sees constants.
-    Evaluate the module once before, without gradients, so that they hold something.
+    Cached values are then returned unchecked, to a tracer as well, as constants. Evaluate the module once
+    before, without gradients, to fill the caches.
     """
     for kept in _caches(module):
         kept.sealed = True
 
 
 def forget(module: nn.Module) -> None:
-    """Empty the caches of a module and of its children.
-
-    Needed only after writes that PyTorch does not report, see the top of this file, and to free memory.
-    """
+    """Empty the caches of a module and its children, after writes that PyTorch does not report."""
     for kept in _caches(module):
         kept.clear()
 

@@ -1,6 +1,6 @@
 """Processes: meaning of a denoiser's output and corruption of training data."""
 
-from policies.processes.base import GaussianPath, Process
+from policies.processes.base import GaussianPath
 from policies.processes.consistency import Consistency
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.edm import Edm
@@ -16,7 +16,6 @@ __all__ = [
     "GaussianPath",
     "MeanFlow",
     "Mip",
-    "Process",
     "RectifiedFlow",
     "Regression",
     "Shortcut",

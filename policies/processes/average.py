@@ -39,24 +39,21 @@ class AveragePath(RectifiedFlow):
         return self.time_scale * (t_next - t)
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return two steps; one is possible, two are usually needed."""
-        return {"name": "euler", "steps": 2}
+        return {"name": "euler", "steps": 2}  # one is possible, two are usually needed
 
 
 def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
     """Configure a backbone for forward-mode derivatives and return it.
 
-    Args:
-        backbone: Its attention and normalisation, if any, are set to `math`.
-        trained: Whether a loss backpropagates through the derivative.
+    Attention and normalisation are set to `math`. `trained`: a loss backpropagates through the derivative.
     """
     assert isinstance(backbone, nn.Module)
     set_attention(backbone, "math")
     fused = [name for name, part in backbone.named_modules() if type(part) is nn.LayerNorm]
     if trained and fused:
         raise CapabilityError(
-            "this objective sends gradients through a derivative of the network, which PyTorch's LayerNorm "
-            f"gets wrong; {type(backbone).__name__} has it in {', '.join(fused)}. Use "
+            "this objective backpropagates through a derivative, which PyTorch's LayerNorm computes wrongly; "
+            f"{type(backbone).__name__} has it in {', '.join(fused)}. Use "
             "policies.networks.attention.LayerNorm there, process=meanflow, or process.objective=psd."
         )
     return backbone

@@ -1,4 +1,4 @@
-"""Process protocol and arithmetic of Gaussian paths `x = alpha x0 + sigma eps`.
+"""Base of processes: arithmetic of Gaussian paths `x = alpha x0 + sigma eps`.
 
 Legend: x noisy chunk, x0 clean chunk, eps noise, all (B, Th, Da); t sampling time (B,), 0 noise and 1 data;
 dots are derivatives with respect to t; lambda = ln(alpha / sigma), half the log signal-to-noise ratio.
@@ -18,8 +18,9 @@ Source: arXiv 2011.13456 (score), 2202.00512 (v), 2303.08797 (velocity of an int
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,121 +33,57 @@ if TYPE_CHECKING:
     from policies.backbones import Backbone
 
 KINDS = ("eps", "x0", "v", "velocity", "score")
-_HALVINGS = 60  # bisection steps of the path inversion: far below the spacing of float64 times
+_HALVINGS = 60  # bisection steps: far below the spacing of float64 times
 
 
-@runtime_checkable
-class Process(Protocol):
-    """Meaning and training of a backbone's output; pure functions only."""
+class GaussianPath(ABC):
+    """Meaning and training of a backbone's output on a Gaussian path; pure functions only.
 
-    has_second_time: ClassVar[bool]
-    policy_class: ClassVar[str]  # registered name of the policy class that runs this process
-
-    @property
-    def kind(self) -> Kind:
-        """Prediction kind of the network."""
-        ...
-
-    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return signal and noise amplitudes at times t, shaped like t."""
-        ...
-
-    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of `alpha_sigma` with respect to t."""
-        ...
-
-    def corrupt(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the noisy chunk at times t (B,)."""
-        ...
-
-    def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the regression target at times t (B,)."""
-        ...
-
-    def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
-        """Convert a prediction at (x, t) between kinds."""
-        ...
-
-    def net_time(self, t: Tensor) -> Tensor:
-        """Return the time input of the backbone."""
-        ...
-
-    def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor | None:
-        """Return the second time input of a step from t to t_next; None if the network takes one time."""
-        ...
-
-    def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return the time at which ln(alpha / sigma) equals `log_ratio`, clamped to the path."""
-        ...
-
-    def grid(self, steps: int) -> list[float]:
-        """Return the steps + 1 times of the process's own grid, from noise to data."""
-        ...
-
-    def check_steps(self, times: Sequence[float]) -> None:
-        """Refuse steps between these times if the network was not trained for them."""
-        ...
-
-    def start_std(self, t: float) -> float:
-        """Return the standard deviation of the initial state at start time t."""
-        ...
-
-    def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return the training times (K,), or None for continuous times."""
-        ...
-
-    def sample_time(
-        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """Draw n training times (n,)."""
-        ...
-
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draw the loss's extra inputs; every tensor has one row per row of `te`."""
-        ...
-
-    def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the unreduced loss (B, Th, Da) of clean chunks."""
-        ...
-
-    def field_of(self, backbone: Any) -> Any:
-        """Return the module evaluated by the policy: the backbone or a wrapper of it."""
-        ...
-
-    def default_sampler(self) -> dict[str, Any]:
-        """Return the default sampler: its registered `name` and field values."""
-        ...
-
-
-class GaussianPath:
-    """Base of Gaussian paths; subclasses define `kind` and the path.
-
-    Attributes:
-        has_second_time: Whether the network takes a second time.
-        is_integrable: Whether the network predicts the slope at every time, as path samplers require.
+    Path samplers require `is_integrable`: the network predicts the slope at every time.
     """
 
     has_second_time: ClassVar[bool] = False
     is_integrable: ClassVar[bool] = True
-    policy_class: ClassVar[str] = "denoising"
+    policy_class: ClassVar[str] = "denoising"  # registered name of the policy class that runs this process
 
-    if TYPE_CHECKING:
+    @property
+    @abstractmethod
+    def kind(self) -> Kind:
+        """Prediction kind of the network."""
 
-        @property
-        def kind(self) -> Kind: ...
+    @abstractmethod
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return signal and noise amplitudes at times t, shaped like t."""
 
-        def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]: ...
+    @abstractmethod
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of `alpha_sigma` with respect to t."""
 
-        def rates(self, t: Tensor) -> tuple[Tensor, Tensor]: ...
+    @abstractmethod
+    def net_time(self, t: Tensor) -> Tensor:
+        """Return the time input of the backbone."""
+
+    @abstractmethod
+    def sample_time(
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Draw n training times (n,)."""
+
+    @abstractmethod
+    def default_sampler(self) -> dict[str, Any]:
+        """Return the default sampler: its registered `name` and field values."""
 
     def corrupt(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return the noisy chunk at times t (B,)."""
         alpha, sigma = self.alpha_sigma(t)
         return over_rows(alpha, x0) * x0 + over_rows(sigma, x0) * eps
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return the regression target at times t (B,)."""
         return self.express(x0, eps, t, self.kind)
 
     def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
+        """Convert a prediction at (x, t) between kinds."""
         if src == dst:
             return pred
         x0, eps = self.resolve(x, t, pred, src)
@@ -169,11 +106,7 @@ class GaussianPath:
         raise unknown_kind(kind)
 
     def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        """Solve a prediction for the pair (x0, eps).
-
-        Where alpha = 0, `eps` and `score` leave x0 undetermined; where sigma = 0, `x0` leaves eps
-        undetermined. The result is not finite there.
-        """
+        """Solve a prediction for (x0, eps); not finite where alpha or sigma = 0 leaves one undetermined."""
         alpha, sigma = (over_rows(value, x) for value in self.alpha_sigma(t))
         if kind == "x0":
             return pred, (x - alpha * pred) / sigma
@@ -190,10 +123,11 @@ class GaussianPath:
         raise unknown_kind(kind)
 
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor | None:
+        """Return the second time input of a step from t to t_next; None if the network takes one time."""
         return None
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return the time (any shape, float64) at which ln(alpha / sigma) = log_ratio, by bisection."""
+        """Solve ln(alpha / sigma) = log_ratio (any shape, float64) by bisection."""
         low, high = torch.zeros_like(log_ratio), torch.ones_like(log_ratio)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
@@ -203,26 +137,32 @@ class GaussianPath:
         return (low + high) / 2
 
     def grid(self, steps: int) -> list[float]:
+        """Return the steps + 1 times of the process's own grid, from noise to data."""
         return [k / steps for k in range(steps + 1)]
 
     def check_steps(self, times: Sequence[float]) -> None:
-        """Accept all steps: the network covers the whole path."""
-
-    def start_std(self, t: float) -> float:
-        return float(self.alpha_sigma(torch.tensor(t, dtype=torch.float64))[1])
-
-    def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Any:
+        """Refuse steps between these times if the network was not trained for them."""
         return None
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def start_std(self, t: float) -> float:
+        """Return the standard deviation of the initial state at start time t."""
+        return float(self.alpha_sigma(torch.tensor(t, dtype=torch.float64))[1])
+
+    def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """Return the training times (K,), or None for continuous times."""
+        return None
+
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
+        """Draw the loss's extra inputs; every tensor has one row per row of `te`."""
         return {}
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the squared error of the network's output, (B, Th, Da)."""
+        """Return the unreduced loss (B, Th, Da) of clean chunks."""
         x = self.corrupt(action, te.eps, te.t)
         return (net(x, te.t, level=te.level) - self.target(action, te.eps, te.t)).square()
 
     def field_of(self, backbone: Backbone) -> Backbone:
+        """Return the module evaluated by the policy: the backbone or a wrapper of it."""
         return backbone
 
 
@@ -231,9 +171,9 @@ def over_rows(value: Tensor, x: Tensor) -> Tensor:
     return value.to(x.dtype).reshape(value.shape + (1,) * (x.dim() - value.dim()))
 
 
-def unknown_kind(kind: str, known: Sequence[str] = KINDS) -> ConfigError:
+def unknown_kind(kind: str) -> ConfigError:
     """Return the error for a prediction kind that a path lacks."""
-    return ConfigError(f"prediction kind must be one of {', '.join(known)}; got '{kind}'.")
+    return ConfigError(f"prediction kind must be one of {', '.join(KINDS)}; got '{kind}'.")
 
 
 def incompatible(sampler: Any, process: Any, *, needs: str) -> ConfigError:

@@ -38,13 +38,14 @@ from torch import Tensor
 from policies.bounds import bounded
 from policies.processes.base import over_rows
 from policies.processes.edm import NOISE_DENSITIES, Edm
+from policies.processes.schedules import noise_grid
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 
 SMALLEST_GAP = 1e-6  # smallest difference of two levels; keeps the weight finite where both are noise_min
 
+# (state (B, Th, Da), times (B,)) -> (x0, eps) of a teacher, on the student's path
 Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(state (B, Th, Da), times (B,)) -> (x0, eps) of a teacher, on the student's path."""
 
 
 @register("process", "consistency")
@@ -52,23 +53,16 @@ Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Consistency(Edm):
     """Consistency training, or distillation where `algo.teacher` names a policy.
 
-    The path, network time and densities are those of `edm`.
-
-    Args:
-        num_levels: N, levels from noise_max to noise_min; the two states of a loss are adjacent levels.
-            More levels follow trajectories more closely and train more slowly.
-        huber: c per square root of the number of elements of a chunk; far larger errors count as l1.
-
-    Source:
-        arXiv 2303.01469, 2310.14189.
+    Path, network time and densities are those of `edm`. More levels follow trajectories more closely and
+    train more slowly. Source: arXiv 2303.01469, 2310.14189.
     """
 
     is_integrable: ClassVar[bool] = False
     density: str = bounded("log_normal", choices=NOISE_DENSITIES)  # as in `edm`; default of iCT
     density_mean: float = -1.1
     density_scale: float = bounded(2.0, gt=0)
-    num_levels: int = bounded(20, ge=2)
-    huber: float = bounded(0.00054, gt=0)
+    num_levels: int = bounded(20, ge=2)  # N, levels from noise_max to noise_min; a loss compares neighbours
+    huber: float = bounded(0.00054, gt=0)  # c per sqrt(elements of a chunk); far larger errors count as l1
 
     @property
     def kind(self) -> Kind:
@@ -107,16 +101,11 @@ class Consistency(Edm):
 
     def grid(self, steps: int) -> list[float]:
         """Return times evenly spaced on the karras scale, from noise_max, then 1."""
-        from policies.processes.schedules import noise_grid
-
         noise = noise_grid("karras", steps + 1, self.noise_max, self.noise_min, self.rho)[:-1]
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the loss per element (B, Th, Da).
-
-        `te.more["near"]` is the state one level cleaner if computed by a teacher (`taught`).
-        """
+        """Return the loss (B, Th, Da); `te.more["near"]` is the cleaner state of a teacher (`taught`)."""
         t_near = self.cleaner(te.t)
         x = self.corrupt(action, te.eps, te.t)
         near = te.more["near"] if "near" in te.more else self.corrupt(action, te.eps, t_near)
@@ -127,11 +116,7 @@ class Consistency(Edm):
         return shared_huber(square, self.huber) / over_rows(gap, square)
 
     def taught(self, action: Tensor, te: TE, teacher: Predict) -> TE:
-        """Return the draws with the next cleaner state on the teacher's trajectory, one Heun step ahead.
-
-        Source:
-            arXiv 2303.01469, algorithm 2.
-        """
+        """Add the next cleaner state, one Heun step of the teacher ahead (arXiv 2303.01469, algorithm 2)."""
         t, t_near = te.t, self.cleaner(te.t)
         (alpha, sigma), (alpha_near, sigma_near) = self.alpha_sigma(t), self.alpha_sigma(t_near)
         x = self.corrupt(action, te.eps, t)
@@ -146,12 +131,7 @@ class Consistency(Edm):
 
 
 def shared_huber(square: Tensor, huber: float) -> Tensor:
-    """Distribute sqrt(|e|^2 + c^2) - c of each chunk over its elements, in proportion to their squares.
-
-    Args:
-        square: Squared errors e^2 (B, Th, Da).
-        huber: c / sqrt(Th Da).
-    """
+    """Distribute sqrt(|e|^2 + c^2) - c over a chunk, given e^2 (B, Th, Da); c = huber sqrt(Th Da)."""
     c = huber * math.sqrt(square[0].numel()) if len(square) else huber
     norm = (square.sum(dim=(-2, -1), keepdim=True) + c * c).sqrt()
     return square / (norm + c)

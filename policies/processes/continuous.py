@@ -24,7 +24,6 @@ from policies.processes.diffusion import PREDICTIONS
 from policies.protocols import Device, Kind, Rng
 from policies.registry import register
 
-SCHEDULES = ("cosine", "linear")
 LAST_ANGLE = 0.995 * math.pi / 2
 BETA_START, BETA_END = 0.1, 20.0
 
@@ -34,8 +33,7 @@ BETA_START, BETA_END = 0.1, 20.0
 class VPContinuous(Checked, GaussianPath):
     """Denoising diffusion with continuous training times.
 
-    Source:
-        arXiv 2011.13456 (variance-preserving SDE), 2202.00512 (v prediction).
+    Source: arXiv 2011.13456 (variance-preserving SDE), 2202.00512 (v prediction).
     """
 
     schedule: str = bounded("cosine", choices=("cosine", "linear"))
@@ -50,11 +48,12 @@ class VPContinuous(Checked, GaussianPath):
         if self.schedule == "cosine":
             phi = LAST_ANGLE * (1.0 - t)
             return phi.cos(), phi.sin()
-        log_alpha = self._log_alpha(t)
+        u = 1.0 - t
+        log_alpha = -(BETA_END - BETA_START) * u.square() / 4 - BETA_START * u / 2
         return log_alpha.exp(), (-torch.expm1(2.0 * log_alpha)).sqrt()
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of `alpha_sigma`; d sigma / dt of `linear` is infinite at the end."""
+        """Return the derivatives of `alpha_sigma`; that of sigma is infinite at the end of `linear`."""
         alpha, sigma = self.alpha_sigma(t)
         if self.schedule == "cosine":
             return LAST_ANGLE * sigma, -LAST_ANGLE * alpha
@@ -81,7 +80,3 @@ class VPContinuous(Checked, GaussianPath):
 
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "dpmpp_2m"}
-
-    def _log_alpha(self, t: Tensor) -> Tensor:
-        u = 1.0 - t
-        return -(BETA_END - BETA_START) * u.square() / 4 - BETA_START * u / 2

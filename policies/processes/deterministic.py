@@ -1,7 +1,4 @@
-"""Deterministic policy: a network from observation to chunk, squashed by tanh to the action box.
-
-Trained by offline actor-critic methods, and by regression in cloning as their baseline.
-"""
+"""Deterministic policy: tanh of a network, trained by offline actor-critic methods or by regression."""
 
 from __future__ import annotations
 

@@ -40,15 +40,13 @@ class VPDiffusion(Checked, GaussianPath):
     Args:
         schedule: `cosine`, `linear` or `scaled_linear`. The linear schedules end far from pure noise unless
             num_levels is near 1000 or beta_end is raised.
-        prediction: Prediction kind: `eps`, `x0` or `v`; for velocities use process=flow.
 
-    Source:
-        arXiv 2006.11239 (process), 2102.09672 (cosine schedule), 2202.00512 (v prediction).
+    Source: arXiv 2006.11239 (process), 2102.09672 (cosine schedule), 2202.00512 (v prediction).
     """
 
     num_levels: int = bounded(20, ge=2)  # K
     schedule: str = bounded("cosine", choices=SCHEDULES)
-    prediction: str = bounded("eps", choices=PREDICTIONS)
+    prediction: str = bounded("eps", choices=PREDICTIONS)  # prediction kind; for velocities use process=flow
     beta_start: float = bounded(1e-4, gt=0)  # first beta of the linear schedules
     beta_end: float = bounded(0.02, lt=1)  # last beta of the linear schedules
 
@@ -74,7 +72,6 @@ class VPDiffusion(Checked, GaussianPath):
         return (-slope * phi.sin()).to(t.dtype), (slope * phi.cos()).to(t.dtype)
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return the level tau as a float of t's dtype; fractional between levels."""
         return level_of_time(t, self.num_levels).to(t.dtype)
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
@@ -91,8 +88,7 @@ class VPDiffusion(Checked, GaussianPath):
         return time_of_level(levels, self.num_levels).tolist()
 
     def start_std(self, t: float) -> float:
-        """Return 1: published samplers start from unit noise at every level."""
-        return 1.0
+        return 1.0  # published samplers start from unit noise at every level
 
     def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Tensor:
         return time_of_level(torch.arange(self.num_levels, device=device, dtype=dtype), self.num_levels)
@@ -100,7 +96,6 @@ class VPDiffusion(Checked, GaussianPath):
     def sample_time(
         self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Draw n training times (n,), uniform over the K levels."""
         source = device if generator is None else generator.device
         tau = torch.randint(0, self.num_levels, (n,), generator=generator, device=source)
         return self.levels(device=device, dtype=dtype)[tau.to(device)]

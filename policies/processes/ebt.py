@@ -31,14 +31,13 @@ from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.processes.base import over_rows
-from policies.protocols import TE
+from policies.protocols import TE, Rng
 from policies.registry import register
 
 if TYPE_CHECKING:
     from policies.networks.energy import BoundEnergy
 
-_EPS = 1.19e-7
-"""Added to the mean square that a chunk is divided by: the spacing of float32 at one."""
+_EPS = 1.19e-7  # added to the mean square of a chunk: the spacing of float32 at one
 
 
 @register("process", "ebt")
@@ -54,8 +53,7 @@ class EnergyDescent(Checked):
         batch_coupled: Normalise and stop by the whole batch, as the released code does; actions then depend
             on the other rows.
 
-    Source:
-        arXiv 2510.27545. Deviations: rows are normalised and stop independently, and exp(E) is bounded.
+    Source: arXiv 2510.27545. Deviations: rows are normalised and stop independently, and exp(E) is bounded.
     """
 
     policy_class: ClassVar[str] = "descent"
@@ -76,14 +74,11 @@ class EnergyDescent(Checked):
         self.require("noise_max", self.noise_min <= self.noise_max, f"at least noise_min={self.noise_min}")
 
     @property
-    def most_steps(self) -> int:
-        """S, maximum number of training steps."""
+    def max_steps(self) -> int:
         return self.num_steps + self.extra_steps
 
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "descent"}
-
-    # -- one step -------------------------------------------------------------------------------------
 
     def step(
         self, energy: BoundEnergy, x: Tensor, v: Tensor, *, ratio: Any = 1.0, noise: Any = 0.0
@@ -114,25 +109,22 @@ class EnergyDescent(Checked):
         mean = square.mean() if self.batch_coupled else square.mean(dim=(-2, -1), keepdim=True)
         return (mean + _EPS).sqrt()
 
-    # -- training -------------------------------------------------------------------------------------
-
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
         """Draw step counts `num_steps` (B,), `ratio` u (B, S) and `langevin` xi (B, S, Th, Da)."""
-        batch, most = len(te.eps), self.most_steps
+        batch, most = len(te.eps), self.max_steps
         device = te.eps.device if generator is None else generator.device
         kind: dict[str, Any] = {"device": device, "dtype": te.eps.dtype}
         shape = (batch, most, *te.eps.shape[1:])
+        low = self.num_steps
         draws = {
-            "num_steps": torch.randint(
-                self.num_steps, most + 1, (batch,), generator=generator, device=device
-            ),
+            "num_steps": torch.randint(low, most + 1, (batch,), generator=generator, device=device),
             "ratio": torch.rand(batch, most, generator=generator, **kind),
             "langevin": torch.randn(shape, generator=generator, **kind),
         }
         return {name: draw.to(te.eps.device) for name, draw in draws.items()}
 
     def noise_std(self, i: Tensor, num_steps: Tensor) -> Tensor:
-        """Return sigma_i for N = num_steps steps; shaped like the arguments."""
+        """Return sigma_i for N = num_steps; shaped like the arguments."""
         share = (1 + torch.cos(math.pi * i / num_steps)) / 2
         return self.noise_min + (self.noise_max - self.noise_min) * share
 
@@ -143,14 +135,14 @@ class EnergyDescent(Checked):
     def _truncated_losses(self, energy: BoundEnergy, action: Tensor, te: TE) -> Tensor:
         count, x, v = te.more["num_steps"], te.eps, torch.zeros_like(te.eps)
         with torch.no_grad():
-            for i in range(self.most_steps - 1):
+            for i in range(self.max_steps - 1):
                 x, v = where_on(i < count - 1, self._training_step(energy, x, v, i, te), (x, v))
         return (self._training_step(energy, x, v, count - 1, te)[0] - action).square()
 
     def _stepwise_losses(self, energy: BoundEnergy, action: Tensor, te: TE) -> Tensor:
         count, x, v = te.more["num_steps"], te.eps, torch.zeros_like(te.eps)
         total = torch.zeros_like(action)
-        for i in range(self.most_steps):
+        for i in range(self.max_steps):
             new = self._training_step(energy, x.detach(), v.detach(), i, te)
             total = total + over_rows(i < count, x) * (new[0] - action).square()
             x, v = where_on(i < count, new, (x, v))
@@ -159,7 +151,6 @@ class EnergyDescent(Checked):
     def _training_step(
         self, energy: BoundEnergy, x: Tensor, v: Tensor, i: int | Tensor, te: TE
     ) -> tuple[Tensor, Tensor]:
-        """Take step i of every row, or i (B,)."""
         count = te.more["num_steps"]
         step = torch.as_tensor(i, device=x.device).expand(len(x))
         row = torch.arange(len(x), device=x.device)

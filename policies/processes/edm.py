@@ -23,11 +23,16 @@ import torch
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
-from policies.processes.base import KINDS, GaussianPath, over_rows, unknown_kind
+from policies.processes.base import GaussianPath, over_rows
+from policies.processes.schedules import noise_grid
 from policies.protocols import Device, Kind, Rng
 from policies.registry import register
 
 NOISE_DENSITIES = ("log_logistic", "log_normal", "log_uniform")
+_DISTRIBUTIONS = {
+    "log_logistic": (torch.sigmoid, torch.logit),
+    "log_normal": (torch.special.ndtr, torch.special.ndtri),
+}  # of ln s: distribution function and its inverse
 
 
 @register("process", "edm")
@@ -38,19 +43,14 @@ class Edm(Checked, GaussianPath):
     The network input is sd c_in y instead of EDM's c_in y; its first layer absorbs the constant. The time
     input is time_scale ln(s) / 4 instead of ln(s) / 4, which low-frequency sinusoids resolve better.
 
-    Args:
-        density: Density of ln s in training, truncated to the range: `log_logistic` (around ln sd),
-            `log_normal` or `log_uniform`.
-
-    Source:
-        arXiv 2206.00364; 2304.02532 for the log-logistic density. The loss weight is EDM's: one for F.
+    Source: arXiv 2206.00364; 2304.02532 for the log-logistic density. The loss weight is EDM's: one for F.
     """
 
     data_std: float = bounded(0.5, gt=0)  # sd, standard deviation of normalised actions
     noise_min: float = bounded(0.005, gt=0)  # smallest trained s
     noise_max: float = bounded(10.0, gt=0)  # largest trained s, start of sampling
-    density: str = bounded("log_logistic", choices=NOISE_DENSITIES)
-    density_mean: float = -1.2  # mean of `log_normal`
+    density: str = bounded("log_logistic", choices=NOISE_DENSITIES)  # density of ln s in training, truncated
+    density_mean: float = -1.2  # mean of `log_normal`; that of `log_logistic` is ln data_std
     density_scale: float = bounded(0.5, gt=0)  # scale of `log_logistic` or `log_normal`
     rho: float = bounded(7.0, gt=0)  # exponent of the karras sampling grid
     time_scale: float = bounded(100.0, gt=0)  # factor of the network's time input
@@ -64,7 +64,6 @@ class Edm(Checked, GaussianPath):
         return "edm"
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sd t / r and sd (1 - t) / r with r = |(1 - t, sd t)|."""
         scale = self.data_std / torch.hypot(1.0 - t, self.data_std * t)
         return scale * t, scale * (1.0 - t)
 
@@ -75,15 +74,12 @@ class Edm(Checked, GaussianPath):
         return cubic * (norm - t * norm_rate), -cubic * (norm + (1.0 - t) * norm_rate)
 
     def express(self, x0: Tensor, eps: Tensor, t: Tensor, kind: Kind) -> Tensor:
-        """Convert the pair (x0, eps) to one kind; `edm` is F."""
         if kind != "edm":
             return super().express(x0, eps, t, kind)
         alpha, sigma = (over_rows(value, x0) for value in self.alpha_sigma(t))
         return sigma / self.data_std**2 * x0 - alpha * eps
 
     def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        if kind not in (*KINDS, "edm"):
-            raise unknown_kind(kind, (*KINDS, "edm"))
         if kind != "edm":
             return super().resolve(x, t, pred, kind)
         alpha, sigma = (over_rows(value, x) for value in self.alpha_sigma(t))
@@ -97,16 +93,14 @@ class Edm(Checked, GaussianPath):
         return log_ratio.sigmoid()
 
     def grid(self, steps: int) -> list[float]:
-        """Return times of noise levels from noise_max to noise_min (karras), then 1."""
-        from policies.processes.schedules import noise_grid
-
+        """Return the times of the karras noise levels from noise_max to noise_min, then 1."""
         noise = noise_grid("karras", steps, self.noise_max, self.noise_min, self.rho)
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
 
     def sample_time(
         self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Draw n training times (n,) by inverse transform of the truncated distribution of ln s."""
+        """Draw training times (n,) by inverse transform of the truncated distribution of ln s."""
         source = device if generator is None else generator.device
         share = torch.rand(n, generator=generator, device=source, dtype=dtype)
         return 1.0 / (1.0 + self.noise_of_share(share)).to(device)
@@ -118,11 +112,7 @@ class Edm(Checked, GaussianPath):
             return torch.exp(low + share * (high - low))
         centre = math.log(self.data_std) if self.density == "log_logistic" else self.density_mean
         ends = torch.tensor([low, high], dtype=torch.float64).sub(centre).div(self.density_scale)
-        cdf, inverse = (
-            (torch.sigmoid, torch.logit)
-            if self.density == "log_logistic"
-            else (torch.special.ndtr, torch.special.ndtri)
-        )
+        cdf, inverse = _DISTRIBUTIONS[self.density]
         bottom, top = cdf(ends).tolist()
         return torch.exp(centre + self.density_scale * inverse(bottom + share * (top - bottom)))
 

@@ -27,17 +27,13 @@ from policies.registry import register
 class ScoreEnergy(VPDiffusion):
     """Denoising diffusion by the gradient of an energy, on K levels.
 
-    Args:
-        form: Energy as a function of the backbone output: `dot`, <x, f>, or `dae`, |x - f|^2 / 2.
-
-    Source:
-        arXiv 2302.11552. The loss is the diffusion loss; deviation: not contrastive.
+    Source: arXiv 2302.11552. Deviation: the loss is that of diffusion, not contrastive.
     """
 
     policy_class: ClassVar[str] = "energy"
 
     prediction: str = bounded("eps", choices=("eps",))  # energy gradient; others: process=diffusion
-    form: str = bounded("dot", choices=("dot", "dae"))
+    form: str = bounded("dot", choices=("dot", "dae"))  # energy: <x, f> or |x - f|^2 / 2, f the network
 
     def field_of(self, backbone: Any) -> Any:
         from policies.networks.energy import EnergyField

@@ -55,8 +55,7 @@ class RectifiedFlow(Checked, LinearPath):
         time_scale: Factor of the network's time input t. Sinusoidal embeddings with frequencies 1 … 1e-4
             resolve a range of about a hundred; for t in [0, 1] most features are constant.
 
-    Source:
-        arXiv 2209.03003; time densities as in arXiv 2403.03206 (logit-normal) and 2410.24164 (beta).
+    Source: arXiv 2209.03003; time densities as in arXiv 2403.03206 (logit-normal) and 2410.24164 (beta).
     """
 
     time_density: str = bounded("uniform", choices=("uniform", "logit_normal", "beta"))

@@ -30,16 +30,14 @@ from policies.backbones import Backbone
 from policies.bounds import bounded
 from policies.processes.average import AveragePath, allow_derivatives, derivative
 from policies.processes.base import over_rows
-from policies.protocols import TE, Evaluate
+from policies.protocols import TE, Evaluate, Rng
 from policies.registry import register
 
 
 class _Step(NamedTuple):
-    """Steps to learn, B rows.
+    """Steps to learn: states x (B, Th, Da), velocities of their lines, start and end times (B,).
 
-    Shapes:
-        x: (B, Th, Da), start states. velocity: (B, Th, Da), velocity of the line through x.
-        start, end: (B,). share: (B,), fraction of the second of two sub-steps.
+    `share` (B,) is the fraction of the second of two sub-steps.
     """
 
     net: Evaluate
@@ -124,10 +122,9 @@ class FlowMap(AveragePath):
             end's velocity instead of the start's, both non-zero at the exact flow map; psd and lsd with
             gradients through their targets.
 
-    Source:
-        arXiv 2505.18825 and 2512.01809. Deviations: starts and ends are uniform from the first step on,
-        without a curriculum of growing steps; errors are averaged over the elements of a chunk, not summed
-        over Da.
+    Source: arXiv 2505.18825 and 2512.01809. Deviations: starts and ends are uniform from the first step on,
+    without a curriculum of growing steps; errors are averaged over the elements of a chunk, not summed over
+    Da.
     """
 
     time_scale: float = bounded(20.0, gt=0)
@@ -137,7 +134,7 @@ class FlowMap(AveragePath):
     def field_of(self, backbone: Backbone) -> Backbone:
         return backbone if self.objective == "psd" else allow_derivatives(backbone, trained=True)
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
         """Draw start, end and intermediate time of each row's step; (B,) each."""
         source = te.t.device if generator is None else generator.device
         draws = torch.rand(3, len(te.t), generator=generator, device=source, dtype=te.t.dtype)
@@ -161,25 +158,22 @@ class MeanFlow(AveragePath):
     Args:
         time_scale: Factor of both time inputs, t and t - s. Derivatives with respect to time scale with it;
             above about 20 the method trains badly.
-        flow_share: Fraction of training rows with s = t, plain flow matching.
-        weight_power: p, weight 1 / (e + c)^p of a row with mean squared error e; 0: equal weights.
 
-    Source:
-        arXiv 2505.13447, algorithm 1 with equation 22 and its share of s = t; p of MP1 (arXiv 2507.10543).
-        Deviations: e is a mean over the elements of a chunk, not a sum; logit-normal times have mean 0, not
-        0.4; times are uniform by default.
+    Source: arXiv 2505.13447, algorithm 1 with equation 22 and its share of s = t; p of MP1 (arXiv
+    2507.10543). Deviations: e is a mean over the elements of a chunk, not a sum; logit-normal times have mean
+    0, not 0.4; times are uniform by default.
     """
 
     time_scale: float = bounded(20.0, gt=0)
-    flow_share: float = bounded(0.75, gt=0, lt=1)
-    weight_power: float = bounded(0.5, ge=0)
+    flow_share: float = bounded(0.75, gt=0, lt=1)  # fraction of training rows with s = t, flow matching
+    weight_power: float = bounded(0.5, ge=0)  # p, weight 1 / (e + c)^p of a row with mean squared error e
     weight_offset: float = bounded(1e-3, gt=0)  # c
 
     def field_of(self, backbone: Backbone) -> Backbone:
         return allow_derivatives(backbone, trained=False)
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draw the other end (B,) of the step that a row learns; at its time itself for flow rows."""
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
+        """Draw the other end (B,) of each row's step; flow rows end where they start."""
         n, device, dtype = len(te.t), te.t.device, te.t.dtype
         source = device if generator is None else generator.device
         other = self.sample_time(n, generator=generator, device=device, dtype=dtype)
@@ -187,7 +181,6 @@ class MeanFlow(AveragePath):
         return {"other": torch.where(share < self.flow_share, te.t, other)}
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the weighted squared error of the average velocity, (B, Th, Da)."""
         start, end = torch.minimum(te.t, te.more["other"]), torch.maximum(te.t, te.more["other"])
         x, velocity = self.corrupt(action, te.eps, start), self.target(action, te.eps, start)
         with torch.no_grad():

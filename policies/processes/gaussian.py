@@ -1,7 +1,4 @@
-"""The Gaussian policy: the baseline that every denoising policy is compared with.
-
-It satisfies the same protocols: its chain has one step, so the same PPO core fine-tunes it.
-"""
+"""Gaussian policy, the baseline of denoising policies; its chain has one step, so PPO fine-tunes it too."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.networks.heads import GaussianHead, GaussianHeadConfig
 from policies.policy import PolicyConfig, reduce_elements
 from policies.processes.one_step import OneStepPolicy, OneStepSampler, trunk_of
-from policies.protocols import TE, Chain, Cond, Reduction
+from policies.protocols import TE, Chain, Cond, Reduction, Rng
 from policies.registry import register
 
 
@@ -63,13 +60,10 @@ class GaussianPolicy(OneStepPolicy):
         return mean
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """Negative log-likelihood of normalised actions (B, Th, Da)."""
         mean, std = self.head(cond.vec)
         return reduce_elements(-gaussian_log_prob(action, mean, std), reduce)
 
-    def sample_chain(
-        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Chain:
+    def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
         """Draw chunks; the chain starts at zero and has one transition. Noise is (B, 2, Th, Da)."""
         if noise is None:
             noise = self._randn((len(cond), 2, *self.chunk.shape), generator)
@@ -79,14 +73,12 @@ class GaussianPolicy(OneStepPolicy):
         return Chain(x, gaussian_log_prob(action, mean, std).unsqueeze(1))
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score chunks x[:, 1] (B, Th, Da)."""
         log_prob, entropy = self.transition_log_prob(cond, x[:, 0], x[:, 1], torch.zeros(0))
         return log_prob.unsqueeze(1), entropy.unsqueeze(1)
 
     def transition_log_prob(
         self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Score chunks x_next (M, Th, Da); there is one step only."""
         mean, std = self.head(cond.vec)
         std = std.expand_as(mean)
         if cond_row is not None:

@@ -1,16 +1,16 @@
-"""The mixture policy: the baseline that has several modes without denoising.
+"""Mixture policy: the baseline that has several modes without denoising.
 
-A chunk a (Th, Da) is drawn as a whole from one of M diagonal Gaussians, so all its rows are of one mode:
+A chunk a (Th, Da) is drawn as a whole from one of M diagonal Gaussians::
 
     p(a | s) = sum_m w_m(s) prod_rd N(a_rd; mean_mrd(s), std_md)
 
-Its logarithm is no sum over elements. With q_m, the share of mode m in the density at a, it becomes one:
+With the responsibilities q_m of the modes its logarithm becomes a sum over elements::
 
     -log p(a | s) = sum_rd sum_m q_m (-log N_mrd) + sum_m q_m log(q_m / w_m)
 
-With q held constant the right side has the gradient of the left one, as in expectation-maximisation. The loss
-of an element is its term of the first sum plus an equal part of the second, so that rows of padding can be
-left out of an average. They do take part in q, that is in whose a chunk is: they repeat a recorded action.
+With q held constant both sides have the same gradient, as in expectation-maximisation. The loss of an element
+is its term of the first sum plus an equal part of the second, so that padded rows can be left out of an
+average. Padded rows still count in q: they repeat a recorded action.
 
 Legend: B batch, M modes, Th horizon (r rows), Da action width (d dimensions).
 """
@@ -58,16 +58,13 @@ class MixtureProcess:
 class ModeMean(OneStepSampler, Checked):
     """Draw a mode of a mixture and act with its mean, or near it.
 
-    Attributes:
-        temperature: Factor of the mode's deviation; 0: act with its mean, 1: draw from the mixture.
-
-    Source: robomimic (arXiv 2108.03298), which evaluates its mixtures with next to no deviation.
+    Source: robomimic (arXiv 2108.03298), which evaluates its mixtures with almost no deviation.
     """
 
     belongs_to: ClassVar[str] = "mixture"
 
     likeliest: bool = False  # take the mode of the largest share instead of drawing one
-    temperature: float = bounded(0.0, ge=0, le=1, was="spread")
+    temperature: float = bounded(0.0, ge=0, le=1, was="spread")  # factor of the mode's deviation; 0: mean
 
 
 @register("policy_class", "mixture")
@@ -88,12 +85,11 @@ class MixturePolicy(OneStepPolicy):
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the chunk depends on the start noise, which draws the mode, alone."""
         return self.sampler.temperature == 0
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """(Th, Da), whose first number draws the mode; with a temperature (2, Th, Da): mode, deviation."""
+        """(Th, Da), whose first number draws the mode; with a temperature (2, Th, Da)."""
         return self.chunk.shape if self.is_deterministic else (2, *self.chunk.shape)
 
     def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
@@ -106,7 +102,7 @@ class MixturePolicy(OneStepPolicy):
         return mean + self.sampler.temperature * std * noise[:, 1]
 
     def _choice(self, mixture: Mixture, noise: Tensor) -> Tensor:
-        """Return 1 for the mode of each row and 0 for the others, (B, M), given noise (B, Th, Da)."""
+        """Return the one-hot choice of modes (B, M), given noise (B, Th, Da)."""
         modes = torch.arange(self.process.num_modes, device=noise.device)
         if self.sampler.likeliest:
             mode = mixture.log_weight.argmax(dim=1)
@@ -115,26 +111,18 @@ class MixturePolicy(OneStepPolicy):
         return (mode.unsqueeze(1) == modes).to(noise.dtype)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """Negative log-likelihood of normalised actions (B, Th, Da), divided among their elements."""
         return reduce_elements(elementwise_nll(self.head(cond.vec), action), reduce)
 
 
 def drawn_mode(log_weight: Tensor, noise: Tensor) -> Tensor:
-    """Draw modes (B,) by the inverse of their cumulated shares.
-
-    Shapes:
-        log_weight: (B, M) logarithms of shares, up to a constant. noise: (B,) standard normal.
-    """
+    """Draw modes (B,) by inverse transform of log weights (B, M), given standard normals (B,)."""
     quantile = 0.5 * (1.0 + torch.erf(noise * 0.5**0.5))
     edges = log_weight.softmax(dim=1).cumsum(dim=1)[:, :-1]
     return (quantile.unsqueeze(1) >= edges).sum(dim=1)
 
 
 def elementwise_nll(mixture: Mixture, action: Tensor) -> Tensor:
-    """Divide the negative log-likelihood of chunks (B, Th, Da) among their elements; see the module.
-
-    The sum over Th and Da is the negative log-likelihood, with its gradient.
-    """
+    """Divide the negative log-likelihood of chunks (B, Th, Da) among their elements; see the module."""
     nll = -gaussian_log_prob(action.unsqueeze(1), mixture.mean, mixture.std)  # (B, M, Th, Da)
     with torch.no_grad():
         log_share = (mixture.log_weight - nll.sum(dim=(-2, -1))).log_softmax(dim=1)

@@ -1,7 +1,7 @@
 """Policies that act by one network evaluation.
 
-Gaussian (the baseline of DPPO, arXiv 2409.00588), mixture, tanh-Gaussian (SAC, arXiv 1812.05905)
-and deterministic (TD3+BC, arXiv 2106.06860).
+Gaussian and mixture (baselines of DPPO, arXiv 2409.00588), tanh-Gaussian (SAC, arXiv 1812.05905) and
+deterministic (TD3+BC, arXiv 2106.06860).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
 from policies.processes.base import incompatible
-from policies.protocols import TE, Cond, Hooks, Start
+from policies.protocols import TE, Cond, Hooks, Rng, Start
 from policies.registry import lookup, name_of
 
 
@@ -30,11 +30,7 @@ class OneStepSampler:
 
 
 class OneStepPolicy(Policy):
-    """Act by one evaluation of the network.
-
-    Attributes:
-        sampler: Sampler configuration; replaced with `with_sampler`, never mutated.
-    """
+    """Act by one evaluation of the network; `sampler` is replaced with `with_sampler`, never mutated."""
 
     noise_sensitive = False
     process: Any
@@ -56,26 +52,24 @@ class OneStepPolicy(Policy):
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the chunk is a function of the start noise alone, or of no noise."""
         return True
 
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Map noise (B, *noise_shape) to a normalised chunk (B, Th, Da).
-
-        Raises:
-            CapabilityError: If a start or hooks are given; one-step policies have no loop.
-        """
-        require_one_step(self.process, start, hooks)
+        if hooks or start is not None:
+            raise CapabilityError(
+                f"process={name_of('process', self.process)} acts in one step, without hooks or start state. "
+                "Leave them out, or use process=diffusion or process=flow."
+            )
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             return self._chunk(cond, noise)
 
     @abstractmethod
     def _chunk(self, cond: Cond, noise: Tensor) -> Tensor: ...
 
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
-        """Return empty draws; regression and likelihood use none."""
+    def sample_te(self, n: int, *, generator: Rng = None) -> TE:
+        """Return empty draws: regression and likelihood use none."""
         return TE(torch.zeros(n, device=self.device), torch.zeros(n, *self.chunk.shape, device=self.device))
 
 
@@ -103,13 +97,4 @@ def require_own_sampler(process: Any, sampler: Any) -> None:
             f"process={name_of('process', process)} needs sampler={own}, its default; "
             f"got sampler={name_of('sampler', sampler)}. Leave the sampler out, or use a process that takes "
             f"steps (diffusion, flow)."
-        )
-
-
-def require_one_step(process: Any, start: Start, hooks: Hooks) -> None:
-    """Refuse a start and hooks."""
-    if hooks or start is not None:
-        raise CapabilityError(
-            f"a policy with process={name_of('process', process)} acts in one step, so it takes no hooks and "
-            f"no start state. Leave them out, or use a policy with process=diffusion or process=flow."
         )

@@ -1,4 +1,4 @@
-"""Regression, in one evaluation of the network or in two: chunks without noise.
+"""Regression in one evaluation of the network or in two: chunks without noise.
 
 Legend: f(x, t) the network, a clean chunk, z noise, t* time of the second evaluation, e measure of an error::
 
@@ -10,21 +10,21 @@ Legend: f(x, t) the network, a clean chunk, z noise, t* time of the second evalu
                    with y = t* a + (1 - t*) z                              acts with f(t* f(0, 0), t*)
       tsd          e((f(z', 0) - y) / t*) + the same, with the y of mip    acts with f(f(z', 0), t*)
 
-Errors are averaged over the elements of a chunk; the publication sums them over Da, so its numbers are Da
-times these. Written as a path, sigma = 1 - t, and alpha runs from 0, where the network sees no action at all,
-to its value in y at t*.
+Errors are averaged over the elements of a chunk; the publication sums them over Da. As a path, sigma = 1 - t,
+and alpha runs from 0, where the network sees no action, to its value in y at t*.
 
-All of them learn conditional means (l2) or medians (l1): where demonstrations disagree, the policy acts
-between them. What the second evaluation adds is accuracy, not choice.
+All variants learn conditional means (l2) or medians (l1): where demonstrations disagree, the policy acts
+between them. The second evaluation adds accuracy, not modes.
 
 Source: MIP, arXiv 2512.01809.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,18 +44,17 @@ ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionPath(Checked, GaussianPath):
-    """A network that outputs actions and is only ever asked at a few fixed times."""
+    """A network that outputs actions and is evaluated at a few fixed times."""
 
     is_integrable: ClassVar[bool] = False
 
     error: str = bounded("l2", choices=tuple(ERRORS))  # measure of an error
     time_scale: float = bounded(100.0, gt=0)  # the network receives time_scale * t
 
-    if TYPE_CHECKING:
-
-        @property
-        def stops(self) -> tuple[float, ...]:
-            """The times of evaluation."""
+    @property
+    @abstractmethod
+    def stops(self) -> tuple[float, ...]:
+        """Times of evaluation."""
 
     @property
     def kind(self) -> Kind:
@@ -80,16 +79,12 @@ class RegressionPath(Checked, GaussianPath):
 @register("process", "regression")
 @dataclass(frozen=True)
 class Regression(RegressionPath):
-    """Plain regression of chunks: the baseline that shows what iterating is worth.
+    """Plain regression of chunks, the baseline without iteration.
 
-    Args:
-        start_noise: Whether the network's first input is noise, which it learns to ignore, instead of zero.
-
-    Source:
-        arXiv 2512.01809, regression; `straight_flow` of its code with start_noise.
+    Source: arXiv 2512.01809, regression; `straight_flow` of its code with start_noise.
     """
 
-    start_noise: bool = False
+    start_noise: bool = False  # start from noise, which the network learns to ignore, instead of zero
 
     @property
     def stops(self) -> tuple[float, ...]:
@@ -105,7 +100,6 @@ class Regression(RegressionPath):
         return float(self.start_noise)
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the errors of the only evaluation, (B, Th, Da)."""
         start = te.eps if self.start_noise else torch.zeros_like(action)
         return self.measure(net(start, torch.zeros_like(te.t)) - action)
 
@@ -120,8 +114,7 @@ class Mip(RegressionPath):
             begins with noise and aims at a noisy chunk. As published, the guess of `origin` is trained
             towards t* a and then scaled by t* again.
 
-    Source:
-        arXiv 2512.01809 and its code.
+    Source: arXiv 2512.01809 and its code.
     """
 
     variant: str = bounded("mip", choices=("mip", "origin", "tsd"))
@@ -144,11 +137,9 @@ class Mip(RegressionPath):
         return (t < self.full_time).to(t.dtype) / self.full_time, -torch.ones_like(t)
 
     def start_std(self, t: float) -> float:
-        """Return 1 where the start is noise; else 0 at the start, and sigma elsewhere."""
         return float(self.variant == "tsd") if t == 0 else super().start_std(t)
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draw the noise that `tsd` starts from, `start` (B, Th, Da)."""
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
         if self.variant != "tsd":
             return {}
         source = te.eps.device if generator is None else generator.device
@@ -156,7 +147,6 @@ class Mip(RegressionPath):
         return {"start": start.to(te.eps.device)}
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the weighted errors of both evaluations, (B, Th, Da)."""
         near = self.corrupt(action, te.eps, te.t)
         start = te.more["start"] if self.variant == "tsd" else torch.zeros_like(action)
         aim = {"mip": action, "origin": self.refine_time * action, "tsd": near}[self.variant]

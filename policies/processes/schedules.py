@@ -29,10 +29,8 @@ SPACINGS = ("leading", "trailing", "linspace")
 
 COSINE_OFFSET = 0.008
 MAX_BETA = 0.999
-LOWEST_START = 0.75
-"""A sampler that begins below this share of the levels starts from noise where there should be less of it."""
-SNAP = 1e-3
-"""Levels closer than this to an integer are that integer: float32 times carry an error of about 1e-7 K."""
+LOWEST_START = 0.75  # a first level below this share of K is far from pure noise
+SNAP = 1e-3  # levels this close to an integer are that integer: float32 times are off by about 1e-7 K
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -41,11 +39,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def cosine_betas(num_levels: int) -> Tensor:
-    """Return the squared-cosine betas (K,) in float64.
-
-    Source:
-        arXiv 2102.09672, eq. 17, with betas limited to 0.999; `squaredcos_cap_v2` in diffusers.
-    """
+    """Return the squared-cosine betas (K,) in float64: arXiv 2102.09672, eq. 17, limited to 0.999."""
     grid = [(i / num_levels + COSINE_OFFSET) / (1 + COSINE_OFFSET) for i in range(num_levels + 1)]
     bar = [math.cos(u * math.pi / 2) ** 2 for u in grid]
     betas = [min(MAX_BETA, max(0.0, 1 - b / a)) for a, b in pairwise(bar)]
@@ -66,7 +60,7 @@ def make_betas(
 
 
 def cumulative_alphas(betas: Tensor) -> Tensor:
-    """Return the running products of 1 - beta (K,), multiplied in the precision of the betas."""
+    """Return the running products of 1 - beta (K,), in the precision of the betas."""
     return torch.cumprod(1.0 - betas, dim=0)
 
 
@@ -76,7 +70,7 @@ def time_of_level(tau: Tensor, num_levels: int) -> Tensor:
 
 
 def level_of_time(t: Tensor, num_levels: int) -> Tensor:
-    """Convert sampling times (any shape) to levels in [-1, K-1], exact where an integer is meant."""
+    """Convert sampling times (any shape) to levels in [-1, K-1], exact near integers."""
     tau = (1.0 - t.to(wide_dtype(t.device))) * num_levels - 1.0
     nearest = tau.round()
     return torch.where((tau - nearest).abs() < SNAP, nearest, tau).clamp(-1.0, num_levels - 1.0)
@@ -84,10 +78,9 @@ def level_of_time(t: Tensor, num_levels: int) -> Tensor:
 
 @cache
 def _warn_of_start(num_levels: int, steps: int, first: int, instead: str) -> None:
-    """Warn once of a sampler that starts from noise where there should be less of it."""
     _log.warning(
-        "sampler.steps=%d with leading levels begins at level %d of %d, as diffusers does, but from pure "
-        "noise: samples are spread wrongly. Use %s, or fewer steps.",
+        "sampler.steps=%d with leading levels begins at level %d of %d, but from pure noise: samples are "
+        "spread wrongly. Use %s, or fewer steps.",
         steps, first, num_levels - 1, instead,
     )  # fmt: skip
 
@@ -100,16 +93,11 @@ def spaced_levels(
     Args:
         num_levels: K.
         steps: How many levels to visit, 1 to K; a single one must be the noisiest (`trailing`).
-        spacing: `leading` takes multiples of K // steps and ends at 0; `trailing` starts at K-1;
-            `linspace` includes both ends. A `leading` one that begins far from K-1, where a chunk still
-            shows through the noise that it is started from, is taken with a warning.
-        instead: What a user may choose in place of such levels, for messages.
+        spacing: `leading` takes multiples of K // steps and ends at 0; `trailing` starts at K-1; `linspace`
+            includes both ends. A `leading` start far below K-1 logs a warning.
+        instead: Advice in messages.
 
-    Raises:
-        ConfigError: If steps does not fit or the spacing is unknown.
-
-    Source:
-        The timestep spacings of diffusers (arXiv 2305.08891, table 2).
+    Source: the timestep spacings of diffusers (arXiv 2305.08891, table 2).
     """
     if not 1 <= steps <= num_levels:
         raise ConfigError(
@@ -118,8 +106,8 @@ def spaced_levels(
         )
     if steps == 1 < num_levels and spacing in ("leading", "linspace"):
         raise ConfigError(
-            f"sampler.steps=1 with {spacing} levels visits level 0 only, where noise counts as nearly clean "
-            f"and is returned as it is. Use {instead}, or 2 steps or more."
+            f"sampler.steps=1 with {spacing} levels visits level 0 only, which returns the noise. Use "
+            f"{instead}, or 2 steps or more."
         )
     if spacing == "leading":
         stride = num_levels // steps
@@ -137,10 +125,9 @@ GRIDS = ("auto", "uniform", "karras", "exponential", "linear")
 
 
 def noise_grid(kind: str, steps: int, first: float, last: float, rho: float = 7.0) -> Tensor:
-    """Return noise levels sigma / alpha (steps,) in float64, falling from first to last (`rho`: of `karras`).
+    """Return falling noise levels sigma / alpha (steps,), float64; `rho` is the exponent of `karras`.
 
-    Source:
-        arXiv 2206.00364, eq. 5; BESO (arXiv 2304.02532) for `exponential` and `linear`.
+    Source: arXiv 2206.00364, eq. 5; BESO (arXiv 2304.02532) for `exponential` and `linear`.
     """
     share = torch.linspace(0, 1, steps, dtype=torch.float64)
     if kind == "karras":

@@ -27,7 +27,7 @@ from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.processes.average import AveragePath
 from policies.processes.base import over_rows
-from policies.protocols import TE, Evaluate
+from policies.protocols import TE, Evaluate, Rng
 from policies.registry import register
 
 _CLOSE = 1e-9
@@ -38,10 +38,8 @@ _CLOSE = 1e-9
 class Shortcut(AveragePath):
     """Flow matching that also learns to take steps of 1, 1/2, … at once.
 
-    Source:
-        arXiv 2410.12557, algorithm 1. Deviations: the finest step is asked for as 0; the rows of either kind
-        are drawn one by one; targets come from the trained weights and are not clipped (as in ReinFlow, whose
-        released code never trains its finest length).
+    Source: arXiv 2410.12557, algorithm 1. Deviations: the finest step is requested as 0; the kind of each row
+    is drawn; targets come from the trained weights and are not clipped (as in ReinFlow).
     """
 
     max_steps: int = bounded(16, ge=2)  # M, a power of two; sampling takes 1, 2, 4, … or M steps
@@ -56,7 +54,6 @@ class Shortcut(AveragePath):
         return torch.where(length * self.max_steps > 1.5, self.time_scale * length, 0.0)
 
     def check_steps(self, times: Sequence[float]) -> None:
-        """Refuse steps that were not trained."""
         for t, t_next in pairwise(times):
             if t_next == t:  # asks for the flow
                 continue
@@ -67,13 +64,13 @@ class Shortcut(AveragePath):
                 raise ConfigError(
                     f"process=shortcut learned even steps, {choices} of them (process.max_steps="
                     f"{self.max_steps}); got a step from t={t:.4g} to {t_next:.4g}. Use sampler.grid=auto "
-                    f"and set sampler.steps to one of these numbers."
+                    "and one of these numbers for sampler.steps."
                 )
 
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "euler", "steps": min(4, self.max_steps)}
 
-    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def more_draws(self, te: TE, *, generator: Rng = None) -> dict[str, Tensor]:
         """Draw the length (B,) of the step that a row learns from its halves; 0 for flow rows."""
         n, device = len(te.t), te.t.device
         source = device if generator is None else generator.device
@@ -83,11 +80,7 @@ class Shortcut(AveragePath):
         return {"length": length.to(device)}
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
-        """Return the squared error of the network's output, (B, Th, Da).
-
-        All rows pass through all evaluations: which ones are needed is known on the device only.
-        """
-        length = te.more["length"]
+        length = te.more["length"]  # all rows pass all evaluations: only the device knows which need them
         learns_step = length > 0
         t = torch.where(learns_step, torch.floor(te.t / length) * length, te.t)
         x = self.corrupt(action, te.eps, t)

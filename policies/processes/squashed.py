@@ -1,8 +1,7 @@
-"""The squashed Gaussian policy: what soft actor-critic methods train.
+"""Squashed Gaussian policy of soft actor-critic methods.
 
-A chunk is tanh of a normal distribution whose mean and deviations follow from the observation
-(`policies.networks.distributions`), so it never leaves the box of normalised actions. It acts by tanh of the
-mean, or by a draw where the sampler has a temperature.
+A chunk is tanh of a normal distribution (`policies.networks.distributions`), so it stays in the box of
+normalised actions. The policy acts by tanh of the mean, or by a draw where the sampler has a temperature.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from policies.registry import register
 @register("process", "tanh_gaussian")
 @dataclass(frozen=True)
 class TanhGaussianProcess(Checked):
-    """tanh of one normal distribution per element of the chunk, with deviations that depend on what is seen.
+    """tanh of one normal distribution per element, with deviations that depend on the observation.
 
     Source: the actor of SAC (arXiv 1812.05905).
     """
@@ -48,24 +47,16 @@ class TanhGaussianProcess(Checked):
 @register("sampler", "squashed")
 @dataclass(frozen=True)
 class Squashed(OneStepSampler, Checked):
-    """Act with tanh of the mean, or of a draw near it.
-
-    Attributes:
-        temperature: Factor of the deviation; 0: act with tanh of the mean, 1: draw from the distribution.
-    """
+    """Act with tanh of the mean, or of a draw near it."""
 
     belongs_to: ClassVar[str] = "tanh_gaussian"
 
-    temperature: float = bounded(0.0, ge=0, le=1, was="spread")
+    temperature: float = bounded(0.0, ge=0, le=1, was="spread")  # factor of the deviation; 0: the mean
 
 
 @register("policy_class", "tanh_gaussian")
 class TanhGaussianPolicy(OneStepPolicy):
-    """Acts in normalised units within [-1, 1].
-
-    Attributes:
-        head: Conditions (B, C) to means and logarithms of deviations before tanh, (B, Th Da) each.
-    """
+    """Acts in normalised units within [-1, 1]."""
 
     process: TanhGaussianProcess
     sampler: Squashed
@@ -92,17 +83,12 @@ class TanhGaussianPolicy(OneStepPolicy):
         return torch.tanh(mean).view(-1, *self.chunk.shape)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """Negative log-likelihood of normalised actions (B, Th, Da), kept within `process.edge`."""
         mean, log_std = self.head(cond.vec)
         return reduce_elements(squashed_nll(action, mean, log_std, self.process.edge), reduce)
 
 
 def squashed_nll(action: Tensor, mean: Tensor, log_std: Tensor, edge: float) -> Tensor:
-    """Return the negative log-density (B, Th, Da) of actions under tanh of a normal distribution.
-
-    Shapes:
-        action: (B, Th, Da). mean, log_std: (B, Th Da).
-    """
+    """Return -log density (B, Th, Da) of actions clamped to ± edge under tanh of N(mean, std), (B, Th Da)."""
     inside = action.clamp(-edge, edge).flatten(1)
     z = (torch.atanh(inside) - mean) * (-log_std).exp()
     nll = 0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi) + torch.log1p(-inside.square())

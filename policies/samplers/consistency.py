@@ -19,14 +19,13 @@ from policies.samplers.step_table import StepTable, build_step_table
 @register("sampler", "consistency")
 @dataclass(frozen=True, kw_only=True)
 class Renoise(PathRules):
-    """x' = alpha' (x0 + sqrt(s'^2 - noise_min^2) noise); a function of the start noise alone for one step.
+    """x' = alpha' (x0 + sqrt(s'^2 - noise_min^2) noise); one step uses the start noise alone.
 
     Args:
         start_noise: Deviation of the start in units of the data; null: that of the first level. Consistency
             Policy starts from 1 where the first level is 80, for less varied chunks.
 
-    Source:
-        arXiv 2303.01469, algorithm 1; Consistency Policy, arXiv 2405.07503, for start_noise.
+    Source: arXiv 2303.01469, algorithm 1; Consistency Policy, arXiv 2405.07503, for start_noise.
     """
 
     steps: int = bounded(2, ge=1)  # network evaluations
@@ -44,6 +43,5 @@ class Renoise(PathRules):
         alpha, sigma = process.alpha_sigma(torch.tensor(times[1:], dtype=torch.float64))
         left = (alpha * process.noise_min).square()  # noise left in the clean end of a trajectory
         std = (sigma.square() - left).clamp(min=0.0).sqrt()
-        return build_step_table(
-            process, self, times, alpha[:, None], torch.zeros_like(alpha)[:, None], std[:, None]
-        )
+        zeros = torch.zeros_like(alpha)[:, None]
+        return build_step_table(process, self, times, alpha[:, None], zeros, std[:, None])

@@ -1,7 +1,7 @@
 """DDPM and DDIM on the trained noise levels of a diffusion, in the conventions of diffusers and DPPO.
 
-Legend: alpha, sigma amplitudes of signal and noise at a level, a prime marks the next one; `bar` alpha^2,
-`var` sigma^2; level -1 is the clean chunk. In the notation of `policies.samplers.step_table`:
+Legend: alpha, sigma signal and noise amplitudes at a level, a prime marks the next one; `bar` alpha^2, `var`
+sigma^2; level -1 is the clean chunk. In the notation of `policies.samplers.step_table`::
 
     ddpm   to_x0 x0 + to_eps eps = posterior mean of q(x' | x, x0)                (arXiv 2006.11239, eq. 7)
     ddim   to_x0 = alpha', to_eps = sqrt(sigma'^2 - s^2), s = eta * ddpm's std    (arXiv 2010.02502, eq. 12)
@@ -31,17 +31,16 @@ from policies.samplers.step_table import StepRules, StepTable, build_step_table
 class DDPM(StepRules):
     """Ancestral sampling.
 
-    The defaults are DPPO's evaluation: noise floored at 1e-3, none after the last step. DPPO's exploration
-    is `min_std=0.1, final_std=None`.
+    The defaults are DPPO's evaluation: noise floored at 1e-3, none after the last step. DPPO's exploration is
+    `min_std=0.1, final_std=None`.
 
     Args:
         variance: `fixed_small` (posterior variance) or `fixed_large` (beta).
-        levels: Noise levels to visit, noisiest first, for short runs from a warm start. Each level is left
-            by one step of the process, even where the list skips levels (RTI-DP, arXiv 2508.05396).
-            Empty: derived from steps and spacing.
+        levels: Noise levels to visit, noisiest first, for short runs from a warm start; empty: from steps and
+            spacing. Each level is left by one step of the process, even where the list skips levels
+            (RTI-DP, arXiv 2508.05396).
 
-    Source:
-        arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
+    Source: arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
     """
 
     min_std: float = bounded(1e-3, ge=0)
@@ -58,12 +57,12 @@ class DDPM(StepRules):
         self.require("levels", falls, "falling, noisiest first")
         if self.levels and self.steps is not None:
             raise ConfigError(
-                f"sampler.steps and sampler.levels both choose the levels; got steps={self.steps} and "
-                f"levels={list(self.levels)}. Give one of them."
+                "sampler.steps and sampler.levels both choose the levels; got "
+                f"steps={self.steps} and levels={list(self.levels)}. Give one of them."
             )
 
     def table(self, process: Any) -> StepTable:
-        path = _LevelPath.of(self, process, self.steps, self.spacing, levels=self.levels)
+        path = _LevelPath.of(self, process, levels=self.levels)
         keep = path.bar / path.bar_next  # product of alphas from the next level to this one
         to_x0 = path.bar_next.sqrt() * (1 - keep) / path.var
         to_x = keep.sqrt() * path.var_next / path.var
@@ -78,26 +77,20 @@ class DDPM(StepRules):
 class DDIM(StepRules):
     """Implicit sampling: deterministic with eta = 0, ancestral with eta = 1.
 
-    As in diffusers, a step from level tau leads to tau - K // steps. For `linspace` spacing, and for
-    `trailing` where steps does not divide K, this differs from the next visited level.
+    As in diffusers, a step leads from level tau to tau - K // steps; for `linspace`, and for `trailing` where
+    steps does not divide K, this is not the next visited level.
 
-    Args:
-        eta_per_dim: Eta per action dimension; overrides `eta`.
-        recompute_eps: Recompute eps from the clipped x0 (DPPO, `use_clipped_model_output`).
-        final_alpha: Alpha after the last step: `one` (clean) or `first` (the cleanest level).
-
-    Source:
-        arXiv 2010.02502, eq. 12; DPPO (arXiv 2409.00588) for recomputation and noise floor. The mean uses
-        the standard deviation before the floor.
+    Source: arXiv 2010.02502, eq. 12; DPPO (arXiv 2409.00588) for recomputation and noise floor. The mean uses
+    the standard deviation before the floor.
     """
 
     steps: int = bounded(10, ge=1)  # number of noise levels to visit
     spacing: str = bounded("leading", choices=SPACINGS)  # level spacing: `leading`, `trailing` or `linspace`
     eta: float = bounded(0.0, ge=0, le=1)  # noise scale: 0 deterministic (DDIM), 1 ancestral (DDPM)
-    eta_per_dim: tuple[float, ...] = bounded((), ge=0, le=1)
-    recompute_eps: bool = True
+    eta_per_dim: tuple[float, ...] = bounded((), ge=0, le=1)  # eta per action dimension; overrides `eta`
+    recompute_eps: bool = True  # recompute eps from the clipped x0 (DPPO, `use_clipped_model_output`)
     eps_clip: float | None = bounded(None, gt=0)  # bound on eps; None: no bound
-    final_alpha: str = bounded("one", choices=("one", "first"))
+    final_alpha: str = bounded("one", choices=("one", "first"))  # after the last step: 1, or that of level 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,15 +98,13 @@ class DDIM(StepRules):
 
     def table(self, process: Any) -> StepTable:
         last = 0 if self.final_alpha == "first" else -1
-        path = _LevelPath.of(self, process, self.steps, self.spacing, stop_at=last)
+        path = _LevelPath.of(self, process, stop_at=last)
         eta = torch.tensor(self.eta_per_dim or (self.eta,), dtype=torch.float64)
         std = eta * (path.var_next / path.var * (1 - path.bar / path.bar_next)).clamp(min=0).sqrt()
         to_eps = (path.var_next - std.square()).clamp(min=0).sqrt()
         to_x0 = path.bar_next.sqrt().expand_as(std)
-        recompute, clip = self.recompute_eps, self.eps_clip
-        return build_step_table(
-            process, self, path.times, to_x0, to_eps, std, recompute=recompute, eps_clip=clip
-        )
+        rows, recompute = (to_x0, to_eps, std), self.recompute_eps
+        return build_step_table(process, self, path.times, *rows, recompute=recompute, eps_clip=self.eps_clip)
 
 
 class _LevelPath(NamedTuple):
@@ -127,23 +118,14 @@ class _LevelPath(NamedTuple):
 
     @staticmethod
     def of(
-        sampler: StepRules,
-        process: Any,
-        steps: int | None,
-        spacing: str,
-        *,
-        stop_at: int = -1,
-        levels: Sequence[int] = (),
+        sampler: DDPM | DDIM, process: Any, *, stop_at: int = -1, levels: Sequence[int] = ()
     ) -> _LevelPath:
-        """Visit `steps` levels of a diffusion, or the given ones, and stop at a level."""
         if not isinstance(process, VPDiffusion):
             raise incompatible(sampler, process, needs="diffusion")
         count = process.num_levels
         if levels and not 0 <= levels[-1] <= levels[0] < count:
-            raise ConfigError(
-                f"sampler.levels must lie in 0..{count - 1}, the levels of the process; got {list(levels)}."
-            )
-        here = list(levels) or spaced_levels(count, count if steps is None else steps, spacing)
+            raise ConfigError(f"sampler.levels must lie in 0..{count - 1}; got {list(levels)}.")
+        here = list(levels) or spaced_levels(count, sampler.steps or count, sampler.spacing)
         stride = 1 if levels else count // len(here)
         there = [max(tau - stride, stop_at) for tau in here]
         t = time_of_level(torch.tensor([*here, there[-1]], dtype=torch.float64), count)

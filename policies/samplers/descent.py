@@ -1,8 +1,7 @@
 """Gradient descent on an energy: loop and policy of `process=ebt`.
 
-Legend: B batch, Th horizon, Da action width, S maximum number of steps; E (B,) energy.
-
-Each row stops independently: once its gradient norm is below a threshold it takes one more step and stays.
+Legend: B batch, Th horizon, Da action width, S maximum number of steps; E (B,) energy. Each row stops
+independently: once its gradient norm is below a threshold it takes one more step.
 
 Source: EBT-Policy, arXiv 2510.27545, and its released code.
 """
@@ -24,7 +23,7 @@ from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.processes.base import incompatible
 from policies.processes.ebt import EnergyDescent, where_on
 from policies.processes.one_step import require_own_sampler
-from policies.protocols import TE, Cond, Hooks, Reduction, Start
+from policies.protocols import TE, Cond, Hooks, Reduction, Rng, Start
 from policies.registry import register
 
 
@@ -44,11 +43,7 @@ class Descent(Checked):
 
 
 class Descended(NamedTuple):
-    """Result of a descent.
-
-    Shapes:
-        action: (B, Th, Da), normalised. energy: (B,), at the last step. steps: (B,) int64.
-    """
+    """Normalised action (B, Th, Da), energy (B,) at the last step and number of steps (B,) int64."""
 
     action: Tensor
     energy: Tensor
@@ -60,19 +55,19 @@ def descend(
 ) -> Descended:
     """Descend from x (B, Th, Da), skipping the first `first_step` steps.
 
-    On a CPU the loop ends when all rows have stopped. On an accelerator (and while tracing) this check would
-    synchronise with the host; all steps run, and stopped rows stay unchanged.
+    On a CPU the loop ends when all rows have stopped. Elsewhere this check would synchronise with the host:
+    all steps run, and stopped rows stay unchanged.
     """
     v = torch.zeros_like(x)
-    walks = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    active = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
     steps = torch.ones(x.shape[0], dtype=torch.int64, device=x.device)
-    may_look = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
+    may_stop = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
     for _ in range(first_step, sampler.steps - 1):
         *new, _, gradient = process.step(energy, x, v)
-        x, v = where_on(walks, tuple(new), (x, v))
-        steps = steps + walks
-        walks = walks & (process.slope(gradient.detach()) > sampler.min_slope)
-        if may_look and not bool(walks.any()):
+        x, v = where_on(active, tuple(new), (x, v))
+        steps = steps + active
+        active = active & (process.slope(gradient.detach()) > sampler.min_slope)
+        if may_stop and not bool(active.any()):
             break
     x, _, value, _ = process.step(energy, x, v)
     return Descended(x, value, steps)
@@ -80,12 +75,7 @@ def descend(
 
 @register("policy_class", "descent")
 class DescentPolicy(Policy):
-    """Policy that descends an energy from noise to a chunk.
-
-    Attributes:
-        field: Gradient of the energy.
-        sampler: Stopping rule; replaced with `with_sampler`, never mutated.
-    """
+    """Descend an energy from noise to a chunk; `sampler` is replaced with `with_sampler`, never mutated."""
 
     is_deterministic = True
 
@@ -104,23 +94,18 @@ class DescentPolicy(Policy):
         view.sampler = sampler
         return view
 
-    # -- NoiseDecoder ---------------------------------------------------------------------------------
-
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Descend from noise or a start, both (B, Th, Da), to a normalised chunk (B, Th, Da).
 
         `start` = (x, t) begins at x (B, Th, Da) and skips the fraction t of the steps; `grad` keeps the graph
-        through all steps.
-
-        Raises:
-            CapabilityError: If hooks are given; they require states with signal and noise parts.
+        through all steps. Hooks are refused: they require states with signal and noise parts.
         """
         if hooks:
             raise CapabilityError(
-                "a policy with process=ebt has no noise levels, so its states have no clean part that hooks "
-                "could change. Leave them out, or use a policy with process=energy, which has both."
+                "process=ebt has no noise levels, so its states have no clean part that hooks could change. "
+                "Leave them out, or use process=energy."
             )
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             return self.descend(cond, noise, start=start).action
@@ -135,8 +120,7 @@ class DescentPolicy(Policy):
         first = math.ceil(most * t - 1e-6)
         if not 0 <= first < most:
             raise ConfigError(
-                f"a start time must lie in 0..{1 - 1 / most:.4g}, where the last of {most} steps begins; got "
-                f"{t:.4g}."
+                f"a start time must lie in 0..{1 - 1 / most:.4g}, the last of {most} steps; got {t:.4g}."
             )
         return first
 
@@ -147,9 +131,7 @@ class DescentPolicy(Policy):
         """Return the energy (B,) of chunks x (B, Th, Da); the time t is ignored."""
         return self.field.energy(x, self.get_buffer("no_time").expand(x.shape[0]), cond)
 
-    # -- MatchingLoss ---------------------------------------------------------------------------------
-
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+    def sample_te(self, n: int, *, generator: Rng = None) -> TE:
         """Draw start states and step sizes; the times (n,) are zero."""
         t = torch.zeros(n, device=self.device, dtype=self.dtype)
         te = TE(t, self._randn((n, *self.chunk.shape), generator))
@@ -166,8 +148,7 @@ class EnergyPolicy(DenoisingPolicy):
     def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
         """Return the energy (B,) of chunks x (B, Th, Da) as states at sampling times t (B,).
 
-        The density of these states is proportional to exp(-energy / sigma(t)). Energies are comparable
-        between chunks at equal time and condition. Clean chunks are ranked at the last trained level,
-        `process.levels()[0]`, since the network is not trained at t = 1 (no noise).
+        The density of these states is proportional to exp(-energy / sigma(t)): energies are comparable at
+        equal time and condition. Clean chunks are ranked at the last trained level, `process.levels()[0]`.
         """
         return self.field.energy(x, self.process.net_time(t), cond)

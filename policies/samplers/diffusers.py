@@ -1,8 +1,4 @@
-"""Schedulers of diffusers as samplers.
-
-For schedulers tuned elsewhere or missing in this package. The own samplers are faster and support recorded
-chains, hooks, warm starts and export.
-"""
+"""Schedulers of diffusers as samplers, for schedulers tuned elsewhere or missing in this package."""
 
 from __future__ import annotations
 
@@ -44,6 +40,8 @@ _CLIPS = ("DDIMScheduler",)  # the other schedulers have no x0 bound that keeps 
 class Diffusers(Checked):
     """A deterministic scheduler of diffusers, configured from the process.
 
+    The package's own samplers are faster and support recorded chains, hooks, warm starts and export.
+
     Args:
         clip_x0: Bound on the predicted clean chunk (DDIM only); None: no bound.
         scheduler: Class name; stochastic schedulers are refused because they draw their own noise.
@@ -64,16 +62,15 @@ class Diffusers(Checked):
         if (self.scheduler in FLOW_SCHEDULERS) != is_flow:
             choices = ", ".join(FLOW_SCHEDULERS if is_flow else DIFFUSION_SCHEDULERS)
             raise ConfigError(
-                f"sampler=diffusers with scheduler={self.scheduler} does not run "
-                f"process={name_of('process', process)}. Use sampler.scheduler=… of {choices}."
+                f"sampler.scheduler={self.scheduler} does not run process={name_of('process', process)}. Use "
+                f"one of {choices}."
             )
         loop = SchedulerLoop(self, _settings_of(process) | self.options, is_flow)
         taus = torch.as_tensor(loop.scheduler().timesteps, dtype=torch.float64)
         times = 1 - taus / FLOW_TIMESTEPS if is_flow else time_of_level(taus, process.num_levels)
         zeros = torch.zeros(len(times), 1, dtype=torch.float64)
-        table = build_step_table(
-            process, StepRules(clip_x0=None), [*times.tolist(), 1.0], zeros, zeros, zeros
-        )
+        rules = StepRules(clip_x0=None)
+        table = build_step_table(process, rules, [*times.tolist(), 1.0], zeros, zeros, zeros)
         return replace(table, loop=loop)
 
 
@@ -98,7 +95,6 @@ class SchedulerLoop:
     is_flow: bool
 
     def scheduler(self) -> Any:
-        """Return a fresh scheduler with timesteps set."""
         import diffusers
 
         settings = dict(self.settings)
@@ -110,16 +106,13 @@ class SchedulerLoop:
         algorithm = str(settings.get("algorithm_type", ""))
         if algorithm.startswith("sde") or settings.get("stochastic_sampling"):
             raise ConfigError(
-                f"sampler.options of {self.sampler.scheduler} make it draw noise of its own, which our seeds "
-                "do not reach. Use a deterministic setting, or sampler=ddpm, or ddim with sampler.eta."
+                f"sampler.options of {self.sampler.scheduler} make it draw noise of its own, without our "
+                "seed. Use a deterministic setting, or sampler=ddpm, or ddim with sampler.eta."
             )
         if unknown := sorted(set(self.sampler.options) - known):
             raise ConfigError(f"sampler.options {unknown} are no settings of {self.sampler.scheduler}.")
         if clip is not None and self.sampler.scheduler not in _CLIPS:
-            raise ConfigError(
-                f"sampler.clip_x0 must be null with scheduler={self.sampler.scheduler}, which has no such "
-                f"bound; got {clip}."
-            )
+            raise ConfigError(f"sampler.clip_x0 must be null with {self.sampler.scheduler}; got {clip}.")
         scheduler = kind(**settings)
         scheduler.set_timesteps(self.sampler.steps)
         return scheduler
@@ -128,8 +121,7 @@ class SchedulerLoop:
         """Denoise start noise (B, Th, Da) to a chunk (B, Th, Da)."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             raise CapabilityError(
-                "sampler=diffusers decides in Python at every step, so it cannot be compiled or exported. "
-                "Use one of the package's own samplers."
+                "sampler=diffusers cannot be compiled or exported. Use one of the package's own samplers."
             )
         scheduler = self.scheduler()
         x = noise * getattr(scheduler, "init_noise_sigma", 1.0)

@@ -21,8 +21,7 @@ class Direct(StepRules):
 
     A positive `min_std` injects noise after every evaluation, which gives the chunk a density.
 
-    Source:
-        arXiv 2512.01809.
+    Source: arXiv 2512.01809.
     """
 
     clip_x0: float | None = bounded(None, gt=0)

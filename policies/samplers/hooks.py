@@ -11,28 +11,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.protocols import Cond, Step
-
-
-class Hook:
-    """Identity hook; subclasses override methods."""
-
-    def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        return x0, eps
-
-    def on_state(self, step: Step, x: Tensor) -> Tensor:
-        return x
+from policies.protocols import Cond, Hook, Step
 
 
 @dataclass(frozen=True, eq=False)
 class Inpaint(Hook):
     """Inpainting: fix a part of the chunk to known values.
 
-    The known values replace x0, so the next state holds them at its noise level. After the last step they
-    are exact, also with final noise, unless `clip_action` bounds them.
+    The known values replace x0, so the next state holds them at its noise level. After the last step they are
+    exact, also with final noise, unless `clip_action` bounds them.
 
-    Source:
-        Replacement of the clean estimate, as in arXiv 2201.09865 (RePaint) without resampling.
+    Source: RePaint, arXiv 2201.09865, without resampling.
     """
 
     known: Tensor  # (B, Th, Da) or broadcastable, normalised
@@ -47,16 +36,11 @@ class Inpaint(Hook):
 
 @dataclass(frozen=True, eq=False)
 class Guidance(Hook):
-    """Guide every clean estimate down a cost gradient.
+    """Guide every clean estimate down a cost gradient (x0, cond) -> (B, Th, Da), in normalised units.
 
-    The step is taken in x0, where the cost is defined; eps is adjusted to keep the state consistent:
-    x0 - g, eps + (alpha / sigma) g with g = scale * gradient.
+    With g = scale * gradient, x0 becomes x0 - g, and eps + (alpha / sigma) g keeps the state consistent.
 
-    Args:
-        cost_gradient: (x0 (B, Th, Da), cond) -> gradient of the cost (B, Th, Da), normalised units.
-
-    Source:
-        Guidance of the clean estimate, arXiv 2302.07121, §3.1 (forward guidance), evaluated at x0.
+    Source: forward guidance of arXiv 2302.07121, §3.1, evaluated at x0.
     """
 
     cost_gradient: Callable[[Tensor, Cond], Tensor]

@@ -1,9 +1,7 @@
 """The denoising loop: from noise to an action chunk along the step table of any sampler.
 
-Legend: B batch, K denoising steps, k step in the order of execution, Th horizon, Da action width.
-
-The steps themselves are in `policies.samplers.ddpm` (DDPM, DDIM) and `policies.samplers.ode` (Euler and
-others); `policies.samplers.step_table` turns them into numbers.
+Legend: B batch, K denoising steps, k step in the order of execution, Th horizon, Da action width. The steps
+are defined in `policies.samplers.ddpm` and `.ode`; `policies.samplers.step_table` turns them into numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +24,17 @@ from policies.samplers.step_table import (
 
 
 class Sampler(Protocol):
-    """A registered sampler: settings that lay themselves out for a process."""
+    """A registered sampler: settings that build the steps of a process."""
 
     min_std: float
     final_std: float | None
 
     def table(self, process: Any) -> StepTable:
         """Return the steps for a process."""
-        ...
 
 
 class Denoised(NamedTuple):
-    """What a loop returns.
+    """Result of the loop: the chunk, and what was recorded.
 
     Shapes:
         action: (B, Th, Da). Of S recorded steps, chain: (B, S+1, Th, Da) with the inputs of these steps
@@ -47,9 +44,6 @@ class Denoised(NamedTuple):
     action: Tensor
     chain: Tensor | None
     mean: Tensor | None
-
-
-# -- the loop -------------------------------------------------------------------------------------------
 
 
 def denoise(
@@ -67,18 +61,14 @@ def denoise(
 
     Args:
         bound: The network, bound to a condition and to `table.net_time`.
-        table: What to do at every step.
-        noise: Start state (B, Th, Da) of a deterministic table; else the tape (B, K+1, Th, Da): start
-            state, then one standard-normal draw per step, unscaled and unclipped.
+        table: Coefficients of every step.
+        noise: Start state (B, Th, Da) of a deterministic table; else (B, K+1, Th, Da): start state, then one
+            standard-normal draw per step, unscaled and unclipped.
         hooks: Changes to predictions and states, applied in order; they need `cond`.
-        cond: What the hooks may know.
+        cond: Condition passed to the hooks.
         record_from: Record the states and means of the steps from this one on.
         start: (B, Th, Da), replaces the start state that the noise gives (warm start).
         first_step: Begin at this step with the start state as its input.
-
-    Raises:
-        ConfigError: If the noise or a step index does not fit the table.
-        CapabilityError: If hooks are given without a condition.
     """
     _check(table, noise, hooks, cond, record_from, start, first_step)
     if table.loop is not None:
@@ -120,7 +110,6 @@ def _bounded(x: Tensor, limit: float | None) -> Tensor:
 def _prediction(
     table: StepTable, k: int, x: Tensor, bound: BoundField, step: Step | None, hooks: Hooks
 ) -> tuple[Tensor, Tensor]:
-    """Return the (x0, eps) of a step, which the hooks may change."""
     x0, eps = split_prediction(table, k, x, bound(k, x))
     if step is not None:
         for hook in hooks:
@@ -175,13 +164,13 @@ def _check(
         raise ConfigError(f"record_from must lie in {first_step}..{steps - 1}; got {record_from}.")
     if table.loop is not None and (hooks or record_from is not None or first_step or start is not None):
         raise CapabilityError(
-            "sampler=diffusers runs another program's loop, which takes no hooks, no start state and records "
-            "no chain. Use one of the package's own samplers."
+            "sampler=diffusers takes no hooks and no start state, and records no chain. Use one of the "
+            "package's own samplers."
         )
     if record_from is not None and table.memory is not None:
         raise CapabilityError(
-            "a sampler with a memory (heun, midpoint, dpmpp_2m) takes steps that depend on more than the "
-            "state, so they cannot be recorded as a chain. Use ddpm, ddim, ancestral or euler."
+            "steps of a sampler with a memory (heun, midpoint, dpmpp_2m) cannot be recorded as a chain. Use "
+            "ddpm, ddim, ancestral or euler."
         )
     if hooks and cond is None:
         raise CapabilityError("denoise(hooks=...) needs `cond`, which hooks may read; got None.")

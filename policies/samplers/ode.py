@@ -27,7 +27,7 @@ from torch import Tensor
 
 from policies.bounds import bounded
 from policies.errors import ConfigError
-from policies.processes.base import GaussianPath, Process, incompatible
+from policies.processes.base import GaussianPath, incompatible
 from policies.processes.flow import LinearPath
 from policies.processes.schedules import GRIDS, noise_grid
 from policies.registry import name_of, register
@@ -39,17 +39,15 @@ class PathRules(StepRules, ABC):
     """Settings of all path samplers.
 
     Args:
-        grid: Step spacing: `auto` (the process's own), `uniform` in sampling time, or between
-            `noise_max` and `noise_min` in sigma / alpha: `karras` (arXiv 2206.00364, eq. 5), `exponential`,
-            `linear`.
-        noise_min: Last sigma / alpha before the clean end; null: that of the process's grid.
+        grid: Step spacing: `auto` (the process's own), `uniform` in sampling time, or between `noise_max` and
+            `noise_min` in sigma / alpha: `karras` (arXiv 2206.00364, eq. 5), `exponential`, `linear`.
     """
 
     steps: int = bounded(10, ge=1)  # steps from noise to data
     grid: str = bounded("auto", choices=GRIDS)
     rho: float = bounded(7.0, gt=0)  # exponent of the `karras` grid
     noise_max: float | None = bounded(None, gt=0)  # first sigma / alpha; null: that of the process's grid
-    noise_min: float | None = bounded(None, gt=0)
+    noise_min: float | None = bounded(None, gt=0)  # last sigma / alpha; null: that of the process's grid
     takes_whole_steps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -63,23 +61,22 @@ class PathRules(StepRules, ABC):
             )
 
     def table(self, process: Any) -> StepTable:
-        """Build the step table for a Gaussian path."""
         has_path = isinstance(process, GaussianPath) and process.is_integrable
         if not has_path or (process.has_second_time and not self.takes_whole_steps):
             raise incompatible(self, process, needs="diffusion, flow or edm")
         return self.over(process, self.times(process))
 
     @abstractmethod
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         """Build the step table for given times, from noise to 1."""
-        ...
 
-    def times(self, process: Process) -> list[float]:
+    def times(self, process: GaussianPath) -> list[float]:
         if self.grid == "auto":
             return process.grid(self.steps)
         if self.grid == "uniform":
             return [k / self.steps for k in range(self.steps + 1)]
-        own = _noise_over_signal(process, torch.tensor(process.grid(self.steps)[:-1], dtype=torch.float64))
+        alpha, sigma = process.alpha_sigma(torch.tensor(process.grid(self.steps)[:-1], dtype=torch.float64))
+        own = sigma / alpha
         first = float(own[0]) if self.noise_max is None else self.noise_max
         last = float(own[-1]) if self.noise_min is None else self.noise_min
         if not math.isfinite(first):
@@ -102,15 +99,10 @@ class _Path(NamedTuple):
     noise_next: Tensor
 
     @staticmethod
-    def of(process: Process, times: Sequence[float]) -> _Path:
+    def of(process: GaussianPath, times: Sequence[float]) -> _Path:
         alpha, sigma = process.alpha_sigma(torch.tensor(times, dtype=torch.float64))
         noise = sigma / alpha
         return _Path(alpha[:-1], sigma[:-1], noise[:-1], alpha[1:], sigma[1:], noise[1:])
-
-
-def _noise_over_signal(process: Process, t: Tensor) -> Tensor:
-    alpha, sigma = process.alpha_sigma(t)
-    return sigma / alpha
 
 
 @register("sampler", "euler")
@@ -126,8 +118,7 @@ class Euler(PathRules):
         released_times: Evaluate the network at k / (steps - 1) while stepping by 1 / steps, as ReinFlow's
             released rectified flows were sampled; for evaluation of those weights, not for training.
 
-    Source:
-        arXiv 2209.03003; ReinFlow (arXiv 2505.22094).
+    Source: arXiv 2209.03003; ReinFlow (arXiv 2505.22094).
     """
 
     clip_x0: float | None = bounded(None, gt=0)
@@ -136,36 +127,30 @@ class Euler(PathRules):
     released_times: bool = False
     takes_whole_steps: ClassVar[bool] = True
 
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
         to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
         zeros = torch.zeros_like(to_x0)
         table = build_step_table(process, self, times, to_x0, to_eps, zeros, clip_state=self.clip_state)
-        return self._asked_late(table, process) if self.released_times else table
-
-    def _asked_late(self, table: StepTable, process: Process) -> StepTable:
-        """Replace the evaluation times of the network; step sizes are unchanged."""
+        if not self.released_times:
+            return table
         if not isinstance(process, LinearPath) or process.has_second_time or self.clip_x0 is not None:
             raise ConfigError(
                 "sampler.released_times is for rectified flows (process=flow) with sampler.clip_x0=null; got "
                 f"process={name_of('process', process)} and clip_x0={self.clip_x0}. Leave it out."
             )
-        times = torch.linspace(0, 1, self.steps, dtype=torch.float64)
-        return replace(table, net_time=process.net_time(times).to(torch.float32))
+        released = torch.linspace(0, 1, self.steps, dtype=torch.float64)
+        return replace(table, net_time=process.net_time(released).to(torch.float32))
 
 
 @register("sampler", "ancestral")
 @dataclass(frozen=True, kw_only=True)
 class Ancestral(PathRules):
-    """First order with part of the noise redrawn after every step.
-
-    Source:
-        arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
-    """
+    """First order with part of the noise redrawn after every step (arXiv 2010.02502, eq. 16; BESO)."""
 
     eta: float = bounded(1.0, ge=0, le=1)  # share of the reverse chain's noise, 0 (`euler`) to 1
 
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
         share = (1 - (path.noise_next / path.noise).square()).clamp(min=0).sqrt()
         fresh = (self.eta * path.noise_next * share).clamp(max=path.noise_next)
@@ -176,11 +161,7 @@ class Ancestral(PathRules):
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothRules(PathRules, ABC):
-    """Settings of deterministic multi-evaluation methods: all but noise.
-
-    Raises:
-        ConfigError: If noise is requested; the next evaluation would treat it as slope.
-    """
+    """Settings of deterministic multi-evaluation methods: without noise, which would count as slope."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,13 +175,9 @@ class SmoothRules(PathRules, ABC):
 @register("sampler", "heun")
 @dataclass(frozen=True, kw_only=True)
 class Heun(SmoothRules):
-    """Second order by a corrector: two evaluations per step, one in the last.
+    """Second order by a corrector (arXiv 2206.00364, algorithm 1), two evaluations per step but the last."""
 
-    Source:
-        arXiv 2206.00364, algorithm 1 without churn; in flow time on a linear path.
-    """
-
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             rows.add(t, ends=t_next)
@@ -212,15 +189,12 @@ class Heun(SmoothRules):
 @register("sampler", "midpoint")
 @dataclass(frozen=True, kw_only=True)
 class Midpoint(SmoothRules):
-    """Second order by a half step: two evaluations per step, one in the last.
+    """Second order by a half step (DPM-Solver-2, arXiv 2206.00927; EDM's `dpm_2`), two evaluations per step.
 
     The midpoint is the geometric mean of the noise levels, or of the times on a linear path.
-
-    Source:
-        DPM-Solver-2 (arXiv 2206.00927) in the form of EDM's code, `dpm_2`; the midpoint rule on a flow.
     """
 
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             middle = rows.middle(t, t_next)
@@ -235,16 +209,12 @@ class Midpoint(SmoothRules):
 class DPMpp2M(SmoothRules):
     """Second order by extrapolation from the previous evaluation; first and last step are first order.
 
-    Args:
-        solver: `midpoint` or `heun`: how the trend of x0 over a step is weighted.
-
-    Source:
-        DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
+    Source: DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
     """
 
-    solver: str = bounded("midpoint", choices=("midpoint", "heun"))
+    solver: str = bounded("midpoint", choices=("midpoint", "heun"))  # weight of the trend of x0 over a step
 
-    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+    def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
         gap = path.noise.log() - path.noise_next.log()  # the last entry is infinite
         shrink = path.noise_next / path.noise
@@ -266,7 +236,7 @@ class _Rows:
         y = (1 - w s) x0 + s eps,    dy/ds = eps - w x0
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: GaussianPath) -> None:
         self.process = process
         self.w = 1.0 if isinstance(process, LinearPath) else 0.0
         self.times: list[float] = []
@@ -311,16 +281,9 @@ class _Rows:
         self.memory.append((scale, 0.0, 0.0))
 
     def table(self, rules: PathRules) -> StepTable:
-        """Return the collected rows as a step table."""
         to_x0, to_eps = torch.tensor(self.to, dtype=torch.float64).unbind(1)
         columns = (tuple(column) for column in zip(*self.memory, strict=True))
-        return build_step_table(
-            self.process,
-            rules,
-            [*self.times, 1.0],
-            to_x0[:, None],
-            to_eps[:, None],
-            torch.zeros_like(to_x0)[:, None],
-            memory=Memory(*columns),
-            entries=[not row[0] for row in self.memory],
-        )
+        parts = (to_x0[:, None], to_eps[:, None], torch.zeros_like(to_x0)[:, None])
+        memory, entries = Memory(*columns), [not row[0] for row in self.memory]
+        times = [*self.times, 1.0]
+        return build_step_table(self.process, rules, times, *parts, memory=memory, entries=entries)

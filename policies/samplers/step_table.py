@@ -33,7 +33,7 @@ from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
-from policies.processes.base import Process
+from policies.processes.base import GaussianPath
 from policies.protocols import BoundField
 
 
@@ -108,14 +108,12 @@ class StepTable:
     _copies: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Cache the coefficients as Python floats."""
         columns = self.coefficients[:, :, 0].T.tolist() if self.coefficients.shape[-1] == 1 else []
         object.__setattr__(self, "rows", tuple(Coefficients(*column) for column in columns))
         object.__setattr__(self, "noisy", tuple((self.std > 0).any(dim=-1).tolist()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop device copies; the device may not exist where the table is unpickled."""
-        return {**self.__dict__, "_copies": {}}
+        return {**self.__dict__, "_copies": {}}  # their devices may not exist where it is unpickled
 
     @property
     def num_steps(self) -> int:
@@ -133,17 +131,13 @@ class StepTable:
         return Coefficients(*(picked if isinstance(k, int) else picked.unsqueeze(2)).unbind(0))
 
     def step_at(self, t: float) -> int:
-        """Return the first step whose sampling time is at least t.
-
-        Raises:
-            ConfigError: If every step starts before t.
-        """
+        """Return the first step whose sampling time is at least t."""
         for k in range(self.num_steps):
             if self.times[k] >= t - 1e-6 and (not self.entries or self.entries[k]):
                 return k
         raise ConfigError(
-            f"a start time must be at most {self.times[-2]:.4g}, where the last of {self.num_steps} "
-            f"denoising steps begins; got {t:.4g}. Start earlier or use more steps."
+            f"a start time must be at most {self.times[-2]:.4g}, the last of {self.num_steps} denoising "
+            f"steps; got {t:.4g}. Start earlier or use more steps."
         )
 
     def to_device(self, name: str, like: Tensor) -> Tensor:
@@ -159,25 +153,19 @@ class StepTable:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules(Checked):
-    """Bounds common to all samplers, in normalised units.
-
-    Args:
-        clip_x0: Bound on the predicted clean chunk at every step; null: no bound.
-        noise_clip: Bound on standard-normal draws before scaling; null: no bound.
-        final_std: Noise of the last step; null: from the schedule and the floor.
-    """
+    """Bounds common to all samplers, in normalised units."""
 
     key: ClassVar[str] = "sampler"
 
-    clip_x0: float | None = bounded(1.0, gt=0)
+    clip_x0: float | None = bounded(1.0, gt=0)  # bound on the clean chunk of every step; null: no bound
     clip_action: float | None = bounded(None, gt=0)  # bound on the final chunk; null: no bound
-    noise_clip: float | None = bounded(3.0, gt=0)
+    noise_clip: float | None = bounded(3.0, gt=0)  # bound on standard-normal draws; null: no bound
     min_std: float = bounded(0.0, ge=0)  # floor on the noise std of every step
-    final_std: float | None = bounded(None, ge=0)
+    final_std: float | None = bounded(None, ge=0)  # noise of the last step; null: schedule and floor
 
 
 def build_step_table(
-    process: Process,
+    process: GaussianPath,
     rules: StepRules,
     times: Sequence[float],
     to_x0: Tensor,
@@ -194,9 +182,6 @@ def build_step_table(
 
     Shapes:
         times: K+1 sampling times. to_x0, to_eps, schedule_std (noise before floors): (K, D) float64.
-
-    Raises:
-        ConfigError: If the network was not trained at these times.
     """
     process.check_steps(times)
     t = torch.tensor(times[:-1], dtype=torch.float64)
@@ -244,39 +229,26 @@ def build_step_table(
 
 
 def resampled(
-    table: StepTable, process: Process, rules: StepRules, *, steps: int, noise: float = 1.0
+    table: StepTable, process: GaussianPath, rules: StepRules, *, steps: int, noise: float = 1.0
 ) -> StepTable:
-    """Evaluate the network several times per level; the last evaluation takes the table's own step.
+    """Evaluate the network `steps` times per level; the last evaluation takes the table's own step.
 
-    The others stay at their level and redraw part of the noise around the predicted x0::
+    The others stay at their level and redraw the fraction `noise` of the noise around the predicted x0::
 
         x <- alpha x0 + sigma (sqrt(1 - noise^2) eps + noise draw)
 
     With `noise` = 1 only x0 remains of the state, whose spread is below that of clean chunks. Small values
     are Langevin steps, x + (noise sigma)^2 / 2 score + noise sigma draw, which keep the level's distribution.
+    The table, of `process` and the sampler `rules`, has one evaluation per row.
 
-    Args:
-        table: Rows of one evaluation each.
-        process: Process of the table.
-        rules: Sampler of the table.
-        steps: Evaluations per level, at least 1.
-        noise: Fraction of the noise that is redrawn, 0 to 1.
-
-    Raises:
-        ConfigError: If a number is out of range or the table has a memory.
-
-    Source:
-        arXiv 2411.16627 (inference-time policy steering), with `noise` = 1; resampling of RePaint
-        (arXiv 2201.09865).
+    Source: inference-time policy steering, arXiv 2411.16627 (`noise` = 1); RePaint, arXiv 2201.09865.
     """
     if steps < 1 or not 0 <= noise <= 1:
-        raise ConfigError(
-            f"resampling needs steps of at least 1 and a noise in [0, 1]; got {steps} and {noise}."
-        )
+        raise ConfigError(f"resampling needs steps of at least 1, noise in [0, 1]; got {steps}, {noise}.")
     if table.memory is not None:
         raise ConfigError(
-            "levels can be resampled only with a sampler of one evaluation per step; heun, midpoint and "
-            "dpmpp_2m use several. Use ddpm, ddim, ancestral or euler."
+            "resampling needs a sampler of one evaluation per step: ddpm, ddim, ancestral or euler, not "
+            "heun, midpoint or dpmpp_2m."
         )
     own = Coefficients(*table.coefficients)
     alpha, sigma = (torch.tensor(a, dtype=torch.float64)[:, None] for a in (table.alpha, table.sigma))
@@ -305,8 +277,7 @@ def transition(
     """Return the mean of the next state, plus an optional term (scaled noise).
 
     Shapes:
-        k: one step, or (M,) one step per transition.
-        x: (M, Th, Da) state, pred: (M, Th, Da) network output at (k, x).
+        k: one step, or (M,) one step per transition. x: (M, Th, Da) state. pred: (M, Th, Da) network output.
     """
     if table.eps_clip is not None:
         mean = merge_prediction(table, k, *split_prediction(table, k, x, pred))
@@ -315,7 +286,10 @@ def transition(
     if table.clip_x0 is None:
         mean = c.mean_x * x if plus is None else _axpy(plus, x, c.mean_x)
         return _axpy(mean, pred, c.mean_pred)
-    y = pred.clamp(-c.limit, c.limit) if table.predicts_x0 else _clamp_(_axpy(x, pred, c.ratio), c.limit)
+    if table.predicts_x0:
+        y = pred.clamp(-c.limit, c.limit)
+    else:
+        y = _axpy(x, pred, c.ratio).clamp_(-c.limit, c.limit)
     mean = c.mean_y * y if plus is None else _axpy(plus, y, c.mean_y)
     mean = _axpy(mean, x, c.mean_x)
     return _axpy(mean, pred, c.mean_pred) if table.uses_pred else mean
@@ -323,10 +297,6 @@ def transition(
 
 def _axpy(base: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
     return torch.add(base, x, alpha=factor) if isinstance(factor, float) else torch.addcmul(base, x, factor)
-
-
-def _clamp_(x: Tensor, limit: Any) -> Tensor:
-    return x.clamp_(-limit, limit)
 
 
 def split_prediction(table: StepTable, k: int | Tensor, x: Tensor, pred: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,10 +315,7 @@ def merge_prediction(table: StepTable, k: int | Tensor, x0: Tensor, eps: Tensor)
 def recall_prediction(
     table: StepTable, k: int, x0: Tensor, eps: Tensor, memory: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Clip (x0, eps) and return the mean of the next state and the new memory.
-
-    Without a memory, x0 is used.
-    """
+    """Clip (x0, eps) and return the mean of the next state and the new memory (None: x0)."""
     assert table.memory is not None
     c, m = table.at(k, x0), table.memory
     x0, eps = clip_prediction(table, k, x0, eps)

@@ -24,14 +24,7 @@ class Request:
 
 
 class Batcher:
-    """Collect requests until a batch is due.
-
-    Args:
-        max_queue: Maximum number of queued requests.
-        max_per_client: Maximum number of queued requests per client.
-        max_batch: Maximum rows of a batch.
-        max_wait_s: Maximum wait of the oldest request for others [s].
-    """
+    """Queue requests until a batch is due: it is full, or its oldest request waited `max_wait_s`."""
 
     def __init__(self, max_queue: int, max_per_client: int, max_batch: int, max_wait_s: float) -> None:
         self._limits = (max_queue, max_per_client)

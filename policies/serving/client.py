@@ -4,9 +4,8 @@
     while True:
         action = robot.act({"observation": state})     # (Do,) -> (Da,), once per control step
 
-Requires NumPy, pyzmq and msgpack, not PyTorch. History and chunk are kept on the client
-(`policies.execution.history`), so the server may be restarted at any time: requests without an answer in time
-are sent again over a new connection, with the same noise.
+Requires NumPy, pyzmq and msgpack, not PyTorch. History and chunk are kept on the client, so the server may be
+restarted: requests without an answer in time are sent again over a new connection, with the same noise.
 
 Legend: To observation history, Ta executed steps, Da action width.
 """
@@ -25,6 +24,7 @@ from policies.errors import ConfigError, ServingError
 from policies.execution.history import Array, Arrays, ChunkActor
 from policies.serving.encryption import read_keys, read_public_key
 from policies.serving.messages import PORT, VERSION, Schema, from_wire, pack, require, to_wire, unpack
+from policies.storage.features import short
 
 LOCAL = f"tcp://127.0.0.1:{PORT}"
 
@@ -55,10 +55,7 @@ class Client:
     ) -> None:
         if (secret_key is None) != (server_key is None):
             given = "server_key" if secret_key is None else "secret_key"
-            raise ConfigError(
-                f"an encrypted connection needs secret_key and server_key; got {given} alone. Give the other "
-                "one too, or neither for a server without keys."
-            )
+            raise ConfigError(f"give both secret_key and server_key, or neither; got {given} alone.")
         self._zmq: Any = require("zmq")
         require("msgpack")
         self.endpoint, self._timeout_s, self._retries = endpoint, timeout_s, retries
@@ -77,7 +74,6 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; pending messages are dropped."""
         self._drop()
         self._context.term()
 
@@ -105,22 +101,22 @@ class Client:
         noise = None if key is None else list(key)
         body = {"type": "act", "obs": arrays, "key": noise, "deadline_ms": 1e3 * self._timeout_s}
         try:
-            answer = self.ask({**body, "schema": self._fingerprint})
+            answer = self.request({**body, "schema": self._fingerprint})
         except ServingError as error:
             if error.reason != "schema":
                 raise
             self._greet()  # the server was restarted with other weights
-            answer = self.ask({**body, "schema": self._fingerprint})
+            answer = self.request({**body, "schema": self._fingerprint})
         actions = from_wire("actions", answer.get("actions"))
         if actions.shape != schema.action.shape or not np.isfinite(actions).all():
             raise ServingError("malformed", f"the server gave actions {actions.shape}, or not finite ones.")
         return actions
 
     def metrics(self) -> dict[str, Any]:
-        metrics: dict[str, Any] = self.ask({"type": "metrics"})["metrics"]
+        metrics: dict[str, Any] = self.request({"type": "metrics"})["metrics"]
         return metrics
 
-    def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message and return its answer; resends after a timeout."""
         self._id += 1
         frame = pack({**body, "id": self._id})
@@ -138,17 +134,15 @@ class Client:
             "Is the server running there, do keys fit, is timeout_s long enough?",
         )
 
-    # -- the connection -------------------------------------------------------------------------------
-
     def _greet(self) -> None:
         """Request the schema; a compatible one replaces the first."""
-        answer = self.ask({"type": "hello"})
+        answer = self.request({"type": "hello"})
         schema = Schema.from_wire(answer.get("schema"))
         if self._schema is not None and _shapes(schema) != _shapes(self._schema):
+            found = f"observations {schema.inputs} and actions {schema.action}"
             raise ServingError(
-                "schema", f"{self.endpoint} serves another policy now, with observations {schema.inputs} and "
-                f"actions {schema.action}. Connect anew."
-            )  # fmt: skip
+                "schema", f"{self.endpoint} now serves another policy, with {found}. Reconnect."
+            )
         self._schema, self._fingerprint = schema, str(answer.get("fingerprint"))
 
     def _attempt(self, frame: bytes) -> dict[str, Any] | None:
@@ -161,17 +155,14 @@ class Client:
         while socket.poll(_left_ms(end)):
             answer = unpack(socket.recv())
             if answer.get("v") != VERSION:
-                raise self._other_version(answer.get("v"))
+                raise ServingError(
+                    "version",
+                    f"{self.endpoint} must use version {VERSION} of the protocol, as this client; it uses "
+                    f"{short(answer.get('v'))}. Install the same release of burnish on both sides.",
+                )
             if answer.get("id") in (self._id, None):
                 return answer  # others are late answers to earlier requests
         return None
-
-    def _other_version(self, found: Any) -> ServingError:
-        return ServingError(
-            "version",
-            f"{self.endpoint} must use version {VERSION} of the protocol, as this client; it uses "
-            f"{str(found)[:20]}. Install the same release of burnish on both sides.",
-        )
 
     def _connected(self) -> Any:
         if self._socket is None:
@@ -221,16 +212,9 @@ class RemotePolicy(ChunkActor):
     ) -> None:
         self.client = Client(client) if isinstance(client, str) else client
         self.schema = self.client.schema
-        low, high = (self.schema.action_low, self.schema.action_high) if is_clipped else (None, None)
-        super().__init__(
-            self.client.decide,
-            self.schema.obs_steps,
-            act_steps=act_steps,
-            seed=seed,
-            low=low,
-            high=high,
-            max_jump=max_jump,
-        )
+        bounds = (self.schema.action_low, self.schema.action_high) if is_clipped else (None, None)
+        options: dict[str, Any] = {"seed": seed, "low": bounds[0], "high": bounds[1], "max_jump": max_jump}
+        super().__init__(self.client.decide, self.schema.obs_steps, act_steps=act_steps, **options)
 
     def act(self, obs: Any) -> Array:
         """Return the action (Da,) for an observation: mapping by name, or array (Do,)."""

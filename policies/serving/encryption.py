@@ -1,11 +1,9 @@
 """CURVE keys of a policy server and its clients: mutual authentication and encryption.
 
-    <keys>/server.key            public key of the server, needed by clients
-    <keys>/server.key_secret     secret key of the server
-    <keys>/clients/<name>.key    public keys of accepted clients
-    <keys>/<name>.key_secret     secret key of a client
-
-This module needs pyzmq only.
+<keys>/server.key            public key of the server, needed by clients
+<keys>/server.key_secret     secret key of the server
+<keys>/clients/<name>.key    public keys of accepted clients
+<keys>/<name>.key_secret     secret key of a client
 """
 
 from __future__ import annotations
@@ -66,10 +64,8 @@ def _read(path: str | Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"keys: {path} cannot be read ({error}). Make keys: burnish serve "
-            "keys=<folder> new_client=<name>."
-        ) from None
+        make = "burnish serve keys=<folder> new_client=<name>"
+        raise ConfigError(f"keys: {path} cannot be read ({error}). Make keys: {make}.") from None
     return public, secret
 
 
@@ -81,8 +77,8 @@ def start_authenticator(context: Any, folder: str | Path) -> Any:
     clients = Path(folder) / CLIENTS
     if not any(clients.glob("*.key")):
         raise ConfigError(
-            f"keys={folder} has no key in {CLIENTS}/, so that no client could connect. "
-            f"Make one with burnish serve keys={folder} new_client=<name>."
+            f"keys={folder} has no key in {CLIENTS}/, so no client could connect. Make one: burnish serve "
+            f"keys={folder} new_client=<name>."
         )
     server_keys(folder)
     authenticator = ThreadAuthenticator(context)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from policies import extras
-from policies.errors import MissingExtraError, ServingError
+from policies.errors import ServingError
 from policies.execution.history import Array
 from policies.storage.features import Feature, short
 
@@ -61,13 +61,9 @@ def require(name: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Schema:
-    """Inputs and outputs of a served policy.
+    """Inputs and outputs of a served policy."""
 
-    Attributes:
-        inputs: By name: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3) by camera.
-    """
-
-    inputs: Mapping[str, Feature]
+    inputs: Mapping[str, Feature]  # `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3) by camera
     action: Feature  # (Ta, Da), physical
     obs_steps: int = 1  # To
     task: str | None = None  # name of the task; None: unknown
@@ -81,7 +77,6 @@ class Schema:
 
     @classmethod
     def from_wire(cls, data: Any) -> Schema:
-        """Parse the output of `to_wire`."""
         try:
             inputs = {str(name): _feature(one) for name, one in data["inputs"].items()}
             own: dict[str, Any] = {key: data[key] for key in ("obs_steps", "task", "control_hz", "policy")}
@@ -125,16 +120,12 @@ def unpack(frame: bytes) -> dict[str, Any]:
             these.
     """
     limits = {"max_str_len": MAX_TEXT, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS}
+    limits |= {"max_ext_len": 0, "max_bin_len": len(frame)}
+    msgpack = require("msgpack")
     try:
-        data = require("msgpack").unpackb(
-            frame, raw=False, strict_map_key=True, max_ext_len=0, max_bin_len=len(frame), **limits
-        )
-    except MissingExtraError:
-        raise
+        data = msgpack.unpackb(frame, raw=False, strict_map_key=True, **limits)
     except Exception as error:  # msgpack raises several classes
-        raise ServingError(
-            "malformed", f"a message must be one msgpack map; it cannot be read: {short(error)}"
-        ) from None
+        raise ServingError("malformed", f"a message must be one msgpack map: {short(error)}") from None
     if not isinstance(data, dict) or not isinstance(data.get("type"), str):
         raise ServingError("malformed", "a message must be a map with a text 'type'.")
     return data
@@ -142,11 +133,8 @@ def unpack(frame: bytes) -> dict[str, Any]:
 
 def to_wire(array: Array) -> dict[str, Any]:
     """Serialise an array to msgpack types."""
-    return {
-        "dtype": array.dtype.name,
-        "shape": list(array.shape),
-        "data": np.ascontiguousarray(array).tobytes(),
-    }
+    data = np.ascontiguousarray(array).tobytes()
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
 
 
 def from_wire(name: str, data: Any) -> Array:
@@ -170,12 +158,7 @@ def _is_size(value: Any) -> bool:
 
 
 def read_observation(data: Any, schema: Schema, max_abs: float) -> dict[str, Array]:
-    """Parse and validate the observation of a request.
-
-    Args:
-        data: Received value.
-        schema: Expected inputs.
-        max_abs: Magnitude above which a number counts as a sensor error.
+    """Parse and validate the observation of a request; `max_abs` bounds its magnitudes.
 
     Raises:
         ServingError: `malformed`, `missing`, `dtype`, `shape`, `nan` or `range`; names the entry.
@@ -183,13 +166,11 @@ def read_observation(data: Any, schema: Schema, max_abs: float) -> dict[str, Arr
     if not isinstance(data, dict) or set(data) != set(schema.inputs):
         found = sorted(map(short, data)) if isinstance(data, dict) else short(data)
         raise ServingError("missing", f"an observation must have {sorted(schema.inputs)}; got {found}.")
-    return {
-        name: check_array(name, from_wire(name, data[name]), one, max_abs)
-        for name, one in schema.inputs.items()
-    }
+    inputs = schema.inputs.items()
+    return {name: _checked(name, from_wire(name, data[name]), one, max_abs) for name, one in inputs}
 
 
-def check_array(name: str, value: Array, feature: Feature, max_abs: float) -> Array:
+def _checked(name: str, value: Array, feature: Feature, max_abs: float) -> Array:
     """Return an array in the dtype of a feature; refuses other shapes, dtypes and ranges."""
     floating = feature.dtype != "uint8"
     if (value.dtype.kind == "f") != floating:

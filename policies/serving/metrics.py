@@ -18,8 +18,7 @@ from policies.errors import ConfigError
 from policies.serving.messages import REASONS
 
 _COUNTS = ("messages", "decisions", "batches", "gone", "slow", "reopened", "crowded")
-RECENT = 4096
-"""Decisions over which percentiles are taken."""
+RECENT = 4096  # decisions over which percentiles are taken
 
 
 def resident_mb() -> float:
@@ -38,11 +37,8 @@ def _facts_of(process: int) -> int:
 class Metrics:
     """Counters of a server; one thread writes, others may read.
 
-    Attributes:
-        counts: Messages by kind: `messages`, `decisions`, `batches`, `gone` (client disconnected before its
-            answer), `slow` (client did not fetch its answer), `reopened` (see `Server`), `crowded`
-            (times that all connections were in use).
-        rejected: Refusals by reason.
+    `gone` counts clients that disconnected before their answer, `slow` those that did not fetch it, `crowded`
+    the times that all connections were in use, `reopened` the times that all were dropped.
     """
 
     def __init__(self) -> None:
@@ -95,12 +91,7 @@ def _percentiles(seconds: deque[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def metrics_page(metrics: Metrics, port: int | None) -> Iterator[int | None]:
-    """Serve `/metrics` over HTTP on the loopback interface; yields the port.
-
-    Args:
-        metrics: Metrics to serve.
-        port: 0: any free port; None: no server.
-    """
+    """Serve `/metrics` over HTTP on the loopback interface; yields the port (0: any; None: no page)."""
     if port is None:
         yield None
         return
@@ -122,9 +113,8 @@ def metrics_page(metrics: Metrics, port: int | None) -> Iterator[int | None]:
     try:
         server = HTTPServer(("127.0.0.1", port), Page)
     except OSError as error:
-        raise ConfigError(
-            f"metrics_port={port} cannot be used: {error.strerror}. Choose another, or null."
-        ) from None
+        reason = f"metrics_port={port} cannot be used: {error.strerror}. Choose another, or null."
+        raise ConfigError(reason) from None
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
     thread.start()
     try:

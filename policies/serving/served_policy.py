@@ -1,7 +1,4 @@
-"""Policies and exported folders as served by a policy server.
-
-Legend: B batch, To observation history, Ta executed steps, Do and Da observation and action widths.
-"""
+"""Policies and exported folders as served by a policy server."""
 
 from __future__ import annotations
 
@@ -19,18 +16,11 @@ from policies.serving.messages import Schema, floats_of
 from policies.storage.checksums import sha256
 from policies.storage.features import Feature
 
-STATE = "observation"
-"""What the state is called between machines, as in exported folders; policies call it `state`."""
+STATE = "observation"  # name in messages and exported folders of what policies call `state`
 
 
 class ServedPolicy:
-    """A policy on its current device.
-
-    Args:
-        policy: The policy.
-        around: Facts about its task.
-        fingerprint: Identifier of its weights; differs between policies.
-    """
+    """A policy on its current device; `fingerprint` identifies its weights."""
 
     def __init__(self, policy: Policy, around: Surroundings | None = None, fingerprint: str = "") -> None:
         self._policy = policy.eval()
@@ -41,15 +31,10 @@ class ServedPolicy:
             inputs["goal"] = Feature((policy.goal_dim,))
         for camera, shape in policy.images.items():
             inputs[camera] = Feature((chunk.obs_steps, *shape), "uint8")
+        action = Feature((chunk.act_steps, chunk.action_dim))
+        bounds = floats_of(around.action_low), floats_of(around.action_high)
         self.schema = Schema(
-            inputs,
-            Feature((chunk.act_steps, chunk.action_dim)),
-            chunk.obs_steps,
-            around.task,
-            around.control_hz,
-            floats_of(around.action_low),
-            floats_of(around.action_high),
-            fingerprint,
+            inputs, action, chunk.obs_steps, around.task, around.control_hz, *bounds, fingerprint
         )
 
     def decide(self, inputs: Mapping[str, Array], noise: Array) -> Array:
@@ -60,15 +45,7 @@ class ServedPolicy:
 
 
 class ServedFolder:
-    """An exported folder, run as on a machine without PyTorch.
-
-    Args:
-        directory: Output of `burnish export`.
-
-    Raises:
-        CheckpointError: If it is no exported folder.
-        ExportError: If it is incomplete or cannot be run.
-    """
+    """An exported folder, run by onnxruntime; errors as `ExportedPolicy`."""
 
     def __init__(self, directory: str | Path) -> None:
         folder = Path(directory)

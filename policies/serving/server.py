@@ -1,14 +1,12 @@
 """Policy server: one loop that reads requests, batches them, computes actions and answers.
 
-The server keeps no client state but queued requests: history and chunks are the client's, and the noise
-follows from the key in the request. A restarted server continues where the old one stopped. An answer does
-not depend on the other requests of its batch (up to rounding).
+The server keeps no client state but queued requests; the noise follows from the key in the request. An answer
+does not depend on the other requests of its batch (up to rounding).
 
 All client-controlled quantities are bounded: message bytes, queued messages in total and per client,
 unfetched answers, and connections. ZeroMQ accepts connections until descriptors run out, so the kernel holds
-new ones back while there are `max_connections` (Linux only); existing ones are served on. ZeroMQ buffers
-multi-frame messages before they can be read; if these exceed `max_backlog_mb`, all connections are dropped
-and accepted again.
+new ones back while there are `max_connections` (Linux only). ZeroMQ buffers multi-frame messages before they
+can be read; if these exceed `max_backlog_mb`, all connections are dropped and accepted again.
 """
 
 from __future__ import annotations
@@ -89,22 +87,13 @@ class ServerSettings(Checked):
         super().__post_init__()
         if self.host not in LOOPBACK and not self.allow_remote:
             raise ConfigError(
-                f"host={self.host} can be reached from other machines, which may then command the robot; got "
-                f"allow_remote=false. Give allow_remote=true (and keys=<folder>), or keep host=127.0.0.1."
+                f"host={self.host} lets other machines command the robot and needs allow_remote=true (and "
+                f"keys=<folder>); got allow_remote=false. Or keep host=127.0.0.1."
             )
 
 
 class Server:
-    """Serve a policy until `stop` is called; use as a context manager.
-
-    Args:
-        served: The policy.
-        settings: Limits and address.
-        clock: Returns the time [s].
-
-    Attributes:
-        endpoint: Address, `tcp://host:port`.
-        metrics: Counters.
+    """Serve a policy at `endpoint` until `stop` is called; use as a context manager.
 
     Raises:
         ConfigError: If the address cannot be bound.
@@ -120,35 +109,35 @@ class Server:
         self._fingerprint = served.schema.fingerprint
         self._instance = uuid.uuid4().hex
         self._max_message = served.schema.max_message
-        self._queue = Batcher(
-            settings.max_queue, settings.max_per_client, settings.max_batch, settings.max_wait_ms / 1e3
-        )
+        per_client, wait_s = settings.max_per_client, settings.max_wait_ms / 1e3
+        self._queue = Batcher(settings.max_queue, per_client, settings.max_batch, wait_s)
         self.metrics = Metrics()
         self._stopping = False
-        self._door: _Door | None = None
+        self._listener: _Listener | None = None
         self._context = self._zmq.Context()
-        self._authenticator = (
-            None if settings.keys is None else start_authenticator(self._context, settings.keys)
-        )
+        keys = settings.keys
+        self._authenticator = None if keys is None else start_authenticator(self._context, keys)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.endpoint = f"tcp://{host}:{settings.port or '*'}"
         try:
             self._socket = self._bind()
         except ConfigError:
-            self._end()
+            self._close()
             raise
         self.endpoint = self._socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
         self._warm_up()
         self._memory = resident_mb()
-        own = _in_use()
-        self._most_in_use = max(own + 1, min(own + settings.max_connections, _descriptors() - _SPARE))
+        own = _open_descriptors()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = sys.maxsize if soft == resource.RLIM_INFINITY else soft
+        self._most_in_use = max(own + 1, min(own + settings.max_connections, limit - _SPARE))
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._socket.close(linger=1000)
-        self._end()
+        self._close()
 
     def stop(self) -> None:
         """Make `run` answer the queue, refuse new requests and return; safe in a signal handler."""
@@ -174,8 +163,6 @@ class Server:
         self._guard_connections()
         self._guard_memory()
 
-    # -- reading --------------------------------------------------------------------------------------
-
     def _read(self, most: int, stopping: bool) -> None:
         for _ in range(most):
             try:
@@ -185,22 +172,21 @@ class Server:
             self.metrics.counts["messages"] += 1
             number: Any = None
             try:
-                message = self._message(frames)
+                message = self._parse(frames)
                 number = message.get("id") if type(message.get("id")) is int else None
-                self._take(client, message, number, stopping)
+                self._handle(client, message, number, stopping)
             except ServingError as error:
                 self._refuse(client, number, error.reason, str(error))
 
-    def _message(self, frames: Sequence[bytes]) -> dict[str, Any]:
+    def _parse(self, frames: Sequence[bytes]) -> dict[str, Any]:
         if len(frames) != 1:
             raise ServingError("malformed", f"a message must have one frame; got {len(frames)}.")
         if len(frames[0]) > self._max_message:
-            raise ServingError(
-                "oversize", f"a message may have {self._max_message} bytes here; got {len(frames[0])}."
-            )
+            limit = f"a message may have {self._max_message} bytes here"
+            raise ServingError("oversize", f"{limit}; got {len(frames[0])}.")
         return unpack(frames[0])
 
-    def _take(self, client: bytes, message: dict[str, Any], number: int | None, stopping: bool) -> None:
+    def _handle(self, client: bytes, message: dict[str, Any], number: int | None, stopping: bool) -> None:
         """Answer or queue a message."""
         if message.get("v") != VERSION:
             found = str(message.get("v"))[:20]
@@ -209,23 +195,19 @@ class Server:
             raise ServingError("malformed", "a message must have a whole number 'id'.")
         match message["type"]:
             case "hello":
-                self._answer(client, {"type": "welcome", "id": number, **self._introduction()})
+                answer = {
+                    "schema": self._served.schema.to_wire(),
+                    "fingerprint": self._fingerprint,
+                    "instance": self._instance,
+                    "max_message": self._max_message,
+                }
+                self._answer(client, {"type": "welcome", "id": number, **answer})
             case "metrics":
                 self._answer(client, {"type": "metrics", "id": number, "metrics": self.metrics.summary()})
             case "act":
                 self._enqueue(client, number, message, stopping)
             case other:
-                raise ServingError(
-                    "malformed", f"a message must be hello, act or metrics; got '{other[:20]}'."
-                )
-
-    def _introduction(self) -> dict[str, Any]:
-        return {
-            "schema": self._served.schema.to_wire(),
-            "fingerprint": self._fingerprint,
-            "instance": self._instance,
-            "max_message": self._max_message,
-        }
+                raise ServingError("malformed", f"type must be hello, act or metrics; got '{other[:20]}'.")
 
     def _enqueue(self, client: bytes, number: int, message: dict[str, Any], stopping: bool) -> None:
         """Validate and queue a request."""
@@ -234,26 +216,21 @@ class Server:
         if full := self._queue.refusal(client):
             raise ServingError("busy", full)
         if message.get("schema") != self._fingerprint:
-            raise ServingError(
-                "schema",
-                f"another policy is served here ({self._fingerprint}). Send hello, and use its schema.",
-            )
+            served = f"another policy is served here ({self._fingerprint})"
+            raise ServingError("schema", f"{served}. Send hello, and use its schema.")
         inputs = read_observation(message.get("obs"), self._served.schema, self._settings.max_abs)
         now = self._clock()
         deadline = now + _milliseconds(message.get("deadline_ms"), self._settings.deadline_ms) / 1e3
         self._queue.add(Request(client, number, inputs, _key(message.get("key")), now, deadline))
 
-    # -- deciding -------------------------------------------------------------------------------------
-
     def _decide(self) -> None:
         now = self._clock()
         batch, late = self._queue.take(now)
         for request in late:
-            waited = 1e3 * (now - request.arrived)
-            self._refuse(
-                request.client, request.id, "late", f"it waited {waited:.0f} ms, past its deadline. "
-                "Give requests more time, or the server more of it."
-            )  # fmt: skip
+            reason = (
+                f"it waited {1e3 * (now - request.arrived):.0f} ms, past its deadline. Raise the deadline."
+            )
+            self._refuse(request.client, request.id, "late", reason)
         if not batch:
             return
         actions = self._actions(batch)
@@ -261,10 +238,8 @@ class Server:
         self.metrics.decided([now - request.arrived for request in batch], took)
         for request, action in zip(batch, actions, strict=True):
             if action is None:
-                self._refuse(
-                    request.client, request.id, "failed",
-                    "the policy gave no finite actions for this observation; see the server's log.",
-                )  # fmt: skip
+                reason = "the policy gave no finite actions for this observation; see the server's log."
+                self._refuse(request.client, request.id, "failed", reason)
                 continue
             times = {"queue_ms": 1e3 * (now - request.arrived), "decide_ms": 1e3 * took, "batch": len(batch)}
             answer = {"type": "actions", "id": request.id, "actions": to_wire(action), **times}
@@ -291,8 +266,6 @@ class Server:
         shape = self._served.noise_shape
         return np.zeros(shape, np.float32) if request.key is None else draw_noise(request.key, shape)
 
-    # -- answering ------------------------------------------------------------------------------------
-
     def _refuse(self, client: bytes, number: int | None, reason: str, message: str) -> None:
         self.metrics.rejected[reason] += 1
         self._answer(client, {"type": "error", "id": number, "reason": reason, "message": message})
@@ -307,8 +280,6 @@ class Server:
             if error.errno != self._zmq.EHOSTUNREACH:
                 raise
             self.metrics.counts["gone"] += 1
-
-    # -- the socket -----------------------------------------------------------------------------------
 
     def _bind(self) -> Any:
         zmq = self._zmq
@@ -332,10 +303,10 @@ class Server:
             public, secret = server_keys(self._settings.keys)
             router.curve_publickey, router.curve_secretkey, router.curve_server = public, secret, True
         try:
-            self._door = _Door.at(self.endpoint)
-            if self._door is not None:
-                router.setsockopt(zmq.USE_FD, self._door.handle())
-                self.endpoint = self._door.endpoint
+            self._listener = _Listener.at(self.endpoint)
+            if self._listener is not None:
+                router.setsockopt(zmq.USE_FD, self._listener.descriptor())
+                self.endpoint = self._listener.endpoint
             router.bind(self.endpoint)
         except OSError as error:  # includes ZMQError
             router.close(linger=0)
@@ -344,25 +315,25 @@ class Server:
 
     def _guard_connections(self) -> None:
         """Accept new connections only below the limit; existing ones stay."""
-        if self._door is None:
+        if self._listener is None:
             return
-        if self._door.is_open and _lowest_free() >= self._most_in_use:
-            self._door.shut()
+        if self._listener.is_open and _next_descriptor() >= self._most_in_use:
+            self._listener.shut()
             self.metrics.counts["crowded"] += 1
-            _log.warning("all connections are taken; others are let in when somebody leaves")
-        elif not self._door.is_open and _in_use() < self._most_in_use:
-            self._door.open()
+            _log.warning("all connections are taken; others are accepted when one closes")
+        elif not self._listener.is_open and _open_descriptors() < self._most_in_use:
+            self._listener.open()
 
     def _guard_memory(self) -> None:
         """Drop all connections above the memory limit; clients reconnect automatically."""
         grown = resident_mb() - self._memory
         if grown < self._settings.max_backlog_mb:
             return
-        _log.warning("memory grew by %.0f MB: all connections are dropped and taken up again", grown)
+        _log.warning("memory grew by %.0f MB: all connections are dropped and accepted again", grown)
         self.metrics.counts["reopened"] += 1
         self._socket.close(linger=0)
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         deadline = time.monotonic() + _REOPEN_S
         while True:  # the port is free once the context has closed the socket
             try:
@@ -372,14 +343,14 @@ class Server:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
-        _give_back_memory()
+        _trim_memory()
         self._memory = resident_mb()
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         self._context.term()
 
 
@@ -402,35 +373,27 @@ def _key(value: Any) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-class _Door:
+class _Listener:
     """Listening socket that can hold back new connections.
 
     A kernel filter drops packets at the listening socket, where connections begin; clients retry
     automatically. Established connections have their own sockets.
-
-    Args:
-        listener: The socket.
     """
 
     def __init__(self, listener: socket.socket) -> None:
-        self._listener, self.is_open = listener, True
+        self._socket, self.is_open = listener, True
         host, port = listener.getsockname()[:2]
         self.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     @classmethod
-    def at(cls, endpoint: str) -> _Door | None:
-        """Listen at a ZeroMQ endpoint; None without filter support, or if it is no address.
-
-        Raises:
-            OSError: If listening fails.
-        """
+    def at(cls, endpoint: str) -> _Listener | None:
+        """Listen at a ZeroMQ endpoint; None without filter support, or if it is no address."""
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         if not sys.platform.startswith("linux"):
             return None
         try:
-            found = socket.getaddrinfo(
-                host.strip("[]"), None if port == "*" else int(port), type=socket.SOCK_STREAM
-            )
+            number = None if port == "*" else int(port)
+            found = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)
         except socket.gaierror:  # a ZeroMQ name, such as that of a network interface
             return None
         family, kind, protocol, _, address = found[0]
@@ -445,32 +408,30 @@ class _Door:
             raise
         return cls(listener)
 
-    def handle(self) -> int:
+    def descriptor(self) -> int:
         """Return a descriptor of the socket, to be closed by the caller."""
-        return os.dup(self._listener.fileno())
+        return os.dup(self._socket.fileno())
 
     def shut(self) -> None:
         """Hold back new connections."""
         drop = ctypes.create_string_buffer(struct.pack("HBBI", *_DROP))
         program = struct.pack("HP", 1, ctypes.addressof(drop))
-        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
         self.is_open = False
 
     def open(self) -> None:
-        """Accept new connections again."""
-        self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
         self.is_open = True
 
     def close(self) -> None:
-        """Stop listening."""
-        self._listener.close()
+        self._socket.close()
 
 
 def _cannot_listen(endpoint: str, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen at {endpoint}: {error.strerror}. Choose another host or port.")
 
 
-def _lowest_free() -> int:
+def _next_descriptor() -> int:
     """Return the next free descriptor, a lower bound on those in use; a large number if none is free."""
     try:
         handle = os.open(os.devnull, os.O_RDONLY)
@@ -480,21 +441,15 @@ def _lowest_free() -> int:
     return handle
 
 
-def _in_use() -> int:
-    """Return the number of open descriptors; slower than `_lowest_free`."""
+def _open_descriptors() -> int:
+    """Return the number of open descriptors; slower than `_next_descriptor`."""
     try:
         return len(os.listdir("/dev/fd")) - 1
     except OSError:
         return sys.maxsize
 
 
-def _descriptors() -> int:
-    """Return the descriptor limit of this process."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
-
-
-def _give_back_memory() -> None:
+def _trim_memory() -> None:
     """Return freed memory to the system, if the C library supports it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

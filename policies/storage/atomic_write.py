@@ -1,7 +1,7 @@
 """Atomic writes: files and folders are written beside the target, flushed, then renamed into place.
 
-A full disk raises one error, a `WriteError` that names the path. Libraries that write files (HDF5, torch) may
-crash on a failing write; they write to a `Draft`.
+A full disk raises a `WriteError` that names the path. Libraries that may crash on a failing write (HDF5,
+torch) write to a `Draft`.
 """
 
 from __future__ import annotations
@@ -24,116 +24,60 @@ from typing import Any
 from policies.errors import WriteError
 
 _HERE, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2: current directory; exchange names
-
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-"""What the system says of a disk that takes no more."""
-_SETTLED_S = 60.0  # minimum age of a draft [s] before it counts as left by a killed program
+_STALE_S = 60.0  # minimum age of a draft [s] before it counts as left by a killed program
 
 
 @contextlib.contextmanager
-def told_if_full(place: Path) -> Iterator[None]:
-    """Raise a `WriteError` for errors caused by a full disk.
-
-    Args:
-        place: Path that is written, for the message.
-
-    Raises:
-        WriteError: If the disk is full.
-    """
+def write_errors(path: Path) -> Iterator[None]:
+    """Raise a `WriteError` that names the path where the disk is full."""
     try:
         yield
     except OSError as error:
         if not isinstance(error, WriteError) and error.errno not in _FULL:
             raise
-        told = WriteError(
-            f"{place} cannot be written: {error.strerror}. What was there is unchanged. Free space on its "
+        failure = WriteError(
+            f"{path} cannot be written: {error.strerror}. What was there is unchanged. Free space on its "
             f"disk, or choose a place on another one."
         )
-        told.strerror = error.strerror  # for callers that write several paths
-        raise told from error
+        failure.strerror = error.strerror  # for callers that write several paths
+        raise failure from error
 
 
-class Draft(io.RawIOBase):
+class Draft(io.FileIO):
     """New file whose writes never raise: on a full disk data is dropped and `failure` is set.
 
     A library that receives write errors, and again on close, may abort the process.
-
-    Args:
-        path: File to write; existing content is truncated.
-
-    Attributes:
-        failure: Error of the first failed write; None: no failure.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._file = io.FileIO(path, "w+")
+        super().__init__(path, "w+")
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Write all bytes."""
         left = memoryview(content).cast("B")
         size = left.nbytes
         while left.nbytes and self.failure is None:
             try:
-                left = left[self._file.write(left) :]
+                left = left[super().write(left) :]
             except OSError as error:
                 self.failure = error
         return size
 
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer."""
-        return self._file.readinto(buffer)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position."""
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._file.tell()
-
     def truncate(self, size: int | None = None) -> int:
-        """Set the size."""
         try:
-            return self._file.truncate(size)
+            return super().truncate(size)
         except OSError as error:
             self.failure = self.failure or error
             return self.tell() if size is None else size
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def fileno(self) -> int:
-        """Return the file descriptor."""
-        return self._file.fileno()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
-
 
 @contextlib.contextmanager
-def written(path: Path) -> Iterator[Draft]:
-    """Write a file through a library, flush it to disk, and rename it into place on success.
-
-    Raises:
-        WriteError: If the disk is full, whatever the library raises.
-    """
-    aside = _place_beside(path)
+def atomic_file(path: Path) -> Iterator[Draft]:
+    """Write a file through a library, flush it to disk, and rename it into place on success."""
+    aside = _draft_path(path)
     try:
-        with told_if_full(path), Draft(aside) as draft, _held(draft.fileno()):
+        with write_errors(path), Draft(aside) as draft, _locked(draft.fileno()):
             try:
                 yield draft
             except Exception:
@@ -149,17 +93,13 @@ def written(path: Path) -> Iterator[Draft]:
 
 @contextlib.contextmanager
 def draft_folder(target: Path) -> Iterator[Path]:
-    """Create a temporary folder beside a target; its remaining content is removed on exit.
-
-    Raises:
-        WriteError: If the disk is full.
-    """
-    draft = _place_beside(target)
-    with told_if_full(target):
+    """Create a temporary folder beside a target; its remaining content is removed on exit."""
+    draft = _draft_path(target)
+    with write_errors(target):
         draft.mkdir()
         handle = os.open(draft, os.O_RDONLY)
         try:
-            with _held(handle):
+            with _locked(handle):
                 yield draft
         finally:
             os.close(handle)
@@ -173,21 +113,21 @@ def move_into(draft: Path, target: Path) -> None:
         path.replace(target / path.name)
 
 
-def _place_beside(target: Path) -> Path:
+def _draft_path(target: Path) -> Path:
     """Return a new name beside a target; removes drafts of killed programs."""
     target.parent.mkdir(parents=True, exist_ok=True)
     begin = f".{target.name}.draft-"
     for left in target.parent.glob(f"{glob.escape(begin)}*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _SETTLED_S:
-                _remove_unheld(left)
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                _remove_unlocked(left)
     return target.with_name(f"{begin}{uuid.uuid4().hex[:8]}")
 
 
-def _remove_unheld(left: Path) -> None:
+def _remove_unlocked(left: Path) -> None:
     handle = os.open(left, os.O_RDONLY)
     try:
-        with _held(handle):  # locked by its writer
+        with _locked(handle):  # fails while its writer runs
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
@@ -197,12 +137,8 @@ def _remove_unheld(left: Path) -> None:
 
 
 @contextlib.contextmanager
-def _held(handle: int) -> Iterator[None]:
-    """Lock an open file or folder; released on exit of the block or the process.
-
-    Raises:
-        OSError: If another program holds the lock.
-    """
+def _locked(handle: int) -> Iterator[None]:
+    """Lock an open file or folder until it is closed; raises OSError if another program holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -229,31 +165,20 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; pipes and devices are written directly.
-
-    Raises:
-        WriteError: If the disk is full.
-    """
+    """Write a file atomically; pipes and devices are written directly."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        with told_if_full(path), aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with atomic_file(path) as draft:
+        draft.write(text.encode())
 
 
 def replace_folder(aside: Path, target: Path) -> None:
     """Replace the folder `target` by `aside`; the old content is removed, or left at `aside`.
 
-    On Linux the kernel exchanges both atomically. Elsewhere there is a gap between two renames; a program
-    killed in it leaves the old folder intact beside the target, under a name that begins with `aside_name`.
+    On Linux the kernel exchanges both atomically. Elsewhere a program killed between the two renames leaves
+    the old folder beside the target, under a name that begins with `aside_name`.
     """
     if not target.exists():
         os.rename(aside, target)

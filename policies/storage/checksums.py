@@ -13,7 +13,7 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write the SHA-256 of files to the folder."""
+    """Write the SHA-256 of files to the folder; None: of all its files."""
     every = (path for path in folder.rglob("*") if path.is_file())
     files = sorted(every if names is None else (folder / name for name in names))
     lines = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
@@ -21,12 +21,7 @@ def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def is_intact(folder: Path, file: Path) -> bool:
-    """Whether a file matches its recorded checksum; True without a record.
-
-    Raises:
-        OSError: If the checksums cannot be read.
-        ValueError: If the checksum file is too large or no regular file in the folder; names it.
-    """
+    """Whether a file matches its recorded checksum, or has none; raises as `own_file` and `read_small`."""
     sums = folder / CHECKSUMS
     if not os.path.lexists(sums):
         return True

@@ -19,28 +19,37 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.policy_config import PART_GROUPS, PolicyConfig
-from policies.storage.strict_json import check_types
+from policies.storage.strict_json import check_types, fits
 from policies.wrappers.base import WrappedPolicy
 
 FORMAT = 1
 
 _SIZES = ("obs_dim", "goal_dim", "action_dim", "obs_steps", "horizon", "act_steps", "action_start")
-_KEYS = {
-    *("format", "parts", "switch_time", "images", "normalizer", "observation_clip", "goal_dropout"),
-    "tuned_above",
-    *("guidance", "composition", "members", "wrappers", "provenance", *_SIZES),
+_TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(_SIZES, (int, "a whole number")),
+    **dict.fromkeys(("parts", "normalizer", "images", "provenance"), (dict[str, Any], "an object")),
+    **dict.fromkeys(
+        ("switch_time", "observation_clip", "goal_dropout", "guidance"), (float | None, "a number or null")
+    ),
+    "tuned_above": (bool, "true or false"),
 }
+_KEYS = {*_TYPES, "format", "composition", "members", "wrappers"}
 _MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
 
 
 def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the description that rebuilds a policy around its weights; JSON types only."""
+    """Return the description of a policy without its weights; JSON types only."""
     if isinstance(policy, WrappedPolicy):
         inner = describe(policy.base, provenance)
         inner["wrappers"] = [*inner["wrappers"], registry.to_json("wrapper", policy.wrapper)]
         return inner
     config = replace(policy.config, sampler=getattr(policy, "sampler", policy.config.sampler))
-    field = None if isinstance(policy, ComposedPolicy) else getattr(policy, "field", None)
+    field, composed = None, {}
+    if isinstance(policy, ComposedPolicy):
+        members = [describe(member) for member in policy.fields]
+        composed = {"composition": asdict(policy.composition), "members": members}
+    else:
+        field = getattr(policy, "field", None)
     return {
         "format": FORMAT,
         "parts": {group: registry.to_json(group, getattr(config, group)) for group in PART_GROUPS},
@@ -58,15 +67,10 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
         "observation_clip": config.observation_clip,
         "goal_dropout": config.goal_dropout,
         "guidance": config.guidance,
-        **(_describe_composition(policy) if isinstance(policy, ComposedPolicy) else {}),
+        **composed,
         "wrappers": [],  # innermost first
         "provenance": dict(provenance or {}),
     }
-
-
-def _describe_composition(policy: ComposedPolicy) -> dict[str, Any]:
-    members = [describe(member) for member in policy.fields]
-    return {"composition": asdict(policy.composition), "members": members}
 
 
 def check_description(data: Any, nested: int = 0) -> None:
@@ -76,17 +80,9 @@ def check_description(data: Any, nested: int = 0) -> None:
     if unknown := sorted(set(data) - _KEYS):
         raise ConfigError(f"unknown keys {[name[:80] for name in unknown[:4]]}; it has {sorted(_KEYS)}.")
     _check_values({name: value for name, value in data.items() if name not in ("provenance", "members")})
-    for name in _SIZES:
-        if type(data[name]) is not int:
-            raise ConfigError(f"{name} must be a whole number; got {str(data[name])[:80]}.")
-    for name, kind in (("parts", dict), ("normalizer", dict), ("images", dict), ("provenance", dict)):
-        if not isinstance(data.get(name, {}), kind):
-            raise ConfigError(f"{name} must be an object; got {type(data[name]).__name__}.")
-    for name in ("switch_time", "observation_clip", "goal_dropout", "guidance"):
-        if name in data and data[name] is not None and type(data[name]) not in (int, float):
-            raise ConfigError(f"{name} must be a number; got {str(data[name])[:80]}.")
-    if type(data.get("tuned_above", False)) is not bool:
-        raise ConfigError(f"tuned_above must be true or false; got {str(data['tuned_above'])[:80]}.")
+    for name, (hint, words) in _TYPES.items():
+        if (name in data or name in _SIZES) and not fits(data[name], hint):
+            raise ConfigError(f"{name} must be {words}; got {str(data[name])[:80]}.")
     for group, part in data["parts"].items():
         if group not in PART_GROUPS or not isinstance(part, dict):
             raise ConfigError(f"parts must hold objects for {', '.join(PART_GROUPS)}; got '{group[:80]}'.")
@@ -140,16 +136,14 @@ def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
         return ComposedPolicy(members, Composition(**data["composition"]), sampler=sampler)
     described = {"encoder": {"name": "state"}} | data["parts"]  # early descriptions predate other encoders
     parts = {group: registry.from_json(group, described[group]) for group in PART_GROUPS}
-    names = ("obs_steps", "horizon", "act_steps", "action_start")
     modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
-    horizons = {name: data[name] for name in names}
-    clip = data.get("observation_clip")
-    goals = {name: data.get(name, default) for name, default in (("goal_dropout", 0.0), ("guidance", 1.0))}
-    config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip, **goals)
-    obs_dim, action_dim, goal_dim = (data[name] for name in ("obs_dim", "action_dim", "goal_dim"))
-    images = dict(data.get("images", {}))
-    images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
-    policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images)
+    sizes = {name: data[name] for name in ("obs_dim", "goal_dim", "action_dim")}
+    horizons = {name: data[name] for name in _SIZES if name not in sizes}
+    optional = {"observation_clip": None, "goal_dropout": 0.0, "guidance": 1.0}
+    others = {name: data.get(name, default) for name, default in optional.items()}
+    config = PolicyConfig(**parts, **horizons, **others, normalizer=modes)
+    images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in data.get("images", {}).items()}
+    policy = build_policy(config, **sizes, images=images)
     if data.get("switch_time") is not None and isinstance(policy, DenoisingPolicy):
         switch, above = float(data["switch_time"]), data.get("tuned_above", False)
         policy.field = SwitchedField(policy.field, policy.clone().field, switch, tuned_above=above)

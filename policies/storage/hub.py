@@ -15,8 +15,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ PREFIX = "hub://"
 _NAME = re.compile(r"(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@(?P<revision>[\w][\w./-]{0,127}))?")
 
 save_pretrained = save_policy
-"""The hub's word for `policies.storage.policy_folder.save_policy`."""
 
 
 def is_on_hub(name: object) -> bool:
@@ -43,12 +41,8 @@ def is_on_hub(name: object) -> bool:
 def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -> Path:
     """Download `hub://org/name[@revision]` to the hub's cache and return the directory.
 
-    Only the four files of a policy directory are downloaded; none is executed.
-
-    Args:
-        name: Hub address.
-        endpoint: URL of the hub; None: the default.
-        token: Read token for private repositories; None: that of `hf auth login`, if any.
+    Only the four files of a policy directory are downloaded; none is executed. `endpoint` is the URL of the
+    hub, `token` reads private repositories (None: that of `hf auth login`, if any).
 
     Raises:
         ConfigError: If the name is no hub address.
@@ -58,19 +52,14 @@ def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -
 
     repo, revision = _split(name)
     try:
-        path = snapshot_download(
-            repo,
-            revision=revision,
-            allow_patterns=[CONFIG, WEIGHTS, CHECKSUMS, CARD],
-            endpoint=endpoint,
-            token=token,
-        )
+        files = [CONFIG, WEIGHTS, CHECKSUMS, CARD]
+        options: dict[str, Any] = {"revision": revision, "endpoint": endpoint, "token": token}
+        return Path(snapshot_download(repo, allow_patterns=files, **options))
     except Exception as error:  # error classes depend on the hub client's HTTP library
         raise CheckpointError(
             f"{name} cannot be fetched from the hub: {_first_line(error)} Check the name, your "
             f"token (hf auth login) and the connection."
         ) from error
-    return Path(path)
 
 
 def from_pretrained(
@@ -115,8 +104,14 @@ def push_to_hub(
     repo, revision = _split(f"{PREFIX}{name.removeprefix(PREFIX)}")
     if revision is not None:
         raise ConfigError(f"a policy is put on the main branch; got {name}. Leave @{revision} out.")
-    load_policy(directory)
-    with _draft(Path(directory), repo, [_evaluation(path) for path in evaluations], licence) as draft:
+    home, results = Path(directory), [_evaluation(path) for path in evaluations]
+    load_policy(home)
+    card = render_card(read_config(home), _count(home), results, repository=repo, licence=licence)
+    with tempfile.TemporaryDirectory() as draft:
+        for path in (home / CONFIG, home / WEIGHTS, home / CHECKSUMS):
+            if path.is_file():
+                shutil.copyfile(path, Path(draft, path.name))
+        Path(draft, CARD).write_text(card, encoding="utf-8")
         api = HfApi(endpoint=endpoint, token=token)
         try:
             api.create_repo(repo, private=private, exist_ok=True)
@@ -136,27 +131,8 @@ def _first_line(error: Exception) -> str:
 def _split(name: str) -> tuple[str, str | None]:
     match = _NAME.fullmatch(name.removeprefix(PREFIX))
     if match is None or ".." in name:
-        raise ConfigError(
-            f"a policy of the hub must be hub://<owner>/<name>[@<revision>]; got '{name[:200]}'."
-        )
+        raise ConfigError(f"a hub policy must be hub://<owner>/<name>[@<revision>]; got '{name[:200]}'.")
     return match["repo"], match["revision"]
-
-
-@contextmanager
-def _draft(
-    directory: Path, repo: str, evaluations: Sequence[Mapping[str, Any]], licence: str | None
-) -> Iterator[Path]:
-    """Collect the files to upload: the directory's, with a card that names the repository."""
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder)
-        for name in (CONFIG, WEIGHTS, CHECKSUMS):
-            if (directory / name).is_file():
-                shutil.copyfile(directory / name, draft / name)
-        card = render_card(
-            read_config(directory), _count(directory), evaluations, repository=repo, licence=licence
-        )
-        (draft / CARD).write_text(card, encoding="utf-8")
-        yield draft
 
 
 def _count(directory: Path) -> int:

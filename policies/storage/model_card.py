@@ -1,7 +1,4 @@
-"""The model card of a policy directory, rendered from facts.
-
-The front matter is what the Hugging Face hub indexes (YAML, written as JSON values, a subset of YAML).
-"""
+"""The model card of a policy directory; its front matter is indexed by the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -24,27 +21,27 @@ def render_card(
     repository: str | None = None,
     licence: str | None = None,
 ) -> str:
-    """Return README.md.
-
-    Args:
-        description: Contents of config.json.
-        num_parameters: Number of network weights.
-        evaluations: Outputs of `burnish eval` for this policy, newest last.
-        repository: Name on the hub; None: the card shows loading by path.
-        licence: Licence identifier of the weights; None: omitted.
-    """
+    """Return README.md for a config.json and outputs of `burnish eval`; `repository` is on the hub."""
     facts = description["provenance"]
-    name = _plain(facts.get("name", "policy"))
-    sections = [
-        _front_matter(description, evaluations, name, licence),
-        [f"# {name}", "", f"{_kind(description)} ({num_parameters:,} parameters) made with burnish.", ""],
-        _parts(description),
-        _facts(facts),
-        _results(evaluations),
-        _use(description, repository),
-        _intended(facts),
+    name, task = _plain(facts.get("name", "policy")), task_of(facts)
+    where = "<this directory>" if repository is None else f"hub://{repository}"
+    made = "The task that it was made for is not recorded." if task is None else f"It was made for `{task}`."
+    lines = [
+        *_front_matter(description, evaluations, name, licence),
+        *(f"# {name}", "", f"{_kind(description)} ({num_parameters:,} parameters) made with burnish.", ""),
+        *_parts(description),
+        *(f"| {_plain(key)} | {_cell(value)} |" for key, value in sorted(facts.items())),
+        "",
+        *_results(evaluations),
+        *("```python", "import burnish", "", f'policy = burnish.load_policy("{where}")'),
+        f"actions = policy.act(observations)  # (B, {description['obs_steps']}, {description['obs_dim']}) -> "
+        f"(B, {description['act_steps']}, {description['action_dim']})",
+        *("```", "", "## Intended use", ""),
+        f"{made} It maps physical observations of that task to physical actions, and knows nothing of",
+        "observations that its data did not contain. It does not limit actions: whoever commands a machine",
+        "with it must.",
     ]
-    return "\n".join(line for section in sections for line in section) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def task_of(facts: Mapping[str, Any]) -> str | None:
@@ -66,22 +63,15 @@ def _front_matter(
         entries["license"] = licence
     if evaluations:
         entries["model-index"] = [{"name": name, "results": [_indexed(one) for one in evaluations]}]
-    return ["---", *(f"{key}: {json.dumps(value)}" for key, value in entries.items()), "---"]
+    return ["---", *(f"{key}: {json.dumps(value)}" for key, value in entries.items()), "---"]  # JSON is YAML
 
 
 def _indexed(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Return an evaluation in the format of the hub's results index."""
     summary = evaluation["summary"]
     env = _plain(summary["env"])
-    metrics = [
-        {
-            "type": key,
-            "name": f"{_NAMES[key]}, {summary['episodes']} episodes",
-            "value": summary[key]["value"],
-        }
-        for key in _NAMES
-        if key in summary
-    ]
+    names = {key: f"{name}, {summary['episodes']} episodes" for key, name in _NAMES.items() if key in summary}
+    metrics = [{"type": key, "name": name, "value": summary[key]["value"]} for key, name in names.items()]
     task = {"type": "reinforcement-learning", "name": "episodes in simulation"}
     return {"task": task, "dataset": {"type": env, "name": env}, "metrics": metrics}
 
@@ -99,11 +89,6 @@ def _parts(description: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
-    yield from (f"| {_plain(key)} | {_cell(value)} |" for key, value in sorted(facts.items()))
-    yield ""
-
-
 def _results(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not evaluations:
         return
@@ -119,32 +104,6 @@ def _results(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 f"{summary['episodes']} | `{protocol}` |"
             )
     yield ""
-
-
-def _use(description: Mapping[str, Any], repository: str | None) -> list[str]:
-    where = "<this directory>" if repository is None else f"hub://{repository}"
-    return [
-        "```python",
-        "import burnish",
-        "",
-        f'policy = burnish.load_policy("{where}")',
-        f"actions = policy.act(observations)  # (B, {description['obs_steps']}, {description['obs_dim']}) -> "
-        f"(B, {description['act_steps']}, {description['action_dim']})",
-        "```",
-        "",
-    ]
-
-
-def _intended(facts: Mapping[str, Any]) -> list[str]:
-    task = task_of(facts)
-    made = "The task that it was made for is not recorded." if task is None else f"It was made for `{task}`."
-    return [
-        "## Intended use",
-        "",
-        f"{made} It maps physical observations of that task to physical actions, and knows nothing of",
-        "observations that its data did not contain. It does not limit actions: whoever commands a machine",
-        "with it must.",
-    ]
 
 
 def _kind(description: Mapping[str, Any]) -> str:

@@ -5,10 +5,6 @@
     SHA256SUMS          checksums of both, verified on loading
     README.md           a model card rendered from the facts above; ignored on loading
 
-A directory is written atomically (`policies.storage.atomic_write`); readers see the old or the new version.
-Where an existing one cannot be exchanged in one step, a kill may leave it beside the target; the error of the
-next load names the path.
-
 A directory is untrusted input. Loading resolves names in the registry and executes nothing from it. Types and
 sizes are checked before anything is built, memory is bounded by the size of the weights file
 (`policies.storage.size_limits`), files must be regular ones of the directory, and other files are not opened.
@@ -64,7 +60,8 @@ def save_policy(
     target = Path(directory)
     if target.is_symlink():
         target = target.resolve()  # replaces the target of a link, not the link
-    if target.exists() and not _may_be_replaced(target):
+    is_replaceable = target.is_dir() and ((target / CONFIG).exists() or not any(target.iterdir()))
+    if target.exists() and not is_replaceable:
         raise CheckpointError(f"{target} exists and is not a policy directory; choose another place.")
     facts = policy.provenance if provenance is None else provenance
     description, state = _as_json(describe(policy, facts)), _weights_of(policy)
@@ -79,17 +76,12 @@ def save_policy(
     return Path(directory)
 
 
-def _may_be_replaced(target: Path) -> bool:
-    return target.is_dir() and ((target / CONFIG).exists() or not any(target.iterdir()))
-
-
 def _as_json(description: dict[str, Any]) -> str:
-    """Serialise a description."""
     try:
         return json.dumps(description, indent=2, sort_keys=True, allow_nan=False)
     except (ValueError, TypeError) as error:
         raise CheckpointError(
-            f"the description of this policy cannot be saved: {error}. Use null where there is no bound."
+            f"the description of this policy cannot be saved: {error}. Use null for an absent bound."
         ) from None
 
 
@@ -98,25 +90,18 @@ def _weights_of(policy: Policy) -> dict[str, Tensor]:
     state = {k: v.detach().cpu().contiguous().clone() for k, v in policy.state_dict().items()}
     for name, value in state.items():
         if value.dtype == torch.float64:
-            raise CheckpointError(
-                f"'{name}' has double precision, which files do not keep; call .float() first."
-            )
+            raise CheckpointError(f"'{name}' has double precision, which is not stored; call .float() first.")
         if fault := fault_of(name, value, value.dtype):
             raise CheckpointError(f"this policy cannot be saved: '{name}' {fault}.")
     return state
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Return the contents of config.json.
-
-    Raises:
-        CheckpointError: If it is missing, is not JSON of finite numbers, or has another format version.
-    """
+    """Return the contents of config.json; `CheckpointError` for a bad file or another format version."""
     path = Path(directory) / CONFIG
     if not path.is_file():
-        raise CheckpointError(
-            f"{directory} is not a policy directory: it has no {CONFIG}.{where_it_was_left(directory)}"
-        )
+        hint = interrupted_replacement(directory)
+        raise CheckpointError(f"{directory} is not a policy directory: it has no {CONFIG}.{hint}")
     try:
         data = read_json(_own_file(path))
     except (OSError, ValueError) as error:
@@ -127,14 +112,13 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _own_file(path: Path) -> Path:
-    """Return the file of a policy directory; see `own_file`."""
     try:
         return own_file(path)
     except (OSError, ValueError, RuntimeError) as error:  # circular links
         raise CheckpointError(str(error)) from None
 
 
-def where_it_was_left(directory: str | Path) -> str:
+def interrupted_replacement(directory: str | Path) -> str:
     """Return a hint at the remains of a killed replacement; empty if there are none."""
     target = Path(directory)
     left = sorted(target.parent.glob(glob.escape(aside_name(target)) + "*"))
@@ -171,7 +155,7 @@ def load_policy(directory: str | Path) -> Policy:
 
 
 def _read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return weight shapes and file size without reading weights."""
+    """Return the shapes of the weights, and the size of the file."""
     real = _own_file(path)
     if not real.is_file():
         raise CheckpointError(f"{path} is missing.")
@@ -184,7 +168,6 @@ def _read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
 
 
 def _check_names(policy: Policy, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Refuse weights whose names or shapes differ from the policy's."""
     own = policy.state_dict()
     missing, unknown = sorted(set(own) - set(shapes)), sorted(set(shapes) - set(own))
     if missing or unknown:
@@ -215,14 +198,14 @@ def _check_checksums(home: Path) -> None:
     folder, inside = (real, Path()) if has_own else (real.parent, Path(real.name))
     for name in (CONFIG, WEIGHTS):
         try:
-            is_as_written = is_intact(folder, inside / name)
+            if is_intact(folder, inside / name):
+                continue
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from None
-        if not is_as_written:
-            raise CheckpointError(
-                f"{home / name} is not what was written: its SHA-256 is not that of {folder / CHECKSUMS}. "
-                f"Copy the directory again; if you changed the file on purpose, remove its line there."
-            )
+        raise CheckpointError(
+            f"{home / name} has another SHA-256 than {folder / CHECKSUMS} records. Copy the directory again; "
+            f"if you changed the file on purpose, remove its line there."
+        )
 
 
 def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:

@@ -1,8 +1,8 @@
 """Upper bound on allocations while a policy is built from an untrusted description.
 
-A description declares sizes that its weights must match, so a valid one allocates little more than the
-weights file holds. The size of each operation's result is computed from its arguments. An operation that
-exceeds the remaining budget is refused before execution.
+The size of each operation's result is computed from its arguments; an operation that exceeds the remaining
+budget is refused before execution. The declared sizes must match the weights, so a valid description needs
+little more memory than these.
 """
 
 from __future__ import annotations
@@ -17,20 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from policies.errors import ConfigError
 
-_SIZED = ("new_", "repeat", "resize", "empty_strided")
-"""Operations on tensors that are given sizes."""
+_SIZED = ("new_", "repeat", "resize", "empty_strided")  # operations that take sizes
 
 
 class Budget(TorchDispatchMode):
-    """Bound allocations inside the context.
-
-    Args:
-        nbytes: Total bytes of new tensors.
-        operations: Number of operations that create a tensor.
-
-    Raises:
-        ConfigError: At the operation that exceeds a bound, before it allocates.
-    """
+    """Bound the bytes of new tensors, and the operations that create one; beyond them a `ConfigError`."""
 
     def __init__(self, nbytes: int, operations: int) -> None:
         super().__init__()
@@ -39,7 +30,6 @@ class Budget(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Execute an operation if its result fits the budget."""
         if all(value.alias_info is None for value in func._schema.returns):  # neither a view nor in place
             self._pay(8 * _entries(func.__name__, args))
         return func(*args, **(kwargs or {}))

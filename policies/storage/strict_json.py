@@ -20,15 +20,9 @@ MAX_INTEGER = 2**63
 
 
 def own_file(path: Path) -> Path:
-    """Return a path if it is missing or a regular file inside its folder.
-
-    Exception: files of the hub's cache are links to a content folder beside the directory.
-
-    Raises:
-        ValueError: Otherwise; names the file.
-    """
+    """Return a path that is missing, or a regular file of its folder or of the hub's cache."""
     real, home = path.resolve(), path.parent.resolve()
-    blobs = home.parent.parent / "blobs"
+    blobs = home.parent.parent / "blobs"  # files of the hub's cache are links to here
     if home not in real.parents and not (home.parent.name == "snapshots" and real.parent == blobs):
         raise ValueError(f"{path} is a link that leads out of its directory. Copy the file to this place.")
     if real.exists() and not stat.S_ISREG(real.stat().st_mode):
@@ -37,12 +31,7 @@ def own_file(path: Path) -> Path:
 
 
 def read_small(path: Path, most: int = MAX_BYTES) -> str:
-    """Read a text file of at most `most` bytes.
-
-    Raises:
-        OSError: If it is missing or cannot be read.
-        ValueError: If it is no regular file, too large, or not UTF-8; names the file.
-    """
+    """Read a regular UTF-8 file of at most `most` bytes; a ValueError names the file."""
     try:
         return _small_content(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -69,12 +58,7 @@ def peek(path: Path) -> str:
 
 
 def read_json(path: Path, most: int = MAX_BYTES, *, finite: bool = True) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `most` bytes.
-
-    Args:
-        path: The file.
-        most: Maximum size in bytes.
-        finite: Refuse NaN and infinite numbers.
+    """Read a JSON object from a file of at most `most` bytes; `finite` refuses NaN and infinite numbers.
 
     Raises:
         OSError: If it is missing or cannot be read.
@@ -85,13 +69,7 @@ def read_json(path: Path, most: int = MAX_BYTES, *, finite: bool = True) -> dict
 
 
 def parse_json(text: str | bytes, source: object, *, finite: bool = True) -> dict[str, Any]:
-    """Parse a JSON object from text, or UTF-8 bytes; see `read_json`.
-
-    Args:
-        text: The text.
-        source: Name of the source in errors.
-        finite: See `read_json`.
-    """
+    """Parse a JSON object; see `read_json`. `source` is its name in errors."""
     try:
         data = json.loads(
             text if isinstance(text, str) else text.decode("utf-8"),
@@ -146,10 +124,7 @@ def depth_of(data: Any) -> int:
 
 
 def check_types(kind: type, values: Mapping[str, Any], where: str) -> None:
-    """Refuse values whose types differ from a dataclass's fields; missing keys are not checked.
-
-    Lists are accepted for tuples and integers for floats; there are no other conversions.
-    """
+    """Refuse values of other types than a dataclass's fields; lists fit tuples, integers fit floats."""
     hints = typing.get_type_hints(kind)
     for field in fields(kind):
         if field.name in values and not fits(values[field.name], hints[field.name]):

@@ -1,8 +1,4 @@
-"""Wrapped policies: a small part before or after the inner policy modifies its decisions.
-
-A wrapper is a registered part (group `wrapper`), so a wrapped policy can be saved, loaded, evaluated,
-composed and exported like any other; its directory is that of the inner policy plus the wrapper's name.
-"""
+"""Wrapped policies: a registered part (group `wrapper`) modifies the decisions of an inner policy."""
 
 from __future__ import annotations
 
@@ -11,9 +7,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import nn
 
-from policies.errors import CapabilityError
 from policies.policy import Policy
-from policies.protocols import Cond, Hooks, Start
+from policies.protocols import Cond
 
 
 class WrapperConfig(Protocol):
@@ -29,12 +24,7 @@ def _of_base(name: str) -> Any:
 
 
 class WrappedPolicy(Policy):
-    """Base of wrapped policies: all but `decode` is delegated to the inner policy.
-
-    Args:
-        base: The inner policy.
-        wrapper: Configuration of the wrapper.
-    """
+    """Base of wrapped policies: all but `decode` is delegated to the inner policy."""
 
     def __init__(self, base: Policy, wrapper: Any) -> None:
         nn.Module.__init__(self)
@@ -73,10 +63,3 @@ class WrappedPolicy(Policy):
         view = self._view()
         view.base = self.base.with_act_steps(act_steps)
         return view
-
-    def refuse_hooks(self, start: Start, hooks: Hooks) -> None:
-        """Refuse starts and hooks for policies without a loop."""
-        if start is not None or hooks:
-            raise CapabilityError(
-                f"{type(self).__name__} takes no hooks and no start state. Give them to the inner policy."
-            )

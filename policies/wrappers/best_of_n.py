@@ -38,15 +38,12 @@ class Selection(Checked):
     temperature: float | None = bounded(None, gt=0)  # sample softmax(score / temperature); null: the best
 
     @property
-    def rows(self) -> int:
-        """Noise rows per decision: one per candidate, and one for the selection."""
+    def num_draws(self) -> int:
+        """Noise draws per decision: one per candidate, and one for the selection."""
         return self.candidates + (self.temperature is not None)
 
     def choose(self, scores: Tensor, draw: Tensor | None = None) -> Tensor:
-        """Return the chosen candidates (B,) by scores (B, N), more is better.
-
-        `draw` (B,), standard normal, is needed with a temperature.
-        """
+        """Return the chosen candidates (B,) for scores (B, N) and, with a temperature, normals (B,)."""
         if self.temperature is None:
             return scores.argmax(dim=1)
         assert draw is not None
@@ -56,19 +53,13 @@ class Selection(Checked):
 
 
 class LowEnergy(nn.Module):
-    """Score plans by negative energy.
-
-    Args:
-        policy: An energy policy; may differ from the policy that samples the plans.
-        t: Sampling time of the energy, the last trained one.
-    """
+    """Score plans by the negative energy of a policy at the sampling time `t`."""
 
     def __init__(self, policy: Any, t: float) -> None:
         super().__init__()
         self.policy, self.t = policy, t
 
     def forward(self, plans: Tensor, obs: Observation) -> Tensor:
-        """Return minus the energies (B, N) of physical plans (B, N, Th, Da)."""
         x = self.policy.normalize_action(rearrange(plans, "B N Th Da -> (B N) Th Da"))
         cond = self.policy.encode(obs).repeat(plans.shape[1])
         energy: Tensor = self.policy.energy(x, x.new_full((len(x),), self.t), cond)
@@ -76,13 +67,7 @@ class LowEnergy(nn.Module):
 
 
 class BestOfN(nn.Module):
-    """Policy that samples N plans per observation and executes one of them.
-
-    Args:
-        policy: Samples the plans.
-        scorer: Scores the plans.
-        selection: Number of candidates, and selection rule.
-    """
+    """Policy that samples N plans per observation and executes one of them."""
 
     def __init__(self, policy: Policy, scorer: Scorer, selection: Selection) -> None:
         super().__init__()
@@ -97,23 +82,19 @@ class BestOfN(nn.Module):
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """(N, *noise of one plan); with a temperature there is one row more, whose first number draws."""
-        return (self.selection.rows, *self.policy.noise_shape)
+        """(N, *noise of one plan); with a temperature one more, whose first number selects."""
+        return (self.selection.num_draws, *self.policy.noise_shape)
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        noise = self.policy.sample_noise(n * self.selection.rows, generator=generator)
-        return rearrange(noise, "(n rows) ... -> n rows ...", n=n)
+        noise = self.policy.sample_noise(n * self.selection.num_draws, generator=generator)
+        return rearrange(noise, "(n draws) ... -> n draws ...", n=n)
 
     def candidates(
         self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the normalised plans (B, N, Th, Da) of observations with B rows.
+        """Return normalised plans (B, N, Th, Da) for physical observations and noise (B, N or more, *noise).
 
-        Args:
-            obs: Physical observations.
-            noise: (B, N or more, *noise of one plan).
-            start: (x (B, Th, Da) or (B N, Th, Da), t): see `NoiseDecoder.decode`.
-            hooks: Hooks of the loop over B N rows, the candidates of an observation contiguous.
+        `start` has B or B N rows and `hooks` see B N rows, the candidates of an observation contiguous.
         """
         count = self.selection.candidates
         cond = self.policy.encode(obs).repeat(count)

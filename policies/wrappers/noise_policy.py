@@ -7,16 +7,14 @@ adapter, mu and sigma the actor over encoded conditions, eps standard normals (B
     w = M b u                           noise of the inner policy, (B, Th, Da)
     a = inner(s, w)                     chunk
 
-The rows of M have length 1, so that standard normals b u give standard normals w, entry by entry: with
-`full` M is the identity, with `row_repeat` one row of noise is repeated, with `low_rank` R rows are the noise
-at R equally distant places of the chunk and what lies between is interpolated.
+The rows of M have length 1, so standard normals b u give standard normals w. With `full` M is the identity,
+`row_repeat` repeats one row of noise, `low_rank` interpolates between R equally spaced rows.
 
-What an untrained actor does depends on its start. With `zero_init` and density `gaussian`, w is standard
-normal, and with the adapter `full` the steered policy is the inner one, noise by noise. With `tanh` it is
-not, whatever the bound: tanh of a standard normal has the deviation 0.63, so w has 0.63 b and no tails.
+With `zero_init` and density `gaussian` an untrained actor gives standard normals w, and with the adapter
+`full` the inner policy itself. With `tanh` w has the deviation 0.63 b and no tails.
 
-Source: DSRL, arXiv 2506.15799. Deviation: the bound is applied to the noise wherever it is used; the released
-program for noise-aliased DSRL reads and ignores it.
+Source: DSRL, arXiv 2506.15799. Deviation: the bound is always applied; the released program for noise-aliased
+DSRL reads and ignores it.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class Steering(Checked):
         self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
 
     def wrap(self, base: Policy) -> SteeredPolicy:
-        """Return the steered policy, with a fresh actor."""
         return SteeredPolicy(base, self)
 
     def rows(self, horizon: int) -> int:
@@ -77,22 +74,18 @@ def require_steerable(policy: Policy) -> None:
     process, sampler = type(policy.config.process).__name__, type(getattr(policy, "sampler", None)).__name__
     if not policy.noise_sensitive:
         raise CapabilityError(
-            f"steering chooses the noise of a policy, and noise has no influence on this one (process "
-            f"'{process}', sampler '{sampler}'). Use a policy with process=diffusion or process=flow."
+            f"steering needs a policy whose noise matters; got process '{process}', sampler '{sampler}'. Use "
+            f"process=diffusion or process=flow."
         )
     if not getattr(policy, "is_deterministic", False) or policy.noise_shape != policy.chunk.shape:
         raise CapabilityError(
-            f"steering chooses the noise that a policy starts from, and this one draws more (process "
-            f"'{process}', sampler '{sampler}'). Use a deterministic sampler: sampler=ddim with "
-            f"sampler.eta=0, or sampler=euler; algo=dsrl chooses one with algo.denoising_steps."
+            f"steering needs a deterministic sampler; got process '{process}', sampler '{sampler}'. Use "
+            f"sampler=ddim with sampler.eta=0, or sampler=euler (algo=dsrl: algo.denoising_steps)."
         )
 
 
 def interpolation(horizon: int, rows: int) -> Tensor:
-    """Return the matrix (Th, R) that interpolates R equally spaced rows, with rows of unit length.
-
-    One row is repeated; for R = Th it is the identity.
-    """
+    """Return the matrix (Th, R) that interpolates R equally spaced rows, with rows of unit length."""
     if rows == 1:
         return torch.ones(horizon, 1)
     place = torch.arange(horizon).double() * ((rows - 1) / max(1, horizon - 1))
@@ -127,13 +120,10 @@ class SteeredPolicy(WrappedPolicy):
         horizon, width = base.chunk.shape
         self._rows = wrapper.rows(horizon)
         if self._rows > horizon:
-            raise ConfigError(
-                f"steering.rank must be at most the policy's horizon, {horizon}; got {wrapper.rank}."
-            )
+            raise ConfigError(f"steering.rank must be at most horizon={horizon}; got {wrapper.rank}.")
         base.requires_grad_(False)
-        head = TanhGaussianConfig(
-            wrapper.hidden_dims, wrapper.activation, wrapper.layer_norm, wrapper.zero_init
-        )
+        options = (wrapper.activation, wrapper.layer_norm, wrapper.zero_init)
+        head = TanhGaussianConfig(wrapper.hidden_dims, *options)
         self.actor = head.build(base.encoder.cond_dim, self._rows * width).to(base.dtype)
         self.register_buffer("adapter", interpolation(horizon, self._rows).to(base.dtype), persistent=False)
 
@@ -178,12 +168,8 @@ class SteeredPolicy(WrappedPolicy):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the chunk (B, Th, Da) of the inner policy for the actor's noise."""
         if start is not None:
-            raise CapabilityError(
-                "a steered policy starts from the noise that its actor chooses, and takes no start state. "
-                "Give that to the inner policy, `base`."
-            )
+            raise CapabilityError("a steered policy takes no start state; give it to its `base`.")
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             latent = self.latent(cond.vec, noise.flatten(1))
             return self.base.decode(cond, self.noise_of(latent), grad=grad, hooks=hooks)

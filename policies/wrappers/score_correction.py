@@ -1,8 +1,8 @@
 """Correction of actions at deployment by the score of the data: towards where data are, and no further.
 
-Named honestly: this follows the published idea (arXiv 2406.07541, CDSA: a score model of the dataset's
-density corrects the action of any policy, also through the gradient of the state and inverse dynamics). Its
-exact equations were not available to us; those below are ours.
+This follows the idea of CDSA (arXiv 2406.07541): a score model of the dataset's density corrects the action
+of any policy, also through the gradient of the state and inverse dynamics. The equations are ours; the
+published ones were not available.
 
 Legend: s standardised condition (C,), a executed chunk, normalised, flat (A,), f(s, a; sigma) score of the
 data density smoothed by sigma, f_a and f_s its two blocks, I inverse dynamics, K steps::
@@ -11,8 +11,8 @@ data density smoothed by sigma, f_a and f_s its two blocks, I inverse dynamics, 
     a_{k+1} = clip(a_k + eta sigma_k^2 f_a(s, a_k; sigma_k) + eta_s a_aux, -1, 1)
 
 eta has no unit: with eta = 1 and the exact score a step is the best denoising of an action with noise sigma
-(Tweedie). The result stays within `radius` of a_0 (root mean square over entries), and a_0 is left alone
-where |sigma f_a| is below `gate`, a quantile of its values on the data.
+(Tweedie). The result stays within `radius` of a_0 (root mean square over entries), and a_0 is unchanged where
+|sigma f_a| is below `gate`, a quantile of its values on the data.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from policies.protocols import Cond, Hooks, Start
 from policies.registry import register
 from policies.wrappers.base import WrappedPolicy
 
-Score = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""(s (B, C), a (B, A), sigma) -> (f_s (B, C), f_a (B, A))."""
+Score = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]  # (s, a, sigma) -> (f_s, f_a)
 
 _TIME_SCALE = 10.0  # the network receives 10 log sigma
 
@@ -102,15 +101,12 @@ def within(action: Tensor, origin: Tensor, radius: float | None) -> Tensor:
 class CorrectedPolicy(WrappedPolicy):
     """Policy whose executed chunk is moved towards the data.
 
-    Attributes:
-        score: Predicts the noise of [s, a]; the score is - noise / sigma.
-        inverse: Inverse dynamics.
-        gate: See the module docstring; infinite before training: no correction.
+    `score` predicts the noise of [s, a]; the score is - noise / sigma. `inverse` is the inverse dynamics.
     """
 
     mean: Tensor
     std: Tensor
-    gate: Tensor
+    gate: Tensor  # infinite before training: no correction
 
     def __init__(self, base: Policy, wrapper: Correction) -> None:
         super().__init__(base, wrapper)
@@ -128,11 +124,6 @@ class CorrectedPolicy(WrappedPolicy):
             own.to(base.dtype)
 
     def with_act_steps(self, act_steps: int) -> Self:
-        """Return the policy itself where nothing changes.
-
-        Raises:
-            CapabilityError: If it was trained for another number.
-        """
         if act_steps == self.chunk.act_steps:
             return self
         raise CapabilityError(
@@ -143,7 +134,6 @@ class CorrectedPolicy(WrappedPolicy):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the chunk (B, Th, Da) of the inner policy, its executed rows corrected."""
         chunk = self.base.decode(cond, noise, grad=grad, start=start, hooks=hooks)
         if not (self.wrapper.eta or self.wrapper.eta_state):
             return chunk
@@ -165,7 +155,6 @@ class CorrectedPolicy(WrappedPolicy):
         return noise.square().mean(dim=1).sqrt()
 
     def standardized(self, cond: Tensor) -> Tensor:
-        """Return conditions (B, C) with mean 0 and deviation 1."""
         return (cond - self.mean) / self.std
 
     def noise_in(self, state: Tensor, action: Tensor, sigma: float | Tensor) -> Tensor:
@@ -175,7 +164,6 @@ class CorrectedPolicy(WrappedPolicy):
         return self.score(x, level.expand(x.shape[0]), Cond(x[:, 0, :0]))[:, 0]
 
     def scores(self, state: Tensor, action: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
-        """Return the score blocks (B, C), (B, A)."""
         score = self.noise_in(state, action, sigma) / -sigma
         return score[:, : -self._actions], score[:, -self._actions :]
 
@@ -198,17 +186,13 @@ class Perturbation(Checked):
 
 
 class PerturbedPolicy(WrappedPolicy):
-    """A deterministic policy with noise added to its actions, before any correction.
-
-    Raises:
-        ConfigError: If the inner policy has noise of its own.
-    """
+    """A deterministic policy with noise added to its actions, within [-1, 1]."""
 
     noise_sensitive = True
 
     def __init__(self, base: Policy, wrapper: Perturbation) -> None:
         if base.noise_sensitive:
-            raise ConfigError("perturbation needs a policy without noise of its own: the two would be one.")
+            raise ConfigError("perturbation needs a deterministic policy; this one draws noise.")
         super().__init__(base, wrapper)
 
     @property
@@ -218,7 +202,7 @@ class PerturbedPolicy(WrappedPolicy):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the chunk (B, Th, Da) of the inner policy with noise added, within [-1, 1]."""
-        self.refuse_hooks(start, hooks)
+        if start is not None or hooks:
+            raise CapabilityError("a perturbed policy takes no hooks or start; give them to its `base`.")
         chunk = self.base.decode(cond, noise, grad=grad)
         return (chunk + self.wrapper.std * noise).clamp(-1, 1)

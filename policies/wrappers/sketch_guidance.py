@@ -11,10 +11,9 @@ predicted noise, g guide, all (B, Th, Da), normalised; alpha, sigma amplitudes; 
 
 The gradient is a closed form, grad xi = (x_i - g_i) / (Th |x_i - g_i|): the network is not differentiated.
 
-Source: arXiv 2411.16627. Deviations: x0 stays within `limit` wherever guidance moves it (the published
-sampler clips it as well, at 1); the gradient is taken at x0, unless asked otherwise; a policy decides
-again and again, each time with the part of the sketch that lies ahead; output perturbation begins a plan with
-rows of the guide, where the published one puts the agent on the sketch.
+Source: arXiv 2411.16627. Deviations: guided x0 stay within `limit` (the published sampler clips at 1); the
+gradient is taken at x0 by default; every decision uses the part of the sketch that lies ahead; output
+perturbation begins a plan with rows of the guide, where the published one puts the agent on the sketch.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from torch import Tensor
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
-from policies.protocols import Observation, SampleHook, Step
-from policies.samplers.hooks import Hook
+from policies.protocols import Hook, Observation, Step
 from policies.samplers.step_table import StepTable, resampled
 from policies.wrappers.best_of_n import BestOfN, Selection
 from policies.wrappers.sketches import AnySketch, Sketch, read_sketch
@@ -40,9 +38,6 @@ AnyPolicy = TypeVar("AnyPolicy")
 RANKING_SCALE = 20.0
 SMALLEST_DISTANCE = 1e-12  # below it a row counts as on the guide and has zero gradient
 SMALLEST_ALPHA = 1e-9  # replaces a zero signal amplitude in sigma / alpha
-
-
-# -- distance from the guide ------------------------------------------------------------------------------
 
 
 def guide_distance(plan: Tensor, guide: Tensor) -> Tensor:
@@ -71,34 +66,21 @@ class NearSketch:
     sketch: Sketch
 
     def __call__(self, plans: Tensor, obs: Observation) -> Tensor:
-        """Return `ranking_scores` (B, N) of physical plans (B, N, Th, Da)."""
         guide = self.policy.normalize_action(self.sketch.guide(obs, self.policy.chunk))
         return ranking_scores(guide_distance(self.policy.normalize_action(plans), guide[:, None]))
 
 
-# -- inside the loop --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class GuideHook(Hook):
-    """Move predictions towards a guide, at every noise level but the last.
-
-    Args:
-        gradient: `x`: evaluated at the noisy plan. `x0`: evaluated at the clean one, which moves towards the
-            guide by at most its distance.
-
-    Source:
-        arXiv 2411.16627 with `gradient` = x.
-    """
+    """Move predictions towards a guide, at every noise level but the last."""
 
     guide: Tensor  # (B, Th, Da), normalised
     scale: float  # weight of the gradient in eps
-    gradient: str = "x0"
+    gradient: str = "x0"  # where it is taken: at `x` as published, or at `x0`, then at most onto the guide
     limit: float | None = 1.0  # bound on the magnitude of moved clean plans; None: unbounded
     resample_steps: int = 1  # evaluations per level
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Move eps along the gradient, and x0 consistently with the state."""
         if step.num_steps - step.k <= self.resample_steps:
             return x0, eps
         reach = self.scale * step.sigma / max(step.alpha, SMALLEST_ALPHA)
@@ -131,38 +113,21 @@ class Resampling:
         return float(self.sampler.min_std)
 
     @property
-    def final_std(self) -> float | None:
-        std: float | None = self.sampler.final_std
-        return std
+    def final_std(self) -> Any:
+        return self.sampler.final_std
 
     def table(self, process: Any) -> StepTable:
-        return resampled(
-            self.sampler.table(process), process, self.sampler, steps=self.steps, noise=self.noise
-        )
-
-
-# -- acting -----------------------------------------------------------------------------------------------
+        table = self.sampler.table(process)
+        return resampled(table, process, self.sampler, steps=self.steps, noise=self.noise)
 
 
 class SteeredPolicy(BestOfN):
-    """Denoising policy that follows a sketch.
-
-    Args:
-        policy: The policy; unchanged.
-        sketch: Target path.
-        steering: Steering settings.
-
-    Raises:
-        CapabilityError: If the policy does not denoise.
-        ConfigError: If its sampler cannot resample levels, or a number does not fit.
-    """
+    """Denoising policy that follows a sketch."""
 
     def __init__(self, policy: Any, sketch: Sketch, steering: Steering) -> None:
         if not isinstance(policy, DenoisingPolicy):
-            raise CapabilityError(
-                f"steer needs a policy that denoises its plan; {type(policy).__name__} does not. Leave steer "
-                f"out."
-            )
+            kind = type(policy).__name__
+            raise CapabilityError(f"steer needs a policy that denoises its plan; {kind} does not.")
         recipe = steering.recipe
         if recipe.resample_steps > 1:
             noise = steering.resample_noise
@@ -176,8 +141,7 @@ class SteeredPolicy(BestOfN):
     def calls(self) -> int:
         """Sequential network evaluations per plan."""
         policy: Any = self.policy
-        steps: int = policy.table.num_steps
-        return steps - self._first
+        return int(policy.table.num_steps) - self._first
 
     def guide(self, obs: Observation) -> Tensor:
         return self.policy.normalize_action(self.sketch.guide(obs, self.chunk))
@@ -199,7 +163,7 @@ class SteeredPolicy(BestOfN):
         first = flat if policy.is_deterministic else flat[:, 0]
         return guide + self.steering.noise_share * first, policy.table.times[self._first]
 
-    def _hooks(self, guide: Tensor) -> list[SampleHook]:
+    def _hooks(self, guide: Tensor) -> list[Hook]:
         if not self.recipe.scale:
             return []
         steering, recipe = self.steering, self.recipe
@@ -212,11 +176,7 @@ def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
 
 
 def describe_steering(steering: Steering) -> dict[str, Any] | None:
-    """Return the settings with the sketch's content instead of its file; None if steering is off.
-
-    Raises:
-        ConfigError: If the sketch is missing.
-    """
+    """Return the settings with the sketch's content instead of its file; None if steering is off."""
     return {**asdict(steering), "sketch": asdict(_sketch_of(steering))} if steering.is_on else None
 
 

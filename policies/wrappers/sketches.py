@@ -8,7 +8,7 @@ A position sketch is a path in the world for policies whose actions are velociti
 waypoint sketch is the same for policies whose actions are positions. Their guides lead from the observed
 position to the nearest point of the path, s(0), and along it::
 
-    p_k = way(s(0) + (k + 1) pace) + (p_-1 - way(s(0))) max(1 - (k + 1) / Th, 0)
+    p_k = path(s(0) + (k + 1) pace) + (p_-1 - path(s(0))) max(1 - (k + 1) / Th, 0)
     guide_k = (p_k - p_(k-1)) / reach        position sketch
     guide_k = p_k                            waypoint sketch
 
@@ -33,8 +33,7 @@ from policies.errors import ConfigError
 from policies.policy_config import ChunkSpec
 from policies.protocols import Observation
 
-Points = tuple[tuple[float, ...], ...]
-"""A polyline: n points of one width, in physical units."""
+Points = tuple[tuple[float, ...], ...]  # a polyline: n points of one width, in physical units
 
 
 class Sketch(Protocol):
@@ -47,11 +46,7 @@ class Sketch(Protocol):
 
 @dataclass(frozen=True)
 class ActionSketch:
-    """A plan in action space, the same for every observation.
-
-    Raises:
-        ConfigError: If it is no polyline.
-    """
+    """A plan in action space, the same for every observation."""
 
     actions: Points  # the polyline (n, Da)
 
@@ -67,11 +62,7 @@ class ActionSketch:
 
 @dataclass(frozen=True)
 class PositionSketch:
-    """A way through the world that the policy should follow from wherever it is.
-
-    Raises:
-        ConfigError: If it is no polyline, or a number is out of range.
-    """
+    """A path in the world, followed from the observed position; actions are displacements."""
 
     positions: Points  # the polyline (n, Da)
     pace: float  # path length per action
@@ -82,7 +73,7 @@ class PositionSketch:
         _check_points("positions", self.positions, at_least=2)
         if not (self.pace > 0 and self.reach > 0):
             raise ConfigError(
-                f"a sketch of positions needs pace > 0 and reach > 0; got {self.pace} and {self.reach}."
+                f"pace and reach of a sketch must be above 0; got {self.pace} and {self.reach}."
             )
         _check_width("observed", len(self.observed), len(self.positions[0]))
 
@@ -133,11 +124,7 @@ class PositionSketch:
 
 @dataclass(frozen=True)
 class WaypointSketch:
-    """A way through the world, for a policy whose actions are places to go to.
-
-    Raises:
-        ConfigError: If it is no polyline, or a number is out of range.
-    """
+    """A path in the world; actions are target positions."""
 
     waypoints: Points  # the polyline (n, Da)
     pace: float  # path length per action
@@ -145,17 +132,17 @@ class WaypointSketch:
 
     def __post_init__(self) -> None:
         _check_points("waypoints", self.waypoints, at_least=2)
-        _ = self.way
+        _ = self.path  # checks the numbers
 
     @cached_property
-    def way(self) -> PositionSketch:
+    def path(self) -> PositionSketch:
         return PositionSketch(self.waypoints, self.pace, reach=1.0, observed=self.observed)
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
-        return self.way.targets(obs, chunk)[:, 1:]
+        return self.path.targets(obs, chunk)[:, 1:]
 
     def distance(self, position: Tensor) -> Tensor:
-        return self.way.distance(position)
+        return self.path.distance(position)
 
 
 def resampled(points: Tensor, horizon: int) -> Tensor:
@@ -170,7 +157,6 @@ KINDS: dict[str, type[AnySketch]] = {
     "positions": PositionSketch,
     "waypoints": WaypointSketch,
 }
-"""Sketches by the name of their points."""
 
 
 def read_sketch(path: Path | str) -> AnySketch:
@@ -183,7 +169,7 @@ def read_sketch(path: Path | str) -> AnySketch:
         cls = next(KINDS[name] for name in KINDS if name in content)
         known = {field.name for field in fields(cls)}
         if not set(content) <= known:
-            raise ConfigError(f"it has {sorted(set(content) - known)}, but a sketch has {sorted(known)}.")
+            raise ConfigError(f"its keys must be {sorted(known)}; got {sorted(set(content) - known)} too.")
         return cls(**{name: _as_tuple(value) for name, value in content.items()})
     except StopIteration:
         raise ConfigError(f"steer.sketch={path} is no sketch: it has no {' or '.join(KINDS)}.") from None

@@ -14,11 +14,10 @@ from omegaconf import OmegaConf
 from pairwise import representatives
 
 import configs
-from burnish.config.overrides import experiments
+from burnish.commands import train as train_command
+from burnish.config.overrides import RunContext, experiments
 from burnish.config.schema import GROUPS, compose_config, node_of
 from burnish.config.train import TrainConfig
-from burnish.runs import launch
-from burnish.runs.context import RunContext
 from burnish.runs.resolve import resolve
 from envs.datasets import EpisodeDataset, write_robomimic
 from envs.datasets.episode import Episode
@@ -147,7 +146,7 @@ def _parts(name: str) -> tuple[str | None, str | None]:
 def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
     few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.env_steps=8", "algo.batch_size=4"]
     tiny = [f"experiment={name}", *few, "evaluation.episodes=0", "progress=false"]
-    outcome = launch.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
+    outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     assert outcome.directory.latest() == 8
 
 
@@ -159,7 +158,7 @@ def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
     few = ["algo.steps=2", "algo.batch_size=8", "evaluation.episodes=0", "progress=false"]
     few += ["algo.warmup_steps=0"] if getattr(config.algo, "warmup_steps", 0) else []
     tiny = [f"experiment={name}", f"dataset={dataset}", *narrow, *few]
-    outcome = launch.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
+    outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     assert outcome.directory.latest() == 2
 
 
@@ -181,7 +180,7 @@ def test_mazes_train_on_files_of_d4rl_and_are_judged(
     few += [f"reader.d4rl_compat={compat}", f"env={env}", "env.max_episode_steps=4", "evaluation.episodes=2"]
     tiny = [f"experiment={name}", f"dataset={file}", *few, "progress=false", "trainer.eval_every=0"]
     try:
-        outcome = launch.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
+        outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert load_policy(outcome.directory.policy_path()).obs_dim == state
@@ -203,7 +202,7 @@ def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
     rest = [*(data if config.algo.offline_ratio else []), "evaluation.episodes=0", "progress=false"]
     tiny = [f"experiment={name}", *few, *narrow, *rest]
     try:
-        outcome = launch.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
+        outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert outcome.directory.latest() is not None
@@ -231,7 +230,7 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
         "backbone.width=16",
     ]
     cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *common]
-    launch.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
+    train_command.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo in FROM_REPLAY:
         few += ["algo.total_steps=16", "algo.warmup_steps=0", "algo.critic_dims=[16]"]
@@ -239,7 +238,7 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
         few += ["algo.iterations=1", "algo.env_steps=null", "algo.update_epochs=1", "algo.critic.width=16"]
     tuning = [f"experiment={name}", f"init={tmp_path / 'base'}", *few, *common]
     try:
-        outcome = launch.train(compose_config("train", tuning), RunContext(tmp_path / "tuned"))
+        outcome = train_command.train(compose_config("train", tuning), RunContext(tmp_path / "tuned"))
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert outcome.directory.latest() is not None

@@ -11,9 +11,9 @@ from messages import mentions
 
 import burnish
 from burnish.commands import importing as command
+from burnish.config.overrides import RunContext
 from burnish.config.schema import compose_config
-from burnish.runs.context import RunContext
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import ConfigError
 from policies.protocols import Cond
 from policies.storage.policy_folder import read_config
 
@@ -61,7 +61,7 @@ def test_the_directory_is_named_after_the_checkpoint(
 
 def test_what_exists_is_replaced_only_when_asked(given: list[str], tmp_path: Path) -> None:
     command.convert(compose_config("import", given))
-    with pytest.raises(CheckpointError, match=mentions("exists overwrite=true")):
+    with pytest.raises(ConfigError, match=mentions("exists overwrite=true")):
         command.convert(compose_config("import", given))
     command.convert(compose_config("import", [*given, "overwrite=true"]))
     with pytest.raises(ConfigError, match=mentions("out= state_3.pt")):

@@ -22,13 +22,13 @@ from algos.bc import Bc
 from algos.training.signals import Interrupted
 from burnish.api import Run, overrides_of
 from burnish.commands import evaluate as evaluate_command
+from burnish.commands import train as train_command
 from burnish.commands.evaluate import describe_comparison
 from burnish.commands.export import surroundings_of
+from burnish.config.overrides import RunContext
 from burnish.config.schema import compose_config
 from burnish.console import log_lines
-from burnish.runs import launch
 from burnish.runs.build import prepare
-from burnish.runs.context import RunContext
 from burnish.runs.locate import locate
 from burnish.runs.resolve import resolve
 from burnish.runs.tasks import task_of
@@ -605,4 +605,4 @@ def test_a_file_of_an_evaluation_is_written_whole_or_not_at_all(
 def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:
     config = compose_config("train", ["algo=ppo", "env=avoid", "process=gaussian", "dataset=some.hdf5"])
     with pytest.raises(ConfigError, match=mentions("algo=ppo")):
-        launch.train(config, RunContext(tmp_path / "run"))
+        train_command.train(config, RunContext(tmp_path / "run"))

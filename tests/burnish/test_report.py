@@ -14,7 +14,7 @@ from messages import mentions
 from algos.training.run_directory import RunDirectory
 from burnish.commands.report import ReportConfig, _is_same, grouped, report
 from burnish.reports import figures, rollouts
-from burnish.reports.rollouts import ReportRollouts, describe_ways, draw_behaviour
+from burnish.reports.rollouts import ReportRollouts, describe_modes, draw_behaviour
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import success_rate
 from envs.rollouts.episodes import EpisodeRow
@@ -122,12 +122,12 @@ def test_ways_are_counted_among_successes() -> None:
     def row(mode: int, success: bool) -> Any:
         return SimpleNamespace(metrics={"mode": mode}, success=success)
 
-    assert describe_ways(SimpleNamespace(), []) == ""
-    none = describe_ways(task, [row(-1, False), row(0, False)])
+    assert describe_modes(SimpleNamespace(), []) == ""
+    none = describe_modes(task, [row(-1, False), row(0, False)])
     assert none == "none of 2 episodes succeeded, so no way through was found."
-    one = describe_ways(task, [row(1, True), row(-1, False)])
+    one = describe_modes(task, [row(1, True), row(-1, False)])
     assert one == "1 way in the 1 of 2 episodes that succeeded: right (1)."
-    two = describe_ways(task, [row(1, True), row(1, True), row(0, True)])
+    two = describe_modes(task, [row(1, True), row(1, True), row(0, True)])
     assert two == "2 different ways in the 3 of 3 episodes that succeeded: right (2), left (1)."
 
 

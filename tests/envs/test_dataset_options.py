@@ -12,10 +12,10 @@ from messages import mentions
 from envs.datasets import (
     Episode,
     EpisodeDataset,
-    fitting_options,
-    lasting_options,
+    absolute_options,
     read_dataset,
     reader_options,
+    supported_options,
     write_d4rl,
     write_minari,
     write_robomimic,
@@ -90,7 +90,7 @@ def test_options_are_taken_as_the_reader_takes_them(dataset: EpisodeDataset, tmp
     write_d4rl(tmp_path / "toy.hdf5", dataset)
     assert read_dataset(tmp_path / "toy.hdf5").num_frames == 8
     assert read_dataset(tmp_path / "toy.hdf5", d4rl_compat=True).num_frames == 6, "time-outs are dropped"
-    assert fitting_options(tmp_path / "toy.hdf5", {"d4rl_compat": True, "mask": "train"}) == {
+    assert supported_options(tmp_path / "toy.hdf5", {"d4rl_compat": True, "mask": "train"}) == {
         "d4rl_compat": True
     }
 
@@ -101,6 +101,6 @@ def test_files_among_options_mean_the_same_from_any_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     given = {"normalization": "limits.npz", "task": "cube", "max_episode_steps": 3}
-    assert lasting_options(given) == given | {"normalization": str(tmp_path / "limits.npz")}
-    assert lasting_options({"normalization": "~/x.npz"})["normalization"] == str(tmp_path / "home/x.npz")
-    assert lasting_options({"normalization": None}) == {"normalization": None}
+    assert absolute_options(given) == given | {"normalization": str(tmp_path / "limits.npz")}
+    assert absolute_options({"normalization": "~/x.npz"})["normalization"] == str(tmp_path / "home/x.npz")
+    assert absolute_options({"normalization": None}) == {"normalization": None}

@@ -276,10 +276,7 @@ def test_a_seam_that_no_flag_tells_of_is_cut_and_counted(tmp_path, caplog):
     assert data.lengths.tolist() == [4, 2, 2, 2]
     assert data.truncated.nonzero().flatten().tolist() == [5, 7, 9]
     (record,) = caplog.records
-    assert (
-        "joined.hdf5: seams between episodes that no flag tells of: 2, the first behind row 5"
-        in record.message
-    )
+    assert "joined.hdf5: seams between episodes without a flag: 2, the first behind row 5" in record.message
 
 
 @pytest.mark.parametrize("timeouts", [True, False])

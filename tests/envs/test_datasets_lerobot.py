@@ -112,7 +112,7 @@ def test_vectors_of_all_files_become_episodes(tmp_path, caplog, fixed):
 def test_what_is_left_out_is_named(tmp_path, caplog):
     data = read_dataset(write(tmp_path / "so100"))
     assert data.meta["not_read"] == ["observation.effort", "observation.images.top"]
-    assert "observation.images.top (videos whose times are not told" in caplog.text
+    assert "observation.images.top (videos without times" in caplog.text
     assert "observation.effort (choose it by obs_keys)" in caplog.text
 
 

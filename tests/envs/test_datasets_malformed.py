@@ -236,7 +236,7 @@ def test_demonstrations_are_sorted_by_number_and_empty_ones_refused(tmp_path: Pa
             value = demo[key][:0]
             del demo[key]
             demo[key] = value
-    assert says(refusal(path), path, "demonstration 0 empty actions")
+    assert says(refusal(path), path, "demo_20 empty actions")
 
 
 def test_nothing_is_left_in_memory_or_on_disk_of_a_failed_write(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def write_raw(folder, metadata=None, **changes):
     [
         ({"observations": None}, "episode_1 observations 5"),
         ({"observations": np.zeros((4, 3))}, "5 observation"),
-        ({"observations": np.zeros((5, 4))}, "1 observations shape (5, 3)"),
+        ({"observations": np.zeros((5, 4))}, "episode_1 observations shape (4, 3)"),
         ({"observations": np.full((5, 3), np.nan)}, "observations finite"),
         ({"actions": None}, "episode_1 actions observations"),
         (

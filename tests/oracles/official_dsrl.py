@@ -18,7 +18,7 @@ from policies.build import complete
 from policies.networks.critics import Ensemble, EnsembleConfig
 from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
-from policies.protocols import Cond, SampleHook
+from policies.protocols import Cond, Hook
 from policies.wrappers.noise_policy import Steering
 
 Arrays = Mapping[str, Tensor]
@@ -58,7 +58,7 @@ class LinearBase(Policy):
         *,
         grad: bool = False,
         start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        hooks: Sequence[Hook] = (),
     ) -> Tensor:
         """Return the chunk (B, Th, Da)."""
         inputs = torch.cat([cond.vec, noise.flatten(1)], dim=1)

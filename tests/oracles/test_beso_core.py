@@ -17,8 +17,7 @@ from torch import Tensor
 
 from policies.processes import Edm
 from policies.processes.schedules import noise_grid
-from policies.protocols import TE, Cond, Step
-from policies.samplers.hooks import Hook
+from policies.protocols import TE, Cond, Hook, Step
 from policies.samplers.loop import denoise
 from policies.samplers.ode import Ancestral, DPMpp2M, Euler, Heun, Midpoint
 from policies.samplers.step_table import StepTable

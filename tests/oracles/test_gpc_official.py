@@ -15,9 +15,8 @@ from policies.composition.policy import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
 from policies.processes import VPDiffusion
 from policies.processes.schedules import cumulative_alphas
-from policies.protocols import Step
+from policies.protocols import Hook, Step
 from policies.samplers.ddpm import DDIM, DDPM
-from policies.samplers.hooks import Hook
 from tests.oracles.toy_field import toy_policy
 
 TOLERANCE = 5e-5

@@ -22,8 +22,7 @@ from torch import Tensor
 from policies.denoising import DenoisingPolicy
 from policies.networks.embeddings import sinusoid
 from policies.processes.flow import RectifiedFlow
-from policies.protocols import TE, Cond, Step
-from policies.samplers.hooks import Hook
+from policies.protocols import TE, Cond, Hook, Step
 from policies.samplers.ode import Euler
 
 FORWARD = {"rtol": 1e-5, "atol": 1e-6}

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
-from policies.protocols import Cond
+from policies.protocols import Cond, Hook
 from policies.samplers.ddpm import DDIM
 from policies.samplers.diffusers import DIFFUSION_SCHEDULERS, FLOW_SCHEDULERS, Diffusers
-from policies.samplers.hooks import Hook
 from policies.samplers.loop import denoise
 from policies.samplers.ode import DPMpp2M, Euler
 from policies.samplers.step_table import StepTable

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from policies.errors import CapabilityError
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.protocols import Cond, SampleHook, Step
+from policies.protocols import Cond, Hook, Step
 from policies.samplers.ddpm import DDIM, DDPM
-from policies.samplers.hooks import Guidance, Hook, Inpaint
+from policies.samplers.hooks import Guidance, Inpaint
 from policies.samplers.loop import denoise
 from policies.samplers.ode import Euler
 from policies.samplers.step_table import StepTable
@@ -114,7 +114,7 @@ def test_guidance_may_depend_on_the_condition_of_each_row() -> None:
 
 
 def test_hooks_are_sample_hooks_and_need_a_condition() -> None:
-    hook: SampleHook = Hook()
+    hook: Hook = Hook()
     table = DDIM(steps=5).table(VPDiffusion(20))
     with pytest.raises(CapabilityError, match=mentions("cond None")):
         denoise(network, table, draw(table), hooks=[hook])

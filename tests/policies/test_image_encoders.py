@@ -20,7 +20,7 @@ from policies.backbones.transformer import TransformerConfig
 from policies.build import build_policy
 from policies.encoders import Encoder, ObservationSizes
 from policies.encoders.images import centre_crop, random_crop, random_shift, windows
-from policies.encoders.resnet import ResNet18, ResNetEncoderConfig, expected_places
+from policies.encoders.resnet import ResNet18, ResNetEncoderConfig, spatial_softmax
 from policies.encoders.state import StateEncoderConfig
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
@@ -523,7 +523,7 @@ def test_the_residual_network_is_the_published_one() -> None:
 def test_a_peak_is_where_it_is(row: int, column: int) -> None:
     maps = torch.zeros(1, 2, 3, 5)
     maps[0, 0, row, column] = 200.0
-    place, middle = expected_places(maps)[0]
+    place, middle = spatial_softmax(maps)[0]
     torch.testing.assert_close(place, torch.tensor([column / 2 - 1, row - 1.0]))
     torch.testing.assert_close(middle, torch.zeros(2))
 
@@ -531,7 +531,7 @@ def test_a_peak_is_where_it_is(row: int, column: int) -> None:
 def test_two_peaks_share_their_place_by_their_heights() -> None:
     maps = torch.full((1, 1, 2, 3), -torch.inf)
     maps[0, 0, 0, 0], maps[0, 0, 1, 2] = np.log(3.0), 0.0  # shares 3/4 and 1/4
-    torch.testing.assert_close(expected_places(maps)[0, 0], torch.tensor([-0.5, -0.5]))
+    torch.testing.assert_close(spatial_softmax(maps)[0, 0], torch.tensor([-0.5, -0.5]))
 
 
 # -- export ---------------------------------------------------------------------------------------------

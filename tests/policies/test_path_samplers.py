@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.processes import Edm, Process, RectifiedFlow, VPDiffusion
+from policies.processes import Edm, GaussianPath, RectifiedFlow, VPDiffusion
 from policies.samplers.ddpm import DDIM
 from policies.samplers.loop import denoise
 from policies.samplers.ode import Ancestral, DPMpp2M, Euler, Heun, Midpoint, PathRules
@@ -23,7 +23,7 @@ FREE = {"clip_x0": None, "clip_action": None, "noise_clip": None}
 every_process = pytest.mark.parametrize("process", PROCESSES, ids=["flow", "edm", "diffusion"])
 
 
-def exact(process: Process, table: StepTable) -> Callable[[int, Tensor], Tensor]:
+def exact(process: GaussianPath, table: StepTable) -> Callable[[int, Tensor], Tensor]:
     """The best network for data ~ Normal(MEAN, STD^2), in the kind of the process."""
 
     def bound(k: int, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def end_of_flow(table: StepTable, start: Tensor) -> Tensor:
     return MEAN + STD * (table.start_std * start - alpha * MEAN) / math.hypot(alpha * STD, sigma)
 
 
-def error(process: Process, sampler: PathRules) -> float:
+def error(process: GaussianPath, sampler: PathRules) -> float:
     table = sampler.table(process)
     start = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None, None]
     got = denoise(exact(process, table), table, start).action
@@ -51,7 +51,7 @@ def error(process: Process, sampler: PathRules) -> float:
 @every_process
 @pytest.mark.parametrize(("sampler", "order"), [(Euler, 1), (Heun, 2), (Midpoint, 2), (DPMpp2M, 2)])
 def test_errors_fall_with_the_order_of_the_method(
-    process: Process, sampler: type[PathRules], order: int
+    process: GaussianPath, sampler: type[PathRules], order: int
 ) -> None:
     """Doubling the steps divides the error by 2^order, in the regime where that holds, or more.
 
@@ -65,7 +65,7 @@ def test_errors_fall_with_the_order_of_the_method(
 
 
 @every_process
-def test_ancestral_steps_draw_from_the_target(process: Process) -> None:
+def test_ancestral_steps_draw_from_the_target(process: GaussianPath) -> None:
     table = Ancestral(steps=100, **FREE).table(process)
     noise = torch.randn(4000, 101, 1, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     got = denoise(exact(process, table), table, noise).action
@@ -74,7 +74,7 @@ def test_ancestral_steps_draw_from_the_target(process: Process) -> None:
 
 
 @every_process
-def test_ancestral_without_fresh_noise_is_euler(process: Process) -> None:
+def test_ancestral_without_fresh_noise_is_euler(process: GaussianPath) -> None:
     quiet, euler = (
         s(steps=7, **FREE, **more).table(process) for s, more in ((Ancestral, {"eta": 0.0}), (Euler, {}))
     )
@@ -91,7 +91,7 @@ def test_euler_on_a_diffusion_is_ddim() -> None:
 
 @every_process
 @pytest.mark.parametrize("grid", ["karras", "exponential", "linear"])
-def test_grids_of_noise_levels_fall_between_their_ends(process: Process, grid: str) -> None:
+def test_grids_of_noise_levels_fall_between_their_ends(process: GaussianPath, grid: str) -> None:
     times = Euler(steps=6, grid=grid, noise_max=8.0, noise_min=0.02).times(process)
     alpha, sigma = process.alpha_sigma(torch.tensor(times, dtype=torch.float64))
     noise = sigma / alpha
@@ -100,7 +100,9 @@ def test_grids_of_noise_levels_fall_between_their_ends(process: Process, grid: s
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(PROCESSES, 2)))
-def test_a_state_moves_between_paths_at_equal_noise_over_signal(one: Process, other: Process) -> None:
+def test_a_state_moves_between_paths_at_equal_noise_over_signal(
+    one: GaussianPath, other: GaussianPath
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x0, eps = (torch.randn(12, 4, 3, generator=generator, dtype=torch.float64) for _ in range(2))
     t = torch.linspace(0.05, 0.95, 12, dtype=torch.float64)

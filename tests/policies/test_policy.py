@@ -15,9 +15,8 @@ from policies.policy_config import ChunkSpec
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
-from policies.protocols import ChainPolicy, Field, MatchingLoss, NoiseDecoder
+from policies.protocols import ChainPolicy, Field, Hook, MatchingLoss, NoiseDecoder
 from policies.samplers.ddpm import DDIM, DDPM
-from policies.samplers.hooks import Hook
 from policies.samplers.ode import Euler
 
 EXPLORE = {"min_std": 0.1, "final_std": None}

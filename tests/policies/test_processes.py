@@ -10,7 +10,7 @@ from messages import mentions
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes import Edm, Process, RectifiedFlow, VPDiffusion
+from policies.processes import Edm, GaussianPath, RectifiedFlow, VPDiffusion
 from policies.processes.base import KINDS
 from policies.processes.schedules import cumulative_alphas, make_betas, time_of_level
 from policies.registry import from_json, to_json
@@ -32,7 +32,7 @@ def draw(n: int = 16) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("process", PROCESSES, ids=NAMES)
 @pytest.mark.parametrize(("src", "dst"), list(itertools.product(KINDS, KINDS)))
-def test_conversions_agree_with_the_definitions_and_invert(process: Process, src: str, dst: str) -> None:
+def test_conversions_agree_with_the_definitions_and_invert(process: GaussianPath, src: str, dst: str) -> None:
     x0, eps, t = draw()
     x = process.corrupt(x0, eps, t)
     alpha, sigma = (a[:, None, None] for a in process.alpha_sigma(t))
@@ -51,7 +51,7 @@ def test_conversions_agree_with_the_definitions_and_invert(process: Process, src
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=NAMES)
-def test_the_path_runs_from_noise_to_data(process: Process) -> None:
+def test_the_path_runs_from_noise_to_data(process: GaussianPath) -> None:
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(ends)
     assert alpha[0] < sigma[0]
@@ -63,7 +63,7 @@ def test_the_path_runs_from_noise_to_data(process: Process) -> None:
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=NAMES)
-def test_rates_are_the_derivatives_of_the_path(process: Process) -> None:
+def test_rates_are_the_derivatives_of_the_path(process: GaussianPath) -> None:
     t = torch.arange(20, dtype=torch.float64) / 20 + 0.003  # never on a level
     step = 1e-6
     for rate, high, low in zip(
@@ -73,7 +73,7 @@ def test_rates_are_the_derivatives_of_the_path(process: Process) -> None:
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=NAMES)
-def test_the_target_is_the_native_kind_of_the_corrupted_chunk(process: Process) -> None:
+def test_the_target_is_the_native_kind_of_the_corrupted_chunk(process: GaussianPath) -> None:
     x0, eps, t = draw()
     x = process.corrupt(x0, eps, t)
     want = process.convert(x, t, eps, "eps", process.kind)
@@ -127,14 +127,14 @@ def test_tables_first_used_in_inference_mode_still_train() -> None:
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=NAMES)
-def test_corruption_compiles_to_one_graph_with_the_same_numbers(process: Process) -> None:
+def test_corruption_compiles_to_one_graph_with_the_same_numbers(process: GaussianPath) -> None:
     x0, eps, t = (a.float() for a in draw())
     compiled = torch.compile(process.corrupt, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x0, eps, t), process.corrupt(x0, eps, t), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=NAMES)
-def test_a_saved_process_is_the_same_process(process: Process) -> None:
+def test_a_saved_process_is_the_same_process(process: GaussianPath) -> None:
     assert from_json("process", to_json("process", process)) == process
 
 

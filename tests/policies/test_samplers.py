@@ -16,12 +16,11 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.networks.distributions import gaussian_log_prob
-from policies.processes import Process, RectifiedFlow, VPDiffusion
+from policies.processes import GaussianPath, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
-from policies.protocols import Cond
+from policies.protocols import Cond, Hook
 from policies.registry import from_json, to_json
 from policies.samplers.ddpm import DDIM, DDPM
-from policies.samplers.hooks import Hook
 from policies.samplers.loop import denoise
 from policies.samplers.ode import Euler
 from policies.samplers.step_table import StepTable, transition
@@ -61,7 +60,7 @@ def draw(table: StepTable, dtype: torch.dtype = torch.float64, n: int = B) -> Te
 
 
 def gaussian_field(
-    process: Process, table: StepTable, mean: float, std: float
+    process: GaussianPath, table: StepTable, mean: float, std: float
 ) -> Callable[[int, Tensor], Tensor]:
     """The exact predictor for data ~ Normal(mean, std^2)."""
 

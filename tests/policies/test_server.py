@@ -232,7 +232,7 @@ def test_observations_that_do_not_fit_are_refused_by_name(case: str, client: Cli
         "schema": client.schema.fingerprint,
     }
     with pytest.raises(ServingError, match=mentions(message)) as refused:
-        client.ask(body | {"key": [0]})
+        client.request(body | {"key": [0]})
     assert refused.value.reason == reason
 
 
@@ -518,7 +518,7 @@ def test_what_was_counted_is_told_by_message_and_by_page() -> None:
     with running(ServedPolicy(flow())) as server, client_of(server) as client:
         client.decide(observed(), (0,))
         with pytest.raises(ServingError):
-            client.ask({"type": "act", "schema": "x"})
+            client.request({"type": "act", "schema": "x"})
         counted = client.metrics()
         assert (counted["decisions"], counted["rejected"]["schema"], counted["messages"]) == (1, 1, 4)
         assert counted["decide_ms"]["0.5"] > 0

@@ -14,7 +14,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import tanh_draw
 from policies.processes.gaussian import Mean
 from policies.processes.squashed import Squashed, TanhGaussianPolicy, TanhGaussianProcess, squashed_nll
-from policies.samplers.hooks import Hook
+from policies.protocols import Hook
 
 
 def policy(**values: Any) -> TanhGaussianPolicy:

@@ -1,1 +1,1 @@
-"""Shared file types of the formats: HDF5, npz, Parquet, videos."""
+"""Shared file types of the formats: arrays, HDF5, npz, Parquet, videos."""

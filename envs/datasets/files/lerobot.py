@@ -1,28 +1,27 @@
-"""What the files of a LeRobot dataset hold, and whether all of it is there; nothing is made of it yet.
+"""Content of LeRobot files, checked for completeness.
 
     meta/info.json                    features, their types and shapes; numbers of frames and of episodes
     meta/tasks.parquet                tasks in words
-    meta/episodes/chunk-<c>/…         one row per episode: its length, and where its videos are
+    meta/episodes/chunk-<c>/…         one row per episode: its length, and the positions of its videos
     data/chunk-<c>/file-<f>.parquet   one row per frame
 
 Every frame has a number in the dataset, `index`, one in its episode, `frame_index`, and that of its
-episode, `episode_index`. Rows may be stored in any order: they are sorted by `index`. What is missing or
-stored twice is found by these numbers and refused: the frames around a gap would look like neighbours.
+episode, `episode_index`. Rows may be stored in any order: they are sorted by `index`. Missing and duplicate
+frames are found by these numbers and refused: the frames around a gap would look like neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from envs.datasets.array_storage import ArrayStorage, Frames
-from envs.datasets.files.npz import Arrays
+from envs.datasets.files.arrays import Arrays, check_keys, readable
 from envs.datasets.images import BlobColumn
-from policies.errors import BurnishError, DatasetError
+from policies.errors import DatasetError
 from policies.extras import require
 from policies.storage.strict_json import read_json
 
@@ -31,46 +30,20 @@ EPISODES = "meta/episodes/chunk-*/file-*.parquet"
 DONE, SUCCESS = "next.done", "next.success"
 SCALARS = ("next.reward", DONE, SUCCESS, "timestamp", "task_index", "frame_index")
 INDEX = ("episode_index", "index")
-_AGAIN = "Copy or download the dataset again."
 
-
-@contextmanager
-def readable(file: Path, what: str) -> Iterator[None]:
-    """Turn everything that pyarrow and numpy raise over a damaged file into one error.
-
-    Raises:
-        DatasetError: Naming the file.
-    """
-    import pyarrow as pa
-
-    try:
-        yield
-    except BurnishError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, MemoryError) as error:
-        raise DatasetError(
-            f"{file}: expected a readable {what}; reading failed with '{error}'. The file is truncated or "
-            f"damaged: copy or download it again."
-        ) from error
+EpisodeTable = Mapping[str, Sequence[Any]]
+"""Columns of the tables of episodes by name, all of one length."""
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
-    """Read the description of a dataset.
-
-    Raises:
-        DatasetError: If it is damaged, of another version than 3, or counts nothing.
-    """
+    """Read the description of a dataset, of version 3."""
     place = Path(path) / INFO
-    try:
+    with readable(place, "description of a LeRobot dataset"):
         info = read_json(place, finite=False)
         version, features = str(info["codebase_version"]), info["features"]
         shapes = {key: (str(one["dtype"]), [int(n) for n in one["shape"]]) for key, one in features.items()}
         counts = {key: int(info[key]) for key in ("total_frames", "total_episodes")}
         float(info.get("fps") or 0)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
-        raise DatasetError(
-            f"{place}: expected LeRobot's description of a dataset; reading failed with '{error}'. {_AGAIN}"
-        ) from error
     if not version.startswith("v3."):
         raise DatasetError(
             f"{place}: key 'codebase_version' must be v3.x; got '{version}'. Convert the dataset with "
@@ -80,17 +53,11 @@ def read_info(path: str | Path) -> dict[str, Any]:
         if count < 1:
             raise DatasetError(f"{place}: key '{key}' must be at least 1; got {count}.")
     for key, (kind, shape) in shapes.items():
-        if min(shape, default=1) < 1 or (kind in ("image", "video") and len(shape) != 3):
-            raise DatasetError(
-                f"{place}: feature '{key}' must have a shape of whole numbers above 0, three for images; got "
-                f"{shape[:8]}."
-            )
-    for key in (*SCALARS, *INDEX):
-        if key in shapes and shapes[key][1] not in ([], [1]):
-            raise DatasetError(
-                f"{place}: feature '{key}' must have the shape [1], one number per frame; got "
-                f"{shapes[key][1]}."
-            )
+        is_scalar = key in (*SCALARS, *INDEX)
+        is_odd = shape not in ([], [1]) if is_scalar else kind in ("image", "video") and len(shape) != 3
+        if is_odd or min(shape, default=1) < 1:
+            wanted = "[1], one number per frame" if is_scalar else "whole numbers above 0, three for images"
+            raise DatasetError(f"{place}: feature '{key}' must have the shape {wanted}; got {shape[:8]}.")
     described = {key: {**features[key], "dtype": kind, "shape": n} for key, (kind, n) in shapes.items()}
     return {**info, **counts, "features": described}
 
@@ -102,15 +69,16 @@ def width_of(info: Mapping[str, Any], key: str) -> int:
 
 
 def data_files(path: str | Path, info: Mapping[str, Any]) -> list[Path]:
-    """Return the files with the frames.
-
-    Raises:
-        DatasetError: If there is none, one is damaged, or they hold other than `total_frames` frames.
-    """
+    """Return the files with the frames, which must hold `total_frames` frames."""
     files = sorted(Path(path).glob(DATA))
     if not files:
         raise DatasetError(f"{path}: expected {DATA}; there is no such file. Download the dataset again.")
-    _check_total(path, info, "total_frames", sum(_num_rows(file) for file in files))
+    parquet = require("pyarrow.parquet", extra="lerobot")
+    num = 0
+    for file in files:
+        with readable(file, "Parquet file"):
+            num += int(parquet.read_metadata(file).num_rows)
+    _check_total(path, info, "total_frames", num)
     return files
 
 
@@ -122,27 +90,14 @@ def read_frames(
     cameras: Sequence[str],
     storage: ArrayStorage,
 ) -> tuple[Arrays, dict[str, Sequence[bytes]]]:
-    """Read columns of all data files, in the order of `index`: numbers, and the files of images.
-
-    Args:
-        path: The dataset's folder.
-        files: From `data_files`.
-        info: From `read_info`.
-        keys: Columns of numbers.
-        cameras: Columns of images.
-        storage: Where the numbers go.
-
-    Raises:
-        DatasetError: If a file is damaged, lacks a column or holds something else in it, or if frames are
-            missing or stored twice.
-    """
+    """Read columns of numbers (`keys`) and image files (`cameras`), in the order of `index`."""
     frames = Frames(storage, int(info["total_frames"]))
     blobs = {key: BlobColumn(storage) for key in cameras}
     for file in files:
         for table in _tables(file, [*keys, *cameras]):
             frames.add({key: _column(table[key], file, key, width_of(info, key)) for key in keys})
             for key, found in blobs.items():
-                found.add(_picture_files(table[key], file, key))
+                found.add(_image_files(table[key], file, key))
     rows = frames.joined()
     _check_total(path, info, "total_frames", len(rows.get("index", ())))
     order = np.argsort(rows["index"], kind="stable")
@@ -152,25 +107,17 @@ def read_frames(
     return rows, {key: found.joined(order) for key, found in blobs.items()}
 
 
-def _num_rows(file: Path) -> int:
-    parquet = require("pyarrow.parquet", extra="lerobot")
-    with readable(file, "Parquet file"):
-        return int(parquet.read_metadata(file).num_rows)
-
-
 def _tables(file: Path, wanted: list[str]) -> Iterator[Any]:
     parquet = require("pyarrow.parquet", extra="lerobot")
     with readable(file, "Parquet file"):
         content = parquet.ParquetFile(file)
-        missing = [key for key in wanted if key not in content.schema_arrow.names]
-        if missing:
-            raise DatasetError(f"{file}: expected the columns {wanted}; missing {missing}. {_AGAIN}")
+        check_keys(file, wanted, content.schema_arrow.names, "columns")
         for group in range(content.num_row_groups):
             yield content.read_row_group(group, columns=wanted)
 
 
-def _picture_files(values: Any, file: Path, key: str) -> list[bytes]:
-    """Return the bytes of a column of images: {bytes, path}, of which the bytes have to be there."""
+def _image_files(values: Any, file: Path, key: str) -> list[bytes]:
+    """Return the bytes of a column of images: {bytes, path}, of which the bytes are required."""
     found = [row.get("bytes") if isinstance(row, Mapping) else row for row in values.to_pylist()]
     files = [one for one in found if isinstance(one, bytes)]
     if len(files) < len(found):
@@ -184,6 +131,7 @@ def _picture_files(values: Any, file: Path, key: str) -> list[bytes]:
 def _column(values: Any, file: Path, key: str, width: int) -> np.ndarray:
     """Turn a column into an array: (n, width) for states and actions, (n,) for single numbers."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     array = values.combine_chunks()
     is_list = any(test(array.type) for test in (pa.types.is_list, pa.types.is_large_list))
@@ -192,50 +140,34 @@ def _column(values: Any, file: Path, key: str, width: int) -> np.ndarray:
     kind, holes = flat.type, array.null_count + (flat.null_count if is_list else 0)
     if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         raise DatasetError(f"{file}: column '{key}' must hold real numbers; got type {array.type}.")
-    if holes or (got := _widths(array) if is_list else {1}) - {width}:
-        found = f"{holes} missing values" if holes else f"{sorted(got)[:5]}"
+    widths = set(pc.unique(pc.list_value_length(array)).to_pylist()) if is_list and not holes else {1}
+    if holes or widths - {width}:
+        found = f"{holes} missing values" if holes else f"{sorted(widths)[:5]}"
         raise DatasetError(
             f"{file}: column '{key}' must have {width} numbers in each of its {len(array)} rows; got {found}."
         )
     numbers: np.ndarray = flat.to_numpy(zero_copy_only=False)
-    # One number is stored as it is or as a list of one; a state or an action is a vector all the same.
+    # A single number may be stored as such or as a list of one; states and actions are always vectors.
     is_vector = key == "action" or key.startswith("observation.")
     return numbers.reshape(len(array), width) if is_vector else numbers
-
-
-def _widths(lists: Any) -> set[int]:
-    """Return how many numbers the rows of a column of lists have."""
-    import pyarrow.compute as pc
-
-    return set(pc.unique(pc.list_value_length(lists)).to_pylist())
 
 
 def episode_starts(
     path: str | Path, rows: Arrays, info: Mapping[str, Any], table: EpisodeTable
 ) -> np.ndarray:
-    """Return the first frame of every episode and, last, N.
-
-    Args:
-        path: The dataset's folder.
-        rows: From `read_frames`.
-        info: From `read_info`.
-        table: From `read_episode_table`.
-
-    Raises:
-        DatasetError: If episodes are missing, mixed, or have other frames than they should.
-    """
+    """Return the first frame of every episode and, last, N; rows and tables must agree."""
     number = rows["episode_index"]
     first = np.flatnonzero(np.append(True, number[1:] != number[:-1]))
     _check_total(path, info, "total_episodes", len(first))
     if len(np.unique(number[first])) < len(first):
         raise DatasetError(
             f"{path}: column 'episode_index' of {DATA} must not change within an episode; got episodes in "
-            f"several parts. {_AGAIN}"
+            f"several parts. Download the dataset again."
         )
     start = np.append(first, len(number))
     if "frame_index" in rows:
-        due = np.arange(len(number)) - np.repeat(first, np.diff(start))
-        _check_counting(path, rows, "frame_index", due, "the frames of every episode")
+        expected = np.arange(len(number)) - np.repeat(first, np.diff(start))
+        _check_counting(path, rows, "frame_index", expected, "the frames of every episode")
     _check_table(path, dict(zip(number[first].tolist(), np.diff(start).tolist(), strict=True)), table)
     return start
 
@@ -243,20 +175,19 @@ def episode_starts(
 def _check_total(path: str | Path, info: Mapping[str, Any], key: str, got: int) -> None:
     if int(info[key]) != got:
         raise DatasetError(
-            f"{path}: key '{key}' of {INFO} must be what {DATA} hold; got {info[key]} and {got}. Files "
+            f"{path}: key '{key}' of {INFO} must be the number in {DATA}; got {info[key]} and {got}. Files "
             f"are missing, or episodes are mixed: download the dataset again."
         )
 
 
-def _check_counting(path: str | Path, rows: Arrays, key: str, due: np.ndarray, what: str) -> None:
-    """Refuse frames whose number (N,) under a key is not the one that is `due` (N,)."""
-    wrong = np.flatnonzero(rows[key] != due)
+def _check_counting(path: str | Path, rows: Arrays, key: str, expected: np.ndarray, what: str) -> None:
+    wrong = np.flatnonzero(rows[key] != expected)
     if len(wrong):
         at = wrong[0]
         raise DatasetError(
-            f"{path}: column '{key}' of {DATA} must count {what} from 0; got {rows[key][at].item()} where "
-            f"{due[at]} is due, in episode {rows['episode_index'][at].item()}. Frames are missing or stored "
-            f"twice: copy or download the dataset again."
+            f"{path}: column '{key}' of {DATA} must count {what} from 0; got {rows[key][at].item()} instead "
+            f"of {expected[at]} in episode {rows['episode_index'][at].item()}. Frames are missing or stored "
+            f"twice: download the dataset again."
         )
 
 
@@ -266,26 +197,18 @@ def _check_table(path: str | Path, lengths: Mapping[int, int], table: EpisodeTab
     if len(listed) != len(lengths) or set(listed) != set(lengths):
         raise DatasetError(
             f"{path}: column 'episode_index' of {EPISODES} must name each of the {len(lengths)} episodes in "
-            f"{DATA} once; got {len(listed)} rows, with {len(set(listed) & set(lengths))} of these. {_AGAIN}"
+            f"{DATA} once; got {len(listed)} rows, with {len(set(listed) & set(lengths))} of these."
         )
     for number, length in zip(listed, table.get("length", ()), strict=False):
         if length != lengths[number]:
             raise DatasetError(
                 f"{path}: column 'length' of {EPISODES} must be the number of frames in {DATA}; got {length} "
-                f"for episode {number}, which has {lengths[number]}. {_AGAIN}"
+                f"for episode {number}, which has {lengths[number]}."
             )
 
 
-EpisodeTable = Mapping[str, Sequence[Any]]
-"""Columns of the tables of episodes by name, all of one length."""
-
-
 def read_episode_table(path: str | Path) -> EpisodeTable:
-    """Return the columns `episode_index`, `length` and `videos/…`; none where there are no such tables.
-
-    Raises:
-        DatasetError: If one is damaged, or has other columns than the first.
-    """
+    """Return the columns `episode_index`, `length` and `videos/…`; none if there are no such tables."""
     columns: dict[str, list[Any]] = {}
     for number, file in enumerate(sorted(Path(path).glob(EPISODES))):
         parquet = require("pyarrow.parquet", extra="lerobot")
@@ -299,7 +222,7 @@ def read_episode_table(path: str | Path) -> EpisodeTable:
         if number and set(found) != set(columns):
             raise DatasetError(
                 f"{file}: expected the columns {sorted(columns)} of the other tables of episodes; got "
-                f"{sorted(found)}. {_AGAIN}"
+                f"{sorted(found)}."
             )
         for name, values in found.items():
             columns.setdefault(name, []).extend(values)
@@ -307,11 +230,7 @@ def read_episode_table(path: str | Path) -> EpisodeTable:
 
 
 def read_tasks(path: str | Path) -> list[str]:
-    """Return the tasks in words, by their index; none where there is no table of them.
-
-    Raises:
-        DatasetError: If it is damaged, or has no column of words.
-    """
+    """Return the tasks in words, by their index; none if there is no table of them."""
     place = Path(path) / TASKS
     if not place.is_file():
         return []

@@ -1,4 +1,4 @@
-"""Episodes of a Minari dataset as trees of arrays, whichever way they are stored; Minari is not needed.
+"""Episodes of a Minari dataset as trees of arrays, for all storage kinds; Minari is not needed.
 
     <dataset>/data/metadata.json      data_format, total_episodes, observation_space (JSON in a string), …
     <dataset>/data/main_data.hdf5     data_format hdf5: groups episode_<k> with attributes id, seed
@@ -17,17 +17,19 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.files.hdf5 import read_hdf5, read_value
+from envs.datasets.files.arrays import is_numeric, readable
+from envs.datasets.files.hdf5 import datasets_of, num_rows, read_hdf5, read_value
 from policies.encoders import ImageShape
-from policies.errors import BurnishError, DatasetError
+from policies.errors import DatasetError
+from policies.extras import require
 from policies.storage.strict_json import parse_json, peek, read_json
 
 METADATA, MAIN_FILE = "metadata.json", "main_data.hdf5"
-_TUPLE = "_index_"  # what HDF5 files write before the number of a tuple's element
+_TUPLE = "_index_"  # prefix of the number of a tuple's element in HDF5 files
 _PER_STEP = ("actions", "rewards", "terminations", "truncations")
 
 OBSERVATIONS, BARE = "observations", "observation"
-"""The tree of observations, and what an observation is called that is no tree."""
+"""Key of the observations, and name of an observation that is no tree."""
 
 Tree = Mapping[str, Any]
 Shapes = Mapping[str, ImageShape]
@@ -36,13 +38,11 @@ Shapes = Mapping[str, ImageShape]
 
 @dataclass(frozen=True)
 class RawImages:
-    """Images of an episode, which are read later.
+    """Images (T+1, H, W, 3) of an episode, which are read later.
 
     Attributes:
-        shape: (T+1, H, W, 3).
         key: Their dataset in the HDF5 file; None in other storage.
-        values: Pixels (T+1, H, W, 3) or, encoded, files in bytes; None in HDF5.
-        encoded: Whether they are JPEG files.
+        values: Pixels or, if `encoded`, JPEG files in bytes; None in HDF5.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +56,6 @@ class RawEpisode:
     """One stored episode: T actions, T+1 observations.
 
     Attributes:
-        name: What error messages call it.
         tree: `observations`, `actions`, `rewards`, `terminations`, `truncations` and, if stored, `infos`.
         attributes: `id`, `seed`, ….
     """
@@ -67,7 +66,7 @@ class RawEpisode:
 
 
 def find_data(path: str | Path) -> Path | None:
-    """Return the folder with the metadata that a path means: itself, its `data`, or that around a file."""
+    """Return the folder with the metadata: the path, its `data`, or the folder of the main file."""
     path = Path(path)
     if path.name == MAIN_FILE and path.is_file():
         path = path.parent
@@ -78,13 +77,9 @@ def find_data(path: str | Path) -> Path | None:
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """Read the metadata; spaces are parsed.
-
-    Raises:
-        DatasetError: If it is damaged or lacks the number of episodes.
-    """
+    """Read the metadata; spaces are parsed."""
     path = folder / METADATA
-    try:
+    with readable(path, "metadata of a Minari dataset with data_format and total_episodes"):
         found = read_json(path, finite=False)
         for key in ("observation_space", "action_space"):
             if isinstance(found.get(key), str):
@@ -93,11 +88,6 @@ def read_metadata(folder: Path) -> dict[str, Any]:
             if not isinstance(found.get(key) or {}, dict):
                 raise ValueError(f"'{key}' must be an object")
         count, form = int(found["total_episodes"]), str(found["data_format"])[:80]
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
-        raise DatasetError(
-            f"{path}: expected Minari's metadata with data_format and total_episodes; reading failed with "
-            f"'{error}'. Copy or download the dataset again."
-        ) from error
     if count < 1:
         raise DatasetError(f"{path}: key 'total_episodes' must be at least 1; got {count}.")
     return {**found, "total_episodes": count, "data_format": form}
@@ -106,17 +96,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 def read_episodes(
     folder: Path, metadata: Mapping[str, Any], images: Shapes | None = None
 ) -> Iterator[RawEpisode]:
-    """Yield the episodes by number.
-
-    Args:
-        folder: From `find_data`.
-        metadata: From `read_metadata`.
-        images: Parts of the observation that the environment's space says are images.
-
-    Raises:
-        DatasetError: If one is missing or damaged, or the storage is of an unknown kind.
-        MissingExtraError: If Arrow or Parquet files are to be read and pyarrow is not installed.
-    """
+    """Yield the episodes by number; `images` are the image parts of the environment's space."""
     form, count = metadata["data_format"], metadata["total_episodes"]
     if form == "hdf5":
         return _from_hdf5(folder / MAIN_FILE, count, images or {})
@@ -128,28 +108,23 @@ def read_episodes(
 
 
 def bytes_of(folder: Path, metadata: Mapping[str, Any]) -> int:
-    """Return what reading all episodes takes: observations twice, as such and as successors."""
+    """Return the bytes required: observations twice, as such and as successors."""
     if metadata["data_format"] != "hdf5":
         return 2 * sum(file.stat().st_size for file in folder.glob(f"*/*.{metadata['data_format']}"))
-    sizes: list[int] = []
     with read_hdf5(folder / MAIN_FILE) as file:
-        file.visititems(lambda name, item: sizes.append(_bytes_of(name, item)))
-    return sum(sizes)
+        return sum(_bytes_of(name, item) for name, item in datasets_of(file).items())
 
 
 def num_frames(folder: Path, metadata: Mapping[str, Any]) -> int:
-    """Return how many actions there are; 0 where only reading tells."""
+    """Return the number of actions; 0 where it is unknown before reading."""
     if metadata["data_format"] != "hdf5":
         return 0
     with read_hdf5(folder / MAIN_FILE) as file:
-        groups = (one for one in file.values() if isinstance(one, h5py.Group))
-        actions = (group.get("actions") for group in groups)
-        return sum(len(one) for one in actions if isinstance(one, h5py.Dataset) and one.shape)
+        return num_rows(file.values(), "actions")
 
 
-def _bytes_of(name: str, item: Any) -> int:
-    is_array = isinstance(item, h5py.Dataset) and item.shape and item.dtype.kind in "biuf"
-    if not is_array or _is_raw_image(item):
+def _bytes_of(name: str, item: h5py.Dataset) -> int:
+    if not (item.shape and is_numeric(item)) or _is_raw_image(item):
         return 0
     stored: int = item.nbytes + (0 if item.dtype == np.float32 else 4 * item.size)
     return 2 * stored if f"/{OBSERVATIONS}" in name else stored
@@ -165,8 +140,8 @@ def _from_hdf5(path: Path, count: int, images: Shapes) -> Iterator[RawEpisode]:
         missing = [name for name in names if not isinstance(file.get(name), h5py.Group)]
         if missing:
             raise DatasetError(
-                f"{path}: expected the {count} episodes that the metadata counts; missing {missing[:3]}, "
-                f"among others. Copy or download the dataset again."
+                f"{path}: expected {count} episodes as in the metadata; missing {missing[:3]}. Copy or "
+                f"download the dataset again."
             )
         for name in names:
             tree = _group_tree(file[name], f"{path}: {name}", "", images)
@@ -174,7 +149,6 @@ def _from_hdf5(path: Path, count: int, images: Shapes) -> Iterator[RawEpisode]:
 
 
 def _group_tree(group: h5py.Group, source: str, place: str, images: Shapes) -> dict[str, Any]:
-    """Read a group; `place` is its path in the episode."""
     tree: dict[str, Any] = {}
     for name, item in group.items():
         key = name.removeprefix(_TUPLE)
@@ -187,12 +161,11 @@ def _group_tree(group: h5py.Group, source: str, place: str, images: Shapes) -> d
 
 
 def _part(path: str) -> str:
-    """Return which part of the observation a path in an episode is; empty if it is none."""
+    """Return the part of the observation at a path in an episode; empty if it is none."""
     return BARE if path == OBSERVATIONS else path.partition(f"{OBSERVATIONS}/")[2]
 
 
 def _raw_images(item: Any, image: ImageShape | None) -> RawImages | None:
-    """Return images, unread; None for what is no image."""
     if not isinstance(item, h5py.Dataset) or not item.shape:
         return None
     if _is_raw_image(item):
@@ -201,25 +174,13 @@ def _raw_images(item: Any, image: ImageShape | None) -> RawImages | None:
 
 
 def _from_arrow(folder: Path, count: int, form: str, images: Shapes) -> Iterator[RawEpisode]:
-    from policies.extras import require
-
-    tables = require("pyarrow.dataset", extra="lerobot")
     for number in range(count):
         place = folder / str(number)
-        try:
+        with readable(place, f"episode in {form} files"):
             files = sorted(str(item) for item in place.iterdir() if item.suffix == f".{form}")
-            table = tables.dataset(files, format=form).to_table()
+            tree, rows = read_table(files, form)
             attributes = read_json(place / METADATA, finite=False)
-            steps = int(attributes.get("total_steps", table.num_rows - 1))
-            tree = {name: column_of(table[name].combine_chunks()) for name in table.column_names}
-        except BurnishError:
-            raise
-        except (OSError, ValueError, TypeError, LookupError, RuntimeError, ArithmeticError) as error:
-            # pyarrow's own derive from these
-            raise DatasetError(
-                f"{place}: expected an episode in {form} files; reading failed with '{error}'. Copy or "
-                f"download the dataset again."
-            ) from error
+            steps = int(attributes.get("total_steps", rows - 1))
         tree |= {key: tree[key][:steps] for key in _PER_STEP if isinstance(tree.get(key), np.ndarray)}
         tree = _with_images(tree, "", images)
         yield RawEpisode(str(place), tree, attributes)
@@ -238,12 +199,18 @@ def _with_images(tree: Any, place: str, images: Shapes) -> Any:
     return RawImages((len(tree), *image), values=tree, encoded=True) if is_encoded else tree
 
 
-def column_of(values: Any) -> Any:
-    """Turn a column into an array with one row per step, or a tree of them."""
+def read_table(files: str | list[str], form: str) -> tuple[dict[str, Any], int]:
+    """Return the columns of Arrow or Parquet files as arrays or trees of them, and the number of rows."""
+    table = require("pyarrow.dataset", extra="lerobot").dataset(files, format=form).to_table()
+    columns = {name: _column_of(table[name].combine_chunks()) for name in table.column_names}
+    return columns, table.num_rows
+
+
+def _column_of(values: Any) -> Any:
     import pyarrow as pa
 
     if pa.types.is_struct(values.type):
-        return {field.name: column_of(values.field(i)) for i, field in enumerate(values.type)}
+        return {field.name: _column_of(values.field(i)) for i, field in enumerate(values.type)}
     if pa.types.is_fixed_size_list(values.type):
         return np.asarray(values.flatten()).reshape(len(values), values.type.list_size)
     if pa.types.is_list(values.type) and len(values) and len(values.flatten()) % len(values) == 0:

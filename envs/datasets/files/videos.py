@@ -1,9 +1,9 @@
-"""Frames of videos, decoded when somebody looks at them (PyAV, extra `video`).
+"""Video frames, decoded on access (PyAV, extra `video`).
 
-A frame is asked for by its time. The file is opened at the last key frame before it, and decoded from there;
-frames that follow soon are reached by decoding on.
+A frame is found by its time: decoding starts at the last key frame before it. Frames that follow soon are
+reached by decoding on.
 
-Legend: N frames, F of them asked for, E episodes, H and W height and width.
+Legend: N frames, F requested frames, E episodes, H and W height and width.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any
 
 import numpy as np
 
+from envs.datasets.files.arrays import readable
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 from policies.extras import require
 
-_ON = 8  # frames that are rather decoded than jumped over
+_SKIP = 8  # frames up to which decoding on is preferred to seeking
 
 
 @dataclass(frozen=True, eq=False)
 class InVideos:
-    """Images in videos, each of which holds whole episodes one behind the other.
+    """Images in videos of whole consecutive episodes.
 
     Attributes:
         files: (E,) video of every episode.
         episode: (N,) episode of every frame.
-        times: (N,) when a frame is shown in its video, s.
+        times: (N,) time of every frame in its video, s.
         fps: Frames per second.
         image: Shape of one image.
     """
@@ -45,12 +46,6 @@ class InVideos:
         return (len(self.times), *self.image)
 
     def read(self, frames: np.ndarray) -> np.ndarray:
-        """Return images (F, H, W, 3).
-
-        Raises:
-            DatasetError: If a video is gone or damaged, has no frame at a time, or frames of another shape.
-            MissingExtraError: If PyAV is not installed.
-        """
         out = np.empty((len(frames), *self.image), np.uint8)
         files = np.array([str(self.files[episode]) for episode in self.episode[frames].tolist()])
         for file in np.unique(files).tolist():
@@ -63,38 +58,25 @@ class InVideos:
         return out
 
     def _decoded(self, file: Path, times: list[float]) -> Iterator[np.ndarray]:
-        """Yield the images of a file at times, which increase."""
+        """Yield the images of a file at increasing times."""
         av = require("av", extra="video")
-        try:
-            with av.open(str(file)) as container:
-                decoder = VideoDecoder(container, 0.5 / self.fps)
-                for time in times:
-                    frame = decoder.frame_at(time)
-                    if frame is None:
-                        raise DatasetError(
-                            f"{file}: expected a frame at {time:.3f} s; there is none within half a frame. "
-                            f"The video is cut off, or not the one of this dataset: download it again."
-                        )
-                    yield self._checked(frame.to_ndarray(format="rgb24"), file)
-        except (OSError, ValueError, EOFError, LookupError) as error:  # PyAV's own derive from these
-            raise DatasetError(
-                f"{file}: expected a readable video; decoding failed with '{error}'. The file is missing, "
-                f"truncated or damaged: copy or download it again."
-            ) from error
-
-    def _checked(self, pixels: np.ndarray, file: Path) -> np.ndarray:
-        if pixels.shape != self.image:
-            raise DatasetError(f"{file}: frames must have shape {self.image}; got {pixels.shape}.")
-        return pixels
+        with readable(file, "video"), av.open(str(file)) as container:
+            decoder = VideoDecoder(container, 0.5 / self.fps)
+            for time in times:
+                frame = decoder.frame_at(time)
+                if frame is None:
+                    raise DatasetError(
+                        f"{file}: expected a frame at {time:.3f} s; there is none within half a frame. "
+                        f"The video is cut off, or not the one of this dataset: download it again."
+                    )
+                pixels = frame.to_ndarray(format="rgb24")
+                if pixels.shape != self.image:
+                    raise DatasetError(f"{file}: frames must have shape {self.image}; got {pixels.shape}.")
+                yield pixels
 
 
 class VideoDecoder:
-    """A video that is open at some place.
-
-    Args:
-        container: From `av.open`.
-        tolerance: How far a frame may be from the time that it is asked for, s.
-    """
+    """An open video; `tolerance` is the maximum difference of a frame's time, s."""
 
     def __init__(self, container: Any, tolerance: float) -> None:
         self._container, self._stream = container, container.streams.video[0]
@@ -103,25 +85,23 @@ class VideoDecoder:
         self._last: Any = None
 
     def frame_at(self, time: float) -> Any:
-        """Return the frame shown at a time, s; None where there is none."""
+        """Return the frame at a time, s; None if there is none."""
         now = None if self._last is None else self._last.time
         if now is not None and abs(now - time) <= self._tolerance:
             return self._last
-        if now is None or not 0 < time - now <= 2 * _ON * self._tolerance:
+        if now is None or not 0 < time - now <= 2 * _SKIP * self._tolerance:
             self._jump(time)
         frame = self._forward(time)
         if frame is not None and frame.time > time + self._tolerance:
-            self._jump(0.0)  # some files have key frames that cannot be jumped to
+            self._jump(0.0)  # some files have key frames that cannot be sought
             frame = self._forward(time)
         return frame if frame is not None and frame.time <= time + self._tolerance else None
 
     def _jump(self, time: float) -> None:
-        """Go to the last key frame before a time."""
         self._container.seek(int(time / self._stream.time_base), stream=self._stream)
         self._coming = self._container.decode(self._stream)
 
     def _forward(self, time: float) -> Any:
-        """Decode on to the first frame that is not before a time."""
         for frame in self._coming:
             self._last = frame
             if frame.time >= time - self._tolerance:

@@ -1,1 +1,1 @@
-"""Readers and writers, one file per format."""
+"""Readers, one file per format."""

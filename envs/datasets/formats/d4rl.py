@@ -16,7 +16,6 @@ conversions bit for bit, with these properties:
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,13 +26,21 @@ import numpy as np
 
 from envs.datasets.array_storage import MEMORY, ArrayStorage, choose_storage, pieces
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.files.hdf5 import peek_hdf5, read_hdf5, read_value
+from envs.datasets.files.arrays import check_flags, check_keys, check_rows, column, is_numeric
+from envs.datasets.files.hdf5 import (
+    datasets_of,
+    json_attribute,
+    peek_hdf5,
+    read_hdf5,
+    read_numbers,
+    read_value,
+)
 from policies.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)
 
 _REQUIRED = ("observations", "actions", "rewards", "terminals")
-_SCALARS = ("rewards", "terminals", "timeouts")  # one value per step
+_FRAMES = (*_REQUIRED, "timeouts", "next_observations")
 GOAL = "infos/goal"  # goal key of mazes
 OWN_ATTRIBUTE = "burnish"  # attribute of own files: names and facts outside the D4RL layout
 _JUMP = 1e-5  # relative tolerance for rounding between a successor and the next row
@@ -53,16 +60,9 @@ def matches(path: str | Path) -> bool:
 
 
 def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> Arrays:
-    """Read every dataset of a file under its slash path; (N, 1) rewards and terminals become (N,).
+    """Read every dataset of a file under its slash path; (N, 1) rewards and flags become (N,).
 
-    Args:
-        path: HDF5 file.
-        infos: Also read keys under `infos/`, often the larger part of a file.
-        others: Also read arrays that no dataset uses, such as policy weights under `metadata/`.
-
-    Raises:
-        DatasetError: If the file is unreadable, does not fit into memory, lacks a required key, keys disagree
-            in length, or an end flag is neither 0 nor 1.
+    Without `infos` or `others`, arrays under `infos/` or unused ones, such as policy weights, are left out.
     """
     return _load(path, infos=infos, others=others, cache=None)[0]
 
@@ -70,35 +70,29 @@ def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> A
 def _load(
     path: str | Path, *, infos: bool, others: bool, cache: str | Path | None
 ) -> tuple[Arrays, ArrayStorage]:
-    """Return the arrays of `load_d4rl` and their storage."""
-    checked = (*_REQUIRED, "timeouts", "next_observations")
-    arrays: Arrays = {}
     with read_hdf5(path) as file:
-        file.visititems(
-            lambda key, item: arrays.update({key: item}) if isinstance(item, h5py.Dataset) else None
-        )
         wanted = {
             key: item
-            for key, item in arrays.items()
-            if (infos if key.startswith("infos/") else others or key in checked or not item.shape)
+            for key, item in datasets_of(file).items()
+            if (infos if key.startswith("infos/") else others or key in _FRAMES or not item.shape)
         }
         advice = "Leave out what is under infos/ with reader.infos=false." if infos else ""
         storage = choose_storage(sum(map(_bytes_of, wanted.values())), path, cache=cache, advice=advice)
-        arrays = {key: read_value(item, str(path), key, storage) for key, item in wanted.items()}
-    arrays = {k: v for k, v in arrays.items() if k in checked or not isinstance(v, h5py.Empty)}
-    missing = [key for key in _REQUIRED if key not in arrays]
-    if missing:
-        raise DatasetError(
-            f"{path}: expected the keys {list(_REQUIRED)}; missing {missing}, found {sorted(arrays)}."
-        )
-    for key in _SCALARS:
-        if key in arrays and _shape(arrays[key])[1:] == (1,):
-            arrays[key] = arrays[key][:, 0]
-    num = next(iter(_shape(arrays["observations"])), 1)
-    for key in checked:
+        arrays = {
+            key: (read_numbers if key in _FRAMES else read_value)(item, str(path), key, storage)
+            for key, item in wanted.items()
+        }
+    arrays = {key: value for key, value in arrays.items() if not isinstance(value, h5py.Empty)}
+    check_keys(path, _REQUIRED, arrays)
+    num = check_rows(path, {key: arrays[key] for key in _FRAMES if key in arrays}, "observations")
+    for key in ("terminals", "timeouts"):
         if key in arrays:
-            _check_rows(path, key, arrays[key], num)
-    _check_steps(path, arrays)
+            arrays[key] = column(arrays[key])
+            check_flags(path, key, arrays[key])
+    arrays["rewards"] = column(arrays["rewards"])
+    for key, shape in (("rewards", (num,)), ("next_observations", arrays["observations"].shape)):
+        if key in arrays and arrays[key].shape != shape:
+            raise DatasetError(f"{path}: key '{key}' must have shape {shape}; got {arrays[key].shape}.")
     return arrays, storage
 
 
@@ -106,36 +100,6 @@ def _bytes_of(item: h5py.Dataset) -> int:
     """Return the bytes of an array as stored, plus those of a float32 copy if converted."""
     converted = item.dtype.kind == "f" and item.dtype.itemsize != 4 and not item.name.startswith("/infos/")
     return int(item.nbytes + (4 * item.size if converted and item.size else 0))
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    """Return a shape; that of an empty dataset is ()."""
-    return () if isinstance(value, h5py.Empty) else np.shape(value)
-
-
-def _check_rows(path: str | Path, key: str, value: Any, num: int) -> None:
-    """Refuse non-numeric arrays, arrays without one row per step, and files without steps."""
-    if _shape(value)[:1] != (num,) or value.dtype.kind not in "biuf":
-        got = f"shape {_shape(value)}, type {getattr(value, 'dtype', type(value).__name__)}"
-        raise DatasetError(f"{path}: key '{key}' must have {num} rows of numbers, one per step; got {got}.")
-    if num == 0:
-        raise DatasetError(f"{path}: key '{key}' must have at least one row; got shape {value.shape}.")
-
-
-def _check_steps(path: str | Path, arrays: Arrays) -> None:
-    """Check the shapes of single steps, and that end flags are flags."""
-    shapes: dict[str, tuple[int, ...]] = {key: arrays["rewards"].shape[:1] for key in _SCALARS}
-    shapes["next_observations"] = arrays["observations"].shape
-    for key, shape in shapes.items():
-        if key in arrays and arrays[key].shape != shape:
-            raise DatasetError(f"{path}: key '{key}' must have shape {shape}; got {arrays[key].shape}.")
-    for key in ("terminals", "timeouts"):
-        bad = np.flatnonzero(~np.isin(arrays.get(key, 0), (0, 1)))
-        if len(bad):
-            raise DatasetError(
-                f"{path}: key '{key}' must be 0 or 1 in every row; got {arrays[key][bad[0]]} in row {bad[0]} "
-                f"({len(bad)} such rows). Repair the flags, or remove the affected episodes."
-            )
 
 
 def qlearning_dataset(
@@ -169,15 +133,13 @@ def sequence_dataset(
     """Reproduce `d4rl.sequence_dataset`: one dictionary of arrays per closed episode.
 
     Raises:
-        FrameKeyError: If a key has fewer rows than there are steps, such as policy weights under `metadata/`.
+        FrameKeyError: If a key, such as policy weights under `metadata/`, has no row for every step.
     """
     num = len(arrays["rewards"])
     short = sorted(key for key, value in arrays.items() if np.ndim(value) == 0 or len(value) < num)
     if short:
-        raise FrameKeyError(
-            f"expected keys with {num} rows, one per step; got {short}. Remove those keys first."
-        )
-    final = _official_ends(arrays, max_episode_steps, after_terminal=1, after_limit=1)
+        raise FrameKeyError(f"expected keys with {num} rows, one per step; remove {short} first.")
+    final = _official_ends(arrays, max_episode_steps, after_limit=1)
     start = 0
     for end in (np.flatnonzero(final | arrays["terminals"].astype(bool)) + 1).tolist():
         yield {key: value[start:end] for key, value in arrays.items()}
@@ -213,13 +175,12 @@ def read(
     own = _own_names(path)
     meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
     meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
-    if d4rl_compat and "timeouts" not in arrays and max_episode_steps is None:
-        raise DatasetError(
-            f"{path}: expected the key 'timeouts' or a time limit, without which D4RL's own conversion does "
-            f"not know where episodes end; got neither. Give reader.max_episode_steps=<steps>, or leave out "
-            f"reader.d4rl_compat."
-        )
     if d4rl_compat:
+        if "timeouts" not in arrays and max_episode_steps is None:
+            raise DatasetError(
+                f"{path}: reader.d4rl_compat needs the key 'timeouts' or a time limit; got neither. Give "
+                f"reader.max_episode_steps=<steps>, or leave out reader.d4rl_compat."
+            )
         return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, storage)
     terminated = arrays["terminals"].astype(bool)
     jumps = _jumps(arrays)
@@ -231,7 +192,10 @@ def read(
     timeouts = arrays.get("timeouts", np.zeros_like(terminated)).astype(bool)
     extras, episode_extras = _split_infos(arrays, len(terminated), len(start) - 1) if infos else ({}, {})
     if infos and own:
-        extras, episode_extras = _own_extras(arrays, own)
+        extras, episode_extras = (
+            {key: arrays[place] for key, place in own.get(kind, {}).items() if place in arrays}
+            for kind in ("extras", "episode_extras")
+        )
     elif _is_goal(extras.get(GOAL)):
         extras["goal"] = extras.pop(GOAL)
     return EpisodeDataset.from_arrays(
@@ -259,7 +223,6 @@ def _is_goal(values: Any) -> bool:
 def _warn_of_missing_timeouts(
     path: str | Path, ends: np.ndarray, terminated: np.ndarray, arrays: Arrays, limit: int | None
 ) -> None:
-    """Warn about assumed episode ends and their number."""
     signs = ["successors that are not the next row"] if "next_observations" in arrays else []
     signs += [] if limit is None else [f"reader.max_episode_steps={limit}"]
     if signs:
@@ -270,30 +233,28 @@ def _warn_of_missing_timeouts(
         )  # fmt: skip
         return
     _log.warning(
-        "%s: neither 'timeouts' nor 'next_observations' tell where time limits ended episodes; only the %d "
-        "terminals of %d steps do, so episodes are cut there alone, and training windows and transitions may "
-        "reach from one episode into the next. Give the episode length, reader.max_episode_steps=<steps>, or "
-        "add the key 'timeouts' to the file.",
+        "%s: without 'timeouts' and 'next_observations' only the %d terminals of %d steps mark ends: "
+        "episodes are cut there alone, and windows and transitions may reach into the next episode. Give "
+        "reader.max_episode_steps=<steps>, or add the key 'timeouts'.",
         path, int(terminated.sum()), len(terminated),
     )  # fmt: skip
 
 
 def _warn_of_jumps(path: str | Path, arrays: Arrays, jumps: np.ndarray) -> None:
-    """Warn about unflagged discontinuities, and successors that mostly differ from the next row."""
     flagged = arrays["terminals"].astype(bool) | arrays.get("timeouts", np.zeros(len(jumps))).astype(bool)
     count = int((jumps & ~flagged).sum())
     if 2 * count > len(jumps):
         _log.warning(
-            "%s: in %d of %d rows the successor, 'next_observations', is not the next row; episodes are cut "
-            "there, so that most are single steps. Store both keys in the same units and precision; if rows "
-            "are in order, remove 'next_observations'.",
+            "%s: in %d of %d rows 'next_observations' is not the next row; episodes are cut there, so that "
+            "most are single steps. Store both keys in the same units and precision; if rows are in order, "
+            "remove 'next_observations'.",
             path, count, len(jumps),
         )  # fmt: skip
     elif count and "timeouts" in arrays:
         _log.warning(
-            "%s: seams between episodes that no flag tells of: %d, the first behind row %d. There the "
-            "successor, 'next_observations', is not the next row, and neither 'terminals' nor 'timeouts' is "
-            "set. Episodes are cut there, as by time-outs; set the flags.",
+            "%s: seams between episodes without a flag: %d, the first behind row %d. There "
+            "'next_observations' is not the next row, and neither 'terminals' nor 'timeouts' is set; "
+            "episodes are cut there, as by time-outs. Set the flags.",
             path, count, int(np.argmax(jumps & ~flagged)),
         )  # fmt: skip
 
@@ -343,24 +304,20 @@ def _limit_steps(ends: np.ndarray, limit: int, *, after_end: int, after_limit: i
     return marks
 
 
-def _official_ends(
-    arrays: Mapping[str, Any], limit: int | None, *, after_terminal: int, after_limit: int
-) -> np.ndarray:
+def _official_ends(arrays: Mapping[str, Any], limit: int | None, after_limit: int) -> np.ndarray:
     """Return the rows that the official loops treat as last steps at the time limit."""
     if "timeouts" in arrays:
         return arrays["timeouts"].astype(bool)
     if limit is None:
         raise DatasetError("a D4RL file without the key 'timeouts' needs max_episode_steps; got None.")
-    return _limit_steps(
-        arrays["terminals"].astype(bool), limit, after_end=after_terminal, after_limit=after_limit
-    )
+    return _limit_steps(arrays["terminals"].astype(bool), limit, after_end=1, after_limit=after_limit)
 
 
 def _official_rows(
     arrays: Mapping[str, Any], terminate_on_end: bool, limit: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the kept rows (M,) and, for every row of the file, whether an episode ends there (N,)."""
-    final = _official_ends(arrays, limit, after_terminal=1, after_limit=int(terminate_on_end))
+    final = _official_ends(arrays, limit, after_limit=int(terminate_on_end))
     keep = np.ones(len(final), dtype=bool) if terminate_on_end else ~final
     keep[-1] = False
     return np.flatnonzero(keep), final | arrays["terminals"].astype(bool)
@@ -380,7 +337,7 @@ def _official_episodes(
         official["actions"],
         official["rewards"],
         official["terminals"],
-        last & ~official["terminals"],
+        None,
         np.concatenate([[0], np.flatnonzero(last) + 1]),
         next_observations=official["next_observations"],
         extras=goals,
@@ -394,7 +351,7 @@ def _split_infos(arrays: Arrays, num_frames: int, num_episodes: int) -> tuple[Ar
     numeric = {
         key: value
         for key, value in arrays.items()
-        if key.split("/")[0] == "infos" and np.ndim(value) > 0 and value.dtype.kind in "biuf"
+        if key.startswith("infos/") and np.ndim(value) > 0 and is_numeric(value)
     }
     frames = {key: value for key, value in numeric.items() if len(value) == num_frames}
     episodes = {key: v for key, v in numeric.items() if len(v) == num_episodes and key not in frames}
@@ -403,30 +360,19 @@ def _split_infos(arrays: Arrays, num_frames: int, num_episodes: int) -> tuple[Ar
 
 def _own_names(path: str | Path) -> dict[str, Any]:
     """Return the own attribute of a file; empty for other writers."""
+    kinds = ("meta", "extras", "episode_extras")
     with read_hdf5(path) as file:
-        text = file.attrs.get(OWN_ATTRIBUTE, "{}")
-        try:
-            own = dict(json.loads(text))
-            {**own.get("meta", {}), **own.get("extras", {}), **own.get("episode_extras", {})}
-        except (TypeError, ValueError, AttributeError) as error:
+        if OWN_ATTRIBUTE not in file.attrs:
+            return {}
+        own: dict[str, Any] = json_attribute(file, OWN_ATTRIBUTE, path)
+        if not all(isinstance(own.get(kind, {}), dict) for kind in kinds):
             raise DatasetError(
-                f"{path}: attribute '{OWN_ATTRIBUTE}' must be a JSON object of names; got "
-                f"{str(text)[:60]!r} ({error}). Remove or repair the attribute."
-            ) from error
+                f"{path}: attribute '{OWN_ATTRIBUTE}' must be a JSON object of objects: {', '.join(kinds)}."
+            )
     return own
 
 
-def _own_extras(arrays: Arrays, own: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
-    """Return per-frame and per-episode values under their original names."""
-    frames, episodes = (
-        {key: arrays[place] for key, place in own.get(kind, {}).items() if place in arrays}
-        for kind in ("extras", "episode_extras")
-    )
-    return frames, episodes
-
-
 def _plain(value: Any) -> Any:
-    """Turn an HDF5 scalar into a plain Python value."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return value.item() if isinstance(value, np.generic) else value

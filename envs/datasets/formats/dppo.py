@@ -17,15 +17,8 @@ import numpy as np
 from envs.datasets.array_storage import ArrayStorage, pieces
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.files.npz import (
-    Arrays,
-    check_flags,
-    check_rows,
-    column,
-    peek_npz,
-    read_npz,
-    read_npz_into,
-)
+from envs.datasets.files.arrays import Arrays, check_flags, check_rows, column
+from envs.datasets.files.npz import peek_npz, read_npz, read_npz_into
 from policies.errors import DatasetError
 
 _REQUIRED = ("states", "actions", "traj_lengths")
@@ -62,22 +55,19 @@ def read(
     arrays, storage = read_npz_into(path, _REQUIRED, _FRAMES, cache=cache)
     start = _episode_start(path, arrays)
     num = check_rows(path, arrays, "states")
-    images = {"images": "pictures"} if "images" in (peek_npz(path) or ()) else {}
+    images = {"images": "unsupported"} if "images" in (peek_npz(path) or ()) else {}
     meta: dict[str, Any] = {"source": str(path), "format": "dppo", "scaled": scaled}
     meta["not_read"] = log_skipped_fields(path, images)
     if not scaled:
         limits = read_limits(Path(path).parent / NORMALIZATION if normalization is None else normalization)
         _unscale(arrays, limits, path, storage)
         meta["limits"] = {key: value.tolist() for key, value in limits.items()}
-    last = np.zeros(num, dtype=bool)
-    last[start[1:] - 1] = True
-    terminated = check_flags(path, "terminals", arrays.get("terminals", np.zeros(num)))
     return EpisodeDataset.from_arrays(
         arrays["states"],
         arrays["actions"],
         column(arrays.get("rewards", np.zeros(num))),
-        terminated,
-        last & ~terminated,
+        check_flags(path, "terminals", arrays.get("terminals", np.zeros(num))),
+        None,
         start,
         meta=meta,
         storage=storage,
@@ -102,24 +92,19 @@ def _episode_start(path: str | Path, arrays: Arrays) -> np.ndarray:
 
 
 def read_limits(path: str | Path) -> Arrays:
-    """Read the scaling limits of a file, each (D,) float64.
-
-    Raises:
-        DatasetError: If the file is missing, damaged, lacks a key, or a minimum lies above its maximum.
-    """
+    """Read the scaling limits of a file, each (D,) float64; no minimum may exceed its maximum."""
     if not Path(path).is_file():
         raise DatasetError(
-            f"{path}: expected the limits that states and actions were scaled by; there is no such file. "
-            f"Copy it from where the data is from, give it as reader.normalization=<file>, or leave the data "
-            f"scaled (reader.scaled=true)."
+            f"{path}: expected the scaling limits of states and actions; there is no such file. Give it as "
+            f"reader.normalization=<file>, or leave the data scaled (reader.scaled=true)."
         )
     limits = {key: value.astype(np.float64) for key, value in read_npz(path, _LIMITS).items()}
     for what in ("obs", "action"):
         low, high = limits[f"{what}_min"], limits[f"{what}_max"]
         if low.ndim != 1 or low.shape != high.shape or not (low <= high).all():
             raise DatasetError(
-                f"{path}: keys '{what}_min' and '{what}_max' must be finite vectors of one length, the first "
-                f"nowhere above the second; got shapes {low.shape} and {high.shape}."
+                f"{path}: '{what}_min' must be a finite vector nowhere above '{what}_max'; got shapes "
+                f"{low.shape} and {high.shape}."
             )
     return limits
 

@@ -2,13 +2,12 @@
 
     meta/info.json   meta/tasks.parquet   data/chunk-<c>/file-<f>.parquet   videos/<key>/…
 
-The flat state is `observation.state`, followed by `observation.environment_state` where there is one; the
-action is `action`. Missing rewards (`next.reward`) are 0. Recorders set `next.done` on the last frame also at
-time limits: an episode counts as terminated only if its last frame also has `next.success`, else as
-truncated; `done_is_terminal` makes `next.done` a termination. Successors are not stored: the last frame of an
-episode is a transition only if it terminated. Images in the Parquet files (features of type `image`, PNG or
-JPEG) stay compressed until accessed, and video frames are decoded on access (extra `video`). Camera names are
-feature names without `observation.images.`.
+The flat state is `observation.state`, followed by `observation.environment_state` where there is one.
+Missing rewards (`next.reward`) are 0. Recorders set `next.done` on the last frame also at time limits: an
+episode counts as terminated only if its last frame also has `next.success`, else as truncated;
+`done_is_terminal` makes `next.done` a termination. Successors are not stored: the last frame of an episode is
+a transition only if it terminated. Images (PNG, JPEG or video frames, extra `video`) are decoded on access.
+Camera names are feature names without `observation.images.`.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import numpy as np
 from envs.datasets.array_storage import ArrayStorage, choose_storage, pieces
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.files.arrays import Arrays, check_flags
 from envs.datasets.files.lerobot import (
     DONE,
     EPISODES,
@@ -40,7 +40,6 @@ from envs.datasets.files.lerobot import (
     read_tasks,
     width_of,
 )
-from envs.datasets.files.npz import Arrays, check_flags
 from envs.datasets.files.videos import InVideos
 from envs.datasets.images import Compressed, Images, camera_of
 from policies.encoders import ImageShape
@@ -97,20 +96,25 @@ def read(
         episode_extras["success"] = np.logical_or.reduceat(flags[SUCCESS], start[:-1])
     meta = {key: info[key] for key in _KEPT_META if info.get(key) is not None}
     meta |= {"source": str(path), "format": "lerobot", "tasks": read_tasks(path)}
-    images = {camera_of(key): _images(path, info, key, files[key]) for key in cameras}
-    filmed, lacking = _filmed(path, info, rows, table)
-    unread = _unread(info["features"], [*wanted, *cameras, *filmed], lacking)
+    images = {
+        camera_of(key): Images(
+            Compressed(files[key], _image_shape(info["features"][key]), f"{path}: column '{key}'")
+        )
+        for key in cameras
+    }
+    videos, unreadable = _video_images(path, info, rows, table)
+    unread = _unread(info["features"], [*wanted, *cameras, *videos], unreadable)
     meta |= {"not_read": log_skipped_fields(path, unread), "obs_keys": list(state)}
     return EpisodeDataset.from_arrays(
         _side_by_side([rows[key] for key in state], storage),
         rows["action"],
         rows.get("next.reward", np.zeros(len(last))),
         terminated,
-        last & ~terminated,
+        None,
         start,
         extras=extras,
         episode_extras=episode_extras,
-        images=images | {camera_of(key): one for key, one in filmed.items()},
+        images=images | {camera_of(key): one for key, one in videos.items()},
         meta=meta,
         storage=storage,
     )
@@ -125,7 +129,7 @@ def _bytes_of(
 
 
 def _side_by_side(parts: Sequence[np.ndarray], storage: ArrayStorage) -> np.ndarray:
-    """Join arrays (N, ...) to (N, D), as float32."""
+    """Join arrays (N, ...) to (N, D) float32."""
     if len(parts) == 1:
         return parts[0]
     ends = np.cumsum([part.shape[1] for part in parts]).tolist()
@@ -144,8 +148,8 @@ def _terminal(path: str | Path, flags: Arrays, last: np.ndarray, done_is_termina
         return done & flags[SUCCESS]
     if count := int((done & last).sum()):
         _log.warning(
-            "%s: %d of %d episodes end with next.done, which recorders also set when time is up, and there "
-            "is no next.success: all count as truncated. Where the task did end there, give the option "
+            "%s: %d of %d episodes end with next.done, which recorders also set at time limits, and there is "
+            "no next.success: all count as truncated. If they are terminations, give "
             "reader.done_is_terminal=true.", path, count, int(last.sum()),
         )  # fmt: skip
     return np.zeros(len(last), dtype=bool)
@@ -165,26 +169,20 @@ def _state_keys(
     if missing or not keys:
         raise DatasetError(
             f"{Path(path) / INFO}: expected the vector-valued features {missing or 'observation.state'}; "
-            f"found {vectors}. Images do not make up a state."
+            f"found {vectors}."
         )
     return tuple(keys)
 
 
 def _unread(
-    features: Mapping[str, Any], read_keys: Sequence[str], lacking: Mapping[str, str]
+    features: Mapping[str, Any], read_keys: Sequence[str], unreadable: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the unread observations with reasons."""
-    reasons = {"image": "pictures", "string": "texts"}
     return {
-        key: lacking.get(key) or reasons.get(str(feature["dtype"]), "choose it by obs_keys")
+        key: unreadable.get(key) or ("texts" if feature["dtype"] == "string" else "choose it by obs_keys")
         for key, feature in features.items()
         if key not in read_keys and key.startswith("observation.")
     }
-
-
-def _images(path: str | Path, info: Mapping[str, Any], key: str, files: Sequence[bytes]) -> Images:
-    """Return the images of a feature, compressed."""
-    return Images(Compressed(files, _image_shape(info["features"][key]), f"{path}: column '{key}'"))
 
 
 def _image_shape(feature: Mapping[str, Any]) -> ImageShape:
@@ -194,38 +192,34 @@ def _image_shape(feature: Mapping[str, Any]) -> ImageShape:
     return shape[0], shape[1], shape[2]
 
 
-def _filmed(
+def _video_images(
     path: str | Path, info: Mapping[str, Any], rows: Arrays, table: EpisodeTable
 ) -> tuple[dict[str, Images], dict[str, str]]:
     """Return the images of videos by feature, and the reasons for unread videos."""
     features = {key: one for key, one in info["features"].items() if one["dtype"] == "video"}
     found: dict[str, Images] = {}
-    lacking: dict[str, str] = {}
+    unreadable: dict[str, str] = {}
     for key, feature in features.items():
         places = [f"videos/{key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
         if "timestamp" not in rows or not info.get("fps") or any(place not in table for place in places):
-            lacking[key] = f"videos whose times are not told: {EPISODES} lack columns, or frames a timestamp"
+            unreadable[key] = f"videos without times: {EPISODES} lack columns, or frames a timestamp"
             continue
         chunk, file, begin = (table[place] for place in places)
         files = _video_files(path, info, key, chunk, file)
         if missing := {one for one in files if not one.is_file()}:
-            lacking[key] = f"videos, of which {len(missing)} files are missing"
+            unreadable[key] = f"videos, of which {len(missing)} files are missing"
             continue
         row = {number: i for i, number in enumerate(table["episode_index"])}
         episode = np.array([row[number] for number in rows["episode_index"].tolist()])
         times = np.array(begin, np.float64)[episode] + rows["timestamp"].reshape(-1)
         found[key] = Images(InVideos(files, episode, times, float(info["fps"]), _image_shape(feature)))
-    return found, lacking
+    return found, unreadable
 
 
 def _video_files(
     path: str | Path, info: Mapping[str, Any], key: str, chunks: Sequence[int], numbers: Sequence[int]
 ) -> tuple[Path, ...]:
-    """Return the video of every episode.
-
-    Raises:
-        DatasetError: If `video_path` is no pattern for them.
-    """
+    """Return the video of every episode by the pattern `video_path`."""
     pattern, root = str(info.get("video_path") or VIDEO), Path(path).absolute()
     if {"{", "}"} & set(_FIELD.sub("", pattern)):
         raise DatasetError(

@@ -3,10 +3,9 @@
 The flat state concatenates the environment's observation in the order of its space. For observations with
 `desired_goal` (mazes, the kitchen, Fetch) it is the part `observation`; `desired_goal` becomes the extra key
 `goal` of every frame, and `achieved_goal` an extra key of that name. Images (T+1, H, W, 3) beside numbers
-become camera images, as bytes or as the JPEG files that Minari uses from 32 pixels on; other images and texts
-are skipped with a warning. Terminations and truncations are read from the file; an episode with neither was
-cut and counts as truncated. An episode with `infos/success` in any row is a success. Of T+1 rows the first
-belongs to the reset, and row t+1 is the result of step t.
+become camera images; other images and texts are skipped with a warning. An episode with neither termination
+nor truncation counts as truncated. An episode with `infos/success` in any row is a success. Of T+1 rows the
+first belongs to the reset, and row t+1 is the result of step t.
 
 Legend: T actions of an episode, and T+1 observations.
 """
@@ -14,18 +13,18 @@ Legend: T actions of an episode, and T+1 observations.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from envs.datasets.array_storage import ArrayStorage, Column, Frames, choose_storage
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episode import Episode
-from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.episodes import EpisodeCollector, EpisodeDataset, rows_of
+from envs.datasets.files.arrays import check_flags, check_keys, check_rows, column, is_numeric
 from envs.datasets.files.minari import (
     BARE,
     MAIN_FILE,
@@ -37,7 +36,6 @@ from envs.datasets.files.minari import (
     read_episodes,
     read_metadata,
 )
-from envs.datasets.files.npz import check_flags, column
 from envs.datasets.images import (
     BlobColumn,
     Compressed,
@@ -105,27 +103,33 @@ def read(
     metadata = read_metadata(folder)
     space, own = metadata.get("observation_space"), metadata.get("burnish") or {}
     storage = choose_storage(bytes_of(folder, metadata), path, cache=cache)
-    raws = read_episodes(folder, metadata, image_shapes_of(space, ""))
+    raws = read_episodes(folder, metadata, image_shapes_of(space))
     first = next(raws)
-    layout = _layout(first, space, obs_keys)
+    layout, own_extras = _layout(first, space, obs_keys), own.get("extras", ())
     meta = {key: metadata[key] for key in _KEPT_META if metadata.get(key) is not None}
     meta |= {"source": str(path), "format": "minari", "not_read": log_skipped_fields(path, layout.unread)}
-    collector = _EpisodeCollector(own, storage, {camera: [] for camera in layout.images})
-    data = EpisodeDataset.from_episodes(
-        (collector.convert(raw, layout, infos) for raw in chain([first], raws)),
-        meta={**dict(own.get("meta", {})), **meta},
-        frames=Frames(storage, num_frames(folder, metadata)),
-        shared=True,
-    )
-    return collector.finish(data, folder / MAIN_FILE)
+    frames = Frames(storage, num_frames(folder, metadata))
+    episodes = EpisodeCollector(str(path), frames, drop_unequal=True)
+    images: dict[str, list[RawImages]] = {camera: [] for camera in layout.images}
+    for raw in chain([first], raws):
+        episode = _episode(raw, layout, infos, own_extras)
+        ends = episode.terminated, episode.truncated
+        episodes.add(raw.name, rows_of(episode), ends, _episode_extras(raw))
+        for camera, name in layout.images.items():
+            images[camera].append(_raw_images(raw, name))
+    stores = {
+        camera: Images(_store(camera, found, folder / MAIN_FILE, episodes.start, storage))
+        for camera, found in images.items()
+    }
+    meta = {**dict(own.get("meta", {})), **meta}
+    return episodes.dataset(meta, stores, has_successors=own.get("successors_recorded", True))
 
 
 def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layout:
     """Return the layout from the first episode, and from the recorded space if any."""
-    parts = _leaves(raw.tree.get("observations"), "")
-    if not parts:
-        raise DatasetError(f"{raw.name}: expected the key 'observations'; found {sorted(raw.tree)}.")
-    kinds = _kinds(space, "") or {}
+    check_keys(raw.name, ("observations",), raw.tree)
+    parts = _leaves(raw.tree["observations"])
+    kinds = {name: _kind(part) for name, part in _parts(space)}
     order = [name for name in kinds if name in parts] + [name for name in parts if name not in kinds]
     unread = {name: why for name in order if (why := kinds.get(name) or _reason(parts[name]))}
     usable = [name for name in order if name not in unread]
@@ -149,7 +153,7 @@ def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layo
     return Layout(tuple(state), {key: names for key, names in extras.items() if names}, images, unread)
 
 
-def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Return the arrays of a tree by path; a bare array is the part `observation`."""
     if not isinstance(tree, Mapping):
         return {} if tree is None else {prefix or STATE: tree}
@@ -159,7 +163,7 @@ def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _parts(space: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parts(space: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the leaf parts of a space, by path and in its order."""
     if not isinstance(space, Mapping):
         return
@@ -173,21 +177,17 @@ def _parts(space: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from _parts(item, f"{prefix}/{key}" if prefix else str(key))
 
 
-def _kinds(space: Any, prefix: str) -> dict[str, str]:
-    """Return the parts of a space by path, in order, with the reason if unread."""
-    return {path: _kind(part) for path, part in _parts(space, prefix)}
-
-
 def _kind(part: Mapping[str, Any]) -> str:
+    """Return why a part of a space cannot be part of the state; empty if it can."""
     if part.get("dtype") == "uint8" and len(part.get("shape", ())) == 3:
-        return "pictures"
+        return "no RGB images in bytes"
     return "texts" if part.get("type") == "Text" else ""
 
 
-def image_shapes_of(space: Any, prefix: str) -> dict[str, ImageShape]:
+def image_shapes_of(space: Any) -> dict[str, ImageShape]:
     """Return the shapes (H, W, 3) of image parts of a space, by path."""
     found: dict[str, ImageShape] = {}
-    for path, part in _parts(space, prefix):
+    for path, part in _parts(space):
         shape = tuple(part.get("shape") or ())
         if part.get("dtype") == "uint8" and len(shape) == 3 and shape[2] == 3:
             found[path] = (shape[0], shape[1], 3)
@@ -197,11 +197,10 @@ def image_shapes_of(space: Any, prefix: str) -> dict[str, ImageShape]:
 def _reason(values: Any) -> str:
     """Return why an array cannot be part of the state; empty if it can."""
     if isinstance(values, RawImages):
-        return "pictures"
-    kind = getattr(values, "dtype", np.dtype(object))
-    if kind.kind not in "biuf":
+        return "no RGB images in bytes"
+    if not is_numeric(values):
         return "texts"
-    return "pictures" if kind == np.uint8 and np.ndim(values) > 2 else ""
+    return "no RGB images in bytes" if values.dtype == np.uint8 and values.ndim > 2 else ""
 
 
 def _is_below(name: str, part: str) -> bool:
@@ -209,16 +208,13 @@ def _is_below(name: str, part: str) -> bool:
 
 
 def _episode(raw: RawEpisode, layout: Layout, infos: bool, own: Sequence[str]) -> Episode:
-    actions = raw.tree.get("actions")
-    if not isinstance(actions, np.ndarray) or actions.ndim < 2 or actions.dtype.kind not in "biuf":
-        got = f"the keys {sorted(raw.tree)}"
-        if isinstance(actions, np.ndarray):
-            got = f"shape {actions.shape}, type {actions.dtype}"
+    check_keys(raw.name, ("actions",), raw.tree)
+    actions = raw.tree["actions"]
+    if not isinstance(actions, np.ndarray) or actions.ndim < 2 or not is_numeric(actions):
+        got = f"shape {np.shape(actions)}, type {getattr(actions, 'dtype', type(actions).__name__)}"
         raise DatasetError(f"{raw.name}: key 'actions' must have shape (T, Da), continuous; got {got}.")
-    num = len(actions)
-    if num == 0:
-        raise DatasetError(f"{raw.name}: key 'actions' must have at least one row; the episode is empty.")
-    parts = _leaves(raw.tree.get("observations"), "")
+    num = check_rows(raw.name, {"actions": actions}, "actions")
+    parts = _leaves(raw.tree.get("observations"))
     extras = {key: _joined(raw, parts, names, num)[:-1] for key, names in layout.extras.items()}
     if infos:
         extras |= _infos(raw, own)
@@ -229,14 +225,13 @@ def _episode(raw: RawEpisode, layout: Layout, infos: bool, own: Sequence[str]) -
         rewards=_rows(raw, "rewards", num),
         terminated=ends["terminations"],
         truncated=ends["truncations"] or not ends["terminations"],
-        success=bool(_success(raw)),
         extras=extras,
     )
 
 
-def _seen(raw: RawEpisode, name: str) -> RawImages:
+def _raw_images(raw: RawEpisode, name: str) -> RawImages:
     """Return the camera images before each action and after the last."""
-    values, num = _leaves(raw.tree.get("observations"), "").get(name), len(raw.tree["actions"])
+    values, num = _leaves(raw.tree.get("observations")).get(name), len(raw.tree["actions"])
     if not isinstance(values, RawImages) or values.shape[0] != num + 1:
         raise DatasetError(
             f"{raw.name}: key 'observations' must have {num + 1} images in '{name}', one more than there are "
@@ -260,7 +255,7 @@ def _joined(raw: RawEpisode, parts: Mapping[str, Any], names: Sequence[str], num
 def _rows(raw: RawEpisode, key: str, num: int) -> np.ndarray:
     values = raw.tree.get(key)
     values = column(values) if isinstance(values, np.ndarray) and values.ndim else values
-    if not isinstance(values, np.ndarray) or values.shape != (num,) or values.dtype.kind not in "biuf":
+    if not isinstance(values, np.ndarray) or values.shape != (num,) or not is_numeric(values):
         got = "nothing" if values is None else f"shape {np.shape(values)}"
         raise DatasetError(f"{raw.name}: key '{key}' must have {num} numbers, one per action; got {got}.")
     return values
@@ -280,113 +275,59 @@ def _end(raw: RawEpisode, key: str, num: int) -> bool:
 def _numbers(raw: RawEpisode) -> dict[str, np.ndarray]:
     """Return the numbers under `infos` that have a row per step, T, or one more for the reset, T+1."""
     num = len(raw.tree["actions"])
-    found = {f"infos/{key}": value for key, value in _leaves(raw.tree.get("infos"), "").items()}
+    found = {f"infos/{key}": value for key, value in _leaves(raw.tree.get("infos")).items()}
     return {
         key: value
         for key, value in found.items()
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and len(value) in (num, num + 1)
+        if isinstance(value, np.ndarray) and is_numeric(value) and len(value) in (num, num + 1)
     }
 
 
-def _success(raw: RawEpisode) -> bool | None:
-    """Whether an episode succeeded in any row; None if not recorded."""
-    values = _numbers(raw).get(SUCCESS)
-    return None if values is None else bool((values > 0).any())
-
-
 def _infos(raw: RawEpisode, own: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the numbers under `infos`, a row per step.
+    """Return the numbers under `infos`, a row per step; `own` keys get their original names.
 
-    Of T+1 rows the last is left out: a step has what was known when its action was chosen. Success is what
-    the action led to, so there the first is left out, unless it is one of our `own` extra keys.
+    Of T+1 rows the last is dropped: a step has the values known when its action was chosen. Success is a
+    result of the action, so there the first is dropped, unless it is one of the `own` keys.
     """
     num = len(raw.tree["actions"])
     return {
-        key: value[-num:] if key == SUCCESS and key not in own else value[:num]
+        key.removeprefix("infos/") if key in own else key: (
+            value[-num:] if key == SUCCESS and key not in own else value[:num]
+        )
         for key, value in _numbers(raw).items()
     }
 
 
-@dataclass
-class _EpisodeCollector:
-    """Per-episode values, collected while episodes are read.
-
-    Attributes:
-        own: Metadata of own files.
-        storage: Storage of images that are not read from their file.
-        images: Images of every camera, by episode.
-        attributes: Attributes of every episode.
-        tells_success: Whether every episode has a success value.
-    """
-
-    own: Mapping[str, Any]
-    storage: ArrayStorage
-    images: dict[str, list[RawImages]]
-    attributes: list[Mapping[str, Any]] = field(default_factory=list)
-    tells_success: bool = True
-
-    def convert(self, raw: RawEpisode, layout: Layout, infos: bool) -> Episode:
-        """Convert an episode and collect its values."""
-        episode = _episode(raw, layout, infos, self.own.get("extras", ()))
-        self.tells_success = self.tells_success and _success(raw) is not None
-        self.attributes.append(raw.attributes)
-        for camera, name in layout.images.items():
-            self.images[camera].append(_seen(raw, name))
-        return episode
-
-    def finish(self, data: EpisodeDataset, file: Path) -> EpisodeDataset:
-        """Return the assembled dataset; unrecorded episode values are omitted."""
-        own = self.own.get("extras", ())
-        extras = {k.removeprefix("infos/") if k in own else k: value for k, value in data.extras.items()}
-        successors = data.next_observations if self.own.get("successors_recorded", True) else None
-        start = data.episode_start.numpy()
-        images = {
-            key: Images(_store(key, seen, file, start, self.storage)) for key, seen in self.images.items()
-        }
-        return replace(
-            data,
-            extras=extras,
-            episode_extras=self._episode_extras(data),
-            next_observations=successors,
-            images=images,
-        )
-
-    def _episode_extras(self, data: EpisodeDataset) -> dict[str, torch.Tensor]:
-        known = {"success": data.episode_extras["success"]} if self.tells_success else {}
-        seeds = [one.get("seed") for one in self.attributes]
-        if all(isinstance(seed, (int, np.integer)) and -(2**63) <= seed < 2**63 for seed in seeds):
-            known["seed"] = torch.tensor([int(seed) for seed in seeds], dtype=torch.int64)  # type: ignore[arg-type]
-        for name in (key for key in self.attributes[0] if key.startswith(OWN_ATTRIBUTE)):
-            if all(name in one for one in self.attributes):
-                values = np.stack([np.asarray(one[name]) for one in self.attributes])
-                known[name.removeprefix(OWN_ATTRIBUTE)] = torch.from_numpy(values)
-        return known
+def _episode_extras(raw: RawEpisode) -> dict[str, Any]:
+    """Return the recorded values of an episode: success, seed, and those of own files."""
+    found: dict[str, Any] = {}
+    values, seed = _numbers(raw).get(SUCCESS), raw.attributes.get("seed")
+    if values is not None:
+        found["success"] = bool((values > 0).any())
+    if isinstance(seed, (int, np.integer)) and -(2**63) <= seed < 2**63:
+        found["seed"] = np.int64(seed)
+    own = {key: value for key, value in raw.attributes.items() if key.startswith(OWN_ATTRIBUTE)}
+    return found | {key.removeprefix(OWN_ATTRIBUTE): np.asarray(value) for key, value in own.items()}
 
 
 def _store(
-    camera: str, seen: Sequence[RawImages], file: Path, start: np.ndarray, storage: ArrayStorage
+    camera: str, episodes: Sequence[RawImages], file: Path, start: np.ndarray, storage: ArrayStorage
 ) -> Store:
-    """Return the storage of a camera's images, one frame per action.
-
-    Raises:
-        DatasetError: If the episodes' images differ in kind.
-    """
-    kinds = {(one.shape[1:], one.encoded, one.key is None) for one in seen}
+    """Return the storage of a camera's images, one frame per action; all must be stored in the same way."""
+    kinds = {(one.shape[1:], one.encoded, one.key is None) for one in episodes}
     if len(kinds) > 1:
         raise DatasetError(
             f"{file.parent}: images of camera '{camera}' must be stored in one shape and one way; got "
-            f"{sorted({one.shape[1:] for one in seen})}."
+            f"{sorted({one.shape[1:] for one in episodes})}."
         )
-    image, encoded = (seen[0].shape[1], seen[0].shape[2], seen[0].shape[3]), seen[0].encoded
-    if seen[0].key is not None:
-        kind = EncodedInHdf5 if encoded else InHdf5
-        return kind(file.absolute(), tuple(str(one.key) for one in seen), start, image)
-    if encoded:
-        files = BlobColumn(storage)
-        for part in seen:
-            files.add(part.values[:-1])
-        return Compressed(files.joined(), image, f"{file.parent}: camera '{camera}'")
-    pixels = Column(storage, int(start[-1]))
-    for part in seen:
-        pixels.add(part.values[:-1])
-    return InMemory(pixels.joined())
+    first = episodes[0]
+    image = (first.shape[1], first.shape[2], first.shape[3])
+    if first.key is not None:
+        kind = EncodedInHdf5 if first.encoded else InHdf5
+        return kind(file.absolute(), tuple(str(one.key) for one in episodes), start, image)
+    values = BlobColumn(storage) if first.encoded else Column(storage, int(start[-1]))
+    for one in episodes:
+        values.add(one.values[:-1])
+    if isinstance(values, BlobColumn):
+        return Compressed(values.joined(), image, f"{file.parent}: camera '{camera}'")
+    return InMemory(values.joined())

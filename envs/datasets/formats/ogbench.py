@@ -24,15 +24,16 @@ import numpy as np
 from envs.datasets.array_storage import MEMORY, ArrayStorage
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.files.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz_into
+from envs.datasets.files.arrays import Arrays, check_flags, check_rows, column
+from envs.datasets.files.npz import peek_npz, read_npz_into
 from policies.errors import DatasetError
 
 _log = logging.getLogger(__name__)
 
 _REQUIRED = ("observations", "actions", "terminals")
 _INFOS = ("qpos", "qvel", "button_states")
-_JUDGED = ("rewards", "masks")
-_OWN = (*_JUDGED, "next_observations")  # not in published files
+_LABELS = ("rewards", "masks")
+_OWN = (*_LABELS, "next_observations")  # not in published files
 
 
 def matches(path: str | Path) -> bool:
@@ -42,17 +43,11 @@ def matches(path: str | Path) -> bool:
 
 
 def load_ogbench(path: str | Path) -> Arrays:
-    """Read a file's arrays as stored.
-
-    Raises:
-        DatasetError: If the file is unreadable, lacks a key, keys disagree in length, or the end of a
-            recording is not flagged.
-    """
+    """Read a file's arrays as stored."""
     return _load(path, None)[0]
 
 
 def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, ArrayStorage]:
-    """Return the arrays of `load_ogbench` and their storage."""
     arrays, storage = read_npz_into(path, _REQUIRED, (*_INFOS, *_OWN), cache=cache)
     check_rows(path, arrays, "observations")
     ends = arrays["terminals"] = check_flags(path, "terminals", arrays["terminals"])
@@ -62,18 +57,14 @@ def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, ArrayStor
             raise DatasetError(f"{path}: key '{key}' must have shape (N, D); got {arrays[key].shape}.{hint}")
     if not ends[-1]:
         raise DatasetError(
-            f"{path}: key 'terminals' must be 1 in the last row, where the last recording ends; got 0. The "
-            f"file is cut off: copy or download it again."
+            f"{path}: key 'terminals' must be 1 in the last row; got 0. The file is cut off: copy or "
+            f"download it again."
         )
     return arrays, storage
 
 
 def regular_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
-    """Reproduce OGBench's regular dataset: rows with a successor, `next_observations`, infos.
-
-    Args:
-        arrays: From `load_ogbench`.
-        storage: Storage of the result.
+    """Reproduce OGBench's regular dataset from `load_ogbench`: rows with a successor.
 
     Returns:
         (M, ·) float32 arrays; `terminals` is 1 where the next row is the last of its recording.
@@ -90,14 +81,11 @@ def regular_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
 
 
 def compact_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
-    """Reproduce OGBench's compact dataset: every row, with `valids` 0 on the last of each recording.
-
-    Args:
-        arrays: From `load_ogbench`.
-        storage: Storage of the result.
+    """Reproduce OGBench's compact dataset from `load_ogbench`: every row.
 
     Returns:
-        (N, ·) float32 arrays; `terminals` is 1 on the last two rows of every recording.
+        (N, ·) float32 arrays; `valids` is 0 on the last row of every recording, and `terminals` is 1 on the
+        last two.
     """
     ends = arrays["terminals"].astype(bool)
     return {
@@ -133,11 +121,10 @@ def read(
     arrays, storage = _load(path, cache)
     ends, saved = arrays["terminals"], "next_observations" in arrays
     _check_lengths(path, ends, compact, saved)
-    convert = _saved_dataset if saved else compact_dataset if compact else regular_dataset
-    rows = convert(arrays, storage)
+    rows = arrays if saved else (compact_dataset if compact else regular_dataset)(arrays, storage)
     last = ends if compact else rows["terminals"].astype(bool)
     extras: dict[str, Any] = {key: rows[key] for key in _INFOS if key in rows}
-    judged = _own_rewards(path, arrays, ~ends | compact | saved)
+    labels = _own_rewards(path, arrays, ~ends | compact | saved)
     unread = {key: "not known here" for key in peek_npz(path) or () if key not in arrays}
     if compact:
         extras["valids"] = rows["valids"]
@@ -148,9 +135,10 @@ def read(
     if task is not None:
         from envs.datasets.ogbench_rewards import rewards_of_task
 
-        unread |= {key: "those of reader.task are taken" for key in judged}
-        judged = dict(zip(_JUDGED, rewards_of_task(task, rows, str(path)), strict=True))
-    rewards = judged.pop("rewards", np.zeros(len(last), np.float32))
+        unread |= {key: "those of reader.task are taken" for key in labels}
+        labels = dict(zip(_LABELS, rewards_of_task(task, rows, str(path)), strict=True))
+    rewards = labels.pop("rewards", np.zeros(len(last), np.float32))
+    meta = {"source": str(path), "format": "ogbench", "task": task, "compact": compact}
     return EpisodeDataset.from_arrays(
         rows["observations"],
         rows["actions"],
@@ -159,40 +147,23 @@ def read(
         last,
         np.concatenate([[0], np.flatnonzero(last) + 1]),
         next_observations=rows.get("next_observations"),
-        extras=extras | judged,
-        meta={
-            "source": str(path),
-            "format": "ogbench",
-            "task": task,
-            "compact": compact,
-            "not_read": log_skipped_fields(path, unread),
-        },
+        extras=extras | labels,
+        meta=meta | {"not_read": log_skipped_fields(path, unread)},
         storage=storage,
     )
 
 
-def _saved_dataset(arrays: Arrays, storage: ArrayStorage) -> Arrays:
-    """Return all rows of a file with successors, with `terminals` 1 on the last of each recording."""
-    floats = ("observations", "actions", "next_observations")
-    return {
-        **{key: storage.converted(arrays[key], np.float32) for key in floats},
-        "terminals": arrays["terminals"].astype(np.float32),
-        **{key: arrays[key] for key in _INFOS if key in arrays},
-    }
-
-
 def _own_rewards(path: str | Path, arrays: Arrays, kept: np.ndarray) -> Arrays:
-    """Return the file's rewards and masks, if any, for the kept rows (N,)."""
     if "masks" in arrays:
         arrays["masks"] = check_flags(path, "masks", arrays["masks"]).astype(np.float32)
-    return {key: column(arrays[key])[kept] for key in _JUDGED if key in arrays}
+    return {key: column(arrays[key])[kept] for key in _LABELS if key in arrays}
 
 
 def _check_lengths(path: str | Path, ends: np.ndarray, compact: bool, saved: bool) -> None:
     """Refuse recordings with a single state, and `compact` for files without state-only rows."""
     if compact and saved:
         raise DatasetError(
-            f"{path}: reader.compact=true keeps rows that are states only, and a file with the key "
+            f"{path}: reader.compact=true needs rows that are states only; a file with the key "
             f"'next_observations' has none. Leave reader.compact out."
         )
     lengths = np.diff(np.flatnonzero(ends), prepend=-1)

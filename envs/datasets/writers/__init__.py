@@ -1,4 +1,4 @@
-"""Writing a dataset in any of the formats that can be written."""
+"""Write a dataset in any writable format."""
 
 from __future__ import annotations
 
@@ -22,17 +22,10 @@ WRITERS: dict[str, Callable[..., None]] = {
     "d4rl": write_d4rl,
 }
 FOLDERS = ("minari",)
-"""Formats that are folders; the others are single files."""
 
 
 def format_to_write(path: str | Path, wanted: str | None = None) -> str:
-    """Return the format to write: the one wanted, else by the name.
-
-    A name that ends in -v<number> is one of Minari; any other is a robomimic file.
-
-    Raises:
-        ConfigError: If there is no such format.
-    """
+    """Return the format to write: the wanted, else Minari for names in -v<number>, else robomimic."""
     if wanted is not None and wanted not in WRITERS:
         raise ConfigError(f"format must be one of: {', '.join(WRITERS)}; got {wanted}.")
     return wanted or ("minari" if re.search(r"-v\d+$", Path(path).name) else "robomimic")
@@ -49,14 +42,14 @@ def write_dataset(
     """Write a dataset, all or nothing.
 
     Args:
-        path: Where to; what is there is replaced when the new one is complete.
+        path: Target; an existing dataset is replaced when the new one is complete.
         dataset: Episodes on any device.
-        env: The task they come from.
+        env: Task of the episodes.
         format: See `format_to_write`.
         valid_fraction: Share of the episodes listed as validation set; robomimic's format only.
 
     Raises:
-        ConfigError: If there is no such format, or it has no list of episodes for validation, or no images.
+        ConfigError: If there is no such format, or it has no validation list, or no images.
         DatasetError: If the format cannot hold the dataset.
     """
     chosen = format_to_write(path, format)

@@ -1,9 +1,9 @@
-"""Writing datasets in D4RL's layout, which `d4rl.qlearning_dataset` and many offline programs read.
+"""Write datasets in D4RL's layout, which `d4rl.qlearning_dataset` and many offline programs read.
 
     observations actions rewards terminals timeouts   next_observations   infos/<extra key>
 
-Every episode ends with a terminal or a time-out: one that was merely cut becomes a time-out. Names that D4RL
-does not have stand in the attribute `burnish` of the file, so that reading here gives the same dataset.
+Every episode ends with a terminal or a time-out. Names that D4RL does not have are stored in the attribute
+`burnish` of the file, so that reading here gives the same dataset.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from envs.datasets.checks import refuse_images
 from envs.datasets.episodes import EpisodeDataset
@@ -28,30 +26,19 @@ _OWN_META = ("source", "format", "not_read")
 
 
 def write_d4rl(path: str | Path, dataset: EpisodeDataset, env: EnvConfig | None = None) -> None:
-    """Write a dataset, all or nothing.
-
-    Args:
-        path: Where to; an existing file is replaced when the new one is complete.
-        dataset: Episodes on any device.
-        env: The task they come from, recorded in the attribute.
-
-    Raises:
-        ConfigError: If there are images, for which the layout has no place.
-    """
+    """Write a dataset without images, all or nothing; `env` is recorded in the attribute."""
     refuse_images(dataset, "d4rl")
     dataset = dataset.to("cpu")
-    last = torch.zeros_like(dataset.terminated)
-    last[dataset.episode_start[1:] - 1] = True
     arrays = {
         "observations": dataset.observations,
         "actions": dataset.actions,
         "rewards": dataset.rewards,
         "terminals": dataset.terminated,
-        "timeouts": dataset.truncated | (last & ~dataset.terminated),
+        "timeouts": dataset.truncated | (dataset.is_last & ~dataset.terminated),
     }
     if dataset.next_observations is not None:
         arrays["next_observations"] = dataset.next_observations
-    names = _places(dataset)
+    names = _key_paths(dataset)
     arrays |= {names["extras"][key]: value for key, value in dataset.extras.items()}
     arrays |= {names["episode_extras"][key]: value for key, value in dataset.episode_extras.items()}
     with write_hdf5(path) as file:
@@ -60,19 +47,19 @@ def write_d4rl(path: str | Path, dataset: EpisodeDataset, env: EnvConfig | None 
         file.attrs[OWN_ATTRIBUTE] = json.dumps(names | {"meta": _meta(dataset, env)}, default=str)
 
 
-def _places(dataset: EpisodeDataset) -> dict[str, dict[str, str]]:
+def _key_paths(dataset: EpisodeDataset) -> dict[str, dict[str, str]]:
     """Return where extra values are stored, each in a place of its own; what has one already keeps it."""
     places: dict[str, dict[str, str]] = {"extras": {}, "episode_extras": {}}
     taken: list[str] = []
     for key in sorted(dataset.extras, key=lambda key: not key.startswith(_INFOS)):
         wanted = key if key.startswith(_INFOS) else f"{_INFOS}{key}"
-        places["extras"][key] = _free(wanted, taken)
+        places["extras"][key] = _unused(wanted, taken)
     for key in dataset.episode_extras:
-        places["episode_extras"][key] = _free(f"{_INFOS}episodes/{key}", taken)
+        places["episode_extras"][key] = _unused(f"{_INFOS}episodes/{key}", taken)
     return places
 
 
-def _free(place: str, taken: list[str]) -> str:
+def _unused(place: str, taken: list[str]) -> str:
     """Take a place, or one called nearly so where it is taken or lies within another."""
     while any(f"{place}/".startswith(f"{one}/") or one.startswith(f"{place}/") for one in taken):
         place += "_"

@@ -1,11 +1,10 @@
-"""Writing datasets as Minari stores them (HDF5), so that `minari.load_dataset` reads them.
+"""Write datasets as Minari stores them (HDF5), so that `minari.load_dataset` reads them.
 
     <out>/data/metadata.json   <out>/data/main_data.hdf5
 
-A dataset with the extra key `goal` gets observations of the parts `observation`, `achieved_goal` (if
-recorded) and `desired_goal`, as goal environments have. Minari keeps one observation more than actions:
-where the last successor is not known it repeats the last observation, and reading it back here leaves the
-successors unknown again.
+With the extra key `goal`, observations have the parts `observation`, `achieved_goal` (if recorded) and
+`desired_goal`. Minari keeps one observation more than actions: an unknown last successor is written as a
+repeated observation, and reading it back here leaves the successors unknown again.
 """
 
 from __future__ import annotations
@@ -48,18 +47,17 @@ def write_minari(
     dataset_id: str | None = None,
     algorithm: str = "",
 ) -> None:
-    """Write a dataset as a folder, all or nothing.
+    """Write a dataset without images as a folder, all or nothing.
 
     Args:
         path: The dataset's folder, `<root>/<dataset_id>`; an existing Minari dataset is replaced when the
             new one is complete.
         dataset: Episodes on any device.
-        env: The task they come from: its limits go into the action space.
+        env: Task of the episodes: its limits become the action space.
         dataset_id: Minari's name for it; None: the name of the folder.
-        algorithm: What acted, in words.
+        algorithm: Name of the acting policy.
 
     Raises:
-        ConfigError: If there are images, which this writer does not store.
         DatasetError: If the name is not one of Minari's, the folder holds something else, or the successors
             are not the next observations (as after `d4rl_compat`), which Minari cannot store.
     """
@@ -79,18 +77,12 @@ def write_minari(
 
 
 def check_place(path: str | Path, dataset_id: str | None = None) -> None:
-    """Refuse a place, or a name, that no Minari dataset can have.
-
-    Raises:
-        DatasetError: If the name does not end in a version, or the folder holds something else.
-    """
+    """Refuse a place that no Minari dataset can have: no version in the name, or other content."""
     target = Path(path)
     name = dataset_id or target.name
     if not _NAME.fullmatch(name.rsplit("/", 1)[-1]):
-        raise DatasetError(
-            f"{path}: Minari's names end in a version, e.g. {target.name.split('.')[0] or 'demos'}-v0; got "
-            f"'{name}'."
-        )
+        example = f"{target.name.split('.')[0] or 'demos'}-v0"
+        raise DatasetError(f"{path}: Minari's names end in a version, e.g. {example}; got '{name}'.")
     if target.exists() and find_data(target) is None:
         raise DatasetError(f"{path}: expected a free place or a Minari dataset to replace; found another.")
 
@@ -99,9 +91,7 @@ def _check_successors(dataset: EpisodeDataset, path: str | Path) -> None:
     """Refuse successors that are not the next frame's observation."""
     if dataset.next_observations is None:
         return
-    inside = torch.ones(dataset.num_frames, dtype=torch.bool)
-    inside[dataset.episode_start[1:] - 1] = False
-    here = inside.nonzero().squeeze(1)
+    here = (~dataset.is_last).nonzero().squeeze(1)
     wrong = (dataset.next_observations[here] != dataset.observations[here + 1]).any(dim=1).nonzero()
     if len(wrong):
         raise DatasetError(

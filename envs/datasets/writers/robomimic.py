@@ -1,4 +1,4 @@
-"""Writes episodes as robomimic HDF5 files; `envs.datasets.formats.robomimic` has their layout."""
+"""Write episodes as robomimic HDF5 files; `envs.datasets.formats.robomimic` has their layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.episodes import EpisodeDataset, split_episodes
 from envs.datasets.files.hdf5 import write_hdf5
 from envs.spec import options_of, task_name
 from policies.errors import ConfigError, DatasetError
@@ -37,19 +37,19 @@ def write_robomimic(
     """Write a dataset, all or nothing.
 
     Args:
-        path: Where to; an existing file is replaced when the new one is complete.
+        path: Target; an existing file is replaced when the new one is complete.
         dataset: Episodes on any device.
-        env: The task they come from, recorded as `env_args`.
+        env: Task of the episodes, recorded as `env_args`.
         layout: Widths of the observation's parts by key, in order; None: one key `flat`.
         valid_fraction: Share of episodes listed under mask/valid, in [0, 1), the others under mask/train; at
             least one episode is listed under each. 0: no masks.
-        seed: Decides which.
-
-    Raises:
-        ConfigError: If the share is not one, or there is only one episode to divide.
-        DatasetError: If the layout does not add up to the width of the observations.
+        seed: Seed of the masks.
     """
-    _check_share(valid_fraction, dataset.num_episodes)
+    if not 0 <= valid_fraction < 1 or (valid_fraction and dataset.num_episodes < 2):
+        raise ConfigError(
+            f"valid_fraction={valid_fraction} must lie in [0, 1) and needs at least 2 episodes; got "
+            f"{dataset.num_episodes}."
+        )
     dataset = dataset.to("cpu")
     parts = dict(layout or {_FLAT: dataset.obs_dim})
     if sum(parts.values()) != dataset.obs_dim:
@@ -62,13 +62,16 @@ def write_robomimic(
         data.attrs["env_args"] = json.dumps(_env_args(dataset, env))
         data.attrs["obs_layout"] = json.dumps(list(parts.items()))
         data.attrs["successors_recorded"] = dataset.next_observations is not None
-        data.attrs["meta"] = json.dumps(
-            {k: v for k, v in dataset.meta.items() if k not in _OWN_META}, default=str
-        )
+        meta = {key: value for key, value in dataset.meta.items() if key not in _OWN_META}
+        data.attrs["meta"] = json.dumps(meta, default=str)
         for number in range(dataset.num_episodes):
             _write_demo(data.create_group(f"demo_{number}"), dataset, number, parts)
         if valid_fraction:
-            _write_masks(file, dataset.num_episodes, valid_fraction, seed)
+            for name, chosen in zip(
+                ("train", "valid"), split_episodes(dataset.num_episodes, valid_fraction, seed), strict=True
+            ):
+                demos = [f"demo_{number}".encode() for number in chosen.tolist()]
+                file.create_dataset(f"mask/{name}", data=np.array(demos, dtype="S"))
 
 
 def _write_demo(group: h5py.Group, dataset: EpisodeDataset, number: int, parts: Mapping[str, int]) -> None:
@@ -104,33 +107,10 @@ def _write_demo(group: h5py.Group, dataset: EpisodeDataset, number: int, parts: 
             group.attrs[key] = dataset.episode_extras[key][number].item()
 
 
-def _check_share(valid_fraction: float, num_episodes: int) -> None:
-    """Refuse a share of the episodes that leaves none on one side."""
-    if not 0 <= valid_fraction < 1:
-        raise ConfigError(f"valid_fraction must lie in [0, 1); got {valid_fraction}.")
-    if valid_fraction and num_episodes < 2:
-        raise ConfigError(
-            f"valid_fraction={valid_fraction} needs at least 2 episodes, one for each side; got "
-            f"{num_episodes}. Leave it out."
-        )
-
-
-def _write_masks(file: h5py.File, num_episodes: int, valid_fraction: float, seed: int) -> None:
-    order = torch.randperm(num_episodes, generator=torch.Generator().manual_seed(seed)).tolist()
-    num_valid = min(max(round(valid_fraction * num_episodes), 1), num_episodes - 1)
-    for name, chosen in (("valid", order[:num_valid]), ("train", order[num_valid:])):
-        names = [f"demo_{number}".encode() for number in sorted(chosen)]
-        file.create_dataset(f"mask/{name}", data=np.array(names, dtype="S"))
-
-
 def _env_args(dataset: EpisodeDataset, env: EnvConfig | None) -> dict[str, Any]:
-    """Describe the task as robomimic does; without a task, keep what the dataset says."""
+    """Describe the task as robomimic does; without a task, keep the recorded one."""
     if env is None:
         known = dataset.meta.get("env_args")
         return dict(known) if known else {"env_name": "unknown", "type": _GYM_TYPE, "env_kwargs": {}}
-    return {
-        "env_name": task_name(env),
-        "env_version": "1",
-        "type": _GYM_TYPE,
-        "env_kwargs": options_of(env),
-    }
+    name = {"env_name": task_name(env), "env_version": "1", "type": _GYM_TYPE}
+    return name | {"env_kwargs": options_of(env)}

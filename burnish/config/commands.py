@@ -102,7 +102,7 @@ _COMMANDS = (
     Command(
         "new",
         "",
-        "begin a task, algo, process, sampler or reader of your own: a file, its test, its page section",
+        "begin a task, algo, process, sampler or reader of your own, with test and page",
         "task my_task",
     ),
     Command("doctor", "", "check the installation", ""),

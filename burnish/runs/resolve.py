@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class ResolvedRun:
     has_folders: bool = False  # each run has a folder `seed-<n>` in `folder`
     order: tuple[int, ...] = ()  # seeds in the requested order of results; empty: order of the runs
     continued: tuple[RunDirectory, ...] = ()  # directories of resumed runs; empty for new runs
+    interface: dict[str, Any] = field(default_factory=dict)  # what the dataset's entries are, once it is read
 
     @property
     def config(self) -> TrainConfig:
@@ -250,6 +251,13 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
         )
     if config.reader and config.dataset is None:
         raise ConfigError(f"reader={config.reader} needs dataset=<file>, whose reader has these options.")
+    given = {
+        "control_hz": config.control_hz,
+        "action_low": config.action_low,
+        "action_high": config.action_high,
+    }
+    if config.env is not None and (named := [key for key, value in given.items() if value is not None]):
+        raise ConfigError(f"{named[0]} is known of env; leave it out, or train without env.")
     _warn_of_unused_evaluation(config, typed)
     if config.requires_init and config.init is None:
         _log.warning("these settings tune a policy: give init=<policy>. Without it a new one is trained.")

@@ -35,7 +35,7 @@ PLUGIN_GROUP = "burnish.plugins"
 PLUGIN_VARIABLE = "BURNISH_PLUGINS"  # environment variable: names of further plug-in modules
 PACKAGES = ("policies", "envs", "algos")  # their modules register parts
 _REGISTRATION = re.compile(r'^(?:@register|\w+ = variant)\(\s*"(\w+)",\s+"([^"]+)"', re.MULTILINE)
-_NOT_CONFIGURED = ("policy_class",)  # groups whose classes another part chooses: no dataclasses
+_NOT_CONFIGURED = ("policy_class", "logger")  # groups whose classes another part chooses: no dataclasses
 _PARTS: dict[str, dict[str, type]] = {}
 
 

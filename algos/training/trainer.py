@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from algos.base import Algorithm, Metrics
-from algos.training.metrics import Scalars, TensorBoardWriter, broken, read_jsonl, read_out
+from algos.training.loggers import MetricLogger, open_logger
+from algos.training.metrics import Scalars, broken, read_jsonl, read_out
 from algos.training.progress import LONG_S, Bar, Lines, announced, open_display, planned
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import capture_global_rng, restore_global_rng
@@ -220,15 +221,14 @@ class _Loop:
 
     @contextmanager
     def opened(self, title: str, progress: bool | None) -> Iterator[None]:
-        """Hold the display and the event files open."""
+        """Hold the display and the trackers open."""
         first, done = self.sessions[0].algorithm, self._slowest.progress
         with ExitStack() as held:
             for session in self.sessions:
-                if session.settings.tensorboard:
-                    session.events = TensorBoardWriter(
-                        session.run.path / "tensorboard", first_step=session.algorithm.progress
-                    )
-                    held.callback(session.events.close)
+                for name in session.settings.trackers:
+                    logger = open_logger(name, session.run, first_step=session.algorithm.progress)
+                    session.loggers.append(logger)
+                    held.callback(logger.close)
             self._display = open_display(title, first.unit, first.total, done, bar=progress)
             held.callback(self._display.close)
             yield
@@ -249,7 +249,7 @@ class _Session:
     ) -> None:
         self.member, self.settings = member, settings
         self.algorithm, self.run = member.algorithm, member.run
-        self.events: TensorBoardWriter | None = None
+        self.loggers: list[MetricLogger] = []
         self.fresh: dict[str, float] = {}  # metrics not displayed yet
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
@@ -367,8 +367,8 @@ class _Session:
     def _record(self, values: Scalars) -> None:
         row, step = {**values, "time/elapsed_s": self._elapsed()}, self.algorithm.progress
         self.run.log(row, step)
-        if self.events is not None:
-            self.events.write(row, step)
+        for logger in self.loggers:
+            logger.write(row, step)
         self.fresh |= row
 
     def _elapsed(self) -> float:

@@ -65,6 +65,7 @@ _COMMANDS = (
         config_module="burnish.config.evaluate",
     ),
     Command("report", "run", "draw the learning curve and the rollouts of runs into one page", "run=<run>"),
+    Command("runs", "", "list runs: last and best evaluation, time, the keys that differ", "runs"),
     Command(
         "export",
         "policy",

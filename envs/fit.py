@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,11 +149,12 @@ def task_text(env: EnvConfig, shown: Iterable[str] = ()) -> str:
     """
     hidden, always = CONDITIONS | {*getattr(env, "conditions", ())}, set(shown)
     texts = [f"env={task_name(env)}"]
-    for field in fields(env) if is_dataclass(env) else ():
-        value = getattr(env, field.name)
-        is_chosen = field.name not in hidden and value != field.default
-        if field.name in always or (is_chosen and value not in ({}, [])):
-            texts.append(f"env.{field.name}={option_text(value)}")
+    options: tuple[Field[Any], ...] = fields(env) if is_dataclass(env) else ()
+    for one in options:
+        value = getattr(env, one.name)
+        is_chosen = one.name not in hidden and value != one.default
+        if one.name in always or (is_chosen and value not in ({}, [])):
+            texts.append(f"env.{one.name}={option_text(value)}")
     return " ".join(texts)
 
 

@@ -14,7 +14,7 @@ import torch
 from algos.base import Algorithm, Metrics
 from algos.training.loggers import MetricLogger, open_logger
 from algos.training.metrics import Scalars, broken, read_jsonl, read_out
-from algos.training.progress import LONG_S, Bar, Lines, announced, open_display, planned
+from algos.training.progress import LONG_ITERATION_S, LONG_S, Bar, Lines, announced, open_display, planned
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import capture_global_rng, restore_global_rng
 from algos.training.settings import TrainerSettings
@@ -140,7 +140,7 @@ class _Loop:
     def __init__(self, sessions: Sequence[_Session], advance: Callable[[], Sequence[Metrics]]) -> None:
         self.sessions, self._advance = sessions, advance
         self._display: Bar | Lines | None = None
-        self._iterations = 0
+        self._iterations, self._iteration_s = 0, 0.0
 
     @property
     def _slowest(self) -> Algorithm:
@@ -156,8 +156,7 @@ class _Loop:
             if any([session.checkpoint_if_due() for session in self.sessions]):
                 self._remove_old_checkpoints()
             try:
-                for session in self.sessions:
-                    session.evaluate_if_due(stop)
+                self._evaluate(stop)
             except Interrupted as signalled:
                 self._save_and_stop(signalled.number)
             self._show()
@@ -165,6 +164,17 @@ class _Loop:
                 return
             self._iterate(stop)
             self._show()
+
+    def _evaluate(self, stop: StopSignals) -> None:
+        """Evaluate the runs that are due; the display does not count this time as training."""
+        if not any(session.is_evaluation_due for session in self.sessions):
+            return
+        began = time.monotonic()
+        with announced("the evaluation") if self._display is not None else nullcontext():
+            for session in self.sessions:
+                session.evaluate_if_due(stop)
+        if self._display is not None:
+            self._display.skip(time.monotonic() - began)
 
     def _save_and_stop(self, number: int) -> None:
         for session in self.sessions:
@@ -180,9 +190,13 @@ class _Loop:
 
     def _iterate(self, stop: StopSignals) -> None:
         before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
-        is_first = self._iterations == 0 and self._display is not None
+        is_first, is_long = self._iterations == 0, self._iteration_s > LONG_ITERATION_S
+        what = f"iteration {self._iterations + 1}" + (
+            "" if is_first else f" (the last took {self._iteration_s:.0f} s)"
+        )
+        is_told = (is_first or is_long) and self._display is not None
         try:
-            with announced("the first iteration") if is_first else nullcontext():
+            with announced(what) if is_told else nullcontext():
                 found = self._advance()
         except WorkerError as error:
             if stop.number is None:
@@ -190,6 +204,7 @@ class _Loop:
             # Workers received the signal too: the iteration cannot be finished.
             raise Interrupted(stop.number) from error
         self._iterations += 1
+        self._iteration_s = time.monotonic() - began
         if self._iterations == _TIMED_ITERATION:
             self._log_if_long(min(before), time.monotonic() - began)
         errors = []
@@ -331,10 +346,15 @@ class _Session:
             self.checkpoint()
         return is_due
 
+    @property
+    def is_evaluation_due(self) -> bool:
+        due = self._is_due(self.evaluated, self.settings.eval_every)
+        return self.member.evaluator is not None and due
+
     def evaluate_if_due(self, stop: StopSignals) -> None:
         """Evaluate at multiples of `eval_every` and at the end; a signal aborts the evaluation."""
         evaluator, algorithm = self.member.evaluator, self.algorithm
-        if evaluator is None or not self._is_due(self.evaluated, self.settings.eval_every):
+        if evaluator is None or not self.is_evaluation_due:
             return
         with stop.immediate():
             result = evaluator(algorithm.snapshot(), algorithm.progress)

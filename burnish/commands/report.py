@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 INDEX = "index.html"
 _MOST_NAMES, _MOST_KEYS = 3, 8  # names in a title, columns of differing keys
-PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.png")
+PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.(png|webp)")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
         for name, png in pictures.items():
             (draft / name).write_bytes(png)
         (draft / INDEX).write_text(page.render())
-        for path in target.glob("*.png"):
+        for path in target.glob("*.*"):
             if PICTURE.fullmatch(path.name):
                 path.unlink()
         move_into(draft, target)
@@ -167,7 +167,7 @@ def _part(directory: RunDirectory, group: str) -> str:
 
 
 def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for name, one in runs.items():
         source = one.config.get("dataset") or one.config.get("init") or ""
         parts = _part(one, "algo"), task_label(one)
@@ -296,13 +296,17 @@ def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirector
         subject = f"{name}: " if len(named) > 1 else ""
         try:
             env, played = stage.play(directory)
-            png, caption = draw_behaviour(env, played)
+            png, caption, moving = draw_behaviour(env, played)
         except (CapabilityError, CheckpointError, ConfigError, MissingExtraError) as error:
             _log.warning("no pictures of the behaviour of %s: %s", name, error)
             page.text(f"{subject}No pictures: {error}")
             continue
-        pictures["behaviour.png" if len(named) == 1 else f"behaviour-{number}.png"] = png
+        stem = "behaviour" if len(named) == 1 else f"behaviour-{number}"
+        pictures[f"{stem}.png"] = png
         page.picture(png, f"{subject}{caption}")
+        if moving is not None:
+            pictures[f"{stem}.webp"] = moving
+            page.picture(moving, f"{subject}the same episode, in real time.", "webp")
         for title, rows in played.items():
             if ways := describe_modes(env, rows):
                 page.text(f"{subject}{title}: {ways}")

@@ -169,14 +169,23 @@ def _joined(parts: Sequence[EpisodeDataset], source: str) -> EpisodeDataset:
     starts = [one.episode_start[:-1].numpy() + at for one, at in zip(parts, offsets, strict=False)]
     every = [one.next_observations for one in parts]
     followed = None if any(one is None for one in every) else np.concatenate([one.numpy() for one in every])  # type: ignore[union-attr]
-    columns = {
-        key: np.concatenate([getattr(one, key).numpy() for one in parts])
-        for key in ("observations", "actions", "rewards", "terminated", "truncated")
-    }
+
+    def column(key: str) -> np.ndarray:
+        return np.concatenate([getattr(one, key).numpy() for one in parts])
+
     return EpisodeDataset.from_arrays(
-        *columns.values(),
+        column("observations"),
+        column("actions"),
+        column("rewards"),
+        column("terminated"),
+        column("truncated"),
         np.concatenate([*starts, offsets[-1:]]),
         next_observations=followed,
+        extras={
+            key: np.concatenate([one.extras[key].numpy() for one in parts])
+            for key in first.extras
+            if all(key in one.extras for one in parts)
+        },
         images={
             camera: np.concatenate(
                 [one.images[camera][torch.arange(one.num_frames)].numpy() for one in parts]

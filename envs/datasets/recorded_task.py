@@ -57,7 +57,7 @@ def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str
 def recorded_env(name: str, options: Mapping[str, Any] | None) -> EnvConfig | None:
     """Return the configuration of a recorded task; None if its options are no longer valid."""
     with contextlib.suppress(ConfigError, TypeError, ValueError):
-        return _restored(lookup("env", name), options or {})  # type: ignore[no-any-return]
+        return _restored(lookup("env", name), options or {})
     return None
 
 

@@ -113,7 +113,7 @@ class Gym(HasCameras):
             frames = [_picture(made)]
             for i, action in enumerate(actions, start=1):
                 low, high = np.asarray(self.spec.action_low), np.asarray(self.spec.action_high)
-                *_, terminated, truncated, _info = made.step(np.clip(action, low, high))
+                _obs, _reward, terminated, truncated, _info = made.step(np.clip(action, low, high))
                 if i % every == 0 or i == len(actions) or terminated or truncated:
                     frames.append(_picture(made))
                 if terminated or truncated:
@@ -188,7 +188,7 @@ class _Flat:
 
     def step(self, action: Array) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]:
         self.last, *rest = self._env.step(action.reshape(self._space.shape))
-        return (self.last, *rest)  # type: ignore[return-value]
+        return (self.last, *rest)
 
     def render(self) -> Any:
         return self._env.render()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import absl.logging
 import numpy as np
@@ -43,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hydra copies the store of configurations for every group it looks up, which takes most of a composition.
     # Nothing here changes a copy.
     ConfigStore.__deepcopy__ = lambda self, memo: self
+    torch.onnx.export = _with_one_table(torch.onnx.export)
     # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
     # that is standard error at this moment. While a test captures that, it would be pytest's own file.
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
@@ -50,6 +53,23 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("explore", patient)
     settings.register_profile("burnish", patient, derandomize=True)
     settings.load_profile("burnish")
+
+
+def _with_one_table(export: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the table of ONNX operators between exports: making it takes a third of a small one."""
+
+    @functools.cache
+    def keep_table() -> None:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry  # takes a while
+
+        ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
+
+    @functools.wraps(export)
+    def exported(*args: Any, **kwargs: Any) -> Any:
+        keep_table()
+        return export(*args, **kwargs)
+
+    return exported
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -83,9 +83,19 @@ def representatives(values: Iterable[Any], features: Callable[[Any], Sequence[An
     return values if everything else [values[index] for index in covering([features(v) for v in values])]
 
 
-def repeated(seeds: Sequence[int]) -> list[int]:
-    """The first seed of a test that trains, or all of them with `--all`."""
-    return list(seeds) if everything else [seeds[0]]
+def each_value(*axes: Sequence[Any]) -> list[Any]:
+    """Cases in which every value of every axis occurs, or the product with `--all`.
+
+    For costly tests of axes that do not influence each other.
+    """
+    if everything:
+        return list(itertools.product(*axes))
+    return [tuple(axis[row % len(axis)] for axis in axes) for row in range(max(map(len, axes)))]
+
+
+def repeated(variants: Sequence[Any]) -> list[Any]:
+    """The first seed or variant of a test that trains, or all of them with `--all`."""
+    return list(variants) if everything else [variants[0]]
 
 
 class Laws:

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from pairwise import each_value
 from safetensors.torch import load_file, save_file
 
 import burnish
@@ -284,8 +285,11 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("spoil", SPOILT, ids=lambda spoil: spoil.__name__)
-@pytest.mark.parametrize("command", ["train", "eval", "export"])
+@pytest.mark.parametrize(
+    ("command", "spoil"),
+    each_value(["train", "eval", "export"], list(SPOILT)),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_damaged_policy(command: str, spoil: Callable[[Path], None], shell: Shell) -> None:
     policy = policy_directory(shell.inputs / "policy")
     spoil(policy)

@@ -83,6 +83,13 @@ def _prose(page: Path) -> str:
     return FENCE.sub("", page.read_text())
 
 
+def _codes() -> Iterator[tuple[Path, str]]:
+    """Yield every page with every `code` of its prose."""
+    for page in OWN:
+        for text in CODE.findall(_prose(page)):
+            yield page, text
+
+
 def _names(pages: list[Path]) -> Any:
     return pytest.mark.parametrize("page", pages, ids=[str(page.relative_to(ROOT)) for page in pages])
 
@@ -95,17 +102,17 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@_names(PAGES)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
-    for target in LINK.findall(_prose(page)):
+def test_links_lead_to_files_and_headings() -> None:
+    links = [(page, target) for page in PAGES for target in LINK.findall(_prose(page))]
+    for page, target in links:
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
-        assert file.exists(), f"{target} leads nowhere"
+        assert file.exists(), f"{page}: {target} leads nowhere"
         if anchor:
             headings = re.findall(r"^#+ (.+)$", _prose(file), re.MULTILINE)
-            assert anchor in map(_anchor, headings), f"{target}: no such heading"
+            assert anchor in map(_anchor, headings), f"{page}: {target}: no such heading"
 
 
 @cache
@@ -125,15 +132,14 @@ def _defined(body: list[ast.stmt], prefix: str) -> Iterator[str]:
             yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
 
 
-@_names(OWN)
-def test_references_to_code_exist(page: Path) -> None:
-    for text in CODE.findall(_prose(page)):
+def test_references_to_code_exist() -> None:
+    for page, text in _codes():
         match = REFERENCE.match(text)
         if match is None or "<" in text:
             continue
         path, name = ROOT / match.group(1), match.group(2)
-        assert path.is_file(), f"`{text}`: no such file"
-        assert name is None or name in _definitions(path), f"`{text}`: no such name"
+        assert path.is_file(), f"{page}: `{text}`: no such file"
+        assert name is None or name in _definitions(path), f"{page}: `{text}`: no such name"
 
 
 # -- commands and keys ----------------------------------------------------------------------------------
@@ -169,19 +175,18 @@ def test_commands_compose(page: Path) -> None:
             _compose(name, (*known, *(word for word in arguments if word not in flags)))
 
 
-@_names(OWN)
-def test_make_targets_exist(page: Path) -> None:
+def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {words[1] for words in _commands(page) if words[0] == "make"}
-    named |= {text.split()[1] for text in CODE.findall(_prose(page)) if text.startswith("make ")}
-    assert named <= targets
+    named = {words[1] for page in OWN for words in _commands(page) if words[0] == "make"}
+    named |= {text.split()[1] for _, text in _codes() if text.startswith("make ")}
+    assert named and named <= targets
 
 
-@_names(OWN)
-def test_experiments_exist(page: Path) -> None:
+def test_experiments_exist() -> None:
     folder = ROOT / "configs" / "experiment"
-    for name in re.findall(r"experiment=([a-z0-9_]+)(?![\w<*])", page.read_text()):
-        assert (folder / f"{name}.yaml").is_file(), name
+    for page in OWN:
+        for name in re.findall(r"experiment=([a-z0-9_]+)(?![\w<*])", page.read_text()):
+            assert (folder / f"{name}.yaml").is_file(), f"{page}: {name}"
 
 
 @cache
@@ -221,14 +226,13 @@ ATTRIBUTES = {
 """What reads like a key and is an attribute or a file."""
 
 
-@_names(OWN)
-def test_configuration_keys_exist(page: Path) -> None:
-    for text in CODE.findall(_prose(page)):
+def test_configuration_keys_exist() -> None:
+    for page, text in _codes():
         match = KEY.match(text)
         if match is None or match.group(1) not in _sections():
             continue
         key = f"{match.group(1)}.{match.group(2)}"
-        assert key in _keys() | ATTRIBUTES, f"`{text}`: no such key"
+        assert key in _keys() | ATTRIBUTES, f"{page}: `{text}`: no such key"
 
 
 EXPLAINED_ON = {

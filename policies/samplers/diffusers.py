@@ -62,8 +62,8 @@ class Diffusers(Checked):
         if (self.scheduler in FLOW_SCHEDULERS) != is_flow:
             choices = ", ".join(FLOW_SCHEDULERS if is_flow else DIFFUSION_SCHEDULERS)
             raise ConfigError(
-                f"sampler.scheduler={self.scheduler} does not run process={name_of('process', process)}. Use "
-                f"one of {choices}."
+                f"sampler=diffusers with sampler.scheduler={self.scheduler} does not run "
+                f"process={name_of('process', process)}. Use one of {choices}."
             )
         loop = SchedulerLoop(self, _settings_of(process) | self.options, is_flow)
         taus = torch.as_tensor(loop.scheduler().timesteps, dtype=torch.float64)

@@ -120,12 +120,3 @@ def test_learning_by_rollouts_refuses_a_policy_that_looks() -> None:
     init = tiny().build(setup(told_by_pictures(), process=GaussianProcess())).snapshot()
     with pytest.raises(CapabilityError, match=mentions("algo=ppo algo=bc")):
         PpoConfig(num_envs=1).build(Setup(env=env("avoid"), init=init, num_workers=0))
-
-
-def test_a_cloned_policy_that_looks_is_exported_and_agrees(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="needs the extra 'export'")
-    from policies.export.export import export_onnx
-
-    policy = tiny().build(setup(told_by_pictures())).snapshot()
-    report = export_onnx(policy, tmp_path / "exported")
-    assert report.worst <= 1e-5

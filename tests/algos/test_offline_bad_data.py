@@ -137,7 +137,7 @@ def test_a_recording_of_single_cut_steps_has_no_transition(tmp_path: Path) -> No
     cut = {"terminals": np.zeros(FRAMES, bool), "timeouts": np.ones(FRAMES, bool)}
     path = written(tmp_path / "single.hdf5", **cut)
     assert len(read_dataset(path).transition_frames) == 0
-    with pytest.raises(DatasetError, match=mentions("60 episodes transition")):
+    with pytest.raises(DatasetError, match=mentions("60 truncated")):
         run_on(path)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from entry import exit_code
+from hydra.errors import HydraException
 from messages import mentions
 
 from burnish import cli, demo
@@ -24,21 +26,12 @@ from burnish.config.schema import GROUPS
 from envs.engine import rendering
 
 
-def _run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the installed entry point's code in a process of its own."""
     home = str(Path(cli.__file__).resolve().parents[1])
-    variables = os.environ | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1"} | environment
+    variables = os.environ | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "burnish", *arguments]
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=600)
-
-
-def _main(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run a command in this process; returns the exit code."""
-    monkeypatch.setattr(sys, "argv", ["burnish", *arguments])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
 
 
 def test_the_front_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +107,7 @@ def test_mistakes_end_in_one_line_and_leave_nothing_behind(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _main(*arguments, monkeypatch=monkeypatch) == 2
+    assert exit_code(*arguments) == 2
     error = capsys.readouterr().err
     assert re.search(mentions(message), error)
     assert error.count("\n") == 1 and "Traceback" not in error
@@ -128,7 +121,7 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert _main("import", "source=dppo", "weights=~/x.pt", monkeypatch=monkeypatch) == 2
+    assert exit_code("import", "source=dppo", "weights=~/x.pt") == 2
     assert f"weights={tmp_path}/x.pt is no file" in capsys.readouterr().err
     assert with_home("compose=[~/a,b/~/c,~/d]") == f"compose=[{tmp_path}/a,b/~/c,{tmp_path}/d]"
     for text in ("keys='~/k'", "~env", "name=a~/b", "--cfg"):
@@ -142,7 +135,7 @@ def test_a_mistake_leaves_empty_folders_of_the_person_alone(
     for theirs in ("mine/inner", "runs"):
         Path(theirs).mkdir(parents=True)
     for place in (["hydra.run.dir=mine/inner"], ["hydra.run.dir=mine/inner/new/newer"], []):
-        assert _main("train", "algo=bc", *place, monkeypatch=monkeypatch) == 2
+        assert exit_code("train", "algo=bc", *place) == 2
         assert sorted(map(str, Path().rglob("*"))) == ["mine", "mine/inner", "runs"]
 
 
@@ -150,7 +143,7 @@ def test_a_run_goes_on_in_its_own_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _main("train", "resume=one", "hydra.run.dir=other", monkeypatch=monkeypatch) == 2
+    assert exit_code("train", "resume=one", "hydra.run.dir=other") == 2
     error = capsys.readouterr().err
     assert "resume=one goes on in that run's own directory; got hydra.run.dir=other" in error
     assert not list(tmp_path.iterdir())
@@ -162,27 +155,28 @@ def test_a_run_below_a_file_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     Path("afile").touch()
     for place in ("afile", "afile/below"):
-        assert _main("train", f"hydra.run.dir={place}", monkeypatch=monkeypatch) == 2
+        assert exit_code("train", f"hydra.run.dir={place}") == 2
         error = capsys.readouterr().err
         assert error.startswith(f"burnish: error: {place}: ") and error.count("\n") == 1
 
 
-def test_a_mistake_in_a_process_of_its_own_exits_with_2_and_one_line(tmp_path: Path) -> None:
+def test_a_mistake_in_a_process_of_its_own_exits_with_2_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = _run("train", "algo.lrr=1", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("burnish: error: ") and done.stderr.count("\n") == 1
-    loud = _run("train", "algo.lrr=1", cwd=tmp_path, BURNISH_TRACEBACK="1")
-    assert loud.returncode != 0 and "Traceback" in loud.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_TRACEBACK", "1")
+    with pytest.raises(HydraException):  # its traceback is Python's own
+        exit_code("train", "algo.lrr=1")
 
 
 def test_cfg_job_prints_the_composed_configuration_and_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert (
-        _main("train", "experiment=hopper_dppo", "algo.gamma=0.5", "--cfg", "job", monkeypatch=monkeypatch)
-        == 0
-    )
+    assert exit_code("train", "experiment=hopper_dppo", "algo.gamma=0.5", "--cfg", "job") == 0
     shown = capsys.readouterr().out
     assert "gamma: 0.5" in shown and "name: hopper_dppo" in shown
     assert list(tmp_path.iterdir()) == []
@@ -193,7 +187,7 @@ def test_every_command_has_a_help_page(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _main(command, "--help", monkeypatch=monkeypatch) == 0
+    assert exit_code(command, "--help") == 0
     page = capsys.readouterr().out
     assert f"usage: burnish {command}" in page
     listed = [line.split(":")[0].strip() for line in page.split("configuration (")[0].splitlines()[1:]]
@@ -208,14 +202,13 @@ def test_multirun_runs_every_job_in_a_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code = _main(
+    code = exit_code(
         "collect",
         "--multirun",
         "env=avoid",
         "episodes=1",
         "first_seed=3,4",
         "out=${first_seed}.hdf5",
-        monkeypatch=monkeypatch,
     )
     assert code == 0
     assert sorted(path.name for path in tmp_path.glob("*.hdf5")) == ["3.hdf5", "4.hdf5"]
@@ -231,7 +224,7 @@ def test_completion_offers_commands_then_keys_and_options(
         ("burnish train algo.batch_s", "algo.batch_size="),
     ):
         monkeypatch.setenv("COMP_LINE", line)
-        assert _main("-sc", "query=bash", monkeypatch=monkeypatch) == 0
+        assert exit_code("-sc", "query=bash") == 0
         assert expected in capsys.readouterr().out.split()
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass
+from operator import attrgetter
+from typing import Any
 
 import pytest
 import yaml
@@ -23,29 +27,37 @@ from policies import registry
 from policies.errors import ConfigError
 from policies.policy_config import PART_GROUPS, PolicyConfig
 
-EVERY_PART = [
-    pytest.param(group, name, id=f"{group}={name}") for group in GROUPS for name in registry.parts(group)
-]
+
+def every_part() -> Iterator[Any]:
+    """Yield a command and the parts of one composition, by group; every part occurs in one."""
+    for name in registry.parts("source"):
+        yield pytest.param("import", {"source": name}, id=name)
+    groups = [group for group in GROUPS if group != "source"]
+    for names in itertools.zip_longest(*map(registry.parts, groups)):
+        chosen = {group: name for group, name in zip(groups, names, strict=True) if name is not None}
+        yield pytest.param("train", chosen, id="-".join(chosen.values()))
 
 
-def command_of(group: str) -> str:
-    return "import" if group == "source" else "train"
+EVERY_PART = list(every_part())
 
 
-@pytest.mark.parametrize(("group", "name"), EVERY_PART)
-def test_every_registered_part_composes_to_its_own_defaults(group: str, name: str) -> None:
-    config = compose_config(command_of(group), [f"{group}={name}"])
-    assert getattr(config, group) == registry.lookup(group, name)()
+@pytest.mark.parametrize(("command", "chosen"), EVERY_PART)
+def test_every_registered_part_composes_to_its_own_defaults(command: str, chosen: dict[str, str]) -> None:
+    config = compose_config(command, [f"{group}={name}" for group, name in chosen.items()])
+    for group, name in chosen.items():
+        assert getattr(config, group) == registry.lookup(group, name)()
 
 
-@pytest.mark.parametrize(("group", "name"), EVERY_PART)
-def test_every_number_of_a_part_can_be_overridden(group: str, name: str) -> None:
-    part = registry.lookup(group, name)()
-    values = {f.name: getattr(part, f.name) for f in fields(part)}
-    numbers = {key: value for key, value in values.items() if type(value) in (int, float)}
-    written = [f"{group}.{key}={value}" for key, value in numbers.items()]
-    config = compose_config(command_of(group), [f"{group}={name}", *written])
-    assert {key: getattr(getattr(config, group), key) for key in numbers} == numbers
+@pytest.mark.parametrize(("command", "chosen"), EVERY_PART)
+def test_every_number_of_a_part_can_be_overridden(command: str, chosen: dict[str, str]) -> None:
+    numbers = {}
+    for group, name in chosen.items():
+        part = registry.lookup(group, name)()
+        values = {f.name: getattr(part, f.name) for f in fields(part)}
+        numbers |= {f"{group}.{key}": v for key, v in values.items() if type(v) in (int, float)}
+    written = [f"{key}={value}" for key, value in numbers.items()]
+    config = compose_config(command, [*(f"{group}={name}" for group, name in chosen.items()), *written])
+    assert {key: attrgetter(key)(config) for key in numbers} == numbers
 
 
 def test_the_defaults_are_those_of_the_dataclasses() -> None:

@@ -217,13 +217,14 @@ def test_an_algorithm_that_derives_from_another_says_its_own_name(
         small(own).build(Setup())
 
 
-@pytest.mark.parametrize(("algo", "process"), [(a, p) for a in ALGOS for p in PROCESSES if not accepts(a, p)])
-def test_a_policy_that_cannot_do_what_is_asked_is_refused_by_both_names(algo: str, process: str) -> None:
-    part = registry.lookup("process", process)
-    with pytest.raises(CapabilityError) as refused:
-        start(algo, process)
-    message = str(refused.value)
-    assert f"algo={algo}" in message and (part.__name__ in message or f"process={process}" in message)
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_policy_that_cannot_do_what_is_asked_is_refused_by_both_names(algo: str) -> None:
+    for process in (process for process in PROCESSES if not accepts(algo, process)):
+        part = registry.lookup("process", process)
+        with pytest.raises(CapabilityError) as refused:
+            start(algo, process)
+        message = str(refused.value)
+        assert f"algo={algo}" in message and (part.__name__ in message or f"process={process}" in message)
 
 
 @every_run

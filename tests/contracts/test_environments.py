@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from drawing import require_drawing
 from messages import mentions
+from pairwise import representatives
 
 from burnish.config.schema import describe_part, restore_part
 from envs.engine.pixels import FREE, HasCameras
@@ -181,7 +182,7 @@ def test_a_saved_state_continues_bit_exactly(name: str) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", representatives(NAMES, lambda name: [env(name).spec.family]))
 def test_a_scene_that_is_drawn_follows_from_the_seed_and_drawing_changes_no_number(name: str) -> None:
     require_drawing()
     config = env(name)

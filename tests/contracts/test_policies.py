@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import pairwise, representatives
+from pairwise import Laws, everything, pairwise
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 from torch import Tensor
 
@@ -62,6 +62,11 @@ def small(part: type, **changes: Any) -> Any:
     known = {field.name: field for field in dataclasses.fields(part)}
     values = {name: value for name, value in (SMALL | changes).items() if name in known}
     return part(**values)
+
+
+def few(part: type, steps: int = 2) -> Any:
+    """Build a small part that takes few steps where it can be told."""
+    return small(part, steps=steps, num_levels=2)
 
 
 def _default_sampler(process: str) -> Any:
@@ -144,23 +149,40 @@ def combinations() -> Iterator[Any]:
                     yield pytest.param(process, backbone, variant, id=f"{process}-{backbone}-{name}{mode}")
 
 
-COMBINATIONS = list(combinations())
-every_policy = pytest.mark.parametrize(("process", "backbone", "sampler"), pairwise(COMBINATIONS))
-GRAPHS = [
-    case
-    for case in COMBINATIONS
-    if case.values[1] == "mlp" or case.values[2] == small(type(_default_sampler(case.values[0])))
-]
-PARTS_OF_A_GRAPH = {
-    case.id: case
-    for case in (
-        *representatives(GRAPHS, lambda case: (case.values[0], type(case.values[2]))),
-        *representatives(GRAPHS, lambda case: (case.values[1], case.values[0] in STEEP)),
-    )
-}.values()
-"""Every process with every kind of sampler; every backbone, also under a gradient: a graph is made of these.
+def graphs() -> Iterator[Any]:
+    """Yield (process, backbone, sampler) so that a graph is made of every part.
 
-With `--all` every process with every backbone, and with every sampler as it is and exploring."""
+    Every process comes with the sampler that it has by itself, every other sampler with a process, every
+    backbone with a flow, and one with attention with an energy: gradients of attention are another part of a
+    graph than those of a perceptron. Loops take two steps, those around large networks one. What runs another
+    program's loop makes no graph.
+    """
+    seen = set()
+    for process in registry.parts("process"):
+        sampler = type(_default_sampler(process))
+        seen.add(sampler)
+        yield pytest.param(process, "mlp", few(sampler), id=f"{process}-mlp")
+    for name, sampler in registry.parts("sampler").items():
+        if sampler not in seen and name != "diffusers":
+            process = next(p for p in registry.parts("process") if fits(p, sampler=name))
+            yield pytest.param(process, "mlp", few(sampler), id=f"{process}-mlp-{name}")
+    for backbone in registry.parts("backbone"):
+        if backbone != "mlp":
+            yield pytest.param(
+                "flow", backbone, few(registry.lookup("sampler", "euler"), steps=1), id=f"flow-{backbone}"
+            )
+    yield pytest.param(
+        "energy",
+        "transformer",
+        small(registry.lookup("sampler", "ddim"), steps=1, spacing="trailing"),
+        id="energy-transformer",
+    )
+
+
+COMBINATIONS = list(combinations())
+every_policy = Laws(("process", "backbone", "sampler"), COMBINATIONS)
+pytest_generate_tests = every_policy.generate
+COMPILED = COMBINATIONS if everything else list(graphs())
 MISFITS = [
     (process, sampler)
     for process in registry.parts("process")
@@ -185,11 +207,12 @@ def test_every_process_has_a_sampler_and_every_sampler_a_process() -> None:
         assert (process, part().default_sampler()["name"]) in fitting
 
 
-@pytest.mark.parametrize(("process", "sampler"), MISFITS)
-def test_a_sampler_of_another_process_is_refused_by_both_names(process: str, sampler: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        build(process, "mlp", small(registry.lookup("sampler", sampler)))
-    assert f"sampler={sampler}" in str(refused.value) and f"process={process}" in str(refused.value)
+@pytest.mark.parametrize("sampler", registry.parts("sampler"))
+def test_a_sampler_of_another_process_is_refused_by_both_names(sampler: str) -> None:
+    for process in (process for process, other in MISFITS if other == sampler):
+        with pytest.raises(ConfigError) as refused:
+            build(process, "mlp", small(registry.lookup("sampler", sampler)))
+        assert f"sampler={sampler}" in str(refused.value) and f"process={process}" in str(refused.value)
 
 
 @pytest.mark.parametrize(("process", "backbone"), NOT_RUN_BY)
@@ -488,15 +511,13 @@ def assert_compiled_equals_eager(policy: Policy) -> None:
         torch.testing.assert_close(compiled(obs, noise), act(obs, noise), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("process", "backbone", "sampler"), PARTS_OF_A_GRAPH)
+@pytest.mark.parametrize(("process", "backbone", "sampler"), COMPILED)
 def test_a_compiled_policy_is_one_graph_with_the_same_numbers(
     process: str, backbone: str, sampler: Any
 ) -> None:
-    steps = {"steps": 2} if getattr(sampler, "steps", None) else {}  # a loop is unrolled
-    policy = judged(build(process, backbone, dataclasses.replace(sampler, **steps)), process)
-    if isinstance(policy, DenoisingPolicy) and policy.table.loop is not None:
+    if type(sampler) is registry.lookup("sampler", "diffusers"):
         pytest.skip("runs another program's loop, which decides in Python at every step")
-    assert_compiled_equals_eager(policy)
+    assert_compiled_equals_eager(judged(build(process, backbone, sampler), process))
 
 
 def test_a_compiled_policy_of_two_networks_gives_the_same_numbers() -> None:

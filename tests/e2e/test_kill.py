@@ -44,6 +44,7 @@ def wait_for_progress(process: subprocess.Popen[bytes], run: RunDirectory, beyon
     while (run.latest() or 0) <= beyond:
         assert process.poll() is None, "training ended before it was killed"
         assert time.monotonic() < deadline, "training made no progress"
+        time.sleep(0.01)
 
 
 def check_loadable(run: RunDirectory) -> int:
@@ -59,19 +60,17 @@ def check_loadable(run: RunDirectory) -> int:
 
 @pytest.mark.slow
 def test_killed_runs_lose_nothing_before_their_last_checkpoint(tmp_path: Path) -> None:
-    """Killed several times at random moments, with a checkpoint at every step; the end is the same."""
+    """Killed twice at random moments, with a checkpoint at every step; the end is the same."""
     moments = random.Random(0)
     # Opened anew: a maker holds its run, and here other processes write.
     run, whole = (
         RunDirectory.open(RunDirectory.create_at(tmp_path / name, {}).path) for name in ("killed", "whole")
     )
     newest = 0
-    for _ in range(3):
+    for _ in range(2):
         process = start(run, ENDLESS, 1)
         wait_for_progress(process, run, newest)
-        end = time.monotonic() + moments.uniform(0.0, 0.25)
-        while time.monotonic() < end and process.poll() is None:
-            pass
+        time.sleep(moments.uniform(0.0, 0.25))
         process.kill()
         assert process.wait() == -signal.SIGKILL
         newest = check_loadable(run)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_value
 from two_modes import two_mode_setup
 
 from algos.base import Algorithm, Setup
@@ -109,8 +110,7 @@ def test_cloning_resumes_bit_exactly(process: object, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
+@pytest.mark.parametrize(("sampler", "num_workers"), each_value(["ddpm", "ddim"], [0, 2]))
 def test_dppo_resumes_bit_exactly(sampler: str, num_workers: int, tmp_path: Path) -> None:
     """Stopped within an episode, so that physics, optimisers, reward scaling and draws must all return."""
     config = DppoConfig(

@@ -190,11 +190,11 @@ def test_the_expert_spreads_over_its_modes_and_nearly_always_succeeds() -> None:
 
 
 @pytest.mark.slow
-def test_the_expert_succeeds_in_99_percent_of_500_episodes_over_all_ways() -> None:
-    episodes = [Avoid().demonstrate(seed) for seed in range(500)]
+def test_the_expert_succeeds_in_99_percent_of_250_episodes_over_all_ways() -> None:
+    episodes = [Avoid().demonstrate(seed) for seed in range(250)]
     assert np.mean([episode.success for episode in episodes]) >= 0.99
     counts = np.bincount([int(e.extras["mode"][0]) for e in episodes if e.success])
-    assert len(counts) == SCENE.num_direct and counts.min() >= 20
+    assert len(counts) == SCENE.num_direct and counts.min() >= 5
     lengths = [len(episode) for episode in episodes]
     assert 35 <= np.mean(lengths) <= 70 and max(lengths) < 100
 

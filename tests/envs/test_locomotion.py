@@ -94,9 +94,9 @@ def test_both_versions_and_time_limits_equal_gymnasium(name: str, version: str) 
 
 # Episode limit, scale of the actions and number of chunks at which some episodes end in each of the ways.
 LIMITS = {
-    "hopper": (37, 0.3, 1000),
-    "walker2d": (37, 0.3, 1000),
-    "halfcheetah": (37, 0.3, 1000),
+    "hopper": (37, 0.3, 400),
+    "walker2d": (37, 0.3, 400),
+    "halfcheetah": (37, 0.3, 400),
     "swimmer": (37, 0.3, 400),
     "ant": (60, 1.0, 400),
     "humanoid": (25, 0.3, 400),

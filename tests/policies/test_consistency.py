@@ -205,8 +205,8 @@ def test_the_start_can_be_calmer_than_the_first_level() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", repeated([0, 1, 2]))
-def test_both_modes_are_learned_within_700_steps(seed: int) -> None:
-    config = BcConfig(steps=700, batch_size=128, lr=3e-3, log_every=700, validation_fraction=0.0)
+def test_both_modes_are_learned_within_400_steps(seed: int) -> None:
+    config = BcConfig(steps=400, batch_size=128, lr=3e-3, log_every=400, validation_fraction=0.0)
     algorithm = config.build(two_mode_setup(seed, process=Consistency(num_levels=10), width=64))
     finish(algorithm)
     x = torch.linspace(-0.9, 0.9, 400)

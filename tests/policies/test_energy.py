@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,23 +14,17 @@ from torch import Tensor
 from two_modes import LEVEL, two_mode_setup
 
 from algos.bc import BcConfig
-from policies import runner
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
 from policies.errors import ConfigError
-from policies.export.export import export_onnx
-from policies.export.onnx_graph import arrays_of, random_inputs
 from policies.networks.energy import EnergyField
-from policies.policy import Policy
-from policies.processes.ebt import EnergyDescent
 from policies.processes.energy import ScoreEnergy
 from policies.protocols import Cond
-from policies.runner import MODEL
 from policies.samplers.ddpm import DDIM, DDPM
-from policies.samplers.descent import Descent, EnergyPolicy
+from policies.samplers.descent import EnergyPolicy
 
 BACKBONES = {
     "mlp-relu": MlpConfig(width=8, time_dim=4),
@@ -211,28 +204,6 @@ def test_both_modes_are_learned_and_ranked_above_what_lies_between(form: str) ->
         right = energy(sign * level, sign * level)
         for wrong in (energy(0 * level, 0 * level), energy(level, -level), energy(1.5 * level, 1.5 * level)):
             assert (right < wrong).float().mean() > CLEARLY
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: small_policy(ScoreEnergy(num_levels=4), DDIM(steps=2)),
-        lambda: small_policy(EnergyDescent(), Descent(steps=3)),
-    ],
-    ids=["energy", "ebt"],
-)
-def test_a_graph_holds_the_gradient_and_serves_any_batch(make: Callable[[], Policy], tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    policy = make()
-    export_onnx(policy, tmp_path / "export", batch_sizes=(1, 3), latency_batches=())
-    session = runtime.InferenceSession(tmp_path / "export" / MODEL)
-    for batch in (1, 3, 8):
-        inputs = random_inputs(policy, batch, torch.Generator().manual_seed(batch))
-        action = runner.run(session, arrays_of(inputs))[0]
-        wanted = policy.act({"state": inputs["observation"]}, noise=inputs["noise"])
-        torch.testing.assert_close(torch.from_numpy(action), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.samplers.ddpm import DDIM
+from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.noise_policy import ADAPTERS, SteeredPolicy, Steering, interpolation
 
@@ -28,10 +29,10 @@ SMALL = Steering(hidden_dims=(16, 16))
 
 def base(kind: str = "flow") -> Policy:
     if kind == "flow":
-        return small_policy(RectifiedFlow())
+        return small_policy(RectifiedFlow(), Euler(steps=2))
     if kind == "ddim":
         return small_policy(VPDiffusion(num_levels=6), DDIM(steps=3))
-    members = [small_policy(RectifiedFlow()), small_policy(VPDiffusion(num_levels=6), DDIM(steps=3))]
+    members = [base(), small_policy(VPDiffusion(num_levels=6), DDIM(steps=3))]
     return compose(members, (0.5, 0.5))
 
 

@@ -161,7 +161,7 @@ def test_the_expectile_of_numbers_is_where_their_loss_is_least() -> None:
 def test_a_new_actor_becomes_better_than_the_data(config: Any) -> None:
     """The data are 0.32 away from the best action on average, and imitating them perfectly is not better."""
     extra = {"alpha": 10.0} if issubclass(config, ConstrainedTd3Config) else {"temperature": 10.0}
-    run = run_of(small(config, steps=1500, actor_lr=1e-3, critic_lr=1e-3, **extra))
+    run = run_of(small(config, steps=200, actor_lr=3e-3, critic_lr=3e-3, **extra))
     while run.progress < run.total:
         run.advance()
     noise = bandit().actions - bandit().observations
@@ -170,8 +170,8 @@ def test_a_new_actor_becomes_better_than_the_data(config: Any) -> None:
 
 @pytest.mark.parametrize("config", [PrdcConfig, Td3BcConfig, A2prConfig], ids=lambda c: c.__name__)
 def test_a_flow_becomes_better_by_gradients_through_its_sampler(config: Any) -> None:
-    options = {"actor_lr": 1e-3, "critic_lr": 1e-3, "alpha": 10.0}
-    run = run_of(small(config, steps=1500, **options), init=flow())
+    options = {"actor_lr": 3e-3, "critic_lr": 3e-3, "alpha": 10.0}
+    run = run_of(small(config, steps=200, **options), init=flow())
     before = regret(run.snapshot())
     while run.progress < run.total:
         run.advance()

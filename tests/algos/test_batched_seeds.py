@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
-from test_constrained_td3 import bandit, flow, small
+from test_td3_update import bandit, flow, small
 from torch import Tensor, nn
 
 from algos.a2pr import A2prConfig

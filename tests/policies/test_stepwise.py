@@ -132,16 +132,6 @@ def test_a_choice_among_plans_is_made_in_python_and_says_so(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_a_composition_is_exported_as_one_policy(tmp_path: Path) -> None:
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package)
-    members = [small_policy(RectifiedFlow(), Euler(steps=2)), small_policy(VPDiffusion(num_levels=3))]
-    both = compose(members, [0.6, 0.4])
-    report = export_onnx(both, tmp_path, latency_batches=())
-    assert [row["batch"] for row in report.parity] == [1, 2, 7] and report.worst <= TOLERANCE
-
-
 def test_a_folder_that_was_not_exported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=mentions("signature.json")):
         ExportedPolicy(tmp_path)

@@ -12,7 +12,6 @@ from burnish.config.schema import describe_part, restore_part
 from burnish.runs.locate import Located
 from envs.evaluation.protocol import describe_task
 from envs.fit import require_same_task, task_text
-from envs.spec import task_name
 from policies import registry
 from policies.errors import ConfigError
 
@@ -69,7 +68,8 @@ def values_of_task(env: Any) -> dict[str, Any]:
         if not is_dataclass(env) or isinstance(env, type):
             raise ConfigError(f"env= must be the instance of a dataclass; {type(env).__name__} is none.")
         if type(env) not in registry.registered("env").values():
-            registry.register("env", task_name(env))(type(env))
+            task: Any = env
+            registry.register("env", task.spec.name)(type(env))
         changed = {f.name: value for f in fields(env) if (value := getattr(env, f.name)) != f.default}
         plain = describe_part("env", env)
         return {"env": plain["name"], **{f"env.{key}": plain[key] for key in changed if plain[key] != {}}}

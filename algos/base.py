@@ -12,7 +12,7 @@ from torch import Tensor
 
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
-from envs.fit import require_fit
+from envs.fit import require_dataset_of, require_fit
 from envs.spec import EnvConfig
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
@@ -57,6 +57,7 @@ class Setup:
     num_workers: int = BuildSettings.num_workers
     num_threads: int | None = BuildSettings.num_threads
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    allow_other_task: bool = False  # accept a dataset that was recorded in another task
 
     def __post_init__(self) -> None:
         if isinstance(self.init, Policy):  # methods also pass other modules that implement a protocol
@@ -85,7 +86,7 @@ def dataset_of(setup: Setup, algo: str, needs: str) -> EpisodeDataset:
         raise ConfigError(f"algo={algo} needs {needs}; got none. Give dataset=<file>.")
     dataset, advice = setup.dataset, "Use a dataset of the same task."
     if setup.env is not None:
-        require_fit(f"env={setup.env.spec.name}", setup.env.spec, dataset.source, dataset, advice=advice)
+        require_dataset_of(setup.env, dataset, allow_other_task=setup.allow_other_task)
     if setup.init is not None:
         require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
     return dataset

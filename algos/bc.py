@@ -118,7 +118,10 @@ class Bc:
         self._done, self._total = 0, config.steps
         if config.epochs is not None:
             self._total = max(math.ceil(config.epochs * self._source.num / config.batch_size), 1)
-        config.require("warmup_steps", config.warmup_steps < self._total, f"below {self._total} steps")
+        self._warmup = config.warmup_steps
+        if self._warmup >= self._total:  # a short run
+            self._warmup = self._total // 10
+            _log.info("algo.warmup_steps is %d, a tenth of this short run.", self._warmup)
         self._validation = None
         if held_out is not None:
             count, samples = config.validation_windows, config.validation_samples
@@ -188,7 +191,7 @@ class Bc:
 
     def _set_lr(self) -> None:
         c = self.config
-        lr = warmup_cosine(self._done, lr=c.lr, min_lr=c.min_lr, warmup=c.warmup_steps, cycle=self._total)
+        lr = warmup_cosine(self._done, lr=c.lr, min_lr=c.min_lr, warmup=self._warmup, cycle=self._total)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 

@@ -32,7 +32,7 @@ from algos.onpolicy.loop import check_setup
 from algos.onpolicy.requirements import require
 from algos.onpolicy.running_normalizer import fresh_policy
 from algos.training.observations import encoder_module, trained_encoder
-from envs.fit import require_fit
+from envs.fit import require_dataset_of
 from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.networks.critics import AGGREGATES
@@ -90,9 +90,7 @@ class SacConfig(OffPolicyConfig):
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
         if setup.dataset is not None and setup.env is not None:
-            spec, source = setup.env.spec, setup.dataset.source
-            advice = "Use a dataset of the same task."
-            require_fit(f"env={spec.name}", spec, source, setup.dataset, advice=advice)
+            require_dataset_of(setup.env, setup.dataset, allow_other_task=setup.allow_other_task)
             return fresh_policy(setup, algo, setup.dataset.statistics())
         mode = setup.policy.normalizer["state"]
         if setup.env is not None and mode != "identity":

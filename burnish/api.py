@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from burnish.console import log_lines
 from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.locate import dated_folder, locate
 from burnish.runs.resolve import resume_directory_error, with_resumed_parts
+from burnish.runs.tasks import values_of_task
+from envs.datasets import write_dataset
+from envs.datasets.convert import as_dataset
 from policies import registry
 from policies.errors import ConfigError
 from policies.export.folder import ExportReport
@@ -51,13 +55,34 @@ class Run:
         return locate(self.directory.policy_path(step)).load()
 
 
+DATASETS = {"dataset", "against"}
+"""Keys whose values may be Python objects with data; see `envs.datasets.convert.as_dataset`."""
+
+
+def stored_dataset(data: Any, folder: str | Path = "runs") -> Path:
+    """Write data that is no file to <folder>/data/<digest>.hdf5, so that runs can be resumed; return it."""
+    dataset = as_dataset(data)
+    path = Path(folder) / "data" / f"{dataset.digest()[:16]}.hdf5"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_dataset(path, dataset)
+    return path
+
+
 def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str]:
     """Convert keyword values to overrides; a dict sets the keys below its name.
+
+    `env` and datasets may be Python objects.
 
     Raises:
         ConfigError: If a value cannot be written as an override.
     """
     written = [with_home(text) for text in overrides]
+    for key in DATASETS & set(values):
+        if not isinstance(values[key], (str, os.PathLike, type(None))):
+            values = values | {key: stored_dataset(values[key])}
+    if "env" in values and not isinstance(values["env"], (str, dict, type(None))):
+        values = values_of_task(values["env"]) | {key: one for key, one in values.items() if key != "env"}
     for key, value in values.items():
         if isinstance(value, dict):
             written += overrides_of((), {f"{key}.{inner}": item for inner, item in value.items()})
@@ -80,7 +105,7 @@ def collect(*overrides: str, **values: Any) -> Path:
 
 
 @log_lines()
-def inspect_data(dataset: str | Path, *overrides: str, **values: Any) -> dict[str, Any]:
+def inspect_data(dataset: Any, *overrides: str, **values: Any) -> dict[str, Any]:
     """Describe a dataset, in files and as a dict; see `burnish data inspect`.
 
     Args:
@@ -153,6 +178,8 @@ def _composed(
             f"overrides are text such as 'algo=iql'; got {wrong[0]!r}. Give values by name, such as "
             f"seeds=[0, 1, 2]."
         )
+    if directory is not None and not isinstance(values.get("dataset"), (str, os.PathLike, type(None))):
+        values = values | {"dataset": stored_dataset(values["dataset"], Path(directory).expanduser().parent)}
     typed = with_resumed_parts(Overrides.parse(overrides_of(overrides, values)))
     composed = compose_command("train", typed.texts)
     config = composed.config
@@ -163,7 +190,7 @@ def _composed(
     return config, RunContext(Path(place).expanduser(), composed.overrides, is_proposed)
 
 
-def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:
+def clone(dataset: Any, *overrides: str, **values: Any) -> Run:
     """Clone a policy from demonstrations: `train` with `algo=bc`.
 
     Raises:

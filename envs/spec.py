@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from policies.registry import registered
+
 Array = np.ndarray
 
 
@@ -85,8 +87,13 @@ def options_of(env: EnvConfig) -> dict[str, Any]:
 
 
 def named_options(env: EnvConfig) -> dict[str, Any]:
-    """Return a task's name and options as plain values."""
-    return {"name": env.spec.name, **options_of(env)}
+    """Return a task's registered name (else that of its specification) and options as plain values."""
+    return {"name": task_name(env), **options_of(env)}
+
+
+def task_name(env: EnvConfig) -> str:
+    """Return the registered name of a task; that of its specification for a class that is not registered."""
+    return next((name for name, part in registered("env").items() if part is type(env)), env.spec.name)
 
 
 @dataclass(frozen=True)

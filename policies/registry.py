@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from policies.bounds import Checked, with_present_names
@@ -30,9 +32,10 @@ from policies.errors import ConfigError
 T = TypeVar("T", bound=type)
 
 PLUGIN_GROUP = "burnish.plugins"
+PLUGIN_VARIABLE = "BURNISH_PLUGINS"  # environment variable: names of further plug-in modules
 PACKAGES = ("policies", "envs", "algos")  # their modules register parts
 _REGISTRATION = re.compile(r'^(?:@register|\w+ = variant)\(\s*"(\w+)",\s+"([^"]+)"', re.MULTILINE)
-_NOT_CONFIGURED = ("policy_class",)  # groups whose classes another part chooses: no dataclasses
+_NOT_CONFIGURED = ("policy_class", "logger")  # groups whose classes another part chooses: no dataclasses
 _PARTS: dict[str, dict[str, type]] = {}
 
 
@@ -128,7 +131,7 @@ def _index() -> dict[str, dict[str, Source]]:
 
 def names(group: str) -> tuple[str, ...]:
     """Return the sorted names of a group without those of broken plug-ins; imports no module of ours."""
-    _broken_plugins()
+    _plugins()
     return tuple(sorted({*sources(group), *_PARTS.get(group, {})}))
 
 
@@ -144,23 +147,28 @@ def parts(group: str) -> dict[str, type]:
 
 def lookup(group: str, name: str) -> type:
     """Return the class registered under a name, importing its module; a ConfigError lists the choices."""
-    registered = _PARTS.setdefault(group, {})
-    if name not in registered and (source := sources(group).get(name)):
+    known = _PARTS.setdefault(group, {})
+    if name not in known and (source := sources(group).get(name)):
         importlib.import_module(source.module)
-    if name not in registered:
+    if name not in known:
         load_plugins()
     try:
-        return registered[name]
+        return known[name]
     except KeyError:
         choices = ", ".join(names(group)) or "(none)"
         raise ConfigError(f"unknown {group} '{name}'; choose one of: {choices}.") from None
 
 
+def registered(group: str) -> Mapping[str, type]:
+    """Return the classes registered so far by name; imports nothing."""
+    return _PARTS.get(group, {})
+
+
 def name_of(group: str, part: object) -> str:
     """Return the registered name of a part's instance or class."""
     cls = part if isinstance(part, type) else type(part)
-    for name, registered in _PARTS.get(group, {}).items():
-        if registered is cls:
+    for name, known in registered(group).items():
+        if known is cls:
             return name
     raise ConfigError(f"{cls.__qualname__} is not registered as a {group}.")
 
@@ -183,27 +191,38 @@ def from_json(group: str, data: dict[str, Any]) -> Any:
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
-@cache
-def _broken_plugins() -> tuple[tuple[EntryPoint, Exception], ...]:
-    broken: list[tuple[EntryPoint, Exception]] = []
-    for entry in entry_points(group=PLUGIN_GROUP):
-        try:
-            entry.load()
-        except Exception as error:  # a plug-in may raise any exception
-            broken.append((entry, error))
-    return tuple(broken)
+def plugins() -> tuple[ModuleType, ...]:
+    """Return the plug-in modules that could be imported."""
+    return _plugins()[0]
 
 
 def load_plugins() -> None:
-    """Import the modules listed under the `burnish.plugins` entry points of other distributions.
+    """Import the modules of the `burnish.plugins` entry points and of the variable `BURNISH_PLUGINS`.
 
     Raises:
         ConfigError: After all imports, if one failed; names its distribution.
     """
-    for entry, cause in _broken_plugins():
-        name = "an unknown distribution" if entry.dist is None else entry.dist.name
+    for entry, cause in _plugins()[1]:
+        name = PLUGIN_VARIABLE if entry.dist is None else entry.dist.name
         reason = str(cause).strip().rstrip(".") or "no reason given"
+        remedy = "change the variable" if entry.dist is None else f"pip uninstall {name}"
         raise ConfigError(
             f"the plug-in '{entry.name}' ({entry.value}) of {name} cannot be imported: "
-            f"{type(cause).__name__}: {reason}. Repair it, or: pip uninstall {name}."
+            f"{type(cause).__name__}: {reason}. Repair it, or: {remedy}."
         ) from cause
+
+
+@cache
+def _plugins() -> tuple[tuple[ModuleType, ...], tuple[tuple[EntryPoint, Exception], ...]]:
+    """Import all plug-ins; return their modules, and those that fail to import."""
+    named = filter(None, map(str.strip, os.environ.get(PLUGIN_VARIABLE, "").split(",")))
+    entries = [*entry_points(group=PLUGIN_GROUP), *(EntryPoint(one, one, PLUGIN_GROUP) for one in named)]
+    modules: list[ModuleType] = []
+    broken: list[tuple[EntryPoint, Exception]] = []
+    for entry in entries:
+        try:
+            entry.load()
+            modules.append(sys.modules[entry.module])
+        except Exception as error:  # a plug-in may raise any exception
+            broken.append((entry, error))
+    return tuple(modules), tuple(broken)

@@ -149,7 +149,13 @@ class Written:
         return path, path / self.numbers if self.numbers else path
 
 
+def write_arrays(path: Path, data: EpisodeDataset) -> None:
+    names = ("observations", "actions", "rewards", "terminated", "next_observations", "lengths")
+    np.savez(path, **{name: getattr(data, name).numpy() for name in names})
+
+
 FORMATS = {
+    "arrays": Written(write_arrays, "demos.npz"),
     "d4rl": Written(write_d4rl),
     "dppo": Written(write_dppo, "demos.npz"),
     "lerobot": Written(write_lerobot, "demos", PARQUET, "action", "pyarrow"),

@@ -37,7 +37,7 @@ from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
 from envs.engine.pixels import match_cameras
-from envs.fit import require_fit
+from envs.fit import require_dataset_of, require_fit
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
@@ -357,7 +357,7 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     if setup.env is not None:
         spec = setup.env.spec
         if setup.init is not None:  # a new policy is built for this task, which was compared already
-            require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
+            require_dataset_of(setup.env, dataset, allow_other_task=setup.allow_other_task)
         _require_ends(dataset, setup.env)
         dataset = clipped_actions(dataset, box_of(dataset, spec))
     rewarding = Rewarding(config.gamma, config.reward_scale, config.reward_shift)

@@ -24,6 +24,7 @@ from rich.text import Text
 _log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 10.0
+LONG_ITERATION_S = 10.0  # duration [s] from which the next iteration is announced
 LONG_S = 3600.0  # estimated duration [s] from which a run counts as long
 _WIDE = 100  # terminal width from which the bar shows the elapsed time
 _BAR_WIDTH, _TITLE_WIDTH, _RATE_WIDTH, _TIME_WIDTH = 24, 14, 7, 7  # columns
@@ -91,7 +92,7 @@ class Bar:
     def __init__(
         self, title: str, unit: str, total: int, done: int, *, console: Console | None = None
     ) -> None:
-        self._console = Console(stderr=True) if console is None else console
+        self._console, self._skipped = Console(stderr=True) if console is None else console, 0.0
         self._unit = unit.replace("_", " ")
         free = self._free_width(total)
         is_short = len(title) <= max(free - _BAR_WIDTH, _TITLE_WIDTH)
@@ -108,10 +109,18 @@ class Bar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
             console=self._console,
+            get_time=self._training_time,
         )
         self._task = self._progress.add_task(name, total=total, completed=done, numbers="")
         self._values: dict[str, float] = {}
         self._progress.start()
+
+    def skip(self, seconds: float) -> None:
+        """Leave a time, such as that of an evaluation, out of rate and remaining time."""
+        self._skipped += seconds
+
+    def _training_time(self) -> float:
+        return self._console.get_time() - self._skipped
 
     @property
     def _is_wide(self) -> bool:
@@ -153,6 +162,10 @@ class Lines:
         left = f"{max(total - done, 0) / rate:.0f} s left" if rate > 0 else "? left"
         speed, numbers = _format_rate(rate), _key_metrics(self._values)
         _log.info("%s: %d/%d %s, %s/s, %s, %s", self._title, done, total, self._unit, speed, left, numbers)
+
+    def skip(self, seconds: float) -> None:
+        """Leave a time, such as that of an evaluation, out of rate and remaining time."""
+        self._start += seconds
 
     def close(self) -> None:
         """See `Display`."""

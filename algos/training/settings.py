@@ -19,7 +19,13 @@ class TrainerSettings(Checked):
     eval_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end only
     eval_first: bool = False  # also evaluate before the first iteration
     keep_checkpoints: int | None = bounded(None, ge=1)  # newest checkpoints to keep; null: all
-    tensorboard: bool = False  # also write TensorBoard event files
+    tensorboard: bool = False  # also write TensorBoard event files; as loggers=[tensorboard]
+    loggers: tuple[str, ...] = ()  # trackers of metrics: tensorboard, wandb, mlflow, csv, or of a plug-in
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the trackers, each once."""
+        return tuple(dict.fromkeys([*(("tensorboard",) if self.tensorboard else ()), *self.loggers]))
 
 
 @dataclass(frozen=True)

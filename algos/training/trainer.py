@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from algos.base import Algorithm, Metrics
-from algos.training.metrics import Scalars, TensorBoardWriter, broken, read_jsonl, read_out
-from algos.training.progress import LONG_S, Bar, Lines, announced, open_display, planned
+from algos.training.loggers import MetricLogger, open_logger
+from algos.training.metrics import Scalars, broken, read_jsonl, read_out
+from algos.training.progress import LONG_ITERATION_S, LONG_S, Bar, Lines, announced, open_display, planned
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import capture_global_rng, restore_global_rng
 from algos.training.settings import TrainerSettings
@@ -139,7 +140,7 @@ class _Loop:
     def __init__(self, sessions: Sequence[_Session], advance: Callable[[], Sequence[Metrics]]) -> None:
         self.sessions, self._advance = sessions, advance
         self._display: Bar | Lines | None = None
-        self._iterations = 0
+        self._iterations, self._iteration_s = 0, 0.0
 
     @property
     def _slowest(self) -> Algorithm:
@@ -155,8 +156,7 @@ class _Loop:
             if any([session.checkpoint_if_due() for session in self.sessions]):
                 self._remove_old_checkpoints()
             try:
-                for session in self.sessions:
-                    session.evaluate_if_due(stop)
+                self._evaluate(stop)
             except Interrupted as signalled:
                 self._save_and_stop(signalled.number)
             self._show()
@@ -164,6 +164,17 @@ class _Loop:
                 return
             self._iterate(stop)
             self._show()
+
+    def _evaluate(self, stop: StopSignals) -> None:
+        """Evaluate the runs that are due; the display does not count this time as training."""
+        if not any(session.is_evaluation_due for session in self.sessions):
+            return
+        began = time.monotonic()
+        with announced("the evaluation") if self._display is not None else nullcontext():
+            for session in self.sessions:
+                session.evaluate_if_due(stop)
+        if self._display is not None:
+            self._display.skip(time.monotonic() - began)
 
     def _save_and_stop(self, number: int) -> None:
         for session in self.sessions:
@@ -179,9 +190,13 @@ class _Loop:
 
     def _iterate(self, stop: StopSignals) -> None:
         before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
-        is_first = self._iterations == 0 and self._display is not None
+        is_first, is_long = self._iterations == 0, self._iteration_s > LONG_ITERATION_S
+        what = f"iteration {self._iterations + 1}" + (
+            "" if is_first else f" (the last took {self._iteration_s:.0f} s)"
+        )
+        is_told = (is_first or is_long) and self._display is not None
         try:
-            with announced("the first iteration") if is_first else nullcontext():
+            with announced(what) if is_told else nullcontext():
                 found = self._advance()
         except WorkerError as error:
             if stop.number is None:
@@ -189,6 +204,7 @@ class _Loop:
             # Workers received the signal too: the iteration cannot be finished.
             raise Interrupted(stop.number) from error
         self._iterations += 1
+        self._iteration_s = time.monotonic() - began
         if self._iterations == _TIMED_ITERATION:
             self._log_if_long(min(before), time.monotonic() - began)
         errors = []
@@ -220,15 +236,14 @@ class _Loop:
 
     @contextmanager
     def opened(self, title: str, progress: bool | None) -> Iterator[None]:
-        """Hold the display and the event files open."""
+        """Hold the display and the trackers open."""
         first, done = self.sessions[0].algorithm, self._slowest.progress
         with ExitStack() as held:
             for session in self.sessions:
-                if session.settings.tensorboard:
-                    session.events = TensorBoardWriter(
-                        session.run.path / "tensorboard", first_step=session.algorithm.progress
-                    )
-                    held.callback(session.events.close)
+                for name in session.settings.trackers:
+                    logger = open_logger(name, session.run, first_step=session.algorithm.progress)
+                    session.loggers.append(logger)
+                    held.callback(logger.close)
             self._display = open_display(title, first.unit, first.total, done, bar=progress)
             held.callback(self._display.close)
             yield
@@ -249,7 +264,7 @@ class _Session:
     ) -> None:
         self.member, self.settings = member, settings
         self.algorithm, self.run = member.algorithm, member.run
-        self.events: TensorBoardWriter | None = None
+        self.loggers: list[MetricLogger] = []
         self.fresh: dict[str, float] = {}  # metrics not displayed yet
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
@@ -331,10 +346,15 @@ class _Session:
             self.checkpoint()
         return is_due
 
+    @property
+    def is_evaluation_due(self) -> bool:
+        due = self._is_due(self.evaluated, self.settings.eval_every)
+        return self.member.evaluator is not None and due
+
     def evaluate_if_due(self, stop: StopSignals) -> None:
         """Evaluate at multiples of `eval_every` and at the end; a signal aborts the evaluation."""
         evaluator, algorithm = self.member.evaluator, self.algorithm
-        if evaluator is None or not self._is_due(self.evaluated, self.settings.eval_every):
+        if evaluator is None or not self.is_evaluation_due:
             return
         with stop.immediate():
             result = evaluator(algorithm.snapshot(), algorithm.progress)
@@ -367,8 +387,8 @@ class _Session:
     def _record(self, values: Scalars) -> None:
         row, step = {**values, "time/elapsed_s": self._elapsed()}, self.algorithm.progress
         self.run.log(row, step)
-        if self.events is not None:
-            self.events.write(row, step)
+        for logger in self.loggers:
+            logger.write(row, step)
         self.fresh |= row
 
     def _elapsed(self) -> float:

@@ -15,6 +15,7 @@ from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.writers import FOLDERS, format_to_write
 from envs.datasets.writers.minari import check_place
 from envs.evaluation.settings import check_seeds
+from envs.fit import task_text
 from envs.rollouts.collect import MAX_ATTEMPTS, collect
 from envs.spec import EnvSpec
 from policies import registry
@@ -49,7 +50,7 @@ class CollectConfig(Checked):
 
 def run(config: CollectConfig, context: RunContext) -> float:
     """Record, write and summarise; return the expert's success rate or mean return."""
-    return _print_result(record(config), Path(config.out), config.env.spec)
+    return _print_result(record(config), Path(config.out), config.env)
 
 
 def resolve(config: CollectConfig) -> tuple[Path, str]:
@@ -69,7 +70,7 @@ def resolve(config: CollectConfig) -> tuple[Path, str]:
 def record(config: CollectConfig) -> EpisodeDataset:
     """Record demonstrations and write them to `config.out`."""
     target, chosen = resolve(config)
-    with Counting(f"recording {config.env.spec.name}", config.episodes) as counting:
+    with Counting(f"recording {task_text(config.env)}", config.episodes) as counting:
         dataset = collect(
             config.env,
             episodes=config.episodes,
@@ -95,13 +96,14 @@ def check_expert(env: Any) -> None:
     raise CapabilityError(f"env={registry.name_of('env', env)} has no expert to record; {choices}")
 
 
-def _print_result(dataset: EpisodeDataset, path: Path, spec: EnvSpec) -> float:
+def _print_result(dataset: EpisodeDataset, path: Path, env: Any) -> float:
     """Print a summary; return the fraction of successful attempts, or the mean return."""
+    spec: EnvSpec = env.spec
     lengths, returns = dataset.lengths, dataset.returns
     steps = f"{dataset.num_frames} ({int(lengths.min())} to {int(lengths.max())} per demonstration)"
     worth, result = _success(dataset) if spec.success_rule else _return(returns, spec)
-    rows = [("file", path), ("task", spec.name), ("demonstrations", dataset.num_episodes), ("steps", steps)]
-    output().print(table("", ("", ""), [*rows, worth]))
+    rows = [("file", path), ("task", task_text(env)), ("demonstrations", dataset.num_episodes)]
+    output().print(table("", ("", ""), [*rows, ("steps", steps), worth]))
     return result
 
 

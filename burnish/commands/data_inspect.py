@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.reports.dataset_figure import draw_dataset
+from burnish.reports.figures import film_strip
 from burnish.runs.locate import check_folder_to_write
 from envs.datasets import EpisodeDataset, read_dataset, supported_options
 from envs.datasets import quality as measure
 from envs.datasets.catalogue import find_dataset
 from envs.datasets.inspect import KeyFacts, describe_file, size_of
+from envs.datasets.interface import interface_of
 from envs.datasets.recorded_task import describe_task
 from envs.evaluation.scores import normalized_score, reference
 from envs.evaluation.settings import check_seeds
@@ -27,7 +31,8 @@ from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
 from policies.storage.atomic_write import draft_folder, move_into
 
-FACTS, PICTURE = "inspection.json", "inspection.png"
+FACTS, PICTURE, FRAMES = "inspection.json", "inspection.png", "frames-"
+_STRIP = 12  # frames of a film strip
 _CONSTANT = 1e-4  # range below which a dimension counts as constant, as in the normaliser
 _MEBI = 2**20
 _CLUSTERS, _CLUSTERED = 50, 10_000
@@ -88,7 +93,7 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
         data = read_dataset(path, **config.reader)
     except DatasetError as error:
         facts["error"] = str(error)
-        _write(target, facts, None)
+        _write(target, facts, {})
         raise
     other = None
     if config.against is not None:
@@ -98,7 +103,7 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
     if config.measures:
         facts["measures"] = _measures(data, other, config)
     facts["remarks"] = list(_remarks(facts, data))
-    _write(target, facts, draw_dataset(data, path.name))
+    _write(target, facts, {PICTURE: draw_dataset(data, path.name)} | _draw_frames(data))
     return facts | {"written": str(target)}
 
 
@@ -133,6 +138,8 @@ def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
         "goal": _dimensions(data.extras["goal"].double().numpy()) if "goal" in data.extras else None,
         "extras": {key: list(value.shape[1:]) for key, value in data.extras.items()},
         "episode_extras": {key: list(value.shape[1:]) for key, value in data.episode_extras.items()},
+        "interface": interface_of(data.meta, data.obs_dim, data.action_dim),
+        "cameras": {camera: list(shape) for camera, shape in data.image_shapes.items()},
         "not_read": data.meta.get("not_read", []),
     }
     if task is not None:
@@ -203,9 +210,7 @@ def _remarks(facts: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
     for what in ("observation", "action"):
         if constant := facts[what]["constant"]:
             yield f"{what} dimensions that do not move (scale 1 in the normaliser): {constant}"
-    beyond = float((data.actions.abs() > 1 + 1e-6).double().mean())
-    if beyond:
-        yield f"{100 * beyond:.2g} % of the action entries lie outside [-1, 1]"
+    yield from _remarks_on_actions(facts["interface"], data)
     if not facts["successors_recorded"]:
         lost = facts["frames"] - facts["transitions"]
         yield f"successors are not recorded: {lost} last frames are no transitions"
@@ -218,13 +223,49 @@ def _remarks(facts: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
             yield f"{key['key']} has {key['nan']} NaN and {key['infinite']} infinite entries"
 
 
-def _write(target: Path, facts: dict[str, Any], picture: bytes | None) -> None:
+def _remarks_on_actions(interface: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
+    """Yield the share of actions outside of known limits; without any, the units are those of the robot."""
+    if {"action_low", "action_high"} <= set(interface):
+        low, high = (torch.tensor(interface[key]) for key in ("action_low", "action_high"))
+        beyond = float(((data.actions < low) | (data.actions > high)).double().mean())
+        if beyond:
+            yield f"{100 * beyond:.2g} % of the action entries lie outside of action_low and action_high"
+    elif (largest := float(data.actions.abs().max())) > 1 + 1e-6:
+        yield (
+            f"actions reach {largest:.4g}, in units of the robot; give its limits to train or export: "
+            "action_low=… action_high=…"
+        )
+
+
+def _draw_frames(data: EpisodeDataset) -> dict[str, bytes]:
+    """Return a film strip of the first episode for every camera, by file name."""
+    last = int(data.episode_start[1])
+    chosen = torch.linspace(0, last - 1, min(last, _STRIP)).round().long()
+    return {
+        f"{FRAMES}{re.sub(r'[^A-Za-z0-9_.-]', '_', camera)}.png": film_strip(
+            images[chosen].numpy(), title=f"{camera}, first episode"
+        )
+        for camera, images in data.images.items()
+    }
+
+
+def _write(target: Path, facts: dict[str, Any], pictures: Mapping[str, bytes]) -> None:
     with draft_folder(target) as draft:
         (draft / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        if picture is not None:
-            (draft / PICTURE).write_bytes(picture)
-        (target / PICTURE).unlink(missing_ok=True)
+        for name, png in pictures.items():
+            (draft / name).write_bytes(png)
+        for stale in (target / PICTURE, *target.glob(f"{FRAMES}*.png")):
+            stale.unlink(missing_ok=True)
         move_into(draft, target)
+
+
+def _interface_rows(interface: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    titles = {"control_hz": "rate [Hz]", "robot": "robot", "instructions": "task in words"}
+    titles |= {"obs_names": "observation entries", "action_names": "action entries"}
+    for key, title in titles.items():
+        if key in interface:
+            value = interface[key]
+            yield title, ", ".join(value) if isinstance(value, list) else f"{value}"
 
 
 def _key_rows(facts: dict[str, Any]) -> Iterator[tuple[object, ...]]:
@@ -255,6 +296,9 @@ def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for what in ("observation", "action"):
         one = facts[what]
         yield f"{what}s", f"{one['width']} wide, from {min(one['min']):.4g} to {max(one['max']):.4g}"
+    for camera, shape in facts["cameras"].items():
+        yield f"camera {camera}", f"{shape[0]} x {shape[1]} pixels, in {FRAMES}*.png"
+    yield from _interface_rows(facts["interface"])
     names = {"action_divergence": "action divergence", "cluster_action_variance": "cluster action variance"}
     names |= {"distinct_share": "distinct pairs per frame", "coverage": "coverage (SACo)"}
     names |= {"trajectory_quality": "trajectory quality (TQ)"}

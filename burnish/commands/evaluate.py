@@ -15,10 +15,11 @@ from algos.training.run_directory import RunDirectory, eval_name
 from burnish.config.evaluate import OF_COMPOSE, EvalConfig
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
+from burnish.reports.videos import require_pictures, write_videos
 from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
-from burnish.runs.tasks import task_of, warn_of_task_differences
+from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import Interval
@@ -39,6 +40,7 @@ class Result:
     baseline: Evaluation | None
     comparison: Comparison | None  # policy - baseline
     path: Path  # JSON
+    videos: tuple[Path, ...] = ()  # moving pictures of the policy's episodes
 
     @property
     def versus(self) -> Evaluation | None:
@@ -60,7 +62,8 @@ def run(config: EvalConfig, context: RunContext) -> float:
     output().print(summary_table(both))
     if result.comparison is not None:
         output().print(str(result.comparison), markup=False)
-    output().print(f"written: {result.path}", markup=False, soft_wrap=True)
+    for path in (result.path, *result.videos):
+        output().print(f"written: {path}", markup=False, soft_wrap=True)
     return _main_number(result.evaluation)
 
 
@@ -96,7 +99,7 @@ class ResolvedEval:
 
 
 def resolve(config: EvalConfig) -> ResolvedEval:
-    """Locate the policies and the task."""
+    """Locate the policies and the task; a policy of another task is refused."""
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
     default = EvalConfig()
@@ -106,20 +109,27 @@ def resolve(config: EvalConfig) -> ResolvedEval:
         check_file_to_write(config.out)
     mine = locate_actor(config.policy, "policy")
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
-    if config.env is not None:
-        warn_of_task_differences(mine, config.env)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
+    for key, one in (("policy", mine), ("baseline", other)):
+        if one is not None:
+            require_task_of(one, env, key, allow_other_task=config.allow_other_task)
     return ResolvedEval(config, mine, other, env)
 
 
 def evaluate(config: EvalConfig) -> Result:
     """Evaluate the policy, and the baseline on the same episodes; write the results."""
     found = resolve(config)
+    if config.videos:
+        require_pictures(found.env)
     evaluation = _play(found.policy, found.env, config)
     baseline = None if found.baseline is None else _play(found.baseline, found.env, config)
     comparison = None if baseline is None else compare(baseline, evaluation)
     path = _write(config, found.policy, found.baseline, evaluation, comparison)
-    return Result(found.policy.label, evaluation, baseline, comparison, path)
+    name = path.with_suffix("").name
+    videos = (
+        write_videos(found.env, evaluation.rows, config.videos, path.parent, name) if config.videos else ()
+    )
+    return Result(found.policy.label, evaluation, baseline, comparison, path, tuple(videos))
 
 
 def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
@@ -145,7 +155,12 @@ def describe_comparison(comparison: Mapping[str, Any]) -> str:
 def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:
     with Counting(f"evaluating {one.label}", config.episodes) as counting:
         return evaluate_with(
-            one.load(), env, config, config.num_workers, on_progress=lambda n, _: counting.show(n)
+            one.load(),
+            env,
+            config,
+            config.num_workers,
+            on_progress=lambda n, _: counting.show(n),
+            keep_observations=config.videos > 0,
         )
 
 

@@ -6,12 +6,13 @@ import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from burnish.config.overrides import RunContext
 from burnish.console import output, table
 from burnish.runs.locate import Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
+from envs.datasets.interface import LIMITS, NAMES, interface_of, with_given
 from envs.evaluation.protocol import with_steps
 from envs.evaluation.settings import check_seeds
 from policies.errors import ConfigError
@@ -34,6 +35,9 @@ class ExportConfig:
     steps: int | None = None  # denoising steps; null: the policy's default
     tolerance: float = 1e-5  # largest allowed difference to the original, see the report
     seed: int = 0  # seed of the random inputs for the comparison
+    control_hz: float | None = None  # rate of the robot [Hz]; null: that of the task or the dataset
+    action_low: Any = None  # lowest actions, a number or one per entry; null: those of the task
+    action_high: Any = None  # highest actions
     overwrite: bool = False  # replace the export in an existing directory
 
     def __post_init__(self) -> None:
@@ -67,24 +71,37 @@ def export(config: ExportConfig) -> ExportReport:
         tolerance=config.tolerance,
         seed=config.seed,
         overwrite=config.overwrite,
-        surroundings=surroundings_of(found),
+        surroundings=surroundings_of(found, policy, config),
     )
 
 
-def surroundings_of(found: Located) -> Surroundings:
-    """Return names and limits of observations and actions from the policy's task.
+def surroundings_of(
+    found: Located, policy: Policy | None = None, given: ExportConfig | None = None
+) -> Surroundings:
+    """Return names, rate and limits: those given, else of the policy's task, else of its dataset.
 
-    Without a known task the export lacks these, with a warning.
+    Without any limits there is a warning.
     """
+    provenance = found.provenance()
+    task, facts, width = None, {}, 0 if policy is None else policy.chunk.action_dim
     try:
         spec = task_of(found).spec
+        task, facts = spec.name, {key: getattr(spec, key) for key in (*NAMES, *LIMITS, "control_hz")}
     except ConfigError as error:
-        _log.warning("the export knows no limits, so what runs it does not limit actions: %s", error)
-        return Surroundings(provenance=found.provenance())
-    return Surroundings(
-        *(spec.name, spec.control_hz, spec.obs_names, spec.action_names, spec.action_low, spec.action_high),
-        provenance=found.provenance(),
-    )
+        reason = str(error)
+        if policy is not None:
+            facts = interface_of(provenance, policy.obs_dim, width)
+    if given is not None:
+        limits = {"action_low": given.action_low, "action_high": given.action_high}
+        facts = with_given(facts, width, control_hz=given.control_hz, **limits)
+    if "action_low" not in facts:
+        _log.warning(
+            "the export knows no limits, so what runs it does not limit actions; give action_low=… and "
+            "action_high=…: %s", reason,
+        )  # fmt: skip
+    names = (facts.get("control_hz"), facts.get("obs_names"), facts.get("action_names"))
+    box = facts.get("action_low"), facts.get("action_high")
+    return Surroundings(task, *names, *box, provenance=provenance)
 
 
 def _print_result(report: ExportReport) -> None:

@@ -66,6 +66,9 @@ def _parts(group: str) -> Iterator[tuple[object, ...]]:
 
 def _envs() -> Iterator[tuple[object, ...]]:
     for name, part in registry.parts("env").items():
+        if hasattr(part, "needs"):  # what it is depends on that option
+            yield f"{name} env.{part.needs}=", "", "", "", "", "", "yes", summary(part)
+            continue
         spec = part().spec
         expert = "yes" if hasattr(part, "demonstrate") else ""
         sizes = (spec.obs_dim, spec.action_dim, spec.max_episode_steps, f"{spec.control_hz:.3g}")

@@ -15,15 +15,23 @@ import numpy as np
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish.commands.evaluate import SUMMARISED, describe_comparison
+from burnish.commands.runs import differing_keys, flat_config
 from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.reports.figures import learning_curves, run_colours
 from burnish.reports.html import Page
 from burnish.reports.rollouts import ReportRollouts, describe_modes, draw_behaviour
 from burnish.runs.best_evaluation import best_evaluation
-from burnish.runs.locate import check_folder_to_fill, locate, name_of_run, seed_folders
+from burnish.runs.locate import (
+    RUN_CONFIG,
+    check_folder_to_fill,
+    locate,
+    name_of_run,
+    runs_below,
+    seed_folders,
+)
 from burnish.runs.seeds import require_complete
-from burnish.runs.tasks import description_of, options_that_differ
+from burnish.runs.tasks import description_of, options_that_differ, task_label
 from envs.evaluation.comparison import format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
@@ -36,14 +44,17 @@ from policies.storage.atomic_write import draft_folder, move_into
 _log = logging.getLogger(__name__)
 
 INDEX = "index.html"
-PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.png")
+_MOST_NAMES, _MOST_KEYS = 3, 8  # names in a title, columns of differing keys
+PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.(png|webp)")
 
 
 @dataclass(frozen=True)
 class ReportConfig(Checked):
     """Configuration of `burnish report`."""
 
-    run: Any = path_field()  # a run, a folder of seeds, or several: [a,b]; similar runs are pooled
+    run: Any = (
+        path_field()
+    )  # a run, a folder of runs (seeds, a sweep), or several: [a,b]; similar runs are pooled
     out: str | None = path_field()  # directory; null: <run>/report, or report for several runs
     episodes: int = bounded(24, ge=0)  # episodes for the pictures; 0: none
     first_seed: int = 0  # seed of the first of these episodes
@@ -60,7 +71,7 @@ class ReportConfig(Checked):
             raise ConfigError("report needs run=<run directory>, or run=[<run>,<run>].")
         for path in given:
             require_complete(str(path), "run")
-        return [RunDirectory.open(run) for path in given for run in seed_folders(path) or [Path(str(path))]]
+        return [RunDirectory.open(run) for path in given for run in _runs_of(path)]
 
     def folder(self, runs: Sequence[RunDirectory]) -> Path:
         if self.out is not None:
@@ -84,7 +95,7 @@ def report(config: ReportConfig) -> Path:
     for one in runs:
         named[_unused(name_of_run(one.path), named)] = one
     first = next(iter(named))
-    page = Page(first if len(runs) == 1 else f"{len(runs)} runs: {first} …")
+    page = Page(first if len(runs) == 1 else f"{len(runs)} runs: {_title(config, list(named))}")
     groups = grouped(named)
     _facts(page, named)
     pictures = _curves(page, named, groups)
@@ -94,12 +105,27 @@ def report(config: ReportConfig) -> Path:
     return _write(target, page, pictures)
 
 
+def _runs_of(path: Any) -> list[Path]:
+    """Return the runs of a path: itself, those of its seeds, or those below it, such as of a sweep."""
+    given = Path(str(path))
+    if (given / RUN_CONFIG).is_file():
+        return [given]
+    return seed_folders(given) or runs_below(given) or [given]
+
+
+def _title(config: ReportConfig, names: Sequence[str]) -> str:
+    """Return the folder of the runs, or their names."""
+    if not isinstance(config.run, list):
+        return Path(str(config.run)).resolve().name
+    return ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
+
+
 def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
     with draft_folder(target) as draft:  # an earlier report stays if the disk is full
         for name, png in pictures.items():
             (draft / name).write_bytes(png)
         (draft / INDEX).write_text(page.render())
-        for path in target.glob("*.png"):
+        for path in target.glob("*.*"):
             if PICTURE.fullmatch(path.name):
                 path.unlink()
         move_into(draft, target)
@@ -130,7 +156,7 @@ def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
         found.setdefault((_part(one, "algo"), task, _unit(one)), {})[name] = one
     groups: dict[str, Group] = {}
     for (algo, task, unit), runs in found.items():
-        env = _part(next(iter(runs.values())), "env")
+        env = task_label(next(iter(runs.values())))
         title = _unused(f"{algo} on {env}" if env else algo, groups)
         groups[title] = Group(title, task, unit, runs)
     return list(groups.values())
@@ -141,12 +167,18 @@ def _part(directory: RunDirectory, group: str) -> str:
 
 
 def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for name, one in runs.items():
         source = one.config.get("dataset") or one.config.get("init") or ""
-        parts = _part(one, "algo"), _part(one, "env")
+        parts = _part(one, "algo"), task_label(one)
         rows.append((name, *parts, one.config.get("seed"), source, one.latest() or "none"))
-    page.rows(("run", "algo", "task", "seed", "from", "last checkpoint"), rows)
+    known = ("seed", "trainer", "evaluation")
+    keys = [key for key in differing_keys(list(runs.values())) if key.split(".")[0] not in known]
+    shown = keys[:_MOST_KEYS]
+    for i, one in enumerate(runs.values()):
+        config = dict(flat_config(one.config))
+        rows[i] = (*rows[i], *("" if config.get(key) is None else config[key] for key in shown))
+    page.rows(("run", "algo", "task", "seed", "from", "last checkpoint", *shown), rows)
 
 
 def _curves(page: Page, named: Mapping[str, RunDirectory], groups: Sequence[Group]) -> dict[str, bytes]:
@@ -264,13 +296,17 @@ def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirector
         subject = f"{name}: " if len(named) > 1 else ""
         try:
             env, played = stage.play(directory)
-            png, caption = draw_behaviour(env, played)
+            png, caption, moving = draw_behaviour(env, played)
         except (CapabilityError, CheckpointError, ConfigError, MissingExtraError) as error:
             _log.warning("no pictures of the behaviour of %s: %s", name, error)
             page.text(f"{subject}No pictures: {error}")
             continue
-        pictures["behaviour.png" if len(named) == 1 else f"behaviour-{number}.png"] = png
+        stem = "behaviour" if len(named) == 1 else f"behaviour-{number}"
+        pictures[f"{stem}.png"] = png
         page.picture(png, f"{subject}{caption}")
+        if moving is not None:
+            pictures[f"{stem}.webp"] = moving
+            page.picture(moving, f"{subject}the same episode, in real time.", "webp")
         for title, rows in played.items():
             if ways := describe_modes(env, rows):
                 page.text(f"{subject}{title}: {ways}")

@@ -100,6 +100,7 @@ def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:
         "env": None if config.env is None else describe_part("env", config.env),
         "dataset": None if config.dataset is None else Path(config.dataset).name,
         "reader": config.reader or None,
+        "interface": run.interface or None,
         "init": None if run.init is None else run.init.label,
         "teacher": None if run.teacher is None else run.teacher.label,
         "num_workers": config.num_workers,

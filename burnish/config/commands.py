@@ -65,6 +65,7 @@ _COMMANDS = (
         config_module="burnish.config.evaluate",
     ),
     Command("report", "run", "draw the learning curve and the rollouts of runs into one page", "run=<run>"),
+    Command("runs", "", "list runs: last and best evaluation, time, the keys that differ", "runs"),
     Command(
         "export",
         "policy",
@@ -98,6 +99,12 @@ _COMMANDS = (
         "",
         "list algos, envs, processes, encoders, backbones, samplers, sources, datasets or experiments",
         "envs",
+    ),
+    Command(
+        "new",
+        "",
+        "begin a task, algo, process, sampler or reader of your own, with test and page",
+        "task my_task",
     ),
     Command("doctor", "", "check the installation", ""),
 )

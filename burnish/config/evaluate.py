@@ -24,6 +24,8 @@ class EvalConfig(EvaluationSettings):
     )
     baseline: str | None = path_field(was="versus")  # a second policy: same episodes, paired difference
     env: Any = None  # null: the policy's own task
+    allow_other_task: bool = False  # evaluate policies on another task than the one that they were made for
+    videos: int = bounded(0, ge=0)  # moving pictures of episodes, failures first, beside the JSON file
     num_workers: int = 2  # rollout processes; 0: this process; results are equal for any number
     out: str | None = (
         path_field()  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json;

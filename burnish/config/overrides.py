@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import textwrap
@@ -184,6 +185,9 @@ def keys_of(command: str) -> tuple[str, ...]:
     return (*names, *(group for group in groups_of(command) if group not in names))
 
 
+_MOST_ENTRIES = 256  # of an array as a value: longer ones are data
+
+
 def quoted(value: Any, key: str = "") -> str:
     """Write a value in Hydra's grammar: text, path, number, bool, None, or lists, arrays and dicts of these.
 
@@ -191,6 +195,8 @@ def quoted(value: Any, key: str = "") -> str:
         ConfigError: If it is anything else, such as a loaded policy; names `key`.
     """
     if hasattr(value, "tolist"):
+        if math.prod(value.shape) > _MOST_ENTRIES:
+            raise ConfigError(_refused_object(key, value))
         value = value.tolist()
     if value is None:
         return "null"

@@ -69,7 +69,8 @@ class PartSource(ConfigSource):
         if not self.is_config(path):
             raise ConfigLoadError(f"{path} is no part.")
         group, _, name = path.rpartition("/")
-        node = node_of(registry.lookup(group, name)) if group else _schema(_SCHEMAS[name].config_class())
+        kind = registry.lookup(group, name) if group else _SCHEMAS[name].config_class()
+        node = _with_free_keys(kind) if group in ("", "env") else node_of(kind)
         where = f"{self.scheme()}://{self.path}"
         return ConfigResult(provider=_PROVIDER, path=where, config=node, header={"package": None})
 
@@ -137,8 +138,8 @@ def node_of(kind: type) -> DictConfig:
     return node
 
 
-def _schema(kind: type) -> DictConfig:
-    """Return the node of a command's schema; its empty dictionaries accept any key."""
+def _with_free_keys(kind: type) -> DictConfig:
+    """Return the node of a schema or a task; its dictionaries accept any key."""
     node = node_of(kind)
     for key in node:
         inner = node._get_node(key)

@@ -43,9 +43,13 @@ class TrainConfig(BuildSettings):
     dropped: ClassVar[tuple[str, ...]] = ("engine",)  # obsolete keys of saved runs, ignored
 
     algo: Any = None  # algorithm
-    env: Any = None  # task; null: no rollouts (cloning from a file)
+    env: Any = None  # task; null: that of init, else none and no rollouts (cloning from a file)
+    allow_other_task: bool = False  # accept a dataset, init, teacher or resumed run of another task
     dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a download
     reader: dict[str, Any] = bounded({}, was="data")  # options of the format's reader: see Data
+    control_hz: float | None = bounded(None, gt=0)  # rate of the data [Hz], kept for the export; without env
+    action_low: Any = None  # lowest actions of the robot, a number or one per entry, kept for the export
+    action_high: Any = None  # highest actions
     init: str | None = path_field()  # policy to start from: a run or a policy directory
     requires_init: bool = bounded(False, was="tunes")  # set by fine-tuning experiments; warns without init
     resume: str | None = path_field()  # run to resume, with its last configuration

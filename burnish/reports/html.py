@@ -32,9 +32,9 @@ class Page:
         )
         self.parts.append(f"<table><tr>{head}</tr>{body}</table>")
 
-    def picture(self, png: bytes, caption: str) -> None:
-        data = base64.b64encode(png).decode()
-        self.parts.append(f'<img alt="{html.escape(caption)}" src="data:image/png;base64,{data}">')
+    def picture(self, image: bytes, caption: str, kind: str = "png") -> None:
+        data = base64.b64encode(image).decode()
+        self.parts.append(f'<img alt="{html.escape(caption)}" src="data:image/{kind};base64,{data}">')
         self.text(caption)
 
     def render(self) -> str:

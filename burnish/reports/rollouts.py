@@ -12,12 +12,12 @@ from algos.training.run_directory import RunDirectory
 from burnish.config.schema import restore
 from burnish.console import Counting
 from burnish.reports.figures import film_strip, to_png
+from burnish.reports.videos import require_pictures, webp
 from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
-from policies.errors import CapabilityError
 
 FRAMES = 24  # frames of a film strip before thinning
 
@@ -56,25 +56,26 @@ class ReportRollouts:
         return self._played[key]
 
 
-def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tuple[bytes, str]:
-    """Return a trajectory plot if the task supports it, else a film strip of one episode, and its caption."""
+def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tuple[bytes, str, bytes | None]:
+    """Return a picture as PNG, its caption, and a moving picture as WebP if there is one.
+
+    The picture is a trajectory plot if the task supports it, else a film strip of one episode.
+    """
     if hasattr(env, "figure"):
         panels = {
             title: ([row.observations for row in rows], [row.success for row in rows])
             for title, rows in played.items()
         }
-        return to_png(env.figure(panels)), f"Episodes on {env.spec.name}, all from the same starts."
-    if not hasattr(env, "render_frames"):
-        raise CapabilityError(
-            f"env={env.spec.name} draws nothing; give it figure(panels) or render_frames(seed, actions)."
-        )
+        return to_png(env.figure(panels)), f"Episodes on {env.spec.name}, all from the same starts.", None
+    require_pictures(env)
     row = list(played.values())[-1][0]
     end = "success" if row.success else "terminated" if row.terminated else "time limit"
     caption = (
         f"{env.spec.name}, episode of seed {row.seed}: {row.length} steps, return {row.return_:.1f}, {end}."
     )
-    frames = env.render_frames(row.seed, row.actions, every=max(row.length // FRAMES, 1))
-    return film_strip(frames, title=caption), caption
+    every = max(row.length // FRAMES, 1)
+    frames = env.render_frames(row.seed, row.actions, every=every)
+    return film_strip(frames, title=caption), caption, webp(frames, env.spec.control_hz / every)
 
 
 def describe_modes(env: Any, rows: Sequence[EpisodeRow]) -> str:

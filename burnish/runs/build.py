@@ -16,6 +16,7 @@ from burnish.runs.locate import folder_of, seed_folders
 from burnish.runs.resolve import ResolvedRun
 from burnish.runs.seeds import remove_seeds, write_seeds
 from envs.datasets import EpisodeDataset, read_dataset
+from envs.datasets.interface import interface_of, with_given
 from envs.evaluation.protocol import prepare_eval, with_settings
 from envs.fit import with_task_observations
 from policies.build import complete
@@ -68,20 +69,27 @@ def prepare(run: ResolvedRun) -> Setup:
     return Setup(
         policy=config.policy_config(),
         env=config.env,
-        dataset=None if config.dataset is None else partial(_dataset, config),  # type: ignore[arg-type]
+        dataset=None if config.dataset is None else partial(_dataset, run),  # type: ignore[arg-type]
         init=init,
         teacher=None if run.teacher is None else run.teacher.load(),
         seed=config.seed,
         num_workers=config.num_workers,
         num_threads=config.num_threads,
         device=run.device,
+        allow_other_task=config.allow_other_task,
     )
 
 
-def _dataset(config: TrainConfig) -> EpisodeDataset:
+def _dataset(run: ResolvedRun) -> EpisodeDataset:
+    config = run.config
     assert config.dataset is not None
     dataset = read_dataset(config.dataset, **config.reader)
-    return dataset if config.env is None else with_task_observations(config.env, dataset)
+    if config.env is not None:
+        return with_task_observations(config.env, dataset)
+    known = interface_of(dataset.meta, dataset.obs_dim, dataset.action_dim)
+    given = {"action_low": config.action_low, "action_high": config.action_high}
+    run.interface.update(with_given(known, dataset.action_dim, control_hz=config.control_hz, **given))
+    return dataset
 
 
 def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:

@@ -20,11 +20,11 @@ from burnish.config.schema import describe_part
 from burnish.console import Counting, table
 from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate
-from burnish.runs.tasks import task_of
+from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
-from envs.fit import with_task_observations
+from envs.fit import require_dataset_of, with_task_observations
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError
 from policies.policy import Policy
@@ -100,6 +100,8 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     members = {name: one.load() for name, one in found.items()}
     first = next(iter(found.values()))
     env = config.env if config.env is not None else task_of(first, " Give env=<name>.")
+    for one in found.values():
+        require_task_of(one, env, "compose", allow_other_task=config.allow_other_task)
     policy = _start(config, list(members.values()))
     estimate = _estimate(config, policy, env)
     search = None
@@ -165,6 +167,7 @@ def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[Weig
     if config.dataset is None:
         return []
     dataset = with_task_observations(env, read_dataset(config.dataset, **config.reader))
+    require_dataset_of(env, dataset, allow_other_task=config.allow_other_task)
     return estimate_weights(policy, dataset, config.estimate)
 
 

@@ -170,6 +170,12 @@ def seed_folders(place: str | Path | None) -> list[Path]:
     return [item for _, item in sorted(runs)]
 
 
+def runs_below(folder: str | Path) -> list[Path]:
+    """Return the run directories below a folder, such as those of a sweep, by path."""
+    found = Path(folder).rglob(RUN_CONFIG) if Path(folder).is_dir() else ()
+    return sorted(path.parent for path in found if (path.parent / "checkpoints").is_dir())
+
+
 def _perhaps_on_hub(given: Path) -> str:
     looks_so = len(given.parts) == 2 and not given.is_absolute() and not given.parent.exists()
     return f" One on the hub is written {PREFIX}{given.as_posix()}." if looks_so else ""

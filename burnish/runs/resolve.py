@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from algos.base import device_of
 from algos.training.run_directory import RunDirectory
 from burnish.config.overrides import Overrides, RunContext
-from burnish.config.schema import GROUPS, restore
+from burnish.config.schema import GROUPS, restore, restore_part
 from burnish.config.train import TrainConfig
 from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, locate, seed_folders
 from burnish.runs.seeds import (
@@ -27,9 +27,11 @@ from burnish.runs.seeds import (
     require_new_folders,
     require_together,
 )
+from burnish.runs.tasks import known_task, require_task_of
 from envs.datasets import absolute_options
 from envs.datasets.catalogue import find_dataset
 from envs.evaluation.settings import check_seeds
+from envs.fit import require_same_task, task_text
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import at_home, lasting
@@ -53,6 +55,7 @@ class ResolvedRun:
     has_folders: bool = False  # each run has a folder `seed-<n>` in `folder`
     order: tuple[int, ...] = ()  # seeds in the requested order of results; empty: order of the runs
     continued: tuple[RunDirectory, ...] = ()  # directories of resumed runs; empty for new runs
+    interface: dict[str, Any] = field(default_factory=dict)  # what the dataset's entries are, once it is read
 
     @property
     def config(self) -> TrainConfig:
@@ -131,6 +134,7 @@ def parts_of(directory: RunDirectory) -> Overrides:
 def _new(config: TrainConfig, context: RunContext, **facts: Any) -> ResolvedRun:
     _refuse_unused_policy(config, context.overrides)
     config, *policies = _with_absolute_paths(config)
+    config = _with_task(config, *policies)
     runs = [(config, context.overrides)]
     if config.seeds is not None:  # sorted, as when resumed: the order in a stack affects the last bits
         rest = context.overrides.without("seeds")
@@ -150,6 +154,7 @@ def _continued(
         typed = [item for item in context.overrides.without("resume").items if item.text not in known]
         changes = Overrides(tuple(typed))
         config, *located = _with_absolute_paths(at_home(restore(TrainConfig, run.config, changes)), run)
+        _require_its_task(config, run)
         found.append((config, changes))
         policies.append(located)
     folder = runs[0].path.parent if has_folders else runs[0].path
@@ -213,6 +218,26 @@ def _with_absolute_paths(
     return lasting(fixed), init, teacher
 
 
+def _with_task(config: TrainConfig, init: Located | None, teacher: Located | None) -> TrainConfig:
+    """Return the configuration with the task of `init` if none is given; refuse policies of another task."""
+    if config.env is None and init is not None:
+        config = replace(config, env=known_task(init))
+        if config.env is not None:
+            _log.info("the task is that of init: %s.", task_text(config.env))
+    for key, found in (("init", init), ("algo.teacher", teacher)):
+        if config.env is not None and found is not None:
+            require_task_of(found, config.env, key, allow_other_task=config.allow_other_task)
+    return config
+
+
+def _require_its_task(config: TrainConfig, run: RunDirectory) -> None:
+    """Refuse to resume a run on another task; the error names both."""
+    before = run.section("env")
+    if before and config.env is not None:
+        own, allow = restore_part("env", before), config.allow_other_task
+        require_same_task("this command", config.env, f"resume={run.path}", own, allow_other_task=allow)
+
+
 def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
     if config.algo is None:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.names('algo'))}.")
@@ -226,6 +251,13 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
         )
     if config.reader and config.dataset is None:
         raise ConfigError(f"reader={config.reader} needs dataset=<file>, whose reader has these options.")
+    given = {
+        "control_hz": config.control_hz,
+        "action_low": config.action_low,
+        "action_high": config.action_high,
+    }
+    if config.env is not None and (named := [key for key, value in given.items() if value is not None]):
+        raise ConfigError(f"{named[0]} is known of env; leave it out, or train without env.")
     _warn_of_unused_evaluation(config, typed)
     if config.requires_init and config.init is None:
         _log.warning("these settings tune a policy: give init=<policy>. Without it a new one is trained.")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from burnish.config.schema import restore_part
+from algos.training.run_directory import RunDirectory
+from burnish.config.schema import describe_part, restore_part
 from burnish.runs.locate import Located
 from envs.evaluation.protocol import describe_task
+from envs.fit import require_same_task, task_text
+from policies import registry
 from policies.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -18,15 +22,64 @@ def task_of(found: Located, remedy: str = "") -> Any:
     """Return the task configuration of a policy.
 
     Raises:
-        ConfigError: If its provenance names no task; ends with `remedy`.
+        ConfigError: If its provenance names no task, which ends with `remedy`, or names one that runs code
+            and the policy is not in a run.
     """
-    description = found.provenance().get("env")
-    if not isinstance(description, Mapping):
+    env = _recorded_task(found)
+    if env is None:
         raise ConfigError(
             f"the policy {found.path} names no task: it was trained without env=<name>, or saved without its "
             f"provenance.{remedy}"
         )
-    return restore_part("env", description)
+    if getattr(env, "runs_code", False) and found.run is None:
+        raise ConfigError(
+            f"the policy {found.path} names a task that runs code, which is done for runs only. If you trust "
+            f"it, give the task yourself: {task_text(env)}."
+        )
+    return env
+
+
+def _recorded_task(found: Located) -> Any:
+    """Return the task of a policy without running any of it; None if its provenance names none."""
+    description = found.provenance().get("env")
+    return restore_part("env", description) if isinstance(description, Mapping) else None
+
+
+def known_task(found: Located) -> Any:
+    """Return the task of a policy; None if its provenance names none that is known here."""
+    try:
+        return _recorded_task(found)
+    except ConfigError:
+        return None
+
+
+def values_of_task(env: Any) -> dict[str, Any]:
+    """Return the keys and values of a task given as a Python object.
+
+    Args:
+        env: A task's configuration, an environment with gymnasium's interface, or a function that makes one.
+            A function or class of a module works everywhere; any other object in this process only, with
+            `num_workers=0`.
+
+    Raises:
+        ConfigError: If it is none of these.
+    """
+    if hasattr(env, "make_vector"):
+        if not is_dataclass(env) or isinstance(env, type):
+            raise ConfigError(f"env= must be the instance of a dataclass; {type(env).__name__} is none.")
+        if type(env) not in registry.registered("env").values():
+            task: Any = env
+            registry.register("env", task.spec.name)(type(env))
+        changed = {f.name: value for f in fields(env) if (value := getattr(env, f.name)) != f.default}
+        plain = describe_part("env", env)
+        return {"env": plain["name"], **{f"env.{key}": plain[key] for key in changed if plain[key] != {}}}
+    if not (callable(env) or hasattr(env, "step")):
+        raise ConfigError(f"env= must be a task, an environment or a function; got {type(env).__name__}.")
+    from envs.tasks.gym import HERE, local_factory
+
+    factory = local_factory(env)
+    values = {"env": "gym", "env.factory": factory}
+    return values | ({"num_workers": 0} if factory.startswith(HERE) else {})
 
 
 def description_of(found: Located) -> dict[str, Any] | None:
@@ -46,13 +99,37 @@ def options_that_differ(own: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     return [name for name in one if name in two and one[name] != two[name]]
 
 
-def warn_of_task_differences(found: Located, env: Any) -> None:
-    """Log the options in which the requested task differs from the policy's."""
-    own, asked = description_of(found), describe_task(env)
-    if own is None or own["name"] != asked["name"]:
+def require_task_of(found: Located, env: Any, key: str, *, allow_other_task: bool) -> None:
+    """Refuse a policy that was made for another task; log the conditions that differ.
+
+    Policies without a known task pass.
+
+    Args:
+        found: The policy.
+        env: The requested task.
+        key: Configuration key of the policy.
+        allow_other_task: Warn instead.
+
+    Raises:
+        ConfigError: If name or options of the tasks differ; names both.
+    """
+    own = known_task(found)
+    if own is None:
         return
-    if names := options_that_differ(own, asked):
+    names = require_same_task(
+        "this command", env, f"{key}={found.label}", own, allow_other_task=allow_other_task
+    )
+    if names:
         _log.warning(
-            "%s was made for another env=%s: %s.", found.label, asked["name"],
-            ", ".join(f"env.{n}={own['options'][n]}, here {asked['options'][n]}" for n in names),
+            "%s was made with other options: %s.", found.label,
+            ", ".join(f"env.{n}={getattr(own, n)}, here {getattr(env, n)}" for n in names),
         )  # fmt: skip
+
+
+def task_label(run: RunDirectory) -> str:
+    """Return the task of a run with the options that select it, e.g. `metaworld env.task=push`; or empty."""
+    section = run.section("env")
+    try:
+        return task_text(restore_part("env", section)).removeprefix("env=") if section else ""
+    except ConfigError:
+        return str(section.get("name", ""))

@@ -29,6 +29,7 @@ from envs.datasets.writers.minari import write_minari
 from envs.datasets.writers.robomimic import write_robomimic
 from envs.evaluation.scores import normalized_score
 from policies.errors import DatasetError
+from policies.registry import plugins
 
 
 class Reader(Protocol):
@@ -41,9 +42,11 @@ class Reader(Protocol):
 
 @cache
 def readers() -> dict[str, Reader]:
-    """Return the readers by format name, which is the module name."""
+    """Return the readers by format name, which is the module name; plug-ins last."""
     names = sorted(module.name for module in pkgutil.iter_modules(formats.__path__))
-    return {name: cast(Reader, importlib.import_module(f"{formats.__name__}.{name}")) for name in names}
+    own = [importlib.import_module(f"{formats.__name__}.{name}") for name in names]
+    others = [module for module in plugins() if hasattr(module, "matches") and hasattr(module, "read")]
+    return {module.__name__.rpartition(".")[2]: cast(Reader, module) for module in (*own, *others)}
 
 
 def dataset_format(path: str | Path) -> str:

@@ -6,10 +6,15 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
 
+from policies.bounds import with_present_names
 from policies.errors import ConfigError
+from policies.registry import lookup
+
+if TYPE_CHECKING:
+    from envs.spec import EnvConfig
 
 _ROBOSUITE = {
     "Lift": "lift",
@@ -35,38 +40,46 @@ def recorded_task(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None] 
 
 def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str | None:
     """Return the recorded task as `env=pointmaze-umaze env.hold=5`; None if unknown or of other widths."""
-    from envs.make import env
-
     found = recorded_task(meta)
-    if found is None:
+    task = None if found is None else recorded_env(*found)
+    if found is None or task is None:
         return None
-    name, options = found[0], found[1] or {}
-    spec = recorded_spec(name, options)
-    if spec is None or (spec.obs_dim, spec.action_dim) != (obs_dim, action_dim):
+    is_code = getattr(task, "runs_code", False)  # not run for what a file says
+    if not is_code and (task.spec.obs_dim, task.spec.action_dim) != (obs_dim, action_dim):
         return None
-    default = {field.name: field.default for field in fields(type(env(name)))}  # type: ignore[arg-type]
-    chosen = {key: value for key, value in options.items() if key in default and value != default[key]}
-    return " ".join([f"env={name}", *(f"env.{key}={_typed(value)}" for key, value in chosen.items())])
+    defaults = {one.name: one.default for one in fields(task)}  # type: ignore[arg-type]
+    named = [key for key in with_present_names(type(task), found[1] or {}) if key in defaults]
+    chosen = {key: value for key in named if (value := getattr(task, key)) != defaults[key]}
+    texts = [f"env.{key}={option_text(value)}" for key, value in chosen.items() if not is_dataclass(value)]
+    return " ".join([f"env={found[0]}", *texts])
 
 
-def recorded_spec(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the specification of a recorded task; None if its options are no longer valid."""
-    from envs.make import env
+def recorded_env(name: str, options: Mapping[str, Any] | None) -> EnvConfig | None:
+    """Return the configuration of a recorded task; None if its options are no longer valid."""
+    with contextlib.suppress(ConfigError, TypeError, ValueError):
+        return _restored(lookup("env", name), options or {})
+    return None
 
-    known = {field.name for field in fields(type(env(name)))}  # type: ignore[arg-type]
-    try:
-        return env(name, **{key: value for key, value in options.items() if key in known}).spec
-    except (ConfigError, TypeError, ValueError):
-        return None
+
+def _restored(kind: type, values: Mapping[str, Any]) -> Any:
+    """Build a dataclass from recorded values; unknown ones are skipped, nested parts are built too."""
+    present, chosen = with_present_names(kind, values), {}
+    for one in fields(kind):
+        if one.name in present:
+            value, inner = present[one.name], type(one.default)
+            is_part = isinstance(value, Mapping) and is_dataclass(inner)
+            value = _restored(inner, value) if is_part else value
+            chosen[one.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**chosen)
 
 
 def _of_ours(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     own, args = meta.get("env"), meta.get("env_args")
     if isinstance(own, Mapping) and "name" in own:
-        return str(own["name"]), _plain({key: value for key, value in own.items() if key != "name"})
+        return str(own["name"]), {key: value for key, value in own.items() if key != "name"}
     if isinstance(args, Mapping) and isinstance(args.get("env_kwargs"), Mapping):
         name = str(args.get("env_name"))
-        return None if name in _ROBOSUITE else (name, _plain(args["env_kwargs"]))
+        return None if name in _ROBOSUITE else (name, dict(args["env_kwargs"]))
     return None
 
 
@@ -74,12 +87,6 @@ def _of_robosuite(meta: Mapping[str, Any]) -> tuple[str, None] | None:
     args = meta.get("env_args")
     name = _ROBOSUITE.get(str(args.get("env_name"))) if isinstance(args, Mapping) else None
     return None if name is None else (name, None)
-
-
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as in a configuration, without those of nested parts (the expert)."""
-    kept = {key: value for key, value in options.items() if not isinstance(value, Mapping)}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
 
 
 def _of_gymnasium(spec: Any) -> tuple[str, dict[str, Any]] | None:
@@ -120,7 +127,10 @@ _KINDS: Mapping[str, Callable[[re.Match[str], Mapping[str, Any]], tuple[str, dic
 """Pattern of gymnasium's names -> our name and options."""
 
 
-def _typed(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{option_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_typed, value))}]"
+        return f"[{','.join(map(option_text, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

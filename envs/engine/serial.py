@@ -1,20 +1,14 @@
-"""Any gymnasium-API environment, stepped serially; also the reference of faster engines."""
+"""Environments with gymnasium's interface, stepped serially; also the reference of faster engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from envs.engine.vector import ChunkVector
 from envs.spec import Array, EnvSpec, StepResult
-from policies.errors import ConfigError
-
-_NO_LIMIT = 2**31 - 1
-_DEFAULT_HZ = 1.0  # for environments without a control rate
 
 
 def _flat_observation(obs: Any) -> Array:
@@ -116,64 +110,3 @@ class SerialVector(ChunkVector):
     ) -> None:
         stepper = SerialStepper(envs, metric_names=spec.episode_metrics, **stepper_options)
         super().__init__(spec, stepper, obs_steps=obs_steps, paper_compat=paper_compat)
-
-
-@dataclass(frozen=True)
-class GymSerial:
-    """Configuration of `gymnasium.make(env_id)`; not registered, since its spec requires the environment.
-
-    Raises:
-        ConfigError: If the observation is not a flat box or the action is not a bounded flat box.
-    """
-
-    env_id: str
-    max_episode_steps: int | None = None  # None: the environment's own limit
-
-    @cached_property
-    def spec(self) -> EnvSpec:
-        import gymnasium
-
-        made = gymnasium.make(self.env_id)
-        try:
-            obs_dim, low, high = _widths(made.observation_space, made.action_space, self.env_id)
-            limit = self.max_episode_steps or (made.spec and made.spec.max_episode_steps) or _NO_LIMIT
-            dt = getattr(made.unwrapped, "dt", None)
-        finally:
-            made.close()
-        return EnvSpec(
-            name=self.env_id,
-            family="gymnasium",
-            obs_dim=obs_dim,
-            action_dim=len(low),
-            action_low=low,
-            action_high=high,
-            max_episode_steps=int(limit),
-            control_hz=1.0 / dt if dt else _DEFAULT_HZ,
-            obs_names=tuple(f"observation {i}" for i in range(obs_dim)),
-            action_names=tuple(f"action {i}" for i in range(len(low))),
-        )
-
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> SerialVector:
-        import gymnasium
-
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
-        limit = self.spec.max_episode_steps
-        envs = [gymnasium.make(self.env_id, max_episode_steps=limit + 1) for _ in range(num_envs)]
-        return SerialVector(self.spec, envs, obs_steps=obs_steps)
-
-
-def _widths(
-    observation: object, action: object, env_id: str
-) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
-    from gymnasium.spaces import Box
-
-    flat = isinstance(observation, Box) and len(observation.shape) == 1
-    bounded = isinstance(action, Box) and len(action.shape) == 1 and bool(np.isfinite(action.high).all())
-    if not (flat and bounded):
-        raise ConfigError(
-            f"{env_id} needs a flat observation and a bounded flat action; it has {observation} and {action}."
-        )
-    assert isinstance(observation, Box) and isinstance(action, Box)
-    low, high = (tuple(float(x) for x in bound) for bound in (action.low, action.high))
-    return observation.shape[0], low, high

@@ -117,7 +117,7 @@ class _Attempts:
             if self.done == MAX_ATTEMPTS * self.wanted:
                 raise DatasetError(
                     f"the expert of {self.env.spec.name} succeeded in {kept} of {self.done} attempts; "
-                    f"expected {self.wanted}. Lower its noise, or keep failures."
+                    f"expected {self.wanted}. Lower noise=… (env.expert.noise), or keep_failures=true."
                 )
             episode = self.env.demonstrate(self.first_seed + self.done)
             self.done += 1

@@ -116,7 +116,6 @@ def test_a_composition_is_not_cloned_on() -> None:
         ("lr", math.nan),
         ("lr", math.inf),
         ("min_lr", 1.0),
-        ("warmup_steps", 6),
         ("weight_decay", -1.0),
         ("weight_decay", math.inf),
         ("max_grad_norm", 0.0),

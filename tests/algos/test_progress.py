@@ -83,3 +83,23 @@ def test_a_long_first_iteration_is_announced_until_it_ends() -> None:
     finally:
         log.removeHandler(listener)
         log.setLevel(level)
+
+
+def test_the_time_of_an_evaluation_is_no_training_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    caplog.set_level(logging.INFO)
+    lines = Lines("run", "gradient_steps", 0)
+    now[0] = 110.0
+    lines.skip(100.0)
+    lines.show(100, 200, {})
+    assert "10/s, 10 s left" in caplog.messages[-1]
+    console = Console(file=io.StringIO(), force_terminal=True, get_time=lambda: now[0])
+    bar = Bar("run", "gradient_steps", 200, 0, console=console)
+    before = bar._training_time()
+    now[0] = 210.0
+    bar.skip(100.0)
+    assert bar._training_time() == before
+    bar.close()

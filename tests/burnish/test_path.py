@@ -420,17 +420,17 @@ def test_numbers_of_numpy_and_torch_are_written_as_plain_ones() -> None:
     assert compose_config("eval", overrides_of((), {"temperature": np.float64(2.5)})).temperature == 2.5
 
 
-def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run, demonstrations: Path) -> None:
+def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run) -> None:
     policy = burnish.load_policy(base)
     for command in (burnish.evaluate, burnish.export):
         with pytest.raises(ConfigError, match=mentions("policy= burnish.save_policy text")):
             command(policy)
     with pytest.raises(ConfigError, match=mentions("init= DenoisingPolicy burnish.save_policy")):
         burnish.train(algo="dppo", init=policy)
-    with pytest.raises(ConfigError, match=mentions("dataset= EpisodeDataset")):
-        burnish.clone(read_dataset(demonstrations))
-    with pytest.raises(ConfigError, match=mentions("env=")):
-        burnish.evaluate(base, env=Avoid())
+    with pytest.raises(DatasetError, match=mentions("DenoisingPolicy")):
+        burnish.clone(policy)
+    with pytest.raises(ConfigError, match=mentions("env= int")):
+        burnish.evaluate(base, env=3)
     with pytest.raises(ConfigError, match=mentions("compose=")):
         burnish.compose([base, object()])
 

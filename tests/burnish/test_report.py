@@ -43,7 +43,7 @@ def test_runs_of_one_algorithm_on_one_task_are_a_group(tmp_path: Path) -> None:
         "dppo on avoid": ["b"],
         "bc": ["d"],
         "ppo on cube-single": ["e"],
-        "ppo on cube-single (2)": ["f"],
+        "ppo on cube-single env.task=2": ["f"],
     }
 
 

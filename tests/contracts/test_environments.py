@@ -15,13 +15,14 @@ from pairwise import representatives
 
 from burnish.config.schema import describe_part, restore_part
 from envs.engine.pixels import FREE, HasCameras
-from envs.make import env, list_envs
+from envs.make import env
 from envs.spec import EnvConfig, VectorEnv
 from policies.errors import ConfigError, MissingExtraError
 from policies.extras import require
+from policies.registry import parts
 
 CHUNK = 3
-NAMES = list_envs()
+NAMES = [name for name, part in parts("env").items() if not hasattr(part, "needs")]
 UNIT = re.compile(r"\w.* \[[^\[\]]+\]$")
 
 

@@ -35,9 +35,9 @@ from envs.datasets.windows import Windows
 from policies.errors import ConfigError
 from policies.policy_config import ChunkSpec
 
-ENDS_KNOWN = ("d4rl", "dppo", "lerobot", "minari", "robomimic")
+ENDS_KNOWN = ("arrays", "d4rl", "dppo", "lerobot", "minari", "robomimic")
 """Formats that tell an end by termination from one by truncation; all others only cut."""
-SUCCESSORS = ("d4rl", "minari", "ogbench", "robomimic")
+SUCCESSORS = ("arrays", "d4rl", "minari", "ogbench", "robomimic")
 """Formats that hold the observation after the last action of an episode, as they are written here."""
 
 each = pytest.mark.parametrize("name", sorted(readers()))
@@ -176,7 +176,8 @@ def with_positions(path: Path, data: EpisodeDataset) -> None:
         np.savez(path, qpos=np.full((len(old["actions"]), 2), 99.0), **old)
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Tried]] = {
+    "arrays": {},
     "d4rl": {
         "max_episode_steps": Tried(
             4,

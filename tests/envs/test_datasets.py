@@ -398,7 +398,6 @@ def test_other_unusable_files_are_one_clear_error(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rewards": None}, "missing ['rewards']"),
         (
             {"actions": np.zeros((9, 2))},
             "actions 10 shape (9, 2)",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from envs.datasets.recorded_task import _typed, describe_task
+from envs.datasets.recorded_task import describe_task, option_text
 from envs.make import env
 
 
@@ -21,8 +21,8 @@ def parsed(text: str) -> Any:
     return env(name, **{key: yaml.safe_load(value) for key, value in options})
 
 
-def test_options_are_written_as_they_are_typed() -> None:
-    assert _typed((1, [True, None], "free")) == "[1,[true,null],free]"
+def test_options_are_written_as_they_areoption_text() -> None:
+    assert option_text((1, [True, None], "free")) == "[1,[true,null],free]"
 
 
 MAZE = {"id": "PointMaze_UMaze-v3", "max_episode_steps": 300}

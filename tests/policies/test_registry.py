@@ -72,7 +72,7 @@ def test_a_plugin_that_cannot_be_imported_is_named_and_the_others_load(
     announce(tmp_path, "zz_whole", "loaded = True")
     monkeypatch.syspath_prepend(str(tmp_path))
     named = r"plug-in 'parts' \(aa_broken_parts\) of aa_broken cannot .*No module named 'no_such_module'"
-    registry._broken_plugins.cache_clear()
+    registry._plugins.cache_clear()
     with pytest.raises(ConfigError, match=named):
         registry.load_plugins()
     assert sys.modules.pop("zz_whole_parts").loaded
@@ -81,7 +81,7 @@ def test_a_plugin_that_cannot_be_imported_is_named_and_the_others_load(
         shown = " ".join(capsys.readouterr().out.split())
         assert "FAIL plug-ins" in shown and "aa_broken" in shown and "ok parts" in shown
     finally:
-        registry._broken_plugins.cache_clear()
+        registry._plugins.cache_clear()
 
 
 def test_a_built_in_part_cannot_be_replaced() -> None:

@@ -56,7 +56,7 @@ class FrameKeyError(DatasetError, IndexError):
 def matches(path: str | Path) -> bool:
     """Whether a file has the D4RL layout."""
     with peek_hdf5(path) as file:
-        return file is not None and "observations" in file and "actions" in file and "data" not in file
+        return file is not None and set(_REQUIRED) <= set(file) and "data" not in file
 
 
 def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> Arrays:

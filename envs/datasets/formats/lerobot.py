@@ -96,6 +96,7 @@ def read(
         episode_extras["success"] = np.logical_or.reduceat(flags[SUCCESS], start[:-1])
     meta = {key: info[key] for key in _KEPT_META if info.get(key) is not None}
     meta |= {"source": str(path), "format": "lerobot", "tasks": read_tasks(path)}
+    meta["interface"] = _interface(info, state, meta["tasks"])
     images = {
         camera_of(key): Images(
             Compressed(files[key], _image_shape(info["features"][key]), f"{path}: column '{key}'")
@@ -118,6 +119,28 @@ def read(
         meta=meta,
         storage=storage,
     )
+
+
+def _interface(info: Mapping[str, Any], state: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
+    """Return names, rate, robot and task texts, for `envs.datasets.interface`."""
+    names = [_entry_names(info, key) for key in state]
+    return {
+        "obs_names": [name for part in names for name in part],
+        "action_names": _entry_names(info, "action"),
+        "control_hz": info.get("fps"),
+        "robot": info.get("robot_type"),
+        "instructions": list(tasks),
+    }
+
+
+def _entry_names(info: Mapping[str, Any], key: str) -> list[str]:
+    """Return the names of a feature's entries; numbered ones where it has none."""
+    names, width = info["features"][key].get("names"), width_of(info, key)
+    while isinstance(names, Mapping) and names:  # e.g. {"motors": [...]}
+        names = next(iter(names.values()))
+    if isinstance(names, list) and len(names) == width:
+        return [str(name) for name in names]
+    return [f"{key} {i}" for i in range(width)]
 
 
 def _bytes_of(

@@ -13,7 +13,7 @@ terminated, any other as truncated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,17 @@ def read(
         meta["not_read"] = log_skipped_fields(path, unread)
         if "env_args" in data.attrs:
             meta["env_args"] = json_attribute(data, "env_args", path)
+        meta.setdefault("interface", _interface(meta.get("env_args", {}), layout))
         has_successors = bool(data.attrs.get("successors_recorded", True))
     return demos.dataset(meta, images, has_successors=has_successors)
+
+
+def _interface(env_args: Mapping[str, Any], layout: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Return names and rate, for `envs.datasets.interface`."""
+    options = env_args.get("env_kwargs")
+    names = [f"{key} {i}" for key, width in layout for i in range(width)]
+    rate = options.get("control_freq") if isinstance(options, Mapping) else None
+    return {"control_hz": rate} | ({} if dict(layout).keys() == {"flat"} else {"obs_names": names})
 
 
 def read_models(path: str | Path, *, mask: str | None = None) -> list[str | None]:

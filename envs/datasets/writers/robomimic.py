@@ -14,7 +14,7 @@ from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset, split_episodes
 from envs.datasets.files.hdf5 import write_hdf5
-from envs.spec import options_of
+from envs.spec import options_of, task_name
 from policies.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -112,5 +112,5 @@ def _env_args(dataset: EpisodeDataset, env: EnvConfig | None) -> dict[str, Any]:
     if env is None:
         known = dataset.meta.get("env_args")
         return dict(known) if known else {"env_name": "unknown", "type": _GYM_TYPE, "env_kwargs": {}}
-    name = {"env_name": env.spec.name, "env_version": "1", "type": _GYM_TYPE}
+    name = {"env_name": task_name(env), "env_version": "1", "type": _GYM_TYPE}
     return name | {"env_kwargs": options_of(env)}

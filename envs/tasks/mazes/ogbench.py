@@ -86,6 +86,11 @@ class _OgbenchMaze(MazeTask):
         self.require("task", is_known, f"1 to {NUM_TASKS} with env.goal=fixed, which hides a drawn task")
 
     @property
+    def conditions(self) -> tuple[str, ...]:
+        """The task's number selects starts and goals; where the goal is observed it is a condition."""
+        return () if self.goal == "fixed" else ("task",)
+
+    @property
     def layout(self) -> Layout:
         return ogbench_layout(self.maze)
 

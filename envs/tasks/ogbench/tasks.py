@@ -76,6 +76,11 @@ class _World(HasCameras):
     success_rule = ""
 
     @property
+    def conditions(self) -> tuple[str, ...]:
+        """The task's number does not select the data of experts that play."""
+        return () if self.expert.mode == "task" else ("task",)
+
+    @property
     def spec(self) -> EnvSpec:
         cubes = ["cube"] if self.num_cubes == 1 else [f"cube {i}" for i in range(self.num_cubes)]
         obs_names = (

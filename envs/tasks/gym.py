@@ -1,0 +1,369 @@
+"""Any environment with gymnasium's interface, by id or by a function that makes one.
+
+Box observations are the state, in row order. Of Dict observations the vectors are the state, joined by sorted
+name or in the order of `obs_keys`; parts that are images (H, W, 3) uint8 can be observed as `cameras`, and so
+can the picture of `render()`. Success is `info["is_success"]` or `info["success"]`, or the key `success`.
+Environments are stepped one after the other and cannot be saved: a resumed run starts new episodes.
+
+Legend: N environments, To observation history, Do and Da observation and action widths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envs.engine.pixels import HasCameras
+from envs.engine.serial import SerialStepper
+from envs.engine.vector import ChunkVector
+from envs.spec import Array, EnvSpec
+from policies.bounds import bounded
+from policies.errors import ConfigError
+from policies.registry import register
+
+RENDER = "render"
+"""Name of the camera that is the environment's `render()`."""
+HERE = "<this process>"
+"""Module name of factories that exist in this process only."""
+SUCCESS_KEYS = ("is_success", "success")
+_DEFAULT_LIMIT = 1000  # control steps, for environments without a limit
+_DEFAULT_HZ = 1.0  # for environments without a control rate
+_FACTORIES: dict[str, Callable[[], Any]] = {}
+
+_log = logging.getLogger(__name__)
+
+
+def local_factory(make: Callable[[], Any]) -> str:
+    """Return the name of a factory for `Gym.factory`: its import path, or an entry for this process."""
+    module, name = getattr(make, "__module__", None), getattr(make, "__qualname__", "")
+    if module and module != "__main__" and name.isidentifier():
+        with contextlib.suppress(ImportError):
+            if getattr(importlib.import_module(module), name, None) is make:
+                return f"{module}:{name}"
+    title = name or type(make).__name__
+    entry = next((key for key, known in _FACTORIES.items() if known is make), f"{title}-{len(_FACTORIES)}")
+    _FACTORIES[entry] = make
+    return f"{HERE}:{entry}"
+
+
+@register("env", "gym")
+@dataclass(frozen=True)
+class Gym(HasCameras):
+    """Any gymnasium environment with flat actions, `env.id=Reacher-v5` for instance."""
+
+    needs: ClassVar[str] = "id"  # the option without which there is no task
+    runs_code: ClassVar[bool] = True  # options name code that is run
+
+    id: str = ""  # gymnasium's id; `my_package:My-v0` imports the package first
+    kwargs: dict[str, Any] = bounded({})  # arguments of gymnasium.make, or of the factory
+    module: str | None = None  # module to import first, which registers the id
+    factory: str | None = None  # `module:function` that returns an environment, instead of an id
+    success: str | None = None  # key of `info` with success; null: is_success or success
+    obs_keys: tuple[str, ...] = ()  # parts of a Dict observation in the state, in order; (): all vectors
+    max_episode_steps: int | None = bounded(None, ge=1)  # control steps; null: the environment's, else 1000
+    control_hz: float | None = bounded(None, gt=0)  # control rate [Hz]; null: 1/dt or render_fps, else 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.id and self.factory:
+            raise ConfigError(f"env.id={self.id} and env.factory={self.factory} exclude each other.")
+
+    @property
+    def title(self) -> str:
+        return self.id.rpartition(":")[2] or str(self.factory).rpartition(":")[2]
+
+    @cached_property
+    def spec(self) -> EnvSpec:
+        made = self._made()
+        try:
+            return self._described(made)
+        finally:
+            made.close()
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build N environments, each stepped on its own."""
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        mode = {"render_mode": "rgb_array"} if RENDER in self.cameras else {}
+        limit = self.spec.max_episode_steps + 1  # the vector's own limit comes first
+        envs = [_Flat(self._made(limit=limit, **mode)) for _ in range(num_envs)]
+        keys = self.obs_keys or _vector_names(envs[0].observation_space)
+        stepper = _GymStepper(
+            envs,
+            observe=lambda obs: _flattened(obs, keys),
+            succeeded=lambda info: bool(any(info.get(key, False) for key in self._success_keys())),
+        )
+        history = _Images(stepper, self.images, obs_steps) if self.cameras else None
+        return ChunkVector(self.spec, stepper, obs_steps=obs_steps, image_history=history)
+
+    def render_frames(self, seed: int, actions: Array, *, every: int = 10, **_: Any) -> Array:
+        """Replay an episode and return the pictures (F, height, width, 3) of its `render()`."""
+        made = _Flat(self._made(limit=self.spec.max_episode_steps + 1, render_mode="rgb_array"))
+        try:
+            made.reset(seed=seed)
+            frames = [_picture(made)]
+            for i, action in enumerate(actions, start=1):
+                low, high = np.asarray(self.spec.action_low), np.asarray(self.spec.action_high)
+                _obs, _reward, terminated, truncated, _info = made.step(np.clip(action, low, high))
+                if i % every == 0 or i == len(actions) or terminated or truncated:
+                    frames.append(_picture(made))
+                if terminated or truncated:
+                    break
+            return np.stack(frames)
+        finally:
+            made.close()
+
+    def _success_keys(self) -> tuple[str, ...]:
+        return SUCCESS_KEYS if self.success is None else (self.success,)
+
+    def _made(self, *, limit: int | None = None, **options: Any) -> Any:
+        """Make one environment.
+
+        Raises:
+            ConfigError: If none is named, or it cannot be made; names the reason.
+        """
+        import gymnasium
+
+        if not (self.id or self.factory):
+            raise ConfigError("env=gym needs env.id=<gymnasium's id> or env.factory=<module:function>.")
+        where = f"env.id={self.id}" if self.id else f"env.factory={self.factory}"
+        try:
+            if self.module:
+                importlib.import_module(self.module)
+            if self.factory:
+                return _factory(self.factory)(**self.kwargs)
+            limited = {} if limit is None else {"max_episode_steps": limit}
+            return gymnasium.make(self.id, disable_env_checker=True, **limited, **{**self.kwargs, **options})
+        except ConfigError:
+            raise
+        except Exception as error:  # packages raise their own classes
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {reason}") from error
+
+    def _described(self, made: Any) -> EnvSpec:
+        low, high = _limits(made.action_space, self.title)
+        names = _state_names(made.observation_space, self.obs_keys, self.title)
+        limit = self.max_episode_steps or getattr(made.spec, "max_episode_steps", None)
+        if limit is None:
+            limit = _DEFAULT_LIMIT
+            _log.warning("%s has no time limit; env.max_episode_steps=%d is used.", self.title, limit)
+        dt, fps = (getattr(made.unwrapped, "dt", None), made.metadata.get("render_fps"))
+        rate = 1.0 / dt if isinstance(dt, (int, float)) and dt > 0 else float(fps or _DEFAULT_HZ)
+        key = self.success or _reported_key(made)
+        return EnvSpec(
+            name=self.title,
+            family="gymnasium",
+            obs_dim=len(names),
+            action_dim=len(low),
+            action_low=low,
+            action_high=high,
+            max_episode_steps=int(limit),
+            control_hz=self.control_hz or rate,
+            obs_names=names,
+            action_names=tuple(f"action {i}" for i in range(len(low))),
+            success_rule=f"info['{key}'] of the environment" if key else "",
+            packages=("gymnasium",),
+        )
+
+
+class _Flat:
+    """An environment whose actions are flat; the last observation is kept for its images."""
+
+    def __init__(self, env: Any) -> None:
+        self._env, self.last = env, None
+        self.observation_space, self._space = env.observation_space, env.action_space
+
+    def reset(self, **options: Any) -> tuple[Any, Mapping[str, Any]]:
+        self.last, info = self._env.reset(**options)
+        return self.last, info
+
+    def step(self, action: Array) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]:
+        self.last, *rest = self._env.step(action.reshape(self._space.shape))
+        return (self.last, *rest)
+
+    def render(self) -> Any:
+        return self._env.render()
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class _GymStepper(SerialStepper):
+    """Steps gymnasium environments; they have no state to save."""
+
+    @property
+    def can_save(self) -> bool:
+        return False
+
+
+class _Images:
+    """The last To images of every environment; see `envs.spec.ImageHistory`."""
+
+    def __init__(self, stepper: SerialStepper, images: Mapping[str, tuple[int, ...]], obs_steps: int) -> None:
+        self._stepper, self._sizes = stepper, {name: shape[:2] for name, shape in images.items()}
+        self._rows: list[deque[dict[str, Array]]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
+
+    def begin(self, row: int) -> None:
+        """Start an episode in a row; its first images fill the history."""
+        history = self._rows[row]
+        assert history.maxlen is not None
+        history.extend([self._seen(row)] * history.maxlen)
+
+    def add(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._rows[row].append(self._seen(row))
+
+    def images(self, rows: Iterable[int]) -> dict[str, Array]:
+        """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
+        chosen = [self._rows[row] for row in rows]
+        return {
+            name: np.stack([np.stack([seen[name] for seen in history]) for history in chosen])
+            for name in self._sizes
+        }
+
+    def get_state(self) -> Any:
+        return [list(history) for history in self._rows]
+
+    def set_state(self, state: Any) -> None:
+        for history, saved in zip(self._rows, state, strict=True):
+            history.clear()
+            history.extend(saved)
+
+    def close(self) -> None:
+        """Hold nothing open."""
+
+    def _seen(self, row: int) -> dict[str, Array]:
+        env = self._stepper.envs[row]
+        return {
+            name: _resized(_picture(env) if name == RENDER else _part(env.last, name), size)
+            for name, size in self._sizes.items()
+        }
+
+
+def _factory(path: str) -> Callable[..., Any]:
+    """Return a factory by its path; an environment object is copied for every call.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    module, _, name = path.rpartition(":")
+    if module == HERE:
+        if name not in _FACTORIES:
+            raise ConfigError(
+                f"env.factory={path} was an object of another Python process. Pass it again, as "
+                "env=<environment or function>, or use a function of a module that can be imported."
+            )
+        made = _FACTORIES[name]
+        return made if callable(made) else lambda **_: copy.deepcopy(made)
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _picture(env: Any) -> Array:
+    """Return the picture (H, W, 3) of an environment.
+
+    Raises:
+        ConfigError: If `render()` gives none.
+    """
+    frame = env.render()
+    frame = frame[-1] if isinstance(frame, list) and frame else frame
+    if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
+        raise ConfigError(
+            "this environment draws no picture: its render() must return (H, W, 3) in render_mode=rgb_array."
+        )
+    return frame.astype(np.uint8)
+
+
+def _resized(image: Array, size: tuple[int, ...]) -> Array:
+    """Return an image (H, W, 3) in another size, by averaging."""
+    if image.shape[:2] == tuple(size):
+        return np.array(image)
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BOX))
+
+
+def _parts(space: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a space of observations by name; a Box has the name ''."""
+    if not hasattr(space, "spaces") or not isinstance(space.spaces, Mapping):
+        return {prefix: space}
+    found: dict[str, Any] = {}
+    for key in sorted(space.spaces):
+        found |= _parts(space.spaces[key], f"{prefix}/{key}" if prefix else key)
+    return found
+
+
+def _is_image(space: Any) -> bool:
+    return space.dtype == np.uint8 and len(space.shape) == 3 and space.shape[2] == 3
+
+
+def _is_vector(space: Any) -> bool:
+    from gymnasium.spaces import Box, MultiBinary
+
+    return isinstance(space, Box | MultiBinary) and not _is_image(space)
+
+
+def _vector_names(space: Any) -> tuple[str, ...]:
+    return tuple(name for name, one in _parts(space).items() if _is_vector(one))
+
+
+def _state_names(space: Any, keys: tuple[str, ...], title: str) -> tuple[str, ...]:
+    """Return a name for every entry of the state.
+
+    Raises:
+        ConfigError: If a part is missing or no vector, or there is none.
+    """
+    parts = _parts(space)
+    wanted = keys or _vector_names(space)
+    unusable = [key for key in wanted if key not in parts or not _is_vector(parts[key])]
+    if unusable or not wanted:
+        raise ConfigError(
+            f"{title} needs an observation with vectors of numbers{f' {unusable}' if unusable else ''}; it "
+            f"has {space}. Name some of {list(_vector_names(space))} by env.obs_keys, or wrap it."
+        )
+    sizes = {key: int(np.prod(parts[key].shape)) for key in wanted}
+    return tuple(f"{key or 'observation'} {i}" for key in wanted for i in range(sizes[key]))
+
+
+def _part(obs: Any, name: str) -> Array:
+    for key in name.split("/") if name else ():
+        obs = obs[key]
+    return np.asarray(obs)
+
+
+def _flattened(obs: Any, keys: tuple[str, ...]) -> Array:
+    return np.concatenate([_part(obs, key).astype(np.float64).reshape(-1) for key in keys])
+
+
+def _limits(space: Any, title: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the action box, flat.
+
+    Raises:
+        ConfigError: If actions are no bounded box.
+    """
+    from gymnasium.spaces import Box
+
+    if not isinstance(space, Box) or not np.isfinite([space.low, space.high]).all():
+        raise ConfigError(
+            f"{title} needs a bounded Box as action space; it has {space}. Wrap it, for example in "
+            "gymnasium.wrappers.RescaleAction."
+        )
+    low, high = (tuple(float(x) for x in bound.reshape(-1)) for bound in (space.low, space.high))
+    return low, high
+
+
+def _reported_key(made: Any) -> str:
+    """Return the key of success in `info` after a reset and a step with the mean action; empty without."""
+    _, first = made.reset(seed=0)
+    space = made.action_space
+    *_, info = made.step(((space.low + space.high) / 2).astype(space.dtype))
+    return next((key for key in SUCCESS_KEYS if key in {**first, **info}), "")

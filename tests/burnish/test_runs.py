@@ -1,0 +1,63 @@
+"""The table of runs, and the page of a folder of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import burnish
+from algos.training.run_directory import RunDirectory
+from burnish.commands import runs as runs_command
+from burnish.commands.runs import differing_keys, readable_runs, tabulate
+from burnish.runs.locate import runs_below
+
+DATA = (np.zeros((9, 4)), np.linspace(-1, 1, 18).reshape(9, 2))
+TINY: dict[str, Any] = {"algo.steps": 2, "algo.warmup_steps": 0, "algo.batch_size": 8, "backbone.width": 8}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "sweep"
+    for number, rate in enumerate((1e-3, 1e-4)):
+        burnish.clone(
+            DATA,
+            directory=folder / str(number),
+            evaluation={"episodes": 1},
+            env="avoid",
+            num_workers=0,
+            progress=False,
+            **{**TINY, "algo.lr": rate},
+        )
+    (folder / "damaged" / "checkpoints").mkdir(parents=True)
+    (folder / "damaged" / "config.yaml").write_text("- no mapping")
+    return folder
+
+
+def test_runs_are_found_at_any_depth_and_damaged_ones_left_out(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = readable_runs(runs_below(sweep.parent))
+    assert [run.path for run in found] == [sweep / "0", sweep / "1"]
+    assert differing_keys(found) == ["algo.lr"]
+    columns, rows = tabulate(found, sweep)
+    line = dict(zip(columns, map(str, rows[1]), strict=True))
+    assert (line["run"], line["algo"], line["task"], line["step"], line["budget"]) == (
+        *("1", "bc", "avoid", "2", "2"),
+    )
+    assert line["last"].endswith("%") and line["best"].endswith("%") and line["algo.lr"] == "0.0001"
+    assert runs_command.main([str(sweep)]) == 0
+    assert "algo.lr" in capsys.readouterr().out
+    assert runs_command.main([str(sweep / "0" / "eval")]) == 0
+    assert "no runs" in capsys.readouterr().out
+
+
+def test_a_folder_of_runs_is_one_page_with_the_swept_key(sweep: Path, tmp_path: Path) -> None:
+    (sweep / "damaged" / "config.yaml").unlink()
+    page = burnish.report(sweep, episodes=0, out=tmp_path / "page").read_text()
+    assert "2 runs: sweep" in page and "<th>algo.lr</th>" in page and "<td>0.0001</td>" in page
+    both = burnish.report([sweep / "0", sweep / "1"], episodes=0, out=tmp_path / "both").read_text()
+    assert "2 runs: 0, 1" in both
+    assert RunDirectory.open(sweep / "0").latest() == 2

@@ -1,0 +1,195 @@
+"""Datasets of Python objects and of plain arrays in files; what their entries are travels with the policy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from dataset_files import made, write_lerobot
+from messages import mentions
+
+import burnish
+from burnish.commands.export import ExportConfig, surroundings_of
+from burnish.runs.locate import locate
+from envs.datasets import Episode, read_dataset, write_robomimic
+from envs.datasets.convert import as_dataset
+from envs.datasets.interface import interface_of
+from policies.errors import ConfigError, DatasetError
+
+RNG = np.random.default_rng(0)
+OBS, ACTIONS = RNG.normal(size=(9, 3)), RNG.uniform(-1, 1, (9, 2))
+FLAGS = np.arange(9) == 3
+PICTURES = np.zeros((9, 4, 5, 3), np.uint8)
+TINY = {"algo.steps": 2, "algo.warmup_steps": 0, "algo.batch_size": 8, "backbone.width": 8}
+QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
+
+FORMS: dict[str, tuple[Any, list[int]]] = {
+    "a pair": ((OBS, ACTIONS), [9]),
+    "a pair of tensors": ((torch.tensor(OBS), torch.tensor(ACTIONS)), [9]),
+    "nested lists": ((OBS.tolist(), ACTIONS.tolist()), [9]),
+    "a dict": ({"observations": OBS, "actions": ACTIONS}, [9]),
+    "other words": ({"state": OBS, "action": ACTIONS, "terminals": FLAGS}, [4, 5]),
+    "starts": ({"obs": OBS, "actions": ACTIONS, "episode_start": [0, 2]}, [2, 7]),
+    "ends": ({"obs": OBS, "actions": ACTIONS, "episode_ends": [2, 9]}, [2, 7]),
+    "lengths": ({"obs": OBS, "actions": ACTIONS, "lengths": [2, 3, 4]}, [2, 3, 4]),
+    "numbers": ({"obs": OBS, "actions": ACTIONS, "episode": [0, 0, 5, 5, 5, 5, 5, 5, 6]}, [2, 6, 1]),
+    "episodes": ([(OBS[:4], ACTIONS[:4]), {"obs": OBS[4:], "action": ACTIONS[4:]}], [4, 5]),
+    "a dataset": (as_dataset((OBS, ACTIONS)), [9]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_frames_and_episodes_are_those_that_were_given(form: str) -> None:
+    given, lengths = FORMS[form]
+    data = as_dataset(given)
+    torch.testing.assert_close(data.observations, torch.tensor(OBS).float())
+    torch.testing.assert_close(data.actions, torch.tensor(ACTIONS).float())
+    assert data.lengths.tolist() == lengths and not data.rewards.any()
+    assert bool((data.terminated | data.truncated)[data.episode_start[1:] - 1].all())
+
+
+def test_ends_rewards_and_successors_are_kept() -> None:
+    data = as_dataset({"obs": OBS, "actions": ACTIONS, "terminated": FLAGS, "rewards": np.arange(9)[:, None]})
+    assert data.terminated.tolist() == FLAGS.tolist() and data.rewards.tolist() == list(range(9))
+    longer = as_dataset([(OBS, ACTIONS[:8])])
+    assert longer.next_observations is not None
+    torch.testing.assert_close(longer.next_observations[-1], torch.tensor(OBS[8]).float())
+    episode = Episode(OBS, ACTIONS[:8], np.zeros(8), True, False)
+    assert as_dataset([episode, episode]).lengths.tolist() == [8, 8]
+
+
+def test_a_dict_of_observations_is_joined_by_name_and_its_pictures_are_cameras() -> None:
+    seen = {"b": OBS[:, 1:], "a": OBS[:, 0], "eye": PICTURES}
+    data = as_dataset({"observations": seen, "actions": ACTIONS})
+    torch.testing.assert_close(data.observations, torch.tensor(OBS).float())
+    assert data.image_shapes == {"eye": (4, 5, 3)}
+    assert interface_of(data.meta, 3, 2) == {"obs_names": ["a 0", "b 0", "b 1"]}
+    assert as_dataset([{"observations": seen, "actions": ACTIONS}] * 2).images["eye"].shape == (18, 4, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (3, "int"),
+        ("text", "str"),
+        ([], "list"),
+        ({"observations": OBS}, "actions observations"),
+        ((OBS, ACTIONS[:4]), "observations 4 (9, 3)"),
+        (([[1.0], [2.0, 3.0]], ACTIONS), "observations list"),
+        ({"obs": OBS, "actions": ACTIONS, "rewards": [1.0]}, "rewards 9 (1,)"),
+        ({"obs": OBS, "actions": ACTIONS, "lengths": [9], "episode": [0] * 9}, "lengths episode"),
+        ({"observations": {"eye": PICTURES}, "actions": ACTIONS}, "eye"),
+        ([(OBS, ACTIONS), (OBS[:, :2], ACTIONS)], "data[1] (3, 2) (2, 2)"),
+    ],
+)
+def test_an_error_names_keys_and_shapes_and_never_prints_values(given: Any, parts: str) -> None:
+    with pytest.raises(DatasetError, match=mentions(parts)) as caught:
+        as_dataset(given)
+    assert len(str(caught.value)) < 400
+
+
+def write(path: Path, arrays: dict[str, Any]) -> Path:
+    if path.suffix == ".npz":
+        np.savez(path, **arrays)
+        return path
+    with h5py.File(path, "w") as file:
+        for key, value in arrays.items():
+            file[key] = value
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".hdf5"])
+def test_files_of_plain_arrays_need_no_rewards(suffix: str, tmp_path: Path) -> None:
+    plain = read_dataset(write(tmp_path / f"a{suffix}", {"observations": OBS, "actions": ACTIONS}))
+    assert plain.meta["format"] == "arrays" and plain.lengths.tolist() == [9]
+    arrays = {"observations/a": OBS[:, :1], "observations/b": OBS[:, 1:], "observations/eye": PICTURES}
+    parts = read_dataset(
+        write(tmp_path / f"b{suffix}", {**arrays, "actions": ACTIONS, "episode_ends": [4, 9], "other": OBS})
+    )
+    assert parts.lengths.tolist() == [4, 5] and parts.image_shapes == {"eye": (4, 5, 3)}
+    torch.testing.assert_close(parts.observations, torch.tensor(OBS).float())
+
+
+@pytest.mark.parametrize("given", [(OBS, ACTIONS), as_dataset((OBS, ACTIONS))], ids=["arrays", "dataset"])
+def test_objects_are_cloned_and_the_run_can_be_resumed(given: Any, tmp_path: Path) -> None:
+    run = burnish.clone(
+        given, "trainer.checkpoint_every=1", directory=tmp_path / "runs" / "one", **TINY, **QUIET
+    )
+    kept = Path(run.directory.config["dataset"])
+    assert kept.parent == tmp_path / "runs" / "data" and read_dataset(kept).num_frames == 9
+    burnish.clone(given, directory=tmp_path / "runs" / "two", **TINY, **QUIET)
+    assert len(list(kept.parent.iterdir())) == 1
+    shutil.rmtree(run.path / "checkpoints" / "2")
+    assert burnish.train(resume=run).directory.latest() == 2
+    found = burnish.inspect_data(kept, out=tmp_path / "seen", measures=False)
+    assert found["frames"] == 9
+    with pytest.raises(ConfigError, match=mentions("init ndarray")) as caught:
+        burnish.train(init=np.zeros(1000), algo="bc")
+    assert len(str(caught.value)) < 300
+
+
+def test_names_rates_and_texts_of_lerobot_reach_policy_card_and_export(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    folder = tmp_path / "lerobot"
+    write_lerobot(folder, made())
+    info = json.loads((folder / "meta/info.json").read_text())
+    info["features"]["action"]["names"] = {"motors": ["shoulder.pos", "gripper.pos"]}
+    info["robot_type"] = "so101"
+    (folder / "meta/info.json").write_text(json.dumps(info))
+    limits: dict[str, Any] = {"action_low": -90, "action_high": [90, 100]}
+    run = burnish.clone(folder, directory=tmp_path / "run", **limits, **TINY, **QUIET)
+    found, policy = locate(run.path), burnish.load_policy(run)
+    facts = surroundings_of(found, policy)
+    assert facts.control_hz == 10 and facts.action_names == ["shoulder.pos", "gripper.pos"]
+    assert facts.obs_names == [f"observation.state {i}" for i in range(3)]
+    assert (facts.action_low, facts.action_high) == ([-90.0, -90.0], [90.0, 100.0])
+    assert "so101" in (found.path / "README.md").read_text()
+    other = surroundings_of(found, policy, ExportConfig(control_hz=50, action_low=-1, action_high=1))
+    assert other.control_hz == 50 and other.action_low == [-1.0, -1.0]
+    shown = burnish.inspect_data(folder, out=tmp_path / "seen", measures=False)
+    assert shown["interface"]["robot"] == "so101" and shown["interface"]["control_hz"] == 10
+
+
+def test_robomimics_names_and_rate_are_kept(tmp_path: Path) -> None:
+    data = as_dataset((OBS, ACTIONS))
+    data.meta["env_args"] = {"env_name": "Thing", "type": 1, "env_kwargs": {"control_freq": 20}}
+    write_robomimic(tmp_path / "a.hdf5", data, layout={"eef_pos": 2, "object": 1})
+    read = read_dataset(tmp_path / "a.hdf5")
+    assert interface_of(read.meta, 3, 2) == {
+        "control_hz": 20.0,
+        "obs_names": ["eef_pos 0", "eef_pos 1", "object 0"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"action_low": -1}, "action_low action_high None"),
+        ({"action_low": 1, "action_high": 1}, "action_low action_high"),
+        ({"action_low": [1, 2, 3], "action_high": 9}, "action_low 2 [1, 2, 3]"),
+        ({"action_low": -1, "action_high": 1, "env": "avoid"}, "action_low env"),
+    ],
+)
+def test_limits_that_are_none_are_refused(given: dict[str, Any], parts: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=mentions(parts)):
+        burnish.clone((OBS, ACTIONS), directory=tmp_path / "run", **given, **TINY, **QUIET)
+
+
+def test_what_a_file_says_of_its_entries_may_be_anything() -> None:
+    odd = {"obs_names": [1, 2, 3], "action_names": "ab", "control_hz": float("nan"), "action_low": [0.0, "x"]}
+    assert interface_of({"interface": {**odd, "robot": 3, "instructions": {}}}, 3, 2) == {}
+    assert interface_of({"interface": 7}, 3, 2) == {} == interface_of({}, 3, 2)
+
+
+def test_inspection_shows_every_camera(tmp_path: Path) -> None:
+    given = {"observations": {"a": OBS, "left eye": PICTURES}, "actions": 90 * ACTIONS}
+    found = burnish.inspect_data(given, out=tmp_path / "seen", measures=False)
+    assert found["cameras"] == {"left eye": [4, 5, 3]}
+    assert (tmp_path / "seen" / "frames-left_eye.png").is_file()
+    assert any("action_low" in remark for remark in found["remarks"])

@@ -1,0 +1,155 @@
+"""Any environment with gymnasium's interface is a task."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from messages import mentions
+from own_environments import Walk
+
+import burnish
+from burnish.config.schema import compose_config, describe_part, restore_part
+from burnish.runs.locate import Located
+from burnish.runs.tasks import known_task, task_of, values_of_task
+from envs.evaluation.evaluate import evaluate
+from envs.make import env
+from envs.tasks.avoid.task import Avoid
+from envs.tasks.gym import HERE, Gym, local_factory
+from policies.build import build_policy
+from policies.errors import ConfigError
+from policies.policy import PolicyConfig
+
+QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
+TINY = {"algo.steps": 2, "algo.warmup_steps": 0, "algo.batch_size": 8, "backbone.width": 8}
+WALK = "own_environments:tests/Walk-v0"
+
+
+def test_a_dict_is_flattened_by_name_and_actions_take_any_shape() -> None:
+    task = Gym(id=WALK)
+    spec = task.spec
+    assert spec.name == "tests/Walk-v0" and spec.obs_names == ("goal 0", "place 0")
+    assert (spec.action_low, spec.action_high) == ((-0.5,), (0.25,))
+    assert (spec.max_episode_steps, spec.control_hz) == (12, 8.0)
+    assert "is_success" in spec.success_rule
+    vector, alone = task.make_vector(2, obs_steps=2), Walk()
+    seen, _ = alone.reset(seed=5)
+    assert vector.reset([4, 5])[1, 1].tolist() == [seen["goal"].item(), seen["place"].item()]
+    step = vector.step_chunk(np.full((2, 20, 1), 9.0))
+    assert step.path[1, 0, 1] == 0.25, "clipped to the box"
+    assert (step.truncated | step.success).all() and step.length.max() <= 12
+    chosen = Gym(id=WALK, obs_keys=("place",), max_episode_steps=3, control_hz=2.0)
+    assert chosen.spec.obs_names == ("place 0",) and chosen.spec.control_hz == 2.0
+    assert chosen.make_vector(1).reset([0]).shape == (1, 1, 1)
+    assert pickle.loads(pickle.dumps(chosen)) == chosen
+    assert restore_part("env", describe_part("env", chosen)) == chosen
+
+
+def test_success_is_what_the_named_key_of_the_info_says() -> None:
+    named = Gym(factory="own_environments:Walk", kwargs={"key": "done", "reach": 3.0}, success="done")
+    vector = named.make_vector(1)
+    vector.reset([0])
+    assert vector.step_chunk(np.zeros((1, 1, 1))).success.all()
+    assert "done" in named.spec.success_rule
+    silent = Gym(factory="own_environments:Silent", kwargs={"reach": 3.0})
+    assert silent.spec.success_rule == "" and silent.spec.quantity == "return"
+    assert silent.spec.max_episode_steps == 1000, "a factory without a limit"
+
+
+@pytest.mark.parametrize("camera", ["eye", "render"])
+def test_images_are_parts_of_a_dict_or_the_rendered_picture(camera: str) -> None:
+    task = Gym(id=WALK, cameras=(camera,), image_size=(2, 3))
+    vector = task.make_vector(1, obs_steps=2)
+    vector.reset([0])
+    assert vector.images()[camera].shape == (1, 2, 2, 3, 3) and not vector.images()[camera].any()
+    vector.step_chunk(np.full((1, 1, 1), 0.25))
+    assert [frame.max() for frame in vector.images()[camera][0]] == [0, 25]
+
+
+def test_an_episode_is_drawn_by_its_own_render() -> None:
+    frames = Gym(id=WALK).render_frames(0, np.full((3, 1), -0.25), every=2)
+    assert frames.shape[1:] == (4, 6, 3) and frames[:, 0, 0, 0].tolist() == [0, 50, 75]
+    with pytest.raises(ConfigError, match=mentions("render() rgb_array")):
+        Gym(factory="own_environments:Silent", kwargs={"render_mode": "rgb_array"}).render_frames(
+            0, np.zeros((1, 1))
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, "env.id env.factory"),
+        ({"id": "Nothing-v7"}, "Nothing-v7"),
+        ({"id": "no_such_package:Nothing-v7"}, "no_such_package"),
+        ({"factory": "own_environments:nothing"}, "nothing AttributeError"),
+        ({"id": WALK, "obs_keys": ("eye",)}, "eye env.obs_keys"),
+        ({"id": "CartPole-v1"}, "Discrete(2) Box"),
+    ],
+)
+def test_what_is_no_task_is_named(options: dict[str, Any], parts: str) -> None:
+    with pytest.raises(ConfigError, match=mentions(parts)):
+        _ = Gym(**options).spec
+    with pytest.raises(ConfigError, match=mentions("env.id env.factory")):
+        Gym(id="A-v0", factory="a:b")
+
+
+def test_a_policy_is_evaluated_and_its_kwargs_are_typed_on_the_command_line() -> None:
+    config = compose_config(
+        "eval", ["policy=p", "env=gym", f"env.id='{WALK}'", "env.kwargs.reach=0.5", "env.max_episode_steps=4"]
+    )
+    assert config.env == Gym(id=WALK, kwargs={"reach": 0.5}, max_episode_steps=4)
+    policy = build_policy(PolicyConfig(), obs_dim=2, action_dim=1)
+    found = evaluate(policy, config.env, episodes=2, num_workers=0)
+    assert found.protocol["env"]["options"]["kwargs"] == {"reach": 0.5}
+
+
+@pytest.mark.parametrize("given", [Walk, Walk(), lambda: Walk()], ids=["class", "object", "function"])
+def test_environments_and_functions_are_tasks_in_python(given: Any, tmp_path: Path) -> None:
+    values = values_of_task(given)
+    is_local = given is not Walk
+    assert (values.get("num_workers") == 0) == is_local == values["env.factory"].startswith(HERE)
+    observations = np.random.default_rng(0).normal(size=(20, 2))
+    data = tmp_path / "demos.hdf5"
+    _write(data, observations, np.tanh(observations[:, :1]) / 4)
+    run = burnish.clone(
+        data, env=given, directory=tmp_path / "run", **TINY, **QUIET, evaluation={"episodes": 1}
+    )
+    assert run.directory.section("env")["factory"] == values["env.factory"]
+    result = burnish.evaluate(run, env=given, episodes=1)
+    assert result.evaluation.summary()["env"] == "Walk" or is_local
+
+
+def _write(path: Path, observations: np.ndarray, actions: np.ndarray) -> None:
+    from envs.datasets import EpisodeDataset, write_dataset
+
+    count = len(observations)
+    no = np.zeros(count, bool)
+    data = EpisodeDataset.from_arrays(observations, actions, np.zeros(count), no, no, [0, count])
+    write_dataset(path, data)
+
+
+def test_a_configuration_is_a_task_in_python_too() -> None:
+    assert values_of_task(env("cube-single", task=3)) == {"env": "cube-single", "env.task": 3}
+    with pytest.raises(ConfigError, match=mentions("env= int")):
+        values_of_task(3)
+
+
+def test_an_object_of_another_process_is_asked_for_again() -> None:
+    here = Walk()
+    assert local_factory(here) == local_factory(here) != local_factory(Walk())
+    with pytest.raises(ConfigError, match=mentions("another Python process")):
+        _ = Gym(factory=f"{HERE}:gone").spec
+
+
+def test_code_named_by_a_policy_outside_of_a_run_is_not_run(tmp_path: Path) -> None:
+    policy = build_policy(PolicyConfig(), obs_dim=2, action_dim=1)
+    task = Gym(factory="own_environments:Walk")
+    path = burnish.save_policy(policy, tmp_path / "p", provenance={"env": describe_part("env", task)})
+    with pytest.raises(ConfigError, match=mentions("env.factory=own_environments:Walk")):
+        task_of(Located(path))
+    assert known_task(Located(path)) == task, "it is compared all the same"
+    burnish.save_policy(policy, tmp_path / "q", provenance={"env": describe_part("env", Avoid())})
+    assert task_of(Located(tmp_path / "q")) == Avoid()

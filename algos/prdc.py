@@ -108,6 +108,10 @@ class PrdcConfig(ConstrainedTd3Config):
     search: str = bounded("auto", choices=SEARCHES)  # neighbour search; auto: fastest exact one, by timing
     list_length: int = bounded(64, ge=2)  # neighbours per list, 8 bytes each
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("online_steps", self.online_steps == 0, "0: neighbours are rows of the dataset alone")
+
     def resume_invariants(self) -> dict[str, Any]:
         distance = {"algo.beta": self.beta, "algo.neighbor_rank": self.neighbor_rank}
         return super().resume_invariants() | distance

@@ -65,13 +65,14 @@ def _actor(tensors: Tensors) -> Any:
         return squashed(stack, mean, spread, "relu", min_log_std=-5.0, max_log_std=2.0)
     if tensors.under(_CQL):
         *stack, (weight, bias) = layers(tensors, _CQL)
-        factor, shift = (tensors.take(f"log_std_{name}.constant") for name in ("multiplier", "offset"))
-        (of_mean, of_std), (centre, spread) = weight.chunk(2), bias.chunk(2)
-        scaled = (factor * of_std, factor * spread + shift)
+        factor = tensors.take("log_std_multiplier.constant")
+        shift = tensors.take("log_std_offset.constant")
+        (of_mean, of_std), (centre, width) = weight.chunk(2), bias.chunk(2)
+        scaled = (factor * of_std, factor * width + shift)
         return squashed(stack, (of_mean, centre), scaled, "relu", min_log_std=-20.0, max_log_std=2.0)
     if tensors.under(_AWAC):
-        log_std = tensors.take("_log_std").clamp(-20.0, 2.0)
-        return gaussian(layers(tensors, _AWAC), log_std, "relu", clip=None, squash=False)
+        fixed_std = tensors.take("_log_std").clamp(-20.0, 2.0)
+        return gaussian(layers(tensors, _AWAC), fixed_std, "relu", clip=None, squash=False)
     prefix = next((prefix for prefix in _PLAIN if tensors.under(prefix)), None)
     if prefix is None:
         some = ", ".join(sorted(tensors.left)[:4]) or "none"

@@ -40,9 +40,7 @@ class AvoidScene:
         place = dict(zip(self.row_y, shift, strict=True))
         return replace(
             self,
-            pillar_x=tuple(
-                tuple(x + dx for x in row) for row, dx in zip(self.pillar_x, shift, strict=True)
-            ),
+            pillar_x=tuple(tuple(x + dx for x in row) for row, dx in zip(self.pillar_x, shift, strict=True)),
             bumps=tuple((x + place[y], y) for x, y in self.bumps),
         )
 

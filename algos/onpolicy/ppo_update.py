@@ -37,6 +37,7 @@ from algos.onpolicy.functional import (
 from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows, Score
 from algos.optim import load_parts, save_parts, warmup_cosine
 from algos.training.observations import EncodedWhenRead
+from policies.protocols import Cond
 from policies.threads import torch_threads
 
 SURROGATE_METRICS = (
@@ -300,8 +301,9 @@ class PpoUpdate:
     ) -> tuple[Tensor, Tensor]:
         """Return this microbatch's part of the value loss; states (U,) are weighted by row count."""
         target, old = experience.target.index_select(0, state), experience.value.index_select(0, state)
-        seen = experience.cond if experience.seen is None else experience.seen
-        value = self.critic(seen.rows(state))
+        readable = experience.cond if experience.seen is None else experience.seen
+        seen = readable.rows(state)
+        value = self.critic(seen.vec if isinstance(seen, Cond) else seen)
         losses = value_losses(value, target, old, self.config.value_clip)
         loss = (losses * count).sum() / total
         return self.config.vf_coef * loss, loss

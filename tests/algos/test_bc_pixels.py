@@ -12,14 +12,12 @@ from small_cloning import finish, tiny, weights
 
 from algos.base import Setup
 from algos.bc import Bc
-from algos.ppo import PpoConfig
 from envs.datasets import Episode, EpisodeDataset, read_dataset, write_robomimic
 from envs.datasets.windows import Windows
-from envs.make import env
 from policies.backbones.mlp import MlpConfig
 from policies.encoders.resnet import ResNetEncoderConfig
 from policies.encoders.vit import VitEncoderConfig
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import ConfigError
 from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
@@ -114,9 +112,3 @@ def test_data_without_the_images_of_a_policy_are_refused() -> None:
     init = tiny().build(setup(data)).snapshot()
     with pytest.raises(ConfigError, match=mentions("(16, 16, 3) front")):
         tiny().build(Setup(dataset=data.with_cameras(()), init=init))
-
-
-def test_learning_by_rollouts_refuses_a_policy_that_looks() -> None:
-    init = tiny().build(setup(told_by_pictures(), process=GaussianProcess())).snapshot()
-    with pytest.raises(CapabilityError, match=mentions("algo=ppo algo=bc")):
-        PpoConfig(num_envs=1).build(Setup(env=env("avoid"), init=init, num_workers=0))

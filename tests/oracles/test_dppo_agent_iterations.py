@@ -65,6 +65,12 @@ class ScriptedVector:
             path=np.zeros((*actions.shape[:2], self.spec.obs_dim)),
         )
 
+    def goals(self, rows: Any = None) -> dict[str, np.ndarray]:
+        return {}
+
+    def images(self, rows: Any = None) -> dict[str, np.ndarray]:
+        return {}
+
     def close(self) -> None:
         """Nothing to release."""
 

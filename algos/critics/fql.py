@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner
+from algos.onpolicy.requirements import ways
 from algos.optim import descend
 from algos.transitions import Batch
 from policies.bounds import bounded
@@ -132,7 +133,7 @@ class FqlConfig(ChunkCriticConfig):
                 f"algo={algo} distils a policy that is determined by its start noise, and this "
                 f"{type(policy).__name__} (process={process}, sampler="
                 f"{type(getattr(policy, 'sampler', None)).__name__}) is not. Use "
-                f"process=flow with sampler=euler, or process=diffusion with sampler=ddim and sampler.eta=0."
+                f"sampler=euler or ddim (eta 0) where the process has one, or {ways(policy)}."
             )
 
     def learner_of(self, policy: Policy, seed: int) -> FqlLearner:

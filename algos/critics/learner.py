@@ -26,6 +26,7 @@ from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_
 from algos.critics.losses import squared_error
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import TransitionsConfig, warn_of_clipped_actions
+from algos.onpolicy.requirements import ways
 from algos.optim import descend, load_parts, save_parts
 from algos.transitions import Batch, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
@@ -91,13 +92,13 @@ class ChunkCriticConfig(TransitionsConfig):
         if self.needs_noise and not policy.noise_sensitive:
             raise CapabilityError(
                 f"algo={algo} chooses among different chunks, and this policy (process={process}) acts the "
-                f"same from every noise. Use process=flow or process=diffusion."
+                f"same from every noise. Use {ways(policy)} for this policy."
             )
         is_trained = isinstance(policy, MatchingLoss) and not isinstance(policy, ComposedPolicy)
         if self.refit and not is_trained:
             raise CapabilityError(
                 f"algo={algo} trains the policy by its matching loss, and {type(policy).__name__} "
-                f"(process={process}) has none. Set algo.refit=false to leave the policy as it is."
+                f"(process={process}) has none. Set algo.refit=false, or use {ways(policy)}."
             )
 
     def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:

@@ -64,7 +64,7 @@ def test_the_eps_loss_is_the_velocity_loss_times_the_square_of_the_time() -> Non
 def test_only_executed_rows_count() -> None:
     policy = make_flow()
     ratio = FpoRatio(policy, Matching())
-    cond, t = encode(policy, torch.rand(2, 1, 2)), torch.tensor([0.3, 0.6])
+    cond, t = encode(policy, {"state": torch.rand(2, 1, 2)}), torch.tensor([0.3, 0.6])
     action, eps = torch.randn(2, 2, 3, 2)
     with torch.no_grad():
         policy.field.trunk.outlet.weight.zero_()  # the network sees none of its input

@@ -27,7 +27,8 @@ from policies.storage.policy_folder import load_policy
 
 FOLDER = Path(configs.__file__).parent / "experiment"
 OFFLINE = ("td3_bc", "prdc", "a2pr", "rebrac", "iql")
-NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "dsrl")
+CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual")
+NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "dsrl", *CRITICS_OF_CHUNKS)
 FROM_REPLAY = ("dsrl", "sac", "rlpd")
 FRESH = ("sac", "rlpd")
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
@@ -236,7 +237,10 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
     cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *common]
     train_command.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
-    if algo in FROM_REPLAY:
+    if algo in CRITICS_OF_CHUNKS:
+        few = ["algo.steps=2", "algo.batch_size=8", "algo.critic_dims=[16]", f"dataset={dataset}"]
+        few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
+    elif algo in FROM_REPLAY:
         few += ["algo.total_steps=16", "algo.warmup_steps=0", "algo.critic_dims=[16]"]
     else:
         few += ["algo.iterations=1", "algo.env_steps=null", "algo.update_epochs=1", "algo.critic.width=16"]
@@ -246,6 +250,10 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert outcome.directory.latest() is not None
+
+
+def _cameras(env: Any) -> tuple[str, ...]:
+    return tuple(getattr(env, "cameras", ()))
 
 
 def _random_dataset(spec: Any, path: Path, env: Any) -> Path:
@@ -259,6 +267,7 @@ def _random_dataset(spec: Any, path: Path, env: Any) -> Path:
             rewards=rng.standard_normal(24),
             terminated=False,
             truncated=True,
+            images={name: rng.integers(0, 256, (24, *env.image_size, 3), np.uint8) for name in _cameras(env)},
         )
         for _ in range(2)
     ]

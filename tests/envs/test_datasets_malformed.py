@@ -142,6 +142,7 @@ CHANGES: dict[str, Change] = {
     "no rows": lambda old: old[:0],
 }
 REFUSALS = {
+    "arrays": ("rewards 23 (24,)", "actions (24, Da) (24,)", "actions S4", "observations 0 (24, 3)"),
     "d4rl": (
         "actions 24 (23, 2)",
         "actions (24, Da) (24,)",
@@ -182,6 +183,7 @@ def test_actions_of_another_shape_or_kind_are_refused(tmp_path: Path, name: str,
 
 
 WITHOUT_ACTIONS = {
+    "arrays": "formats npz keys",
     "d4rl": "formats keys",
     "dppo": "formats npz keys",
     "lerobot": "missing ['action']",

@@ -68,7 +68,7 @@ def test_an_imported_actor_can_be_cloned_further() -> None:
     [
         ({"type": "bcq"}, "bcq td3"),
         ({"observation_scaler": {"type": "pixel", "params": {}}}, "observation_scaler pixel standard"),
-        ({"actor_encoder_factory": {"params": {"activation": "gelu"}}}, "gelu relu"),
+        ({"actor_encoder_factory": {"params": {"activation": "selu"}}}, "selu relu"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:

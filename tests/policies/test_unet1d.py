@@ -497,7 +497,7 @@ def test_backbone_satisfies_the_protocol(small: Unet1dBackbone) -> None:
         ({"cond_dims": (4,)}, "cond_dims must be an odd number of equal hidden widths and an output width"),
         ({"cond_dims": (4, 5, 4, 3)}, "an odd number of equal hidden widths"),
         ({"cond_dims": (4, 0)}, "cond_dims must be at least 1"),
-        ({"activation": "swish"}, "activation must be one of relu, mish, tanh, silu; got 'swish'"),
+        ({"activation": "swish"}, "activation must be one of relu, mish, tanh, silu, gelu; got 'swish'"),
     ],
 )
 def test_impossible_configurations_are_refused(fields: dict[str, object], message: str) -> None:

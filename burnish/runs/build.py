@@ -15,6 +15,7 @@ from burnish.config.train import TrainConfig
 from burnish.runs.locate import folder_of, seed_folders
 from burnish.runs.resolve import ResolvedRun
 from burnish.runs.seeds import remove_seeds, write_seeds
+from burnish.runs.tasks import record_code
 from envs.datasets import EpisodeDataset, read_dataset
 from envs.datasets.interface import interface_of, with_given
 from envs.evaluation.protocol import prepare_eval, with_settings
@@ -119,6 +120,7 @@ def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Ite
             for config, typed in zip(run.configs, run.overrides, strict=True):
                 folder = folder_of(place, config.seed) if run.has_folders else place
                 directories.append(RunDirectory.create_at(folder, describe(config), typed.texts))
+                record_code(directories[-1].path, config.env)
         yield
     except BaseException:
         if not run.continued:

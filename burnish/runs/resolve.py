@@ -27,7 +27,7 @@ from burnish.runs.seeds import (
     require_new_folders,
     require_together,
 )
-from burnish.runs.tasks import known_task, require_task_of
+from burnish.runs.tasks import known_task, require_known_code, require_task_of
 from envs.datasets import absolute_options
 from envs.datasets.catalogue import find_dataset
 from envs.evaluation.settings import check_seeds
@@ -154,6 +154,7 @@ def _continued(
         typed = [item for item in context.overrides.without("resume").items if item.text not in known]
         changes = Overrides(tuple(typed))
         config, *located = _with_absolute_paths(at_home(restore(TrainConfig, run.config, changes)), run)
+        require_known_code(config.env, run.path, f"the run {run.path}")
         _require_its_task(config, run)
         found.append((config, changes))
         policies.append(located)

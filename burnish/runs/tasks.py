@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from algos.training.run_directory import RunDirectory
@@ -14,6 +18,7 @@ from envs.evaluation.protocol import describe_task
 from envs.fit import require_same_task, task_text
 from policies import registry
 from policies.errors import ConfigError
+from policies.storage.atomic_write import write_text
 
 _log = logging.getLogger(__name__)
 
@@ -31,12 +36,30 @@ def task_of(found: Located, remedy: str = "") -> Any:
             f"the policy {found.path} names no task: it was trained without env=<name>, or saved without its "
             f"provenance.{remedy}"
         )
-    if getattr(env, "runs_code", False) and found.run is None:
-        raise ConfigError(
-            f"the policy {found.path} names a task that runs code, which is done for runs only. If you trust "
-            f"it, give the task yourself: {task_text(env)}."
-        )
+    require_known_code(env, found.run, f"the policy {found.path}")
     return env
+
+
+def _code_record(run: Path, env: Any) -> Path:
+    """Return the file that records that this user began a run with a task that runs code."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    facts = json.dumps([str(run.resolve()), describe_part("env", env)], sort_keys=True, default=str)
+    return state / "burnish" / "code" / hashlib.sha256(facts.encode()).hexdigest()
+
+
+def record_code(run: Path, env: Any) -> None:
+    """Note, outside the run, that this user began it with a task that runs code."""
+    if getattr(env, "runs_code", False):
+        write_text(_code_record(run, env), f"{run.resolve()}\n")
+
+
+def require_known_code(env: Any, run: Path | None, whose: str) -> None:
+    """Refuse a saved task that runs code, unless this user began the run in this folder (ConfigError)."""
+    if getattr(env, "runs_code", False) and (run is None or not _code_record(run, env).exists()):
+        raise ConfigError(
+            f"{whose} names a task that runs code, which is done for runs that you began in their folder. If "
+            f"you trust it, give the task yourself: {task_text(env)}."
+        )
 
 
 def _recorded_task(found: Located) -> Any:

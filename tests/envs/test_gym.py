@@ -153,3 +153,22 @@ def test_code_named_by_a_policy_outside_of_a_run_is_not_run(tmp_path: Path) -> N
     assert known_task(Located(path)) == task, "it is compared all the same"
     burnish.save_policy(policy, tmp_path / "q", provenance={"env": describe_part("env", Avoid())})
     assert task_of(Located(tmp_path / "q")) == Avoid()
+
+
+def test_the_run_of_a_stranger_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    observations = np.random.default_rng(0).normal(size=(20, 2))
+    data = tmp_path / "demos.hdf5"
+    _write(data, observations, np.tanh(observations[:, :1]) / 4)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
+    run = burnish.clone(
+        data, env=Walk, directory=tmp_path / "run", **TINY, **QUIET, evaluation={"episodes": 0}
+    )
+    assert len(burnish.evaluate(run, episodes=1, num_workers=0).evaluation.rows) == 1
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user's"))
+    for command in (
+        lambda: burnish.evaluate(run, episodes=1, num_workers=0),
+        lambda: burnish.train(resume=str(run.directory.path)),
+    ):
+        with pytest.raises(ConfigError, match=mentions("code env=gym")):
+            command()
+    assert len(burnish.evaluate(run, env=Walk, episodes=1, num_workers=0).evaluation.rows) == 1

@@ -6,22 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.importing.actors import deterministic, joined, layer, layers, one_step, stacked
 from policies.importing.conditions import columns
 from policies.importing.files import Files, Tensors
-from policies.importing.formats import AffineMap, Description, PolicySource
+from policies.importing.formats import Description, PolicySource
 from policies.importing.robomimic_diffusion import describe_diffusion, entry_of
+from policies.importing.robomimic_statistics import normalisation_maps
 from policies.processes.mixture import MixtureProcess
 from policies.registry import register
 from policies.storage.strict_json import parse_json
 
 _MLP, _DECODER = "policy.nets.mlp._model.", "policy.nets.decoder.nets."
 _OTHERS = ("rnn", "transformer", "vae")  # kinds of behaviour cloning with other networks
-_PAIRS = (("mean", "std"), ("offset", "scale"))  # statistics of robomimic 0.3 and 0.5
 
 
 @register("source", "robomimic")
@@ -52,7 +49,7 @@ class RobomimicSource(PolicySource):
         if sorted(ours) != sorted(theirs):
             raise ConfigError(f"source.keys must list {', '.join(theirs)}; got {', '.join(ours)}.")
         action_dim = whole["shape_metadata"]["ac_dim"]
-        maps = _maps(whole, config["train"], ours, action_dim)
+        maps = normalisation_maps(whole, config["train"], ours, action_dim)
         fixed = tuple(name for name in ("state", "action") if name not in maps)
         if diffuses:
             entry = entry_of(whole["model"], files.entry)
@@ -104,30 +101,3 @@ def _policy(tensors: Tensors, stack: list[Any], algo: Mapping[str, Any]) -> Any:
         num_modes=len(parts[0][1]), state_std=True, min_std=low, init_std=max(low, 0.1), max_std=max(low, 1.0)
     )
     return one_step(whole, "relu", process=process), stacked(whole, "head.trunk.")
-
-
-def _maps(
-    whole: Mapping[str, Any], train: Mapping[str, Any], keys: list[str], action_dim: int
-) -> dict[str, AffineMap]:
-    """Return the maps of normalised observations and actions, where the checkpoint has them."""
-    for key, settings in train.get("action_config", {}).items():
-        if key in train["action_keys"] and settings.get("format") not in (None, "rot_axis_angle"):
-            raise CapabilityError(f"actions '{key}' in format {settings['format']} cannot be imported.")
-    maps: dict[str, AffineMap] = {}
-    if statistics := whole.get("obs_normalization_stats"):
-        maps["state"] = _map([statistics[key] for key in keys])
-    if statistics := whole.get("action_normalization_stats"):
-        maps["action"] = _map([statistics[key] for key in train.get("action_keys", statistics)])
-        if len(maps["action"][0]) != action_dim:
-            raise CheckpointError(f"the statistics of actions must have {action_dim} numbers.")
-    return maps
-
-
-def _map(statistics: list[Mapping[str, Any]]) -> AffineMap:
-    pair = _PAIRS[0] if "mean" in statistics[0] else _PAIRS[1]
-    centre, spread = (
-        torch.cat([torch.tensor(one[name], dtype=torch.float64).flatten() for one in statistics])
-        for name in pair
-    )
-    scale: Tensor = 1 / spread
-    return scale.float(), (-centre * scale).float()

@@ -180,7 +180,8 @@ def evaluate(
     short_run, sketch = warm_start or WarmStart(), steer or Steering()
     settings = EvaluationSettings(
         *(episodes, first_seed, noise_seed, start_noise, sampling_noise),
-        *(steps, num_envs, act_steps, short_run, sketch, guidance),
+        *(steps, num_envs, act_steps, short_run, sketch),
+        guidance=guidance,
     )
     if episodes < 1 or num_workers < 0:
         raise ConfigError(

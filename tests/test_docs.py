@@ -257,6 +257,7 @@ EXPLAINED_ON = {
     "idql": ["critics"],
     "expo": ["critics"],
     "residual": ["critics"],
+    "recap": ["recap", "bc"],
 }
 """Where the settings of an algorithm are explained."""
 

@@ -240,6 +240,9 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
     if algo in CRITICS_OF_CHUNKS:
         few = ["algo.steps=2", "algo.batch_size=8", "algo.critic_dims=[16]", f"dataset={dataset}"]
         few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
+    elif algo == "recap":
+        few = ["algo.steps=2", "algo.value_steps=2", "algo.warmup_steps=0", "algo.batch_size=8"]
+        few += [f"dataset={dataset}"]
     elif algo in FROM_REPLAY:
         few += ["algo.total_steps=16", "algo.warmup_steps=0", "algo.critic_dims=[16]"]
     else:

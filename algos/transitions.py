@@ -177,9 +177,9 @@ def tabulate(
 ) -> TransitionTable:
     """Return the transitions of a dataset on the policy's device, in the policy's encoding.
 
-    The policy's history, executed steps (`steps`: others), encoding and normalisation are used. With images, the last frame of
-    an episode that goes on is left out: the image after it is not recorded. With `trains_encoder`, conditions
-    are states and goals, physical and flat, and the images are looked up.
+    The policy's history, executed steps (`steps`: others), encoding and normalisation are used. With images,
+    the last frame of an episode that goes on is left out: the image after it is not recorded. With
+    `trains_encoder`, conditions are states and goals, physical and flat, and the images are looked up.
 
     Raises:
         DatasetError: If there is no transition.

@@ -54,6 +54,7 @@ SMALL: dict[str, Any] = {
     "critic_dims": (8,),
     "value_dims": (8,),
     "vae_width": 8,
+    "critic_horizon": 3,
 }
 """Sizes given to every configuration that has a field of this name."""
 

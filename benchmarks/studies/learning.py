@@ -45,7 +45,9 @@ from policies.storage.policy_folder import WEIGHTS
 
 RESULTS = Path("docs/results")
 EPISODES = 100
-OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd")
+CRITICS = ("qc", "idql", "fql", "expo", "residual")
+"""Runs that learn from the demonstrations of their base too."""
+OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS)
 """Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
 
 
@@ -72,7 +74,8 @@ def run_one(
         base = trained(base_path, *recipe(study.bases[algo]), dataset=str(demos), seed=seed)
         wall["clone_s"] = busy(base.directory.metrics_path)
         configuration["clone"] = pages.configuration(base.directory)
-    tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **processes(algo, workers))
+    values = processes(algo, workers) | ({"dataset": str(demos)} if algo in CRITICS else {})
+    tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **values)
     result = burnish.evaluate(
         tuned, baseline=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     )
@@ -114,7 +117,7 @@ def recipe(experiment: str) -> list[str]:
     return [f"experiment={name}", *more]
 
 
-def processes(algo: str, workers: int) -> dict[str, int]:
+def processes(algo: str, workers: int) -> dict[str, Any]:
     """Return the processes and threads of a run."""
     workers = 0 if algo in OFF_POLICY else workers
     return {"num_workers": workers, "num_threads": max(1, workers)}

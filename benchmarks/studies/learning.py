@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
-from itertools import cycle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -404,14 +404,14 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     figure = Figure(figsize=(8.0, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    colors = cycle((*TABLEAU_COLORS, "black", "gold", "navy"))
-    for color, (algo, runs) in zip(colors, found.items(), strict=False):
+    styles = product(("-", "--", ":", "-."), (*TABLEAU_COLORS, "black", "gold", "navy"))
+    for (line, color), (algo, runs) in zip(styles, found.items(), strict=False):
         lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]
         for steps, values in lines:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9)
         grid = np.linspace(max(line[0][0] for line in lines), min(line[0][-1] for line in lines), 200)
         mean = np.mean([np.interp(grid, *line) for line in lines], axis=0)
-        axes.plot(grid, mean, color=color, linewidth=2.0, label=algo)
+        axes.plot(grid, mean, color=color, linestyle=line, linewidth=2.0, label=algo)
     axes.set_xlabel("environment steps")
     axes.set_ylabel(f"{study.quantity}, training episodes")
     seeds = {len(runs) for runs in found.values()}

@@ -124,8 +124,8 @@ class BurnishPolicy(PreTrainedPolicy):
     """A policy of burnish behind LeRobot's interface.
 
     `select_action` is called once per control step: it keeps the last To observations and the rows of the
-    current chunk. The noise of a decision depends on seed, episode and decision number, as in burnish's own
-    runner, so the actions are the same.
+    current chunk. The noise of a decision depends on seed, episode and decision number, as for
+    burnish's client of a server, so the actions are the same.
 
     Args:
         config: See `BurnishConfig`; completed from the policy.
@@ -154,13 +154,13 @@ class BurnishPolicy(PreTrainedPolicy):
         if dataset_meta is not None:
             _check_names(config.action_feature_names, dataset_meta.features[ACTION].get("names"))
         self._history = History(self._source.schema.obs_steps)
-        self._episode = -1
-        self.reset()
+        self._chunk: deque[Tensor] = deque()
+        self._episode, self._decisions = -1, 0  # the first reset begins episode 0
 
     def reset(self) -> None:
         """Start an episode: clears observations and chunk, and changes the noise."""
         self._history.reset()
-        self._chunk: deque[Tensor] = deque()
+        self._chunk.clear()
         self._episode, self._decisions = self._episode + 1, 0
 
     @torch.no_grad()
@@ -170,6 +170,8 @@ class BurnishPolicy(PreTrainedPolicy):
         Args:
             batch: Newest observations (B, ...), which join the history, or histories (B, To, ...).
         """
+        if self._episode < 0:
+            self.reset()
         inputs = self._inputs(batch)
         if inputs["observation"].ndim == 2:
             self._history.push(inputs)

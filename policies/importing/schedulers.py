@@ -14,6 +14,8 @@ _PREDICTIONS = {"epsilon": "eps", "sample": "x0", "v_prediction": "v"}
 _FIXED = {"set_alpha_to_one": True, "steps_offset": 0, "thresholding": False, "trained_betas": None,
           "rescale_betas_zero_snr": False}  # fmt: skip
 
+_VARIANCES = ("fixed_small", "fixed_small_log")  # one number, computed in two ways
+
 
 def process_of(settings: Mapping[str, Any]) -> VPDiffusion:
     """Return the process of a scheduler's settings; those that are left out are diffusers' defaults."""
@@ -51,9 +53,9 @@ def sampler_of(kind: str, settings: Mapping[str, Any], steps: int | None) -> DDP
         return DDIM(
             steps=steps or levels, spacing=spacing, clip_x0=clip, recompute_eps=False, noise_clip=None
         )
-    if kind != "DDPM" or settings.get("variance_type", "fixed_small") != "fixed_small":
+    if kind != "DDPM" or settings.get("variance_type", "fixed_small") not in _VARIANCES:
         raise CapabilityError(
-            f"noise_scheduler_type={kind} cannot be imported; DDPM with variance_type=fixed_small and "
-            "DDIM can."
+            f"noise_scheduler_type={kind} cannot be imported; DDIM can, and DDPM with variance_type="
+            f"{' or '.join(_VARIANCES)}."
         )
     return DDPM(steps=steps, spacing=spacing, clip_x0=clip, noise_clip=None, min_std=0.0, final_std=None)

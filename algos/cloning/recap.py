@@ -128,7 +128,7 @@ class RecapConfig(BcConfig):
             goal_dim=1,
             images=dataset.image_shapes,
             statistics=dataset.statistics(),
-            seed=derive_seed(setup.seed, "weights"),
+            seed=derive_seed(setup.seed, "labelled policy"),
         )
 
 

@@ -257,6 +257,8 @@ EXPLAINED_ON = {
     "idql": ["critics"],
     "expo": ["critics"],
     "residual": ["critics"],
+    "dqc": ["critics"],
+    "pa_rl": ["critics"],
 }
 """Where the settings of an algorithm are explained."""
 

@@ -42,7 +42,7 @@ from policies.wrappers.noise_policy import Steering
 
 METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl")
 ON_DATA = ("dqc",)
-OFFLINE = ("iql", "td3_bc", "rebrac", "a2pr")
+OFFLINE = ("iql", "td3_bc", "rebrac", "a2pr", "prdc")
 
 
 def online(algo: str, steps: int = 12, warmup: int = 4, **values: Any) -> Any:

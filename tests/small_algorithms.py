@@ -55,6 +55,9 @@ SMALL: dict[str, Any] = {
     "value_dims": (8,),
     "vae_width": 8,
     "critic_horizon": 3,
+    "num_candidates": 3,
+    "num_ascended": 2,
+    "ascent_steps": 2,
 }
 """Sizes given to every configuration that has a field of this name."""
 

@@ -258,6 +258,8 @@ EXPLAINED_ON = {
     "expo": ["critics"],
     "residual": ["critics"],
     "recap": ["recap", "bc"],
+    "dqc": ["critics"],
+    "pa_rl": ["critics"],
 }
 """Where the settings of an algorithm are explained."""
 

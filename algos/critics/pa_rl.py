@@ -33,6 +33,7 @@ from policies.bounds import bounded
 from policies.networks.critics import AGGREGATES
 from policies.policy import Policy
 from policies.registry import register
+from policies.wrappers.candidates import select
 
 
 class PaRlLearner(ChunkCriticLearner):
@@ -92,12 +93,11 @@ class PaRlLearner(ChunkCriticLearner):
         if "refit" not in draws or self.base_optimizer is None:
             return {}
         plans, real, weight = self.refit_set(batch, draws["refit"])
-        chosen = (weight + draws["gumbel"]).argmax(dim=1)
-        row = torch.arange(len(chosen), device=chosen.device)
-        aim = replace(batch, plan=plans[row, chosen].flatten(1), real=real[row, chosen])
+        drawn = weight + draws["gumbel"]  # the largest is a draw from the softmax
+        aim = replace(batch, plan=select(plans, drawn).flatten(1), real=select(real, drawn))
         moved = (plans[:, -1].flatten(1) - batch.plan).square().mean().sqrt()
         found = {"policy/loss": descend(self.base_optimizer, self.matching(aim, draws))}
-        last = (chosen == plans.shape[1] - 1).float().mean()
+        last = (drawn.argmax(dim=1) == plans.shape[1] - 1).float().mean()
         return found | {"policy/recorded_fraction": last, "actor/ascent_size": moved}
 
 

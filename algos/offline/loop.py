@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics, Setup
-from algos.offline.online import OnlinePhase, summary
+from algos.offline.online import OnlinePhase
 from algos.optim import Ema
+from algos.training.experience import summary
 from algos.training.metrics import Means
 from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator

@@ -38,6 +38,7 @@ from policies.errors import CapabilityError
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.critics import EnsembleConfig, aggregate
 from policies.networks.distributions import TanhGaussianConfig, tanh_draw
+from policies.networks.energy import energy_and_gradient
 from policies.policy import Policy
 from policies.protocols import Cond, Hooks, Start
 from policies.registry import register
@@ -226,8 +227,7 @@ class CandidatePolicy(WrappedPolicy):
     def best(self, plans: Tensor, actions: Tensor, worth: Tensor) -> tuple[Tensor, Tensor]:
         """Return the K candidates of the largest worth (B, R), the best last."""
         index = worth.argsort(dim=1)[:, -self.wrapper.num_ascended :]
-        rows = torch.arange(len(index), device=index.device)[:, None]
-        return plans[rows, index], actions[rows, index]
+        return picked(plans, index), picked(actions, index)
 
     def ascended(self, vec: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best points (B, K, A) that candidates visit as they climb, and their worth (B, K)."""
@@ -285,24 +285,25 @@ def ascend(
 
     Points stay between the bounds of `box`. Of equal ones the later is returned.
     """
-    best, highest, point = actions, None, actions
+    best, highest, point = actions, torch.full_like(actions[..., 0], -math.inf), actions
     for step in range(steps + 1):
-        with torch.enable_grad():
-            point = point.detach().requires_grad_(step < steps)
-            value = worth(point)
-            slope = torch.autograd.grad(value.sum(), point)[0] if step < steps else None
-        value = value.detach()
-        is_best = value >= (value if highest is None else highest)
-        best = torch.where(is_best[..., None], point.detach(), best)
-        highest = value if highest is None else torch.maximum(highest, value)
-        if slope is not None:
-            point = point.detach() + lr * slope
-            point = point if box is None else point.clamp(*box)
-    assert highest is not None
+        if step < steps:
+            value, slope = energy_and_gradient(worth, point)
+        else:
+            value, slope = worth(point), torch.zeros_like(point)
+        best = torch.where((value >= highest)[..., None], point, best)
+        highest = torch.maximum(highest, value)
+        point = point + lr * slope
+        point = point if box is None else point.clamp(*box)
     return best, highest
+
+
+def picked(options: Tensor, index: Tensor) -> Tensor:
+    """Return the options (B, K, ...) at an index (B, K) of (B, R, ...)."""
+    place = index.view(*index.shape, *[1] * (options.ndim - 2))
+    return options.gather(1, place.expand(-1, -1, *options.shape[2:]))
 
 
 def select(options: Tensor, worth: Tensor) -> Tensor:
     """Return the option (B, ...) of the largest worth (B, R) among (B, R, ...); of equals the first."""
-    best = worth.argmax(dim=1).view(-1, *[1] * (options.ndim - 1))
-    return options.gather(1, best.expand(-1, 1, *options.shape[2:])).squeeze(1)
+    return picked(options, worth.argmax(dim=1, keepdim=True)).squeeze(1)

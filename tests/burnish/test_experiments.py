@@ -214,7 +214,9 @@ def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
 
 
 def _tunes(name: str) -> bool:
-    return not name.endswith(("_bc", "_actor")) and not _is_offline(name) and not _starts_fresh(name)
+    """Whether an experiment tunes a clone; `auto` names no algorithm (test_auto.py)."""
+    starts = _is_offline(name) or _starts_fresh(name)
+    return name != "auto" and not name.endswith(("_bc", "_actor")) and not starts
 
 
 @pytest.mark.parametrize("name", representatives(filter(_tunes, experiments()), _parts))

@@ -74,6 +74,12 @@ _COMMANDS = (
     ),
     Command("serve", "policy", "let robots ask a policy over the network", "policy=<run or exported folder>"),
     Command(
+        "merge",
+        "policies",
+        "average the weights of policies that were trained from one",
+        "policies=[<run>,<run>] init=<run> method=spherical",
+    ),
+    Command(
         "import",
         "weights",
         "make a policy of a checkpoint of Diffusion Policy, DPPO or ReinFlow",

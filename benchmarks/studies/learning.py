@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
-from itertools import cycle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ from policies.storage.policy_folder import WEIGHTS
 
 RESULTS = Path("docs/results")
 EPISODES = 100
-OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd")
+CRITICS = ("qc", "idql", "fql", "expo", "residual")
+"""Runs that learn from the demonstrations of their base too."""
+OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS)
 """Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
 
 
@@ -72,7 +74,8 @@ def run_one(
         base = trained(base_path, *recipe(study.bases[algo]), dataset=str(demos), seed=seed)
         wall["clone_s"] = busy(base.directory.metrics_path)
         configuration["clone"] = pages.configuration(base.directory)
-    tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **processes(algo, workers))
+    values = processes(algo, workers) | ({"dataset": str(demos)} if algo in CRITICS else {})
+    tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **values)
     result = burnish.evaluate(
         tuned, baseline=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     )
@@ -114,7 +117,7 @@ def recipe(experiment: str) -> list[str]:
     return [f"experiment={name}", *more]
 
 
-def processes(algo: str, workers: int) -> dict[str, int]:
+def processes(algo: str, workers: int) -> dict[str, Any]:
     """Return the processes and threads of a run."""
     workers = 0 if algo in OFF_POLICY else workers
     return {"num_workers": workers, "num_threads": max(1, workers)}
@@ -401,14 +404,14 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     figure = Figure(figsize=(8.0, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    colors = cycle((*TABLEAU_COLORS, "black", "gold", "navy"))
-    for color, (algo, runs) in zip(colors, found.items(), strict=False):
+    styles = product(("-", "--", ":", "-."), (*TABLEAU_COLORS, "black", "gold", "navy"))
+    for (line, color), (algo, runs) in zip(styles, found.items(), strict=False):
         lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]
         for steps, values in lines:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9)
         grid = np.linspace(max(line[0][0] for line in lines), min(line[0][-1] for line in lines), 200)
         mean = np.mean([np.interp(grid, *line) for line in lines], axis=0)
-        axes.plot(grid, mean, color=color, linewidth=2.0, label=algo)
+        axes.plot(grid, mean, color=color, linestyle=line, linewidth=2.0, label=algo)
     axes.set_xlabel("environment steps")
     axes.set_ylabel(f"{study.quantity}, training episodes")
     seeds = {len(runs) for runs in found.values()}

@@ -22,6 +22,7 @@ from policies.extras import require
 from policies.networks.weight_cache import seal
 from policies.normalizer import CentredNormalizer, Normalizer
 from policies.policy import Policy
+from policies.wrappers.best_of_n import BestOfN
 
 OPSET = 18
 
@@ -38,7 +39,7 @@ class Traceable(nn.Module):
     fixed: frozenset[str] = frozenset()  # inputs whose first dimension is not the batch
     is_sealed = True  # whether values that depend on weights alone may become graph constants
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy | BestOfN) -> None:
         super().__init__()
         self.policy: Any = policy
 
@@ -66,8 +67,7 @@ class SampledPolicy(Traceable):
             inputs: `observation` (B, To, Do), `noise` (B, *noise_shape), and, if used by the policy, `goal`
                 (B, Dg) and images (B, To, H, W, 3) by camera.
         """
-        cond = self.policy.encode(observation_of(inputs))
-        chunk, spec = self.policy.decode(cond, inputs["noise"]), self.policy.chunk
+        chunk, spec = self.policy.plan(observation_of(inputs), inputs["noise"]), self.policy.chunk
         plan = self.policy.physical(chunk[:, spec.action_start :])
         return plan[:, : spec.act_steps], plan
 
@@ -111,7 +111,7 @@ def _layers(policy: Any) -> Iterator[Any]:
     """Yield a policy and the wrapped policies inside, outermost first."""
     while policy is not None:
         yield policy
-        policy = getattr(policy, "base", None)
+        policy = getattr(policy, "base", None) or getattr(policy, "policy", None)
 
 
 def write_checked_graph(

@@ -146,6 +146,7 @@ def evaluate(
     act_steps: int | None = EvaluationSettings.act_steps,
     warm_start: WarmStart | None = None,
     steer: Steering | None = None,
+    guidance: float | None = EvaluationSettings.guidance,
     keep_observations: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
@@ -166,6 +167,7 @@ def evaluate(
         act_steps: Executed actions per decision; None: the policy's own.
         warm_start: Initialisation of a decision from the previous one; None: independent decisions.
         steer: Sketch guidance; None: none.
+        guidance: Weight of the policy's goal or label; None: the policy's own.
         keep_observations: Store `observations` and `actions` of every control step in the rows.
         on_progress: Called with (finished episodes, E).
 
@@ -180,6 +182,7 @@ def evaluate(
     settings = EvaluationSettings(
         *(episodes, first_seed, noise_seed, start_noise, sampling_noise),
         *(steps, num_envs, act_steps, short_run, sketch),
+        guidance=guidance,
     )
     if episodes < 1 or num_workers < 0:
         raise ConfigError(

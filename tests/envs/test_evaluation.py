@@ -20,6 +20,7 @@ from envs.evaluation import protocol
 from envs.evaluation.comparison import FEWEST_EPISODES, compare, format_interval
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import paired_difference
+from envs.evaluation.protocol import describe_protocol
 from envs.evaluation.settings import EvaluationSettings
 from envs.make import env
 from envs.rollouts.episodes import EpisodeRow
@@ -145,9 +146,10 @@ def test_settings_are_the_only_home_of_defaults() -> None:
         assert parameters[field.name].default == (None if nothing else field.default), field.name
     protocol = evaluate(Standing(), TASK, episodes=1).protocol
     about_the_task = {"env", "block_rows", "engine", "versions"}
-    assert set(protocol) - about_the_task == {field.name for field in fields(EvaluationSettings)} - {
-        "num_envs"
-    }
+    hashed = {field.name for field in fields(EvaluationSettings)} - {"num_envs"}
+    assert set(protocol) - about_the_task == hashed - {"guidance"}  # as in protocols before it
+    guided = describe_protocol(TASK, EvaluationSettings(guidance=2.0), TASK)
+    assert set(guided) - about_the_task == hashed and guided["guidance"] == 2.0
 
 
 def test_an_evaluation_leaves_the_policy_as_it_is() -> None:

@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = {
     # from data
     "steps": 6,
     "log_every": 2,
+    "value_steps": 2,
     "ema_every": 1,
     "validation_windows": 4,
     "validation_samples": 2,

@@ -257,6 +257,7 @@ EXPLAINED_ON = {
     "idql": ["critics"],
     "expo": ["critics"],
     "residual": ["critics"],
+    "recap": ["recap", "bc"],
     "dqc": ["critics"],
     "pa_rl": ["critics"],
 }

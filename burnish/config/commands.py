@@ -74,6 +74,12 @@ _COMMANDS = (
     ),
     Command("serve", "policy", "let robots ask a policy over the network", "policy=<run or exported folder>"),
     Command(
+        "merge",
+        "policies",
+        "average the weights of policies that were trained from one",
+        "policies=[<run>,<run>] init=<run> method=spherical",
+    ),
+    Command(
         "import",
         "weights",
         "make a policy of a checkpoint of Diffusion Policy, DPPO or ReinFlow",
@@ -85,6 +91,13 @@ _COMMANDS = (
         "dataset",
         "describe a file of demonstrations: episodes, ranges, defects, what can be learned",
         "avoid.hdf5",
+        takes_bare=True,
+    ),
+    Command(
+        "data convert",
+        "dataset",
+        "write a dataset in another format: robomimic, Minari, D4RL, LeRobot",
+        "avoid.hdf5 out=avoid-lerobot format=lerobot",
         takes_bare=True,
     ),
     Command(

@@ -55,7 +55,6 @@ SMALL: dict[str, Any] = {
     "value_dims": (8,),
     "vae_width": 8,
     "critic_horizon": 3,
-    "num_candidates": 3,
     "num_ascended": 2,
     "ascent_steps": 2,
 }

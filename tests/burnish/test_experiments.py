@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ FRESH = ("sac", "rlpd")
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
+@cache
 def _content(name: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:
     """Return parents, choices and own values of an experiment file."""
     data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())

@@ -258,6 +258,8 @@ EXPLAINED_ON = {
     "expo": ["critics"],
     "residual": ["critics"],
     "recap": ["recap", "bc"],
+    "qam": ["critics"],
+    "trqam": ["critics"],
 }
 """Where the settings of an algorithm are explained."""
 

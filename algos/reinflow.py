@@ -34,7 +34,7 @@ from algos.onpolicy import samplers
 from algos.onpolicy.field_config import tuning
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
-from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoiseConfig, PathTerm, ReinflowRatio
+from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoiseConfig, ReinflowRatio
 from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
 from policies.bounds import bounded

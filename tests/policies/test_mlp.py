@@ -294,7 +294,7 @@ def test_backbone_satisfies_the_protocol(one_block: MlpBackbone) -> None:
         ({"activation": "swish"}, "activation must be one of relu, mish, tanh, silu, gelu; got 'swish'"),
         ({"times": "waves"}, "backbone.times must be one of learned, octaves, joint; got 'waves'"),
         ({"time_dim": 7}, "time_dim must be even and at least 4; got 7"),
-        ({"time_dim": 2}, "time_dim must be at least 4; got 2"),
+        ({"time_dim": 2}, "time_dim must be even and at least 4; got 2"),
         ({"cond_dims": (4, 0)}, "cond_dims must be at least 1"),
         ({"residual": False}, "residual=false needs hidden_dims"),
         ({"hidden_dims": (8,)}, "no hidden_dims; got hidden_dims="),

@@ -255,12 +255,16 @@ def test_d4rl_names_have_reference_scores() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_d4rl_addresses_are_those_of_d4rl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_d4rl_addresses_and_reference_scores_are_those_of_d4rl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("D4RL_SUPPRESS_IMPORT_ERROR", "1")
     monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path))
     infos = pytest.importorskip("d4rl.infos", reason="needs the extra 'd4rl' and its --no-deps step")
     ours = {one.name: one.files[0].url for one in catalogue().values() if one.family == "D4RL"}
     assert ours == {name: infos.DATASET_URLS[name] for name in ours}
+    for name in ours:
+        known = references()[name]
+        expected = (infos.REF_MIN_SCORE[name], infos.REF_MAX_SCORE[name])
+        assert (known.min_return, known.max_return) == expected, name
 
 
 # -- the command ----------------------------------------------------------------------------------------

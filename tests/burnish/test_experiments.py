@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from policies.storage.policy_folder import load_policy
 
 FOLDER = Path(configs.__file__).parent / "experiment"
 OFFLINE = ("td3_bc", "prdc", "a2pr", "rebrac", "iql")
-CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual", "dqc", "pa_rl")
+CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual", "dqc", "pa_rl", "qam", "trqam")
 NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "dsrl", *CRITICS_OF_CHUNKS)
 FROM_REPLAY = ("dsrl", "sac", "rlpd")
 FRESH = ("sac", "rlpd")
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
+@cache
 def _content(name: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:
     """Return parents, choices and own values of an experiment file."""
     data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())

@@ -21,7 +21,7 @@ INTERVALS = (
 )
 """What intervals speak of, for the heads of pages."""
 
-NOT_IN_HISTORY = ("042fde0", "34916c7", "5f9e5e1", "8a19462")
+NOT_IN_HISTORY = ("042fde0", "34916c7", "5f9e5e1", "8a19462", "95b6f9b")
 """Commits of working copies that measured, which the history of this repository does not have."""
 
 

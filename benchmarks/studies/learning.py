@@ -253,6 +253,8 @@ def report(name: str) -> Path:
     study, found = STUDIES[name], load(name)
     option = " --dataset FILE" if study.demonstrations is None and study.bases else ""
     what = "policies cloned per seed, fine-tuned" if study.bases else "policies trained per seed"
+    if _given_clones(found):
+        what, option = "one cloned policy, fine-tuned per seed", " --init POLICY --dataset FILE"
     when = " before and after" if study.bases else ""
     lines = [
         f"# {name}",
@@ -295,8 +297,7 @@ def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
     if not study.bases:
         return "Every seed learns from the reward alone; there is nothing before."
     if study.demonstrations is not None:
-        clones = {c["given_clone"]["sha256"] for runs in found.values() for c in runs if c.get("given_clone")}
-        if clones:
+        if clones := _given_clones(found):
             return (
                 f"Every seed fine-tunes the same clone of {study.demonstrations} episodes, recorded from the "
                 f"task's demonstrator{_noise(study)} (weights: SHA-256 `{'`, `'.join(sorted(clones))}`)."
@@ -315,6 +316,11 @@ def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
         )
         + (f". {study.origin}" if study.origin else ".")
     )
+
+
+def _given_clones(found: dict[str, list[dict[str, Any]]]) -> set[str]:
+    """Return the digests of clones that were given to runs."""
+    return {c["given_clone"]["sha256"] for runs in found.values() for c in runs if c.get("given_clone")}
 
 
 def _noise(study: Study) -> str:

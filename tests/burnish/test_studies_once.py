@@ -14,7 +14,9 @@ from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
 from benchmarks.studies.offline import correction_of, rows_of, scores, settings_of
 from benchmarks.studies.once import _compared, demonstrations, first_seed, trained
+from benchmarks.studies.sight import Blindfolded
 from policies.build import build_policy
+from policies.encoders.vit import VitEncoderConfig
 from policies.normalizer import box_statistics
 from policies.policy import PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
@@ -102,3 +104,19 @@ def test_the_best_checkpoint_of_a_seed_may_be_its_last_and_rows_state_both_risks
     assert found is not None and found.tolist() == [[75.0, 75.0], [60.0, 60.0]]
     assert scores([run(last=100.0), run(last=120.0)], "best") is None
     assert scores([run(last=100.0, corrected=1.0), run(last=120.0)], "corrected") is None
+
+
+def test_a_blindfolded_policy_is_shown_other_frames() -> None:
+    config = PolicyConfig(encoder=VitEncoderConfig(width=8, heads=2, features=5))
+    ones = {name: box_statistics(-torch.ones(2), torch.ones(2)) for name in ("state", "action")}
+    sizes = {"obs_dim": 2, "action_dim": 2, "images": {"ahead": (16, 16, 3)}, "statistics": ones}
+    policy = build_policy(config, **sizes, seed=1).eval()
+    generator = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 256, (3, 1, 16, 16, 3), generator=generator, dtype=torch.uint8)
+    obs = {"state": torch.zeros(3, 1, 2), "ahead": frames}
+    noise = policy.sample_noise(3, generator=generator)
+    seen = policy.act(obs, noise=noise)
+    for name, shown in (("black", torch.zeros_like(frames)), ("another", frames[[2, 0, 1]])):
+        found = Blindfolded(policy, name).act(obs, noise=noise)
+        assert torch.equal(found, policy.act({**obs, "ahead": shown}, noise=noise))
+        assert not torch.equal(found, seen)

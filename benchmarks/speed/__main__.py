@@ -23,6 +23,7 @@ import torch
 
 from algos.training.provenance import processor_name
 from benchmarks.speed.cases_acting import exported, rollout, sampling, transformer, unet
+from benchmarks.speed.cases_critics import critics
 from benchmarks.speed.cases_flows import flow, reinflow
 from benchmarks.speed.cases_learning import cloning, gather, iteration, update
 from benchmarks.speed.cases_offline import neighbours, offline
@@ -51,6 +52,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
         steered,
         ensembles,
         dsrl,
+        critics,
     )
 }
 

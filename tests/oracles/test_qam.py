@@ -248,7 +248,7 @@ def test_the_fixed_point_of_a_gaussian_and_a_linear_value(arrays: dict[str, Any]
 @trust
 @pytest.mark.parametrize("budget", [0.05, 0.2, 1.0])
 def test_the_divergence_settles_at_its_budget(arrays: dict[str, Any], budget: float) -> None:
-    """A flow that follows the weight at once: divergence (g s)^2 / (2 lambda^2) of a Gaussian, value linear."""
+    """A flow that follows its weight at once: divergence (g s)^2 / (2 lambda^2), value linear."""
     learner = learner_of(arrays)
     assert isinstance(learner, TrqamLearner)
     learner.config = TrqamConfig(divergence_budget=budget, weight_scale=1.0)

@@ -248,7 +248,7 @@ def _free_batch(path: Path, fixed: frozenset[str]) -> None:
 
 
 def _free_shapes(onnx: Any, graph: Any, source: str) -> None:
-    """Let constant shapes, and constants with equal rows, follow the first dimension of the input `source`."""
+    """Let constant shapes, and constants with equal rows, follow the first dimension of an input."""
     make, to_array = onnx.helper.make_node, onnx.numpy_helper.to_array
     constants = {one.name: one for one in graph.initializer}
     constants |= {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}

@@ -113,8 +113,8 @@ class Bc:
         dataset = dataset.with_cameras(self.policy.images)  # skips decoding of unused cameras
         self._digest, self._dataset_name = dataset.digest(), dataset.source
         self._teacher = _teacher_of(config, setup, self.policy)
-        train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
-        self._source = self._windows(train)
+        self._seed, self._device = setup.seed, setup.device
+        self._use(dataset)
         self._done, self._total = 0, config.steps
         if config.epochs is not None:
             self._total = max(math.ceil(config.epochs * self._source.num / config.batch_size), 1)
@@ -122,11 +122,6 @@ class Bc:
         if self._warmup >= self._total:  # a short run
             self._warmup = self._total // 10
             _log.info("algo.warmup_steps is %d, a tenth of this short run.", self._warmup)
-        self._validation = None
-        if held_out is not None:
-            count, samples = config.validation_windows, config.validation_samples
-            windows = self._windows(held_out)
-            self._validation = Validation(windows, num_windows=count, num_samples=samples, seed=setup.seed)
         order = seeded_generator(setup.seed, "windows", device=setup.device)
         self._shuffle = Shuffle(self._source.num, order)
         self._generator = seeded_generator(setup.seed, "matching", device=setup.device)
@@ -136,6 +131,16 @@ class Bc:
         )
         rule = _EMA_RULES[config.ema](config.ema_decay, config.ema_start, config.ema_every)
         self._ema = Ema(self.policy, rule)
+
+    def _use(self, dataset: EpisodeDataset) -> None:
+        """Set the windows of training and validation."""
+        config = self.config
+        train, held_out = _hold_out(dataset.to(self._device), config, self._seed)
+        self._source, self._validation = self._windows(train), None
+        if held_out is not None:
+            count, samples = config.validation_windows, config.validation_samples
+            windows = self._windows(held_out)
+            self._validation = Validation(windows, num_windows=count, num_samples=samples, seed=self._seed)
 
     @property
     def progress(self) -> int:

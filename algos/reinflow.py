@@ -35,12 +35,12 @@ from algos.onpolicy.field_config import tuning
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoiseConfig, ReinflowRatio
-from algos.onpolicy.requirements import has_steps
 from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
+from policies.protocols import has_steps
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads

@@ -10,11 +10,13 @@ from typing import Any
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands import collect as collect_command
+from burnish.commands import data_convert as data_convert_command
 from burnish.commands import data_download as data_download_command
 from burnish.commands import data_inspect as data_inspect_command
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands import export as export_command
 from burnish.commands import importing as import_command
+from burnish.commands import rank as rank_command
 from burnish.commands import report as report_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
@@ -115,6 +117,21 @@ def inspect_data(dataset: Any, *overrides: str, **values: Any) -> dict[str, Any]
     """
     config = compose_config("data inspect", overrides_of(overrides, {"dataset": dataset, **values}))
     return data_inspect_command.inspect(config)
+
+
+@log_lines()
+def convert_data(dataset: Any, out: str | Path, *overrides: str, **values: Any) -> Path:
+    """Write a dataset in another format; see `burnish data convert`. Returns the file or folder.
+
+    Args:
+        dataset: File or folder of any known format, or Python objects.
+        out: File or folder to write.
+        overrides: Command-line overrides, e.g. `"reader.mask=train"`.
+        values: Keys and their values, e.g. `format="lerobot"`, `control_hz=30`.
+    """
+    named = {"dataset": dataset, "out": out, **values}
+    data_convert_command.convert(compose_config("data convert", overrides_of(overrides, named)))
+    return Path(out)
 
 
 @log_lines()
@@ -230,6 +247,13 @@ def report(run: Any, *overrides: str, **values: Any) -> Path:
     """Write the report of a run or a list of runs; see `burnish report`. Returns the page."""
     config = compose_config("report", overrides_of(overrides, {"run": run, **values}))
     return report_command.report(config)
+
+
+@log_lines()
+def rank(policy: str | Path | Run, *overrides: str, **values: Any) -> Path:
+    """Make a policy that executes the best of several chunks; see `burnish rank`. Returns its directory."""
+    config = compose_config("rank", overrides_of(overrides, {"policy": policy, **values}))
+    return rank_command.rank(config)
 
 
 @log_lines()

@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = {
     # from data
     "steps": 6,
     "log_every": 2,
+    "value_steps": 2,
     "ema_every": 1,
     "validation_windows": 4,
     "validation_samples": 2,
@@ -53,6 +54,9 @@ SMALL: dict[str, Any] = {
     "critic_dims": (8,),
     "value_dims": (8,),
     "vae_width": 8,
+    "critic_horizon": 3,
+    "num_ascended": 2,
+    "ascent_steps": 2,
 }
 """Sizes given to every configuration that has a field of this name."""
 

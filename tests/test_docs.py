@@ -257,6 +257,11 @@ EXPLAINED_ON = {
     "idql": ["critics"],
     "expo": ["critics"],
     "residual": ["critics"],
+    "recap": ["recap", "bc"],
+    "dqc": ["critics"],
+    "pa_rl": ["critics"],
+    "qam": ["critics"],
+    "trqam": ["critics"],
 }
 """Where the settings of an algorithm are explained."""
 

@@ -67,12 +67,24 @@ _COMMANDS = (
     Command("report", "run", "draw the learning curve and the rollouts of runs into one page", "run=<run>"),
     Command("runs", "", "list runs: last and best evaluation, time, the keys that differ", "runs"),
     Command(
+        "rank",
+        "policy",
+        "make a policy that executes the best of several chunks, by its density, energy or critics",
+        "policy=<run> num_candidates=16 out=ranked",
+    ),
+    Command(
         "export",
         "policy",
         "write a policy for a machine without PyTorch, with a parity report",
         "policy=<run> out=exported",
     ),
     Command("serve", "policy", "let robots ask a policy over the network", "policy=<run or exported folder>"),
+    Command(
+        "merge",
+        "policies",
+        "average the weights of policies that were trained from one",
+        "policies=[<run>,<run>] init=<run> method=spherical",
+    ),
     Command(
         "import",
         "weights",
@@ -85,6 +97,13 @@ _COMMANDS = (
         "dataset",
         "describe a file of demonstrations: episodes, ranges, defects, what can be learned",
         "avoid.hdf5",
+        takes_bare=True,
+    ),
+    Command(
+        "data convert",
+        "dataset",
+        "write a dataset in another format: robomimic, Minari, D4RL, LeRobot",
+        "avoid.hdf5 out=avoid-lerobot format=lerobot",
         takes_bare=True,
     ),
     Command(

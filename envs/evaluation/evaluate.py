@@ -81,7 +81,8 @@ class Evaluation:
         if self.protocol["env"]["reference_scores"]:
             out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
         returns, share = self.values("return"), {"share": RISK_SHARE}
-        out["return_var"] = {"value": value_at_risk(returns)} | share
+        out["return_value_at_risk"] = {"value": value_at_risk(returns)} | share
+        out["return_var"] = out["return_value_at_risk"]  # former name, for one version
         out["return_cvar"] = asdict(conditional_value_at_risk(returns)) | share
         if self.rows and NETWORK_CALLS in self.rows[0].metrics:
             out[NETWORK_CALLS] = asdict(bootstrap_mean(self.values(NETWORK_CALLS)))
@@ -145,6 +146,7 @@ def evaluate(
     act_steps: int | None = EvaluationSettings.act_steps,
     warm_start: WarmStart | None = None,
     steer: Steering | None = None,
+    guidance: float | None = EvaluationSettings.guidance,
     keep_observations: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
@@ -165,6 +167,7 @@ def evaluate(
         act_steps: Executed actions per decision; None: the policy's own.
         warm_start: Initialisation of a decision from the previous one; None: independent decisions.
         steer: Sketch guidance; None: none.
+        guidance: Weight of the policy's goal or label; None: the policy's own.
         keep_observations: Store `observations` and `actions` of every control step in the rows.
         on_progress: Called with (finished episodes, E).
 
@@ -179,6 +182,7 @@ def evaluate(
     settings = EvaluationSettings(
         *(episodes, first_seed, noise_seed, start_noise, sampling_noise),
         *(steps, num_envs, act_steps, short_run, sketch),
+        guidance=guidance,
     )
     if episodes < 1 or num_workers < 0:
         raise ConfigError(

@@ -29,6 +29,8 @@ def describe_protocol(env: EnvConfig, settings: EvaluationSettings, task: EnvCon
     """Return the protocol, everything but the policy that determines the numbers, as JSON values."""
     numbers = json.loads(json.dumps({**asdict(settings), "steer": describe_steering(settings.steer)}))
     del numbers["num_envs"]  # no effect on the numbers
+    if settings.guidance is None:  # protocols of earlier versions lack it
+        del numbers["guidance"]
     return {
         "env": describe_task(env),
         **numbers,
@@ -65,7 +67,8 @@ def _describe_images(task: Any) -> dict[str, Any]:
     if not getattr(task, "cameras", ()):
         return {}
     shapes = {camera: list(shape) for camera, shape in task.images.items()}
-    return {"images": {"cameras": shapes, "shadows": task.image_shadows}}
+    samples = {} if task.image_samples is None else {"samples": task.image_samples}
+    return {"images": {"cameras": shapes, "shadows": task.image_shadows, **samples}}
 
 
 @cache
@@ -96,13 +99,14 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
 
 
 def with_settings(policy: EvaluatedPolicy, settings: EvaluationSettings) -> EvaluatedPolicy:
-    """Return the policy with the settings' steps, warm start and sketch guidance.
+    """Return the policy with the settings' steps, guidance, warm start and sketch guidance.
 
     Raises:
-        ConfigError: If a number of steps, a short run or a sketch does not fit the policy.
+        ConfigError: If a number of steps, a weight, a short run or a sketch does not fit the policy.
         CapabilityError: If the policy lacks such an option.
     """
-    view = with_act_steps(with_steps(policy, settings.steps), settings.act_steps)
+    guided = with_guidance(with_steps(policy, settings.steps), settings.guidance)
+    view = with_act_steps(guided, settings.act_steps)
     if settings.warm_start.is_on:
         Replanner(view, settings.warm_start)
     return steered(view, settings.steer)
@@ -124,4 +128,22 @@ def with_steps(policy: EvaluatedPolicy, steps: int | None) -> EvaluatedPolicy:
             f"none. Leave steps out."
         )
     view: EvaluatedPolicy = policy.with_sampler(replace(sampler, steps=steps))  # type: ignore[type-var]
+    return view
+
+
+def with_guidance(policy: EvaluatedPolicy, weight: float | None) -> EvaluatedPolicy:
+    """Return the policy with another guidance weight of its goal or label; None keeps it unchanged.
+
+    Raises:
+        ConfigError: If the policy was not trained with dropped goals.
+        CapabilityError: If it has no guidance.
+    """
+    if weight is None:
+        return policy
+    if not hasattr(policy, "with_guidance"):
+        raise CapabilityError(
+            f"guidance={weight:g} needs a policy guided by a goal or label; {type(policy).__name__} is not. "
+            f"Leave guidance out."
+        )
+    view: EvaluatedPolicy = policy.with_guidance(weight)
     return view

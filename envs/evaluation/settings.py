@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from policies.errors import ConfigError
@@ -33,12 +34,15 @@ class EvaluationSettings:
     act_steps: int | None = None  # executed actions per decision; null: the policy's own
     warm_start: WarmStart = field(default_factory=WarmStart)
     steer: Steering = field(default_factory=Steering)
+    guidance: float | None = None  # weight of the goal or label; null: the policy's own
 
     def __post_init__(self) -> None:
         for name, least in (("episodes", 0), ("num_envs", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
         check_seeds("first_seed", self.first_seed, self.episodes)
+        if self.guidance is not None and not 0 <= self.guidance < math.inf:
+            raise ConfigError(f"guidance must be at least 0, or null; got {self.guidance}.")
         check_seeds("noise_seed", self.noise_seed)
         for name in ("steps", "act_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:

@@ -19,10 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from policies import runner
 from policies.errors import ExportError
 from policies.extras import require
-from policies.networks.energy import EnergyField
 from policies.networks.weight_cache import seal
 from policies.normalizer import CentredNormalizer, Normalizer
 from policies.policy import Policy
+from policies.wrappers.best_of_n import BestOfN
 
 OPSET = 18
 
@@ -40,14 +40,14 @@ class Traceable(nn.Module):
     fixed: frozenset[str] = frozenset()  # inputs whose first dimension is not the batch
     is_sealed = True  # whether values that depend on weights alone may become graph constants
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy | BestOfN) -> None:
         super().__init__()
         self.policy: Any = policy
 
     @property
     def has_gradients(self) -> bool:
         """Whether evaluation computes gradients; a graph must contain them as operations."""
-        return any(isinstance(part, EnergyField) for part in self.policy.modules())
+        return any(getattr(part, "evaluates_gradients", False) for part in self.policy.modules())
 
     def copy(self) -> Self:
         return type(self)(self.policy.clone())
@@ -68,8 +68,7 @@ class SampledPolicy(Traceable):
             inputs: `observation` (B, To, Do), `noise` (B, *noise_shape), and, if used by the policy, `goal`
                 (B, Dg) and images (B, To, H, W, 3) by camera.
         """
-        cond = self.policy.encode(observation_of(inputs))
-        chunk, spec = self.policy.decode(cond, inputs["noise"]), self.policy.chunk
+        chunk, spec = self.policy.plan(observation_of(inputs), inputs["noise"]), self.policy.chunk
         plan = self.policy.physical(chunk[:, spec.action_start :])
         return plan[:, : spec.act_steps], plan
 
@@ -113,7 +112,7 @@ def _layers(policy: Any) -> Iterator[Any]:
     """Yield a policy and the wrapped policies inside, outermost first."""
     while policy is not None:
         yield policy
-        policy = getattr(policy, "base", None)
+        policy = getattr(policy, "base", None) or getattr(policy, "policy", None)
 
 
 def write_checked_graph(
@@ -248,7 +247,7 @@ def _free_batch(path: Path, fixed: frozenset[str]) -> None:
 
 
 def _free_shapes(onnx: Any, graph: Any, source: str) -> None:
-    """Let constant shapes, and constants with equal rows, follow the first dimension of an input."""
+    """Let constant shapes, and constants with equal rows, follow the first dimension of input `source`."""
     make, to_array = onnx.helper.make_node, onnx.numpy_helper.to_array
     constants = {one.name: one for one in graph.initializer}
     constants |= {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}

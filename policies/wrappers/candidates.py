@@ -1,4 +1,4 @@
-"""Candidates: sample several chunks, edit some of them, execute the one of the largest value.
+"""Candidates: sample several chunks, edit or improve some of them, execute the one of the largest score.
 
 Legend: B batch, N sampled chunks, M edited ones, Th horizon, Da action width, A = Ta Da executed numbers, E
 critics, u an edit, beta its scale, c the bound of actions, C_i aggregate over critics, eps standard
@@ -7,20 +7,33 @@ normals::
     a_n  = inner(s, w_n)                                            n < N
     u_m  = tanh(mu(s, a_m) + sigma(s, a_m) eps_m)                   m < M
     a'_m = a_m + clip(beta u_m, -c - a_m, c - a_m)
-    n*   = argmax C_i Q_i(s, .)  over a_0 ... a_{N-1}, a'_0 ... a'_{M-1}
+    n*   = argmax score(s, .)  over a_0 ... a_{N-1}, a'_0 ... a'_{M-1}
+
+    critic   C_i Q_i(s, a)                         of the executed rows; trained by an algorithm
+    energy   -E(s, a)                              of the inner policy, at its last noise level
+    density  -mean over (t, eps) of its matching loss of a at (t, eps)
+
+With L > 0 steps of ascent of rate eta, the K candidates of the largest values climb before the choice::
+
+    a_k <- clip(a_k + eta grad_a C_i Q_i(s, a_k), -c, c),  and a_k is the best of the L + 1 points visited
 
 Critics and edits see the executed rows; an edit leaves the other rows unchanged. An edit never leaves the
-bound, and an action beyond it is moved inwards only. One candidate needs no critic. Of equal values the
+bound, and an action beyond it is moved inwards only. One candidate needs no score. Of equal scores the
 first candidate wins. All randomness comes from the noise: N rows for the chunks, then M rows whose first A
-numbers are eps.
+numbers are eps. `density` is the log-density per entry where the policy has one in closed form, and its
+variational surrogate where it denoises: the draws (t, eps) are the same for all candidates, and the times
+are quantiles of those of training.
 
 Source: best of N as in IDQL (arXiv 2304.10573) and Q-chunking (arXiv 2507.07969); edits as in EXPO (arXiv
-2507.07986). Deviation: EXPO leaves edited actions unbounded (`bound` null).
+2507.07986); ascent as in PA-RL (released code); ranking by matching losses on common draws as in diffusion
+classifiers (arXiv 2303.16203), there of classes, here of chunks. Deviation: EXPO leaves edited actions
+unbounded (`bound` null).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -32,22 +45,27 @@ from policies.errors import CapabilityError
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.critics import EnsembleConfig, aggregate
 from policies.networks.distributions import TanhGaussianConfig, tanh_draw
+from policies.networks.energy import energy_and_gradient
 from policies.policy import Policy
-from policies.protocols import Cond, Hooks, Start
+from policies.protocols import TE, Cond, Hooks, Start, has_density, has_field, has_steps
 from policies.registry import register
 from policies.wrappers.base import WrappedPolicy
 
 AGGREGATES = ("min", "mean", "mean_std")
+SCORES = ("critic", "energy", "density")
+_DRAWS_PER_TIME = 64  # training times drawn for each quantile
 
 
 @register("wrapper", "candidates")
 @dataclass(frozen=True)
 class Candidates(Checked):
-    """Numbers of candidates, the critics that rank them, the actor that edits them."""
+    """Numbers of candidates, the score that ranks them, the actor that edits them."""
 
     num_candidates: int = bounded(32, ge=1)  # N, sampled chunks
     num_edited: int = bounded(0, ge=0)  # M of them are edited
     keeps_base: bool = True  # edited chunks are candidates beside the others; false: they replace them
+    score: str = bounded("critic", choices=SCORES)  # of trained critics, or of the policy itself
+    score_draws: int = bounded(8, ge=1)  # draws (t, eps) of the density of a policy that denoises
     aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics
     pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
     members: int = bounded(2, ge=1)  # E, critics
@@ -59,6 +77,9 @@ class Candidates(Checked):
     edit_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of the edit actor
     bound: float | None = bounded(1.0, gt=0)  # c, normalised action units; null: edited actions are unbounded
     stochastic: bool = True  # sample the edits; false: use their means
+    ascent_steps: int = bounded(0, ge=0)  # L, gradient steps on the best candidates
+    ascent_lr: float = bounded(3e-4, gt=0)  # eta, normalised action units per unit of slope
+    num_ascended: int = bounded(1, ge=1)  # K, candidates that climb and remain
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,12 +87,21 @@ class Candidates(Checked):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self.require("num_edited", self.num_edited <= self.num_candidates, "at most the number of candidates")
         whole = self.num_edited == self.num_candidates
+        by_critics = self.score == "critic" or not (self.num_edited or self.ascent_steps)
+        self.require("score", by_critics, "critic where candidates are edited or climb")
         self.require("keeps_base", self.keeps_base or whole, "true unless all candidates are edited")
+        if self.ascent_steps:
+            rule = f"at most the {self.num_ranked} candidates"
+            self.require("num_ascended", self.num_ascended <= self.num_ranked, rule)
 
     @property
     def num_ranked(self) -> int:
         """Chunks that the critics compare."""
         return self.num_edited + (self.num_candidates if self.keeps_base else 0)
+
+    @property
+    def has_critic(self) -> bool:
+        return self.score == "critic" and (self.num_ranked > 1 or self.ascent_steps > 0)
 
     def critic_config(self) -> EnsembleConfig:
         """Return the configuration of the critics."""
@@ -91,15 +121,19 @@ class Candidates(Checked):
 
 
 class CandidatePolicy(WrappedPolicy):
-    """Executes the candidate of the largest value.
+    """Executes the candidate of the largest score.
 
     Attributes:
-        critic: Conditions (B, C) and executed chunks (B, A) to values (E, B); None for one candidate.
+        critic: Conditions (B, C) and executed chunks (B, A) to values (E, B); None for one candidate, and
+            for scores of the inner policy.
         editor: [condition, executed chunk] (B, C + A) to mean and log deviation (B, A); None without edits.
         scale: Scale of edits now, a buffer: a method may raise it to `edit_scale` gradually.
     """
 
     scale: Tensor
+    score_t: Tensor
+    score_eps: Tensor
+    score_level: Tensor | None
 
     def __init__(self, base: Policy, wrapper: Candidates) -> None:
         super().__init__(base, wrapper)
@@ -107,7 +141,13 @@ class CandidatePolicy(WrappedPolicy):
         self.width = base.chunk.act_steps * base.chunk.action_dim  # A
         cond_dim = base.encoder.cond_dim
         self.critic, self.editor = None, None
-        if wrapper.num_ranked > 1:
+        if wrapper.num_ranked > 1 and wrapper.score != "critic":
+            _require_score(base, wrapper.score)
+        levels = base.process.levels() if wrapper.score == "energy" and has_steps(base) else None
+        self._last = 1.0 if levels is None else float(levels[0])  # time of the last trained noise level
+        if wrapper.score == "density":
+            self._use_draws()
+        if wrapper.has_critic:
             self.critic = wrapper.critic_config().build(cond_dim, self.width).to(base.dtype)
         if wrapper.num_edited:
             if math.prod(base.noise_shape) < self.width:
@@ -129,6 +169,11 @@ class CandidatePolicy(WrappedPolicy):
         has_draws = self.wrapper.num_edited > 0 and self.wrapper.stochastic
         return has_draws or self.base.noise_sensitive
 
+    @property
+    def evaluates_gradients(self) -> bool:
+        """Whether decoding differentiates the critics."""
+        return self.wrapper.ascent_steps > 0
+
     def sampling_edits(self) -> Self:
         """Return a view that samples its edits."""
         view = self._view()
@@ -139,7 +184,19 @@ class CandidatePolicy(WrappedPolicy):
         rows = self.noise_shape[0]
         return self.base.sample_noise(n * rows, generator=generator).view(n, rows, *self.base.noise_shape)
 
+    def _use_draws(self) -> None:
+        """Draw the (t, eps) of the density: noise, and quantiles of the training times."""
+        base, generator = self.base, torch.Generator().manual_seed(0)
+        count = 1 if has_density(base) else self.wrapper.score_draws
+        te = base.sample_te(count * _DRAWS_PER_TIME, generator=generator)
+        middle = te.t.argsort()[_DRAWS_PER_TIME // 2 :: _DRAWS_PER_TIME]
+        self.register_buffer("score_t", te.t[middle].clone())
+        self.register_buffer("score_eps", te.eps[middle].clone())
+        self.register_buffer("score_level", None if te.level is None else te.level[middle].clone())
+
     def with_act_steps(self, act_steps: int) -> Self:
+        if self.critic is None and self.editor is None:
+            return super().with_act_steps(act_steps)
         if act_steps == self.chunk.act_steps:
             return self
         raise self._fixed(f"act_steps={act_steps}")
@@ -159,6 +216,12 @@ class CandidatePolicy(WrappedPolicy):
     def executed_part(self, plans: Tensor) -> Tensor:
         """Return the executed rows of chunks (..., Th, Da), flat (..., A)."""
         return plans[..., self.chunk.executed, :].flatten(-2)
+
+    def with_executed(self, plans: Tensor, actions: Tensor) -> Tensor:
+        """Return chunks (..., Th, Da) with other executed rows (..., A)."""
+        rows, start = self.chunk.act_steps, self.chunk.action_start
+        before, after = plans[..., :start, :], plans[..., start + rows :, :]
+        return torch.cat([before, actions.unflatten(-1, (rows, -1)), after], dim=-2)
 
     def edits(self, vec: Tensor, action: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return edits u (B, A) and their log-densities (B,) of actions (B, A) at conditions (B, C)."""
@@ -185,12 +248,32 @@ class CandidatePolicy(WrappedPolicy):
         vec = cond.vec.unsqueeze(1).expand(-1, edited, -1).flatten(0, 1)
         u = self.edits(vec, actions[:, :edited].flatten(0, 1), eps.flatten(0, 1))[0].view_as(eps)
         changed = self.edited(actions[:, :edited], u)
-        rows, start = self.chunk.act_steps, self.chunk.action_start
-        before, after = plans[:, :edited, :start], plans[:, :edited, start + rows :]
-        changed_plans = torch.cat([before, changed.unflatten(-1, (rows, -1)), after], dim=2)
+        changed_plans = self.with_executed(plans[:, :edited], changed)
         if not self.wrapper.keeps_base:
             return changed_plans, changed
         return torch.cat([plans, changed_plans], dim=1), torch.cat([actions, changed], dim=1)
+
+    def worth(self, vec: Tensor, actions: Tensor) -> Tensor:
+        """Return the values (B, R) by which candidates (B, R, A) are compared."""
+        assert self.critic is not None
+        values = ranked(self.critic, vec, actions)
+        return aggregate(values, self.wrapper.aggregate, pessimism=self.wrapper.pessimism)
+
+    def best(self, plans: Tensor, actions: Tensor, worth: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the K candidates of the largest worth (B, R), the best last."""
+        index = worth.argsort(dim=1)[:, -self.wrapper.num_ascended :]
+        return picked(plans, index), picked(actions, index)
+
+    def ascended(self, vec: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the best points (B, K, A) that candidates visit as they climb, and their worth (B, K)."""
+        wrapper, bound = self.wrapper, self.wrapper.bound
+        return ascend(
+            lambda points: self.worth(vec, points),
+            actions,
+            steps=wrapper.ascent_steps,
+            lr=wrapper.ascent_lr,
+            box=None if bound is None else (-bound, bound),
+        )
 
     @property
     def _numbers(self) -> tuple[int, int]:
@@ -207,12 +290,87 @@ class CandidatePolicy(WrappedPolicy):
             )
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             plans, actions = self.candidates(cond, noise, grad=grad)
-            if plans.shape[1] == 1:
-                return plans[:, 0]
-            assert self.critic is not None
-            how, pessimism = self.wrapper.aggregate, self.wrapper.pessimism
-            worth = aggregate(ranked(self.critic, cond.vec, actions), how, pessimism=pessimism)
+            if not self.wrapper.has_critic:
+                return plans[:, 0] if plans.shape[1] == 1 else select(plans, self.own_score(cond, plans))
+            worth = self.worth(cond.vec, actions)
+            if self.wrapper.ascent_steps:
+                plans, actions = self.best(plans, actions, worth)
+                actions, worth = self.ascended(cond.vec, actions)
+                plans = self.with_executed(plans, actions)
             return select(plans, worth)
+
+    def own_score(self, cond: Cond, plans: Tensor) -> Tensor:
+        """Return the scores (B, R) of plans (B, R, Th, Da) by the inner policy itself."""
+        count = plans.shape[1]
+        score = self._density if self.wrapper.score == "density" else self._low_energy
+        return score(plans.flatten(0, 1), cond.repeat(count)).unflatten(0, (-1, count))
+
+    def _low_energy(self, x: Tensor, cond: Cond) -> Tensor:
+        """Return minus the energy (B,) of chunks x (B, Th, Da)."""
+        base: Any = self.base
+        return -base.energy(x, torch.full_like(x[:, 0, 0], self._last), cond)
+
+    def _density(self, x: Tensor, cond: Cond) -> Tensor:
+        """Return minus the matching loss (B,) of chunks x (B, Th, Da), its mean over the draws."""
+        base: Any = self.base
+        draws = len(self.score_t)
+        row = torch.zeros_like(x[:, :1, 0])  # sums broadcast, so that a graph fits any batch
+        level = None if self.score_level is None else (row.long() + self.score_level).flatten()
+        eps = (row[..., None, None] + self.score_eps).flatten(0, 1)
+        te = TE((row + self.score_t).flatten(), eps, level)
+        loss: Tensor = base.matching_loss(cond.repeat(draws), x.repeat_interleave(draws, dim=0), te)
+        return -loss.unflatten(0, (-1, draws)).mean(dim=1)
+
+
+def _require_score(policy: Any, score: str) -> None:
+    """Refuse a policy whose candidates are equal, or that has no such score."""
+    if hasattr(policy, "composition"):
+        raise CapabilityError(
+            f"a composition has no {score}: it has fields alone. Rank the candidates of one of its members."
+        )
+    process = type(policy.config.process).__name__
+    if not policy.noise_sensitive:
+        raise CapabilityError(
+            f"candidates differ by the noise of the policy, and process '{process}' with sampler "
+            f"'{type(policy.sampler).__name__}' takes none. Use one that draws, e.g. process=flow."
+        )
+    scores = {"energy": hasattr(policy, "energy"), "density": has_density(policy) or has_field(policy)}
+    if not scores[score]:
+        others = [f"score={other}" for other, known in scores.items() if known]
+        raise CapabilityError(
+            f"score=energy needs process=energy or process=ebt; score=density a density in closed form, or "
+            f"a denoiser at every noise level. {type(policy).__name__} with process '{process}' has no "
+            f"{score}. Use {' or '.join(others) or 'critics, which algo=idql trains'}."
+        )
+
+
+def with_candidates(policy: Policy, score: str, num_candidates: int, **values: Any) -> CandidatePolicy:
+    """Return the best of N candidates of a policy, by `score`.
+
+    Args:
+        policy: The policy. Of one that chooses already, the candidates are ranked anew.
+        score: One of `SCORES`; critics are those that the policy has.
+        num_candidates: N.
+        values: Further fields of `Candidates`.
+
+    Raises:
+        CapabilityError: If the policy has no such score, or no noise.
+    """
+    chooses = isinstance(policy, CandidatePolicy)
+    if score != "critic":
+        inner = policy.base if chooses else policy
+        return Candidates(num_candidates=num_candidates, score=score, **values).wrap(inner)
+    if not isinstance(policy, CandidatePolicy) or policy.critic is None:
+        raise CapabilityError(
+            f"score=critic needs a policy with critics; {type(policy).__name__} has none. Train them by "
+            "algo=idql or algo=qc, or use score=density or score=energy."
+        )
+    before = policy.wrapper
+    edits_all = before.num_edited == before.num_candidates
+    num_edited = num_candidates if edits_all else min(before.num_edited, num_candidates)
+    view = policy._view()
+    view.wrapper = replace(before, num_candidates=num_candidates, num_edited=num_edited, **values)
+    return view
 
 
 def ranked(critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
@@ -223,7 +381,37 @@ def ranked(critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
     return values.unflatten(1, (-1, count))
 
 
+def ascend(
+    worth: Callable[[Tensor], Tensor],
+    actions: Tensor,
+    *,
+    steps: int,
+    lr: float,
+    box: tuple[Any, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the best points (B, K, A) visited by gradient ascent on worth (B, K), and their worth.
+
+    Points stay between the bounds of `box`. Of equal ones the later is returned.
+    """
+    best, highest, point = actions, torch.full_like(actions[..., 0], -math.inf), actions
+    for step in range(steps + 1):
+        if step < steps:
+            value, slope = energy_and_gradient(worth, point)
+        else:
+            value, slope = worth(point), torch.zeros_like(point)
+        best = torch.where((value >= highest)[..., None], point, best)
+        highest = torch.maximum(highest, value)
+        point = point + lr * slope
+        point = point if box is None else point.clamp(*box)
+    return best, highest
+
+
+def picked(options: Tensor, index: Tensor) -> Tensor:
+    """Return the options (B, K, ...) at an index (B, K) of (B, R, ...)."""
+    place = index.view(*index.shape, *[1] * (options.ndim - 2))
+    return options.gather(1, place.expand(-1, -1, *options.shape[2:]))
+
+
 def select(options: Tensor, worth: Tensor) -> Tensor:
     """Return the option (B, ...) of the largest worth (B, R) among (B, R, ...); of equals the first."""
-    best = worth.argmax(dim=1).view(-1, *[1] * (options.ndim - 1))
-    return options.gather(1, best.expand(-1, 1, *options.shape[2:])).squeeze(1)
+    return picked(options, worth.argmax(dim=1, keepdim=True)).squeeze(1)

@@ -28,7 +28,7 @@ from policies.storage.policy_folder import load_policy
 
 FOLDER = Path(configs.__file__).parent / "experiment"
 OFFLINE = ("td3_bc", "prdc", "a2pr", "rebrac", "iql")
-CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual")
+CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual", "dqc", "pa_rl", "qam", "trqam")
 NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "dsrl", *CRITICS_OF_CHUNKS)
 FROM_REPLAY = ("dsrl", "sac", "rlpd")
 FRESH = ("sac", "rlpd")
@@ -216,15 +216,29 @@ def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
 
 
 def _tunes(name: str) -> bool:
-    return not name.endswith(("_bc", "_actor")) and not _is_offline(name) and not _starts_fresh(name)
+    """Whether an experiment tunes a clone; `auto` names no algorithm (test_auto.py)."""
+    starts = _is_offline(name) or _starts_fresh(name)
+    return name != "auto" and not name.endswith(("_bc", "_actor")) and not starts
 
 
 @pytest.mark.parametrize("name", representatives(filter(_tunes, experiments()), _parts))
 def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path) -> None:
     _skip_unless_registered(name)
+    one_tiny_iteration(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", [n for n in filter(_tunes, experiments()) if "_image_" in n])
+def test_one_tiny_iteration_from_images(name: str, tmp_path: Path) -> None:
+    one_tiny_iteration(name, tmp_path, "encoder.width=8", "encoder.features=8")
+
+
+def one_tiny_iteration(name: str, tmp_path: Path, *narrow: str) -> None:
+    """Clone the policy that an experiment begins with, and tune it."""
     algo = _choices(name)["algo"]
     stem = name.removesuffix("_plus").removesuffix(f"_{algo}")
     base = f"{stem}_gaussian_bc" if algo == "ppo" else f"{stem}_bc"
+    if algo in NEEDS_FLOW and f"{stem}_flow_bc" in experiments():
+        base = f"{stem}_flow_bc"
     process = ["process=flow"] if algo in NEEDS_FLOW else []
     config = compose_config("train", [f"experiment={name}"])
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
@@ -236,12 +250,16 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
         "algo.batch_size=8",
         "backbone.width=16",
     ]
-    cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *common]
+    cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *narrow, *common]
     train_command.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo in CRITICS_OF_CHUNKS:
         few = ["algo.steps=2", "algo.batch_size=8", "algo.critic_dims=[16]", f"dataset={dataset}"]
-        few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
+        if algo != "dqc":  # which ends with the data
+            few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
+    elif algo == "recap":
+        few = ["algo.steps=2", "algo.value_steps=2", "algo.warmup_steps=0", "algo.batch_size=8"]
+        few += [f"dataset={dataset}"]
     elif algo in FROM_REPLAY:
         few += ["algo.total_steps=16", "algo.warmup_steps=0", "algo.critic_dims=[16]"]
     else:

@@ -20,6 +20,7 @@ from envs.evaluation import protocol
 from envs.evaluation.comparison import FEWEST_EPISODES, compare, format_interval
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import paired_difference
+from envs.evaluation.protocol import describe_protocol
 from envs.evaluation.settings import EvaluationSettings
 from envs.make import env
 from envs.rollouts.episodes import EpisodeRow
@@ -145,9 +146,10 @@ def test_settings_are_the_only_home_of_defaults() -> None:
         assert parameters[field.name].default == (None if nothing else field.default), field.name
     protocol = evaluate(Standing(), TASK, episodes=1).protocol
     about_the_task = {"env", "block_rows", "engine", "versions"}
-    assert set(protocol) - about_the_task == {field.name for field in fields(EvaluationSettings)} - {
-        "num_envs"
-    }
+    hashed = {field.name for field in fields(EvaluationSettings)} - {"num_envs"}
+    assert set(protocol) - about_the_task == hashed - {"guidance"}  # as in protocols before it
+    guided = describe_protocol(TASK, EvaluationSettings(guidance=2.0), TASK)
+    assert set(guided) - about_the_task == hashed and guided["guidance"] == 2.0
 
 
 def test_an_evaluation_leaves_the_policy_as_it_is() -> None:
@@ -295,7 +297,8 @@ def test_the_summary_has_a_score_where_references_exist_and_no_success_without_a
     assert summary["d4rl_score"]["value"] == pytest.approx(100 * (returns + 20.272305) / (3234.3 + 20.272305))
     assert summary["return"]["low"] <= returns <= summary["return"]["high"]
     worst = evaluate(Standing(), TASK, episodes=4).values("return").min()
-    assert summary["return_cvar"]["value"] == summary["return_var"]["value"] == worst
+    assert summary["return_cvar"]["value"] == summary["return_value_at_risk"]["value"] == worst
+    assert summary["return_var"] == summary["return_value_at_risk"]  # former name
     assert "success" not in summary and summary["length"]["value"] == 30
 
 

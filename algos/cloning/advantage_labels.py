@@ -1,0 +1,45 @@
+"""Returns, categorical values and advantages of recorded frames; see `algos.cloning.recap` for the legend."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from envs.datasets.episodes import EpisodeDataset
+from policies.errors import ConfigError
+
+
+def step_rewards(dataset: EpisodeDataset, failure_cost: float) -> Tensor:
+    """Return -1 per frame, 0 for the last one of a success, -failure_cost for that of a failure, (N,)."""
+    if dataset.success is None:
+        raise ConfigError(
+            f"algo.rewards=steps needs the key 'success' of every episode; {dataset.source} has none. Use "
+            "algo.rewards=recorded."
+        )
+    rewards = -torch.ones_like(dataset.rewards)
+    rewards[dataset.episode_start[1:] - 1] = torch.where(dataset.success, 0.0, -failure_cost).to(rewards)
+    return rewards
+
+
+def two_hot(target: Tensor, atoms: Tensor) -> Tensor:
+    """Return distributions (B, K) over evenly spaced atoms (K,) whose means are the targets (B,)."""
+    place = (target - atoms[0]) / (atoms[1] - atoms[0])
+    return (1 - (place[:, None] - torch.arange(len(atoms)).to(place)).abs()).clamp(min=0)
+
+
+def advantages(to_go: Tensor, value: Tensor, remaining: Tensor, lookahead: int, gamma: float) -> Tensor:
+    """Return A (N,) of returns to go, values, and the frames (N,) left with this one, `lookahead` at most.
+
+    The rewards of n frames are G_t - gamma^n G_{t+n}, hence A_t = d_t - gamma^n d_{t+n} with d = G - V.
+    """
+    rest = torch.cat([(to_go - value).double(), to_go.new_zeros(1, dtype=torch.float64)])
+    frame, n = torch.arange(len(to_go), device=to_go.device), remaining.clamp(max=lookahead)
+    later = torch.where(n < remaining, frame + n, len(to_go))
+    return rest[frame] - gamma ** n.double() * rest[later]
+
+
+def is_positive(advantage: Tensor, fraction: float) -> Tensor:
+    """Return where advantages (N,) are at least their quantile 1 - fraction, (N,) bool."""
+    threshold = np.quantile(advantage.cpu().numpy(), 1 - fraction)
+    return advantage >= float(threshold)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from policies.errors import CapabilityError, CheckpointError
 from policies.importing.conditions import columns, film_layers, reordered
@@ -54,7 +55,8 @@ def describe_diffusion(
     seen = config["observation"]["modalities"]["obs"]
     cameras = [key for key in shapes if key in seen.get("rgb", ())]
     images = {key.removesuffix("_image"): (*shapes[key][1:], shapes[key][0]) for key in cameras}
-    encoder, weights, features = None, {}, 0
+    weights: dict[str, Tensor] = {}
+    encoder, features = None, 0
     if cameras:
         encoder, weights = keypoint_encoder(
             tensors, [f"{_ENCODER}{key}." for key in cameras], ROBOMIMIC, images,

@@ -6,15 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Dict
 from messages import mentions
 from released import recorded, weights_of
 from safetensors.torch import save_file
 from torch import Tensor
 
+from envs.evaluation.evaluate import evaluate
+from envs.tasks.gym import Gym, local_factory
 from policies.denoising import DenoisingPolicy
-from policies.errors import CapabilityError, CheckpointError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.importing.importing import import_policy
 from policies.importing.lerobot import LerobotSource
 from policies.samplers.ddpm import DDPM
@@ -77,6 +82,37 @@ def test_an_import_can_be_fine_tuned(tmp_path: Path) -> None:
     cond = policy.encode(observation(arrays), generator=generator)
     policy.matching_loss(cond, arrays["noise"], policy.sample_te(2, generator=generator)).mean().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in policy.parameters())
+
+
+class Tabletop(gymnasium.Env[Any, Any]):
+    """Names and shapes as in gym_pusht: pictures, and the place of the robot; an episode has 5 steps."""
+
+    observation_space = Dict(
+        agent_pos=Box(-9, 9, (3,)),
+        pixels=Box(0, 255, (48, 48, 3), np.uint8),
+        hand=Box(0, 255, (48, 48, 3), np.uint8),
+    )
+    action_space = Box(-1, 1, (2,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return {name: self.np_random.integers(0, 9, space.shape).astype(space.dtype)
+                for name, space in self.observation_space.items()}, {}  # fmt: skip
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.reset()[0], float(action[0]), False, False, {"is_success": False}
+
+
+def test_an_import_runs_in_a_task_with_other_names_of_cameras(tmp_path: Path) -> None:
+    path, _ = written("lerobot_images", tmp_path)
+    with pytest.raises(ConfigError, match=mentions("source.cameras observation.images.wrist pixels")):
+        import_policy(path, LerobotSource(cameras=("pixels",)))
+    policy, _ = import_policy(path, LerobotSource(cameras=("hand", "pixels")))
+    assert list(policy.images) == ["hand", "pixels"]
+    task = Gym(factory=local_factory(Tabletop), max_episode_steps=5)
+    found = evaluate(policy, task, episodes=2, num_workers=0)
+    assert [row.length for row in found.rows] == [5, 5]
+    assert all(np.isfinite(row.return_) and row.return_ != 0 for row in found.rows)
 
 
 def test_the_scheduler_of_the_program_is_kept(tmp_path: Path) -> None:

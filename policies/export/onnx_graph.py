@@ -97,7 +97,7 @@ def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dic
     return inputs
 
 
-def refuse_foreign_loops(policy: Policy) -> None:
+def refuse_foreign_loops(policy: Policy | BestOfN) -> None:
     """Refuse samplers with Python control flow in each step."""
     layers = list(_layers(policy))
     if any(getattr(getattr(one, "table", None), "loop", None) is not None for one in layers):

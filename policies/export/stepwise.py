@@ -21,13 +21,14 @@ from policies.policy import Policy
 from policies.protocols import Cond
 from policies.samplers.descent import DescentPolicy
 from policies.samplers.step_table import Coefficients, StepTable
+from policies.wrappers.best_of_n import BestOfN
 
 _SPELLED_OUT = ("x0_x", "x0_pred", "eps_x", "eps_pred", "slope", "to_x0", "to_eps")
 _COMPACT = ("ratio", "limit", "mean_y", "mean_x", "mean_pred")
 _TIMES = frozenset({"time", "second_time"})
 
 
-def require_steps(policy: Policy) -> DenoisingPolicy | DescentPolicy:
+def require_steps(policy: Policy | BestOfN) -> DenoisingPolicy | DescentPolicy:
     """Return a policy whose steps can be exported individually."""
     refuse_foreign_loops(policy)
     if isinstance(policy, ComposedPolicy):

@@ -143,7 +143,8 @@ class CandidatePolicy(WrappedPolicy):
         self.critic, self.editor = None, None
         if wrapper.num_ranked > 1 and wrapper.score != "critic":
             _require_score(base, wrapper.score)
-        levels = base.process.levels() if wrapper.score == "energy" and has_steps(base) else None
+        process: Any = base.config.process
+        levels = process.levels() if wrapper.score == "energy" and has_steps(base) else None
         self._last = 1.0 if levels is None else float(levels[0])  # time of the last trained noise level
         if wrapper.score == "density":
             self._use_draws()
@@ -186,7 +187,8 @@ class CandidatePolicy(WrappedPolicy):
 
     def _use_draws(self) -> None:
         """Draw the (t, eps) of the density: noise, and quantiles of the training times."""
-        base, generator = self.base, torch.Generator().manual_seed(0)
+        base: Any = self.base
+        generator = torch.Generator().manual_seed(0)
         count = 1 if has_density(base) else self.wrapper.score_draws
         te = base.sample_te(count * _DRAWS_PER_TIME, generator=generator)
         middle = te.t.argsort()[_DRAWS_PER_TIME // 2 :: _DRAWS_PER_TIME]
@@ -356,9 +358,8 @@ def with_candidates(policy: Policy, score: str, num_candidates: int, **values: A
     Raises:
         CapabilityError: If the policy has no such score, or no noise.
     """
-    chooses = isinstance(policy, CandidatePolicy)
     if score != "critic":
-        inner = policy.base if chooses else policy
+        inner: Any = policy.base if isinstance(policy, CandidatePolicy) else policy
         return Candidates(num_candidates=num_candidates, score=score, **values).wrap(inner)
     if not isinstance(policy, CandidatePolicy) or policy.critic is None:
         raise CapabilityError(

@@ -33,13 +33,14 @@ from policies.bounds import bounded
 from policies.networks.critics import AGGREGATES
 from policies.policy import Policy
 from policies.registry import register
-from policies.wrappers.candidates import select
+from policies.wrappers.candidates import CandidatePolicy, select
 
 
 class PaRlLearner(ChunkCriticLearner):
     """Critics whose gradient improves chunks, and the policy that clones them."""
 
     config: PaRlConfig
+    policy: CandidatePolicy
     critic_first = False
     moves_first = False
 

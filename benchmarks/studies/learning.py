@@ -222,18 +222,31 @@ def episode_columns(evaluation: Any) -> dict[str, list[float]]:
 def curve(path: Path) -> Iterator[dict[str, float]]:
     """Yield training returns and success rates over environment steps, and the seconds they took.
 
-    Seconds are those of collecting and updating, without checkpoints and evaluation.
+    Seconds are those of collecting and updating, without checkpoints and evaluation. Gradient steps on data,
+    before the task, count as seconds and not as environment steps.
     """
-    wall_s = 0.0
+    wall_s, on_data, before = 0.0, 0, 0
     for row in read_jsonl(path):
-        wall_s += sum(float(row.get(f"time/{what}_s") or 0.0) for what in ("rollout", "update"))
+        wall_s += _seconds(row, row["step"] - before)
+        before = row["step"]
+        if "time/steps_per_s" in row:
+            on_data = before
         if row.get("rollout/return") is not None:
             yield {
-                "step": row["step"],
+                "step": before - on_data,
                 "wall_s": round(wall_s, 2),
                 "return": round(row["rollout/return"], 4),
                 "success": round(row.get("rollout/success") or 0.0, 4),
             }
+
+
+def _seconds(row: dict[str, Any], steps: int) -> float:
+    """Return the seconds of a row, from its rate where it does not tell them apart."""
+    parts = [row[key] for key in ("time/rollout_s", "time/update_s") if row.get(key) is not None]
+    rate = row.get("time/steps_per_s") or row.get("time/env_steps_per_s")
+    if parts or not rate:
+        return float(sum(parts))
+    return steps / float(rate)
 
 
 # -- report ---------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import pytest
 import torch
 from messages import mentions
 from point_env import PointEnv
-from small_algorithms import dataset, init, setup, small, start
+from small_algorithms import dataset, init, policy_config, setup, small, start
 from torch import Tensor
 
+from algos.bc import BcConfig
 from algos.critics.dqc import DqcConfig
 from algos.critics.edits import EditLearner
 from algos.critics.expo import ExpoConfig
@@ -24,14 +25,17 @@ from algos.critics.idql import IdqlConfig
 from algos.critics.learner import ChunkCriticConfig
 from algos.critics.losses import bce, implicit_loss, value_loss
 from algos.critics.pa_rl import PaRlConfig
+from algos.critics.qam import QamConfig
 from algos.critics.qc import QcConfig
 from algos.critics.residual import ResidualConfig
+from algos.critics.trqam import TrqamConfig
 from algos.offline.loop import OfflineRun
 from algos.offline.online import OnlineConfig
 from algos.training.serialization import from_plain, to_plain
 from policies import registry
 from policies.composition.operators import Composition
 from policies.composition.policy import ComposedPolicy
+from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
@@ -40,7 +44,7 @@ from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select
 from policies.wrappers.noise_policy import Steering
 
-METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl")
+METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl", "qam", "trqam")
 ON_DATA = ("dqc",)
 OFFLINE = ("iql", "td3_bc", "rebrac", "a2pr", "prdc")
 
@@ -298,7 +302,7 @@ def test_the_target_of_qc_is_the_best_candidate_valued_by_the_target_copies() ->
 
 def test_no_value_gradient_reaches_the_cloned_policy() -> None:
     """The policy of QC, the teacher of FQL and the policy of EXPO learn from their matching loss alone."""
-    for algo in ("qc", "fql", "expo", "idql", "dqc"):
+    for algo in ("qc", "fql", "expo", "idql", "dqc", "qam", "trqam"):
         config = small(registry.lookup("algo", algo))
         run = begin(config)
         other = begin(replace(config, reward_scale=50.0))
@@ -348,6 +352,53 @@ def test_a_student_of_a_deterministic_diffusion_begins_anew_with_its_scales() ->
     )
     for name, value in teacher.normalizer.state_dict().items():
         assert torch.equal(student.normalizer.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("config", [QamConfig, TrqamConfig])
+def test_values_without_slope_leave_the_flow_of_adjoint_matching_bit_by_bit(config: Any) -> None:
+    """Constant critics; and, with a temperature, values of no weight."""
+    run = begin(replace(small(config), refit=False))
+    run.learner.critic_optimizer.param_groups[0]["lr"] = 0.0
+    with torch.no_grad():
+        for critic in (run.learner.critic, run.learner.target_critic):
+            critic.weight[-1].zero_()
+    assert torch.equal(weights(finished(run).snapshot()), weights(init("flow")))
+    if config is QamConfig:
+        cold = finished(begin(replace(small(config), refit=False, inverse_temperature=0.0)))
+        assert torch.equal(weights(cold.snapshot()), weights(init("flow")))
+    tuned = finished(begin(replace(small(config), refit=False)))
+    assert not torch.equal(weights(tuned.snapshot()), weights(init("flow")))
+
+
+def test_rows_that_are_not_executed_have_no_value_gradient() -> None:
+    learner = begin(small(QamConfig)).learner  # horizon 3, of which 2 rows are executed
+    cond = learner.base.condition(torch.zeros(4, 2))
+    chunk = torch.rand(4, 3, 2, generator=torch.Generator().manual_seed(0)) - 0.5
+    chunk[0, 0] = 1.5
+    found = learner.value_gradient(cond, chunk)
+    assert bool((found[:, 2] == 0).all() & (found[0, 0] == 0).all() & (found[1:, :2] != 0).all())
+    learner.config.clip_gradient = False
+    assert bool((learner.value_gradient(cond, chunk)[0, 0] != 0).all())
+
+
+def test_adjoint_matching_moves_both_modes_by_their_value_and_keeps_them() -> None:
+    """Actions are +-0.6; the value is the first action, so p(a) is that of the data times exp(a tau_Q)."""
+    config = QamConfig(
+        steps=400, log_every=400, batch_size=64, gamma=0.0, critic_dims=(32, 32), critics=2, actor_lr=3e-3,
+        critic_lr=3e-3, inverse_temperature=1.5, clip_gradient=False, refit=False,
+    )  # fmt: skip
+    cloned = finished(begin(BcConfig(steps=600, batch_size=64, lr=3e-3, validation_fraction=0.0),
+                            dataset=two_modes(), env=None, init=None)).snapshot()  # fmt: skip
+    policy = finished(begin(config, dataset=two_modes(), env=None, init=cloned)).snapshot()
+    obs = observed(256)
+    before, after = (
+        one.act(obs, generator=torch.Generator().manual_seed(3))[:, 0, 0] for one in (cloned, policy)
+    )
+    assert 0.35 < (before > 0).double().mean() < 0.65
+    odds = math.exp(1.5 * 1.2)  # of the values of the modes
+    assert (after > 0).double().mean() > (before > 0).double().mean() + 0.1
+    assert (after > 0).double().mean() < odds / (1 + odds) + 0.1
+    assert float(after[after > 0].median()) == pytest.approx(0.6, abs=0.2)
 
 
 def test_idql_never_decodes_while_learning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,23 +495,6 @@ def test_qc_prefers_the_better_of_two_modes_that_the_policy_keeps() -> None:
     cloned = policy.base.act(obs, generator=torch.Generator().manual_seed(3))[:, 0, 0]
     assert (chosen > 0).double().mean() > 0.95
     assert 0.25 < (cloned > 0).double().mean() < 0.75
-
-
-def test_pa_rl_clones_improved_chunks_beyond_the_modes_of_the_data() -> None:
-    """Rewards fall with the distance to 0.8; recorded actions are +-0.6, where it stays without ascent."""
-    found = {}
-    for steps in (0, 8):
-        data = two_modes()
-        data = replace(data, rewards=-(data.actions[:, 0] - 0.8).square())
-        config = PaRlConfig(
-            steps=900, log_every=900, batch_size=64, gamma=0.0, critics=2, critic_dims=(32, 32),
-            actor_lr=3e-3, critic_lr=3e-3, num_candidates=8, num_ascended=4, ascent_steps=steps,
-            ascent_lr=0.05, temperature=0.05, refit_after=300,
-        )  # fmt: skip
-        policy = finished(begin(config, dataset=data, env=None, init=None)).snapshot()
-        drawn = policy.base.act(observed(64), generator=torch.Generator().manual_seed(3))[:, 0, 0]
-        found[steps] = float(drawn.mean())
-    assert found[0] < 0.66 < found[8] < 0.95
 
 
 def test_the_set_that_pa_rl_clones_ends_with_the_recorded_chunk() -> None:
@@ -609,6 +643,17 @@ def test_a_run_is_resumed_bit_by_bit_on_data_and_in_its_task(algo: str, after: i
                        two.online.experience._rows[: two.online.experience.size])  # fmt: skip
     one.close()
     two.close()
+
+
+def test_a_new_encoder_with_weights_is_refused_and_a_way_is_named() -> None:
+    sight = replace(policy_config("flow"), encoder=VitEncoderConfig(width=8, heads=2, features=5))
+    seen = replace(dataset(), images={"ahead": torch.zeros(200, 24, 24, 3, dtype=torch.uint8)})
+    for algo in (*METHODS, *ON_DATA):
+        config = replace(small(registry.lookup("algo", algo)), refit=True)
+        with pytest.raises(
+            CapabilityError, match=mentions(f"algo={algo} algo=bc init=<run> algo.encoder=trained")
+        ):
+            config.initial_policy(setup("flow", policy=sight, init=None, env=None), seen, {})
 
 
 def test_transitions_of_experience_are_those_of_the_same_episodes_as_data() -> None:

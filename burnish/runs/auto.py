@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from algos.bc import BcConfig
@@ -21,6 +21,7 @@ from algos.dppo import DppoConfig
 from algos.dsrl import DsrlConfig
 from algos.offpolicy.config import OffPolicyConfig
 from algos.onpolicy.config import OnPolicyConfig
+from algos.ppo import PpoConfig
 from algos.reinflow import ReinFlowConfig
 from burnish.config.overrides import Overrides, quoted
 from burnish.config.train import TrainConfig
@@ -174,7 +175,8 @@ def _new_policy(facts: Facts) -> Iterator[Choice]:
         return
     chunk = _chunk(facts) if facts.act_steps is None else facts.act_steps
     at = "an unknown rate" if facts.hz is None else f"{facts.hz:.4g} Hz"
-    yield Choice("policy.horizon", chunk, f"about {_SECONDS} s at {at}, 4 to 8 actions")
+    reason = f"about {_SECONDS} s at {at}, 4 to 8 actions" if chunk > 1 else "nothing shows longer actions"
+    yield Choice("policy.horizon", chunk, reason)
     yield Choice("policy.act_steps", chunk, "the whole chunk is executed, as RL on chunks needs")
     if facts.is_diffusion:
         yield Choice("process.prediction", "x0", "needs a fraction of the training of eps")
@@ -186,6 +188,11 @@ def _chunk(facts: Facts) -> int:
 
 
 def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> Iterator[Choice]:
+    if facts.is_new:
+        facts = replace(facts, act_steps=1 if facts.act_steps is None else facts.act_steps)
+        yield Choice(
+            "policy.normalizer.state", "gaussian", "moments of the observations are learned on the way"
+        )
     act_steps = _chunk(facts) if facts.act_steps is None else facts.act_steps
     yield from _new_policy(facts)
     decisions = math.ceil(facts.length / act_steps)
@@ -207,12 +214,17 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
     )
     yield Choice("algo.update_epochs", 10, "few iterations, used well")
     yield Choice("algo.gamma", _discount(decisions, 0.99), f"{decisions} decisions")
-    rate, least = (3e-4, 3e-5) if facts.has_success else (1e-4, 1e-5)
-    yield Choice(
-        "algo.actor_lr", rate, "a task with success" if facts.has_success else "a task without success"
-    )
+    rate, least, reason = 1e-4, 1e-5, "a task without success"
+    if facts.is_new or facts.has_success:
+        rate, least = 3e-4, 3e-5
+        reason = "a new policy" if facts.is_new else "a task with success"
+    yield Choice("algo.actor_lr", rate, reason)
     yield Choice("algo.actor_min_lr", least, "the rate falls to a tenth")
     yield Choice("algo.actor_lr_cycle", _ITERATIONS + 5, "iterations, about the length of the run")
+    if type(algo) is PpoConfig and facts.is_new:
+        yield Choice("algo.clip_range", 0.2, "nothing is to be kept")
+        yield Choice("algo.log_prob_range", None, "nothing is to be kept")
+        yield Choice("algo.log_prob_reduction", "joint", "the density of the whole action")
     if isinstance(algo, ReinFlowConfig):
         yield Choice("algo.clip_state", 1.0, "as published; otherwise means leave the box of actions")
         yield Choice("algo.entropy_coef", 0.0, "the deviations of a clone suffice")

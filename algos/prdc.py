@@ -7,7 +7,8 @@ Legend: pi the actor's action at a batch state s, (s_j, a_j) dataset rows::
 
 Where j* is mostly the batch row itself, or a copy of it, the method reduces to TD3+BC; see
 `constraint/own_row`. A larger beta increases that fraction. For a sampling policy, pi is its sampled chunk
-and a_j are recorded chunks.
+and a_j are recorded chunks. In the task (`online_steps`) the neighbours remain rows of the dataset, also of
+states that are new.
 
 Source: PRDC, arXiv 2306.06569, and its released code.
 
@@ -110,7 +111,9 @@ class PrdcConfig(ConstrainedTd3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("online_steps", self.online_steps == 0, "0: neighbours are rows of the dataset alone")
+        is_any = not self.online_steps or self.search not in ("lists", "approximate")
+        rule = "auto, tree or brute with algo.online_steps: lists hold neighbours of recorded states"
+        self.require("search", is_any, rule)
 
     def resume_invariants(self) -> dict[str, Any]:
         distance = {"algo.beta": self.beta, "algo.neighbor_rank": self.neighbor_rank}
@@ -122,6 +125,9 @@ class PrdcConfig(ConstrainedTd3Config):
     def _nearest_row(self, table: TransitionTable, setup: Setup) -> NearestRow:
         scale = None if setup.init is None else deviations(table.cond)  # a new actor standardises
         state = table.cond.contiguous() if scale is None else table.cond / scale
+        search = self.search
+        if search == "auto" and self.online_steps:  # states that no list is for
+            search = "tree" if state.device.type == "cpu" or self.neighbor_rank > 1 else "brute"
         action = table.action.contiguous()
         rows = Rows(state, action, self.beta, self.neighbor_rank, self.list_length)
         build = partial(
@@ -131,4 +137,4 @@ class PrdcConfig(ConstrainedTd3Config):
             generator=seeded_generator(setup.seed, "neighbour search"),
         )
         other = build if self.search == "auto" else None
-        return NearestRow(build(self.search), rows.action, other, scale=scale, state=rows.state)
+        return NearestRow(build(search), rows.action, other, scale=scale, state=rows.state)

@@ -168,25 +168,31 @@ def deviations(cond: Tensor) -> Tensor:
 
 
 def tabulate(
-    dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding, *, trains_encoder: bool = False
+    dataset: EpisodeDataset,
+    policy: Policy,
+    rewarding: Rewarding,
+    *,
+    trains_encoder: bool = False,
+    steps: int | None = None,
 ) -> TransitionTable:
     """Return the transitions of a dataset on the policy's device, in the policy's encoding.
 
-    The policy's history, executed steps, encoding and normalisation are used. With images, the last frame of
-    an episode that goes on is left out: the image after it is not recorded. With `trains_encoder`, conditions
-    are states and goals, physical and flat, and the images are looked up.
+    The policy's history, executed steps (`steps`: others), encoding and normalisation are used. With images,
+    the last frame of an episode that goes on is left out: the image after it is not recorded. With
+    `trains_encoder`, conditions are states and goals, physical and flat, and the images are looked up.
 
     Raises:
         DatasetError: If there is no transition.
     """
     dataset = dataset.with_cameras(policy.images)
-    segment = _segments(dataset, policy.chunk.act_steps)
+    steps = policy.chunk.act_steps if steps is None else steps
+    segment = _segments(dataset, steps)
     if not len(segment.start):
         raise DatasetError(
-            f"{dataset.source}: no {policy.chunk.act_steps} frames in a row have a known successor. "
+            f"{dataset.source}: no {steps} frames in a row have a known successor. "
             "Use longer episodes or a policy with fewer act_steps."
         )
-    _require_memory(dataset, policy, len(segment.start))
+    _require_memory(dataset, policy, segment.frames)
     rewards = (rewarding.scale * dataset.rewards.double() + rewarding.shift)[segment.frames]
     weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
     reward = (rewards * weight * segment.real).sum(dim=1).float()
@@ -217,12 +223,12 @@ def tabulate(
     )
 
 
-def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int) -> None:
+def _require_memory(dataset: EpisodeDataset, policy: Policy, frames: Tensor) -> None:
     """Refuse a table that does not fit into memory, for a dataset mapped from disk."""
     if not dataset.storage.on_disk:
         return
-    chunk = policy.chunk
-    conditions, actions = 2 * chunk.obs_steps * dataset.obs_dim, 2 * chunk.act_steps * dataset.action_dim
+    chunk, (num, steps) = policy.chunk, frames.shape
+    conditions, actions = 2 * chunk.obs_steps * dataset.obs_dim, 2 * steps * dataset.action_dim
     width = conditions + actions + chunk.horizon * (dataset.action_dim + 1) + 3
     require_memory(2 * 4 * num * width, f"{dataset.source}, as a table of transitions")
 

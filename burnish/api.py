@@ -10,6 +10,7 @@ from typing import Any
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands import collect as collect_command
+from burnish.commands import data_convert as data_convert_command
 from burnish.commands import data_download as data_download_command
 from burnish.commands import data_inspect as data_inspect_command
 from burnish.commands import evaluate as evaluate_command
@@ -115,6 +116,21 @@ def inspect_data(dataset: Any, *overrides: str, **values: Any) -> dict[str, Any]
     """
     config = compose_config("data inspect", overrides_of(overrides, {"dataset": dataset, **values}))
     return data_inspect_command.inspect(config)
+
+
+@log_lines()
+def convert_data(dataset: Any, out: str | Path, *overrides: str, **values: Any) -> Path:
+    """Write a dataset in another format; see `burnish data convert`. Returns the file or folder.
+
+    Args:
+        dataset: File or folder of any known format, or Python objects.
+        out: File or folder to write.
+        overrides: Command-line overrides, e.g. `"reader.mask=train"`.
+        values: Keys and their values, e.g. `format="lerobot"`, `control_hz=30`.
+    """
+    named = {"dataset": dataset, "out": out, **values}
+    data_convert_command.convert(compose_config("data convert", overrides_of(overrides, named)))
+    return Path(out)
 
 
 @log_lines()

@@ -18,6 +18,7 @@ from policies.importing.diffusion_policy import DiffusionPolicySource
 from policies.importing.dppo import DppoSource
 from policies.importing.formats import ForeignSource
 from policies.importing.reinflow import ReinflowSource
+from policies.importing.reinflow_shortcut import ReinflowShortcutSource
 
 GOLDEN = Path(__file__).resolve().parents[1] / "assets" / "golden"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -28,7 +29,7 @@ class Example:
     """A released network: its tensors, the source that imports it, and what it gives.
 
     Shapes:
-        x, out: (B, Th, Da). time: (B,). obs: (B, To, Do).
+        x, out: (B, Th, Da). time, length: (B,). obs: (B, To, Do).
     """
 
     source: ForeignSource
@@ -38,6 +39,7 @@ class Example:
     obs: Tensor
     out: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)
+    length: Tensor | None = None  # second time of the network, where it has one
 
     @property
     def maps(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -90,6 +92,16 @@ def reinflow(name: str) -> Example:
     )  # fmt: skip
 
 
+def shortcut(name: str) -> Example:
+    arrays = arrays_of(name)
+    weights = {key[4:]: value for key, value in arrays.items() if key.startswith("net.")}
+    inputs = [arrays[f"full_{key}"] for key in ("x_t", "t")]
+    return Example(
+        ReinflowShortcutSource(activation="relu"), weights, *inputs, arrays["obs"], arrays["v_pred"],
+        extras=arrays, length=arrays["full_d"],
+    )  # fmt: skip
+
+
 EXAMPLES = {
     "dp_unet1d_film": diffusion_policy,
     "dp_transformer": diffusion_policy,
@@ -99,6 +111,7 @@ EXAMPLES = {
     "dppo_net_unet": dppo,
     "dppo_net_unet3_small": dppo,
     "reinflow_reflow_loss": reinflow,
+    "reinflow_shortcut_loss": shortcut,
 }
 
 

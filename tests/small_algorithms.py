@@ -54,6 +54,10 @@ SMALL: dict[str, Any] = {
     "critic_dims": (8,),
     "value_dims": (8,),
     "vae_width": 8,
+    "critic_horizon": 3,
+    "num_candidates": 3,
+    "num_ascended": 2,
+    "ascent_steps": 2,
 }
 """Sizes given to every configuration that has a field of this name."""
 

@@ -381,7 +381,7 @@ def test_fewer_denoising_than_tuned_steps(arguments: list[str], steps: int, tune
     policy = policy_directory(shell.inputs / "policy")
     line = shell.complaint("train", "algo=dppo", "env=avoid", f"init={policy}", *arguments)
     assert f"algo.tuned_steps must not exceed the {steps} denoising steps; got {tuned}" in line
-    assert "Lower it, or raise algo.denoising_steps" in line
+    assert f"Use algo.tuned_steps={steps}, or raise algo.denoising_steps" in line
 
 
 def test_more_steps_than_noise_levels(shell: Shell) -> None:

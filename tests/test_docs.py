@@ -258,8 +258,10 @@ EXPLAINED_ON = {
     "expo": ["critics"],
     "residual": ["critics"],
     "recap": ["recap", "bc"],
-    "qam": ["critics"],
-    "trqam": ["critics"],
+    "dqc": ["critics"],
+    "pa_rl": ["critics"],
+    "qam": ["qam", "critics"],
+    "trqam": ["qam", "critics"],
 }
 """Where the settings of an algorithm are explained."""
 

@@ -40,6 +40,9 @@ class EditConfig(ChunkCriticConfig):
 
     edit_scale: float = bounded(0.1, ge=0)  # beta, in normalised action units
     edit_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # hidden widths of the edit actor; ReLU
+    edit_init_std: float | None = bounded(
+        None, gt=0
+    )  # std of edits before scaling at the start, around means of 0; null: as the network is drawn, about 1
     edit_bound: float | None = bounded(1.0, gt=0)  # edited actions stay within ± this; null: unbounded
     edits_at: str = bounded(
         "policy", choices=EDITED
@@ -92,6 +95,8 @@ class EditLearner(ChunkCriticLearner):
     def __init__(self, base: Policy, policy: CandidatePolicy, config: EditConfig) -> None:
         super().__init__(base, config.critic_config().build(base.encoder.cond_dim, policy.width), config)
         assert policy.editor is not None
+        if config.edit_init_std is not None:
+            policy.editor.start_at(config.edit_init_std)
         self.policy, self.acting = policy, policy.sampling_edits()
         if policy.critic is not None:
             policy.critic = self.acting.critic = self.target_critic

@@ -7,9 +7,9 @@
 Critics see what is executed, the actor sees condition and chunk of the policy. The policy is evaluated,
 never differentiated: any policy that decodes noise will do, a composition or a wrapped policy included.
 With `policy.with_act_steps(1)`, the correction is closed loop at every step, and the policy plans at every
-step; with longer chunks the correction is open loop within a chunk. The scale rises from 0 over
-`ramp_steps`, so that critics are fitted before corrections are large. With several candidates the critics
-choose among corrected chunks, as FEdit does.
+step; with longer chunks the correction is open loop within a chunk. The scale is 0 for `ramp_after` updates,
+in which critics are fitted to the policy alone, and rises over `ramp_steps` more. With several candidates the
+critics choose among corrected chunks, as FEdit does.
 
 Source: residual policies as in ResFiT (arXiv 2509.19301) and PLD (arXiv 2511.00091), from their
 descriptions; FEdit from the released code of QAM. Deviations: chunks of the policy are sampled anew for a
@@ -36,6 +36,10 @@ class ResidualLearner(EditLearner):
 
     config: ResidualConfig
 
+    def update_actor(self, batch: Batch, draws: Draws) -> Quantities:
+        """Take one step of the edits; none before the scale rises, when no edit is better than another."""
+        return super().update_actor(batch, draws) if self.steps > self.config.ramp_after else {}
+
     def step(self, batch: Batch, draws: Draws) -> Quantities:
         found = super().step(batch, draws)
         self.policy.scale.fill_(self.config.scale_after(self.steps))
@@ -59,7 +63,8 @@ class ResidualConfig(EditConfig):
     aggregate: str = bounded("subset_min", choices=AGGREGATES)  # reduction over critics in targets
     refit: bool = False  # train the policy on the recorded chunks too; false: it stays as it is
     edit_scale: float = bounded(0.2, ge=0)  # beta, in normalised action units
-    ramp_steps: int = bounded(0, ge=0)  # updates over which the scale rises from 0
+    ramp_after: int = bounded(0, ge=0)  # updates before the scale rises from 0; only critics learn
+    ramp_steps: int = bounded(0, ge=0)  # updates over which the scale rises
     num_candidates: int = bounded(1, ge=1)  # N, corrected chunks to choose from
 
     def learner_of(self, policy: Policy, seed: int) -> ResidualLearner:
@@ -78,4 +83,6 @@ class ResidualConfig(EditConfig):
 
     def scale_after(self, steps: int) -> float:
         """Return the scale of edits after a number of updates."""
-        return self.edit_scale * (min(steps / self.ramp_steps, 1.0) if self.ramp_steps else 1.0)
+        risen = steps - self.ramp_after
+        share = min(max(risen / self.ramp_steps, 0.0), 1.0) if self.ramp_steps else float(risen >= 0)
+        return self.edit_scale * share

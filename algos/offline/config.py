@@ -93,6 +93,10 @@ class TransitionsConfig(Checked):
             _log.info("%s: returns span %.6g; rewards are multiplied by %.6g", dataset.source, span, scale)
         return Rewarding(self.gamma, scale, self.reward_shift)
 
+    def backup_steps(self, policy: Policy) -> int:
+        """Return the steps of a transition."""
+        return policy.chunk.act_steps
+
     def resume_invariants(self) -> dict[str, Any]:
         """Return the settings, by key, that must stay equal when a run is resumed."""
         names = ("gamma", "reward_scale", "reward_shift")
@@ -127,7 +131,7 @@ class TransitionsConfig(Checked):
             _require_rewards(dataset, rewarding, algo)
             policy = self.initial_policy(setup, dataset, box)
             on_device = dataset.to(setup.device)
-            table = tabulate(on_device, policy, rewarding)
+            table = tabulate(on_device, policy, rewarding, steps=self.backup_steps(policy))
             return OfflineData(dataset, box, table, probes_of(table, on_device, rewarding))
 
     def run(self, setup: Setup, data: OfflineData) -> OfflineRun:

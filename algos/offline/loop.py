@@ -13,7 +13,7 @@ count where their weight is below 1 %: gamma^remaining < 0.01.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics, Setup
-from algos.offline.online import OnlinePhase, summary
+from algos.offline.online import OnlinePhase
 from algos.optim import Ema
+from algos.training.experience import summary
 from algos.training.metrics import Means
 from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
 from policies.errors import CapabilityError
-from policies.networks.critics import Ensemble
 from policies.policy import Policy
 from policies.seeds import seeded_generator
 from policies.threads import torch_threads
@@ -178,7 +178,7 @@ class OfflineRun:
 
     def overestimation(self) -> Metrics:
         """Return Q minus return-to-go on the probes; empty without critics or probes."""
-        critic = getattr(self.learner, "critic", None)
+        critic = getattr(self.learner, "probed", getattr(self.learner, "critic", None))
         if critic is None or self._probes is None:
             return {}
         return {"critic/overestimation": self._probes.overestimation(critic)}
@@ -238,7 +238,7 @@ class Probes:
     to_go: Tensor
 
     @torch.no_grad()
-    def overestimation(self, critic: Ensemble) -> Tensor:
+    def overestimation(self, critic: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         return (critic(self.cond, self.action).mean(dim=0) - self.to_go).mean()
 
 

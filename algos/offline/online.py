@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algos.base import Metrics, Setup
-from algos.training.observations import encode
+from algos.base import Setup
+from algos.training.experience import transitions_of
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable
 from envs.engine.pixels import match_cameras
@@ -156,7 +156,7 @@ class OnlinePhase:
         """Execute one chunk in every environment; return the number of updates due, and finished episodes."""
         explorer = Explorer(policy.on_cpu(), self.config.exploration_std)
         rollout = self.pool.collect(explorer, 1)
-        self.experience.add(transitions_of(rollout, policy, self._rewarding))
+        self.experience.add(batch_of(rollout, policy, self._rewarding))
         executed = int(rollout.length.sum())
         self.progress += executed
         if self.progress < self.config.warmup_steps:
@@ -203,27 +203,26 @@ class OnlinePhase:
         self.pool.close()
 
 
-@torch.no_grad()
-def transitions_of(rollout: Rollout, policy: Policy, rewarding: Rewarding) -> Batch:
+def batch_of(rollout: Rollout, policy: Policy, rewarding: Rewarding) -> Batch:
     """Return the N transitions of a rollout of one chunk per environment."""
-    chunk, device = policy.chunk, policy.device
-    cond, action = rollout.record["cond"][0].to(device), rollout.record["action"][0].to(device)
-    next_cond = encode(policy, rollout.next_obs_last).vec
-    length, step = rollout.length[0].to(device), torch.arange(chunk.act_steps, device=device)
+    rows, chunk = transitions_of(rollout, policy), policy.chunk
+    rows = {name: part.to(policy.device) for name, part in rows.items()}
+    action, length = rows["action"], rows["length"]
+    step = torch.arange(chunk.act_steps, device=policy.device)
     executed = step < length[:, None]
-    rewards = rewarding.scale * rollout.rewards[0].to(device).double() + rewarding.shift
+    rewards = rewarding.scale * rows["rewards"].double() + rewarding.shift
     reward = (rewards * rewarding.gamma ** step.double() * executed).sum(dim=1).float()
-    discount = rewarding.gamma ** length.double() * ~rollout.terminated[0].to(device)
+    discount = rewarding.gamma ** length.double() * ~rows["terminated"]
     plan, real = action.new_zeros(len(action), *chunk.shape), action.new_zeros(len(action), chunk.horizon)
     plan[:, chunk.executed], real[:, chunk.executed] = (
         action.unflatten(1, (chunk.act_steps, -1)),
         executed.to(real),
     )
     return Batch(
-        cond=cond,
+        cond=rows["cond"],
         action=action,
         reward=reward,
-        next_cond=next_cond,
+        next_cond=rows["next_cond"],
         discount=discount.float(),
         next_action=torch.zeros_like(action),  # unknown: the next chunk is chosen later
         has_next=torch.zeros_like(reward),
@@ -231,14 +230,3 @@ def transitions_of(rollout: Rollout, policy: Policy, rewarding: Rewarding) -> Ba
         real=real,
         row=torch.full_like(length, -1),
     )
-
-
-def summary(rows: list[EpisodeRow], has_success: bool) -> Metrics:
-    """Return the metrics of finished episodes."""
-    metrics: Metrics = {"rollout/episodes": float(len(rows))}
-    if rows:
-        metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)
-        metrics["rollout/episode_length"] = sum(float(row.length) for row in rows) / len(rows)
-    if rows and has_success:
-        metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
-    return metrics

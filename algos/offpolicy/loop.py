@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,13 +22,11 @@ from algos.offpolicy.hindsight import Hindsight
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture, Replay
 from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.optim import DelayedDecay, Ema
+from algos.training.experience import summary, transitions_of
 from algos.training.metrics import Means
 from algos.training.observations import (
-    encode,
     encoder_module,
-    flat_state,
     from_flat_state,
-    mapped,
     shifted,
 )
 from algos.training.resume_checks import init_facts, require_unchanged
@@ -72,40 +69,6 @@ class Explorer:
         physical = policy.physical(action.view(len(cond), policy.chunk.act_steps, -1))
         record = {"latent": latent, "action": action}
         return physical, record if self.trains_encoder else {"cond": cond, **record}
-
-
-@torch.no_grad()
-def transitions_of(rollout: Rollout, policy: Policy, *, trains_encoder: bool = False) -> dict[str, Any]:
-    """Return the T N transitions of a rollout, as arguments of `Replay.add`.
-
-    Conditions are features; with `trains_encoder` they are states and goals, physical and flat, and images
-    are kept beside them.
-
-    A chunk that ends its episode is recorded whole, including actions that were not executed. After
-    termination the next condition is that of the next episode; the discount of 0 removes its value.
-    """
-    read = flat_state if trains_encoder else lambda obs: encode(policy, obs).vec
-    cond = read(rollout.obs) if trains_encoder else rollout.record["cond"]
-    next_cond = _successors(cond, rollout, read)
-    parts = {name: getattr(rollout, name) for name in ("rewards", "length", "terminated", "truncated")}
-    parts |= {**rollout.record, "cond": cond, "next_cond": next_cond}
-    found: dict[str, Any] = {name: part.flatten(0, 1) for name, part in parts.items()}
-    if trains_encoder:
-        images = {camera: rollout.obs[camera] for camera in policy.images}
-        following = {c: _successors(seen, rollout, itemgetter(c)) for c, seen in images.items()}
-        for name, seen in (("images", images), ("next_images", following)):
-            found[name] = mapped(seen, lambda part: part.flatten(0, 1))
-    return found
-
-
-def _successors(values: Tensor, rollout: Rollout, read: Callable[[Observation], Tensor]) -> Tensor:
-    """Return what follows values (T, N, ...) read from observations."""
-    last = read(rollout.next_obs_last).to(values.device)
-    following = torch.cat([values[1:], last[None]])
-    if len(rollout.final_index):
-        final = read(rollout.final_obs).to(values.device)
-        following[rollout.final_index[:, 0], rollout.final_index[:, 1]] = final
-    return following
 
 
 @dataclass(frozen=True)
@@ -238,7 +201,12 @@ class OffPolicyRun:
         found = means.read()
         spent = {f"time/{what}_s": value for what, value in seconds.items()}
         spent["time/env_steps_per_s"] = (self.progress - before) / sum(seconds.values())
-        return found | _summary(episodes, self.pool.env) | {"replay/rows": float(len(self.replay))} | spent
+        return (
+            found
+            | summary(episodes, bool(self.pool.env.spec.success_rule))
+            | {"replay/rows": float(len(self.replay))}
+            | spent
+        )
 
     def _collect(self) -> Rollout:
         is_warmup = self.progress < self.config.warmup_steps
@@ -379,13 +347,3 @@ def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
             "have two values. Set env.terminate_on_success=true.",
             dataset.source, terminated, dataset.num_episodes, name,
         )  # fmt: skip
-
-
-def _summary(rows: list[EpisodeRow], env: EnvConfig) -> Metrics:
-    metrics: Metrics = {"rollout/episodes": float(len(rows))}
-    if rows:
-        metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)
-        metrics["rollout/episode_length"] = sum(float(row.length) for row in rows) / len(rows)
-    if rows and env.spec.success_rule:
-        metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
-    return metrics

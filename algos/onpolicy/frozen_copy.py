@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from typing import Any
 
 from policies.backbones.switched import SwitchedField
@@ -23,9 +24,11 @@ def tunable_copy(init: DenoisingPolicy, sampler: Any, tuned_steps: int) -> Denoi
     times = sampler.table(init.process).net_time
     first = len(times) - tuned_steps
     if first < 0:
+        takes_more = "steps" in {one.name for one in fields(sampler)}
+        more = ", or raise algo.denoising_steps" if takes_more else ""
         raise ConfigError(
             f"algo.tuned_steps must not exceed the {len(times)} denoising steps; got {tuned_steps}. "
-            f"Lower it, or raise algo.denoising_steps."
+            f"Use algo.tuned_steps={len(times)}{more}."
         )
     policy = init.clone().requires_grad_(False)
     field = policy.field

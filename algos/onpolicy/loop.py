@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -47,16 +48,17 @@ def check_setup(setup: Setup, algo: str) -> Policy:
     return setup.init
 
 
-def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
-    """Warn if the first iteration alone exceeds the budget: iterations are executed whole."""
-    steps = config.num_envs * config.steps_per_iteration * act_steps
-    if config.env_steps is not None and steps > config.env_steps:
-        _log.warning(
-            "algo.env_steps=%d is less than one iteration, which is executed whole: up to %d steps "
-            "(algo.num_envs=%d x algo.steps_per_iteration=%d x %d actions of a chunk). "
-            "Lower algo.num_envs or algo.steps_per_iteration.",
-            config.env_steps, steps, config.num_envs, config.steps_per_iteration, act_steps,
-        )  # fmt: skip
+def steps_within_budget(config: OnPolicyConfig, act_steps: int) -> int:
+    """Return the chunk steps of an iteration: `steps_per_iteration`, or fewer if the budget is below one."""
+    steps = config.steps_per_iteration
+    if config.env_steps is None or config.num_envs * steps * act_steps <= config.env_steps:
+        return steps
+    steps = math.ceil(config.env_steps / (config.num_envs * act_steps))
+    _log.info(
+        "algo.steps_per_iteration is %d: algo.env_steps=%d is less than an iteration of %d.",
+        steps, config.env_steps, config.steps_per_iteration,
+    )  # fmt: skip
+    return steps
 
 
 def warn_of_saturation(share: float) -> bool:
@@ -111,7 +113,7 @@ class OnPolicy:
             cloning=bc_term,
             num_threads=setup.threads(THREADS),
         )
-        warn_of_a_long_iteration(config, policy.chunk.act_steps)
+        self.steps_per_iteration = steps_within_budget(config, policy.chunk.act_steps)
         self.pool = RolloutPool(
             match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
@@ -129,6 +131,7 @@ class OnPolicy:
             config.critic_input, trains_encoder=config.encoder == "trained",
         )  # fmt: skip
         self.iteration, self.progress = 0, 0
+        self.executed: int | None = None  # chunks of the iteration so far, while it is collected
         self._warned = False
 
     @property
@@ -141,8 +144,15 @@ class OnPolicy:
         if self.config.env_steps is not None:
             return self.config.env_steps
         left = max(0, self.config.iterations - self.iteration)
-        per_iteration = self.config.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
+        per_iteration = self.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
         return self.progress + left * per_iteration
+
+    @property
+    def stage(self) -> str:
+        """Where the present iteration is, e.g. `4,000 of 20,000 chunks`."""
+        if self.executed is None:
+            return self.learner.stage
+        return f"{self.executed:,} of {self.config.num_envs * self.steps_per_iteration:,} chunks"
 
     @torch_threads(1)
     def advance(self) -> Metrics:
@@ -215,8 +225,15 @@ class OnPolicy:
 
     def collect(self) -> Rollout:
         """Collect the chunk steps of one iteration; workers act on the CPU."""
-        config, actor = self.config, self.ratio.on_cpu()
-        return self.pool.collect(actor, config.steps_per_iteration, reset=config.reset_each_iteration)
+        self.executed = 0
+
+        def count(chunks: int) -> None:
+            self.executed = chunks
+
+        actor, reset = self.ratio.on_cpu(), self.config.reset_each_iteration
+        rollout = self.pool.collect(actor, self.steps_per_iteration, reset=reset, on_progress=count)
+        self.executed = None
+        return rollout
 
     def snapshot(self) -> Policy:
         return self.export_policy().eval().requires_grad_(False)

@@ -115,7 +115,7 @@ class PpoUpdate:
     ) -> None:
         self.config, self.ratio, self.critic, self.cloning = config, ratio, critic, cloning
         self.actor, self.critic_params = [*actor, *encoder], list(critic.parameters())
-        self.threads = GradientThreads(num_threads)
+        self.threads, self.stage = GradientThreads(num_threads), ""
         steps, device = ratio.inner_steps, self.actor[0].device
         self.clip_range = config.clip_range_of(steps).to(device)
         self.discount = config.discount_of(steps).to(device)
@@ -142,7 +142,10 @@ class PpoUpdate:
             experience = replace(experience, shift=self.shift(experience))
         train_actor = iteration >= self.config.critic_warmup_iterations
         reports: list[Quantities] = []
-        for index in self.minibatches(len(experience) * self.ratio.inner_steps, draws):
+        rows = len(experience) * self.ratio.inner_steps
+        planned = self.config.update_epochs * (rows // min(self.config.batch_size, rows))
+        for index in self.minibatches(rows, draws):
+            self.stage = f"{len(reports)} of {planned} minibatches"
             reports.append(self.step(experience, index, draws=draws, train_actor=train_actor))
             limit = self.config.target_kl
             if limit is not None and float(reports[-1]["policy/approx_kl"]) > limit:

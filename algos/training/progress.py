@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -48,13 +48,14 @@ def _key_metrics(values: Mapping[str, float], count: int = 3) -> str:
 
 
 @contextmanager
-def announced(what: str, seconds: float = 20.0) -> Iterator[None]:
-    """Log every `seconds` that `what` is in progress: metrics appear only after an iteration."""
+def announced(what: str, seconds: float = 20.0, *, stage: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Log every `seconds` that `what` is in progress, and its stage; metrics appear after an iteration."""
     ended, began = threading.Event(), time.monotonic()
 
     def log() -> None:
         while not ended.wait(seconds):
-            _log.info("%s has been under way for %.0f s.", what, time.monotonic() - began)
+            took, at = time.monotonic() - began, stage()
+            _log.info("%s has been under way for %.0f s%s.", what, took, f": {at}" if at else "")
 
     thread = threading.Thread(target=log, name="announced", daemon=True)
     thread.start()

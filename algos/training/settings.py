@@ -16,7 +16,9 @@ class TrainerSettings(Checked):
 
     log_every: int = bounded(0, ge=0)  # units between rows of metrics.jsonl; 0: every iteration
     checkpoint_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end only
-    eval_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end only
+    eval_every: int | None = bounded(
+        None, ge=0
+    )  # units; null: a tenth of the run, within a fifth of its time; 0: at the end only
     eval_first: bool = False  # also evaluate before the first iteration
     keep_checkpoints: int | None = bounded(None, ge=1)  # newest checkpoints to keep; null: all
     tensorboard: bool = False  # also write TensorBoard event files; as loggers=[tensorboard]

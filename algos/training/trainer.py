@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 Evaluator = Callable[[Policy, int], Mapping[str, float]]
 """(policy, step) -> metrics; names without a component are logged as `eval/<name>`."""
 
+EVALUATION_SHARE = 0.2  # of the time of a run, at most, for evaluations that `eval_every` does not fix
+_UNKNOWN_S = 2.0  # duration [s] assumed for an evaluation before the first
 _TIMED_ITERATION = 2  # its speed predicts the length of the run: the first iteration includes warm-up
 
 
@@ -39,6 +41,7 @@ def train(
     progress: bool | None = None,
     provenance: Mapping[str, Any] | None = None,
     amendment: tuple[Mapping[str, Any], Sequence[str]] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Train to the end, from the newest checkpoint of the run if present.
 
@@ -55,6 +58,7 @@ def train(
         provenance: Facts for the model card of every checkpoint.
         amendment: Changed configuration and overrides of a resumed run; recorded after its checkpoint has
             been accepted, unless the run is longer than they request.
+        clock: Returns the time [s], which decides when evaluations without `eval_every` are affordable.
 
     Raises:
         TrainingError: If a loss, a norm or a weight is not finite; earlier checkpoints are unchanged.
@@ -62,7 +66,10 @@ def train(
         Interrupted: After a signal.
     """
     member = Member(algorithm, run, evaluator, provenance or {}, amendment)
-    train_together([member], lambda: [algorithm.advance()], settings, title=run.path.name, progress=progress)
+    title = run.path.name
+    train_together(
+        [member], lambda: [algorithm.advance()], settings, title=title, progress=progress, clock=clock
+    )
 
 
 @dataclass
@@ -83,6 +90,7 @@ def train_together(
     *,
     title: str,
     progress: bool | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Train several runs of equal length with one `advance` call for all; otherwise as `train`.
 
@@ -96,6 +104,7 @@ def train_together(
         settings: Intervals.
         title: Title of the bar.
         progress: See `train`.
+        clock: See `train`.
     """
     settings = settings or TrainerSettings()
     with ExitStack() as held:
@@ -104,13 +113,14 @@ def train_together(
         names = sorted(member.run.path.name for member in members) if len(members) > 1 else None
         steps = _resume_steps(members, names)
         sessions = [
-            _Session(member, settings, step, names) for member, step in zip(members, steps, strict=True)
+            _Session(member, settings, step, names, clock)
+            for member, step in zip(members, steps, strict=True)
         ]
         for session in sessions:
             session.rewind()
         for session in sessions:
             session.amend()
-        loop = _Loop(sessions, advance)
+        loop = _Loop(sessions, advance, clock)
         with loop.opened(title, progress), StopSignals() as stop:
             loop.train(stop)
 
@@ -137,8 +147,13 @@ def _resume_steps(members: Sequence[Member], names: list[str] | None) -> list[in
 class _Loop:
     """Training loop of runs that advance together."""
 
-    def __init__(self, sessions: Sequence[_Session], advance: Callable[[], Sequence[Metrics]]) -> None:
-        self.sessions, self._advance = sessions, advance
+    def __init__(
+        self,
+        sessions: Sequence[_Session],
+        advance: Callable[[], Sequence[Metrics]],
+        clock: Callable[[], float],
+    ) -> None:
+        self.sessions, self._advance, self._clock = sessions, advance, clock
         self._display: Bar | Lines | None = None
         self._iterations, self._iteration_s = 0, 0.0
 
@@ -167,14 +182,30 @@ class _Loop:
 
     def _evaluate(self, stop: StopSignals) -> None:
         """Evaluate the runs that are due; the display does not count this time as training."""
-        if not any(session.is_evaluation_due for session in self.sessions):
+        due = [session for session in self.sessions if session.is_evaluation_due]
+        if due and not self._is_affordable(due):
+            for session in due:
+                session.skip_evaluation()
             return
-        began = time.monotonic()
+        if not due:
+            return
+        began = self._clock()
         with announced("the evaluation") if self._display is not None else nullcontext():
-            for session in self.sessions:
-                session.evaluate_if_due(stop)
+            for session in due:
+                session.evaluate(stop)
         if self._display is not None:
-            self._display.skip(time.monotonic() - began)
+            self._display.skip(self._clock() - began)
+
+    def _is_affordable(self, due: Sequence[_Session]) -> bool:
+        """Return whether evaluations take place: fixed and last ones do, others within their share of time.
+
+        The time of all runs counts, since they take turns.
+        """
+        if any(session.is_evaluation_fixed for session in due):
+            return True
+        spent = sum(session.evaluation_s for session in self.sessions)
+        expected = sum(session.last_evaluation_s for session in due)
+        return is_affordable(due[0].elapsed() - spent, spent, expected)
 
     def _save_and_stop(self, number: int) -> None:
         for session in self.sessions:
@@ -189,14 +220,14 @@ class _Loop:
                 session.run.keep_newest(count)
 
     def _iterate(self, stop: StopSignals) -> None:
-        before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
+        before, began = [session.algorithm.progress for session in self.sessions], self._clock()
         is_first, is_long = self._iterations == 0, self._iteration_s > LONG_ITERATION_S
         what = f"iteration {self._iterations + 1}" + (
             "" if is_first else f" (the last took {self._iteration_s:.0f} s)"
         )
         is_told = (is_first or is_long) and self._display is not None
         try:
-            with announced(what) if is_told else nullcontext():
+            with announced(what, stage=self._stage) if is_told else nullcontext():
                 found = self._advance()
         except WorkerError as error:
             if stop.number is None:
@@ -204,9 +235,9 @@ class _Loop:
             # Workers received the signal too: the iteration cannot be finished.
             raise Interrupted(stop.number) from error
         self._iterations += 1
-        self._iteration_s = time.monotonic() - began
+        self._iteration_s = self._clock() - began
         if self._iterations == _TIMED_ITERATION:
-            self._log_if_long(min(before), time.monotonic() - began)
+            self._log_if_long(min(before), self._iteration_s)
         errors = []
         for session, done, values in zip(self.sessions, before, found, strict=True):
             if session.algorithm.progress > done:
@@ -216,6 +247,12 @@ class _Loop:
                     errors.append(error)
         if errors:
             raise errors[0] if len(errors) == 1 else TrainingError(" ".join(map(str, errors)))
+
+    def _stage(self) -> str:
+        """Return where the present iteration is."""
+        algorithm = self._slowest
+        done = f"{algorithm.progress:,} of {algorithm.total:,} {algorithm.unit.replace('_', ' ')}"
+        return getattr(algorithm, "stage", "") or done
 
     def _log_if_long(self, before: int, seconds: float) -> None:
         algorithm = self._slowest
@@ -257,16 +294,24 @@ class _Session:
         settings: Intervals.
         step: Checkpoint to resume from; None: start.
         names: Names of the runs trained together; None: a single run.
+        clock: Time [s].
     """
 
     def __init__(
-        self, member: Member, settings: TrainerSettings, step: int | None, names: list[str] | None
+        self,
+        member: Member,
+        settings: TrainerSettings,
+        step: int | None,
+        names: list[str] | None,
+        clock: Callable[[], float],
     ) -> None:
-        self.member, self.settings = member, settings
+        self.member, self.settings, self._clock = member, settings, clock
         self.algorithm, self.run = member.algorithm, member.run
         self.loggers: list[MetricLogger] = []
         self.fresh: dict[str, float] = {}  # metrics not displayed yet
-        self.elapsed_s, self.started = 0.0, time.monotonic()
+        self.elapsed_s, self.started = 0.0, clock()
+        self.evaluation_s, self.last_evaluation_s = 0.0, _UNKNOWN_S
+        self._has_skipped = False
         self.evaluated = -1 if settings.eval_first else 0
         self.saved, self._metrics_bytes, self._names = 0, 0, names
         if step is not None:
@@ -284,6 +329,8 @@ class _Session:
             trainer = state["trainer"]
             self.evaluated, self.elapsed_s = trainer["evaluated"], trainer["elapsed_s"]
             self._metrics_bytes = trainer["metrics_bytes"]
+            self.evaluation_s = trainer.get("evaluation_s", 0.0)
+            self.last_evaluation_s = trainer.get("last_evaluation_s", _UNKNOWN_S)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, BurnishError):
                 raise
@@ -351,13 +398,29 @@ class _Session:
         due = self._is_due(self.evaluated, self.settings.eval_every)
         return self.member.evaluator is not None and due
 
-    def evaluate_if_due(self, stop: StopSignals) -> None:
-        """Evaluate at multiples of `eval_every` and at the end; a signal aborts the evaluation."""
-        evaluator, algorithm = self.member.evaluator, self.algorithm
-        if evaluator is None or not self.is_evaluation_due:
-            return
+    @property
+    def is_evaluation_fixed(self) -> bool:
+        """Whether an evaluation that is due takes place however long it takes."""
+        return self.settings.eval_every is not None or self.is_finished or self.evaluated < 0
+
+    def skip_evaluation(self) -> None:
+        """Leave out an evaluation that is due; the first one left out is logged."""
+        self.evaluated = self.algorithm.progress
+        if not self._has_skipped:
+            _log.info(
+                "evaluations before the end take at most %.0f %% of the time, so this one is left out; "
+                "trainer.eval_every=<n> fixes their steps.", 100 * EVALUATION_SHARE,
+            )  # fmt: skip
+        self._has_skipped = True
+
+    def evaluate(self, stop: StopSignals) -> None:
+        """Evaluate the current step; a signal aborts the evaluation."""
+        evaluator, algorithm, began = self.member.evaluator, self.algorithm, self._clock()
+        assert evaluator is not None
         with stop.immediate():
             result = evaluator(algorithm.snapshot(), algorithm.progress)
+        self.last_evaluation_s = self._clock() - began
+        self.evaluation_s += self.last_evaluation_s
         self.evaluated = algorithm.progress
         named = {name if "/" in name else f"eval/{name}": value for name, value in result.items()}
         self._record(read_out(named))
@@ -375,7 +438,9 @@ class _Session:
             "global_rng": capture_global_rng(),
             "trainer": {
                 "evaluated": self.evaluated,
-                "elapsed_s": self._elapsed(),
+                "elapsed_s": self.elapsed(),
+                "evaluation_s": self.evaluation_s,
+                "last_evaluation_s": self.last_evaluation_s,
                 "metrics_bytes": self.run.metrics_bytes,
                 "together": self._names,
             },
@@ -385,15 +450,15 @@ class _Session:
         self.saved = step
 
     def _record(self, values: Scalars) -> None:
-        row, step = {**values, "time/elapsed_s": self._elapsed()}, self.algorithm.progress
+        row, step = {**values, "time/elapsed_s": self.elapsed()}, self.algorithm.progress
         self.run.log(row, step)
         for logger in self.loggers:
             logger.write(row, step)
         self.fresh |= row
 
-    def _elapsed(self) -> float:
-        """Training time so far [s], over all attempts."""
-        return self.elapsed_s + time.monotonic() - self.started
+    def elapsed(self) -> float:
+        """Return the time so far [s], over all attempts, with evaluations."""
+        return self.elapsed_s + self._clock() - self.started
 
     def _is_due(self, before: int, every: int | None) -> bool:
         total = self.algorithm.total
@@ -407,6 +472,18 @@ class _Session:
             f"{what} after {self.algorithm.progress} {self.algorithm.unit}. {saved} Lower the learning rate "
             f"or clip gradients."
         )
+
+
+def is_affordable(training_s: float, spent_s: float, expected_s: float) -> bool:
+    """Return whether one more evaluation keeps all of them within `EVALUATION_SHARE` of the time.
+
+    Args:
+        training_s: Time of training so far [s].
+        spent_s: Time of evaluations so far [s].
+        expected_s: Time of one more [s].
+    """
+    total = spent_s + expected_s
+    return total <= EVALUATION_SHARE * (training_s + total)
 
 
 def all_finite(policy: Policy) -> bool:

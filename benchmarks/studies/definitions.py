@@ -17,6 +17,7 @@ class Study:
     levels: tuple[float, ...]  # of the quantity, whose first times are reported
     origin: str = ""  # where the dataset file comes from
     noise: float | None = None  # of the expert, in its own units; None: as the task has it
+    options: tuple[str, ...] = ()  # of the task, for its demonstrations
 
 
 STUDIES = {
@@ -40,6 +41,11 @@ STUDIES = {
             "reinflow-ddim": "avoid_bc",
             "reinflow-mip": "avoid_mip_bc",
             "ppo-mixture": "avoid_mixture_bc",
+            "qc": "avoid_flow_bc",
+            "idql": "avoid_flow_bc",
+            "fql": "avoid_flow_bc",
+            "expo": "avoid_flow_bc",
+            "residual": "avoid_flow_bc",
         },
         {
             "dppo": "avoid_dppo",
@@ -60,9 +66,40 @@ STUDIES = {
             "reinflow-mip": "avoid_reinflow",
             "ppo-mixture": "avoid_ppo",
             "rlpd": "avoid_rlpd",
+            "qc": "avoid_qc",
+            "idql": "avoid_idql",
+            "fql": "avoid_fql",
+            "expo": "avoid_expo",
+            "residual": "avoid_residual",
         },
         "success",
         (0.7, 0.8, 0.9),
+    ),
+    "avoid-moved": Study(
+        "avoid",
+        150,
+        {
+            "dppo": "avoid_moved_bc",
+            "reinflow": "avoid_moved_bc",
+            "reinflow-trained": "avoid_moved_bc",
+            "dsrl": "avoid_moved_bc",
+        },
+        {
+            "dppo": "avoid_moved_dppo",
+            "reinflow": "avoid_moved_reinflow",
+            "reinflow-trained": "avoid_moved_reinflow algo.encoder=trained algo.image_shift=2 "
+            "algo.critic_input=own algo.update_epochs=5",
+            "dsrl": "avoid_moved_dsrl",
+            "rlpd": "avoid_moved_rlpd",
+        },
+        "success",
+        (0.6, 0.7, 0.8),
+        options=(
+            "env.rows=moved",
+            "env.observation=position",
+            "env.cameras=[ahead]",
+            "env.image_size=[48,48]",
+        ),
     ),
     "hopper": Study(
         "hopper",

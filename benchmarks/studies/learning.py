@@ -2,10 +2,12 @@
 
     python -m benchmarks.studies.learning avoid                         every seed and algorithm of a study
     python -m benchmarks.studies.learning hopper --dataset FILE --seeds 0,1,2 --algos dppo,ppo
+    python -m benchmarks.studies.learning avoid-moved --init POLICY --dataset FILE    one clone for all seeds
     python -m benchmarks.studies.learning avoid --report                tables and curves from what is there
 
 Each run leaves one JSON file in docs/results/<study>/ (per-episode numbers, curve, protocol, versions,
 wall time); a run whose file is there is not repeated. The checkpoint that is evaluated is the last one.
+A policy that sees is evaluated with black frames and with those of another episode too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
-from itertools import cycle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +33,32 @@ from benchmarks.studies import once
 from benchmarks.studies.definitions import STUDIES, Study
 from benchmarks.studies.milestones import milestones
 from benchmarks.studies.once import trained
+from benchmarks.studies.sight import FRAMES, Blindfolded
+from burnish.runs.locate import locate
+from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
+from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy
+from policies.storage.checksums import sha256
+from policies.storage.policy_folder import WEIGHTS
 
 RESULTS = Path("docs/results")
 EPISODES = 100
-OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd")
+CRITICS = ("qc", "idql", "fql", "expo", "residual")
+"""Runs that learn from the demonstrations of their base too."""
+OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS)
 """Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
 
 
-def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path, workers: int) -> Path:
-    """Clone, fine-tune and evaluate one seed; returns the JSON file."""
+def run_one(
+    name: str, algo: str, seed: int, *, dataset: str | None, init: str | None, root: Path, workers: int
+) -> Path:
+    """Clone, unless `init` is the clone, fine-tune and evaluate one seed; returns the JSON file."""
     study, target = STUDIES[name], RESULTS / name / f"{algo}-seed{seed}.json"
     place = root / name / f"{algo}-seed{seed}"
-    base_path = root / name / f"{study.bases.get(algo, algo).split()[0]}-seed{seed}"
+    own = root / name / f"{study.bases.get(algo, algo).split()[0]}-seed{seed}"
+    base_path = own if init is None else Path(init)
     if target.exists():
         return add_zero_start(target, place, base_path, workers)
     if not study.bases:
@@ -54,36 +67,48 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     demos = demonstrations(study, seed, dataset, root / name)
     if algo not in study.bases:
         return _from_nothing(name, algo, seed, target, place, workers, demos)
-    base = trained(base_path, *recipe(study.bases[algo]), dataset=str(demos), seed=seed)
     experiment = study.tuned[algo]
-    tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **processes(algo, workers))
+    wall: dict[str, float] = {}
+    configuration: dict[str, Any] = {}
+    if init is None:
+        base = trained(base_path, *recipe(study.bases[algo]), dataset=str(demos), seed=seed)
+        wall["clone_s"] = busy(base.directory.metrics_path)
+        configuration["clone"] = pages.configuration(base.directory)
+    values = processes(algo, workers) | ({"dataset": str(demos)} if algo in CRITICS else {})
+    tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **values)
     result = burnish.evaluate(
         tuned, baseline=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     )
     assert result.baseline is not None and result.comparison is not None
     content = {
         "study": name, "algo": algo, "seed": seed, "experiment": experiment,
-        "dataset": describe_dataset(demos),
+        "dataset": describe_dataset(demos), "given_clone": None if init is None else about_clone(base_path),
         "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
         "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
         "curve": list(curve(tuned.directory.metrics_path)),
-        "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},
-        "configuration": {
-            "clone": pages.configuration(base.directory), "tune": pages.configuration(tuned.directory)
-        },
+        "wall": wall | {"tune_s": busy(tuned.directory.metrics_path)},
+        "configuration": configuration | {"tune": pages.configuration(tuned.directory)},
         "environment": describe_environment() | {"num_workers": workers},
     }  # fmt: skip
     return add_zero_start(_written(target, content), place, base_path, workers)
 
 
+def about_clone(path: Path) -> dict[str, Any]:
+    """Return what identifies a clone that was given: digest of its weights, and the steps it was trained."""
+    facts = json.loads((path / "config.json").read_text())["provenance"]
+    return {"sha256": sha256(path / WEIGHTS), "steps": facts.get("step"), "seed": facts.get("seed")}
+
+
 def demonstrations(study: Study, seed: int, dataset: str | None, root: Path) -> Path:
-    """Return the file of a seed's demonstrations, recorded if it is not there."""
-    if study.demonstrations is None:
-        if dataset is None:
-            raise SystemExit(f"a study of {study.env} needs --dataset FILE")
+    """Return the file that is given, else that of a seed's demonstrations, recorded if it is not there."""
+    if dataset is not None:
         return Path(dataset)
+    if study.demonstrations is None:
+        raise SystemExit(f"a study of {study.env} needs --dataset FILE")
     path, first = root / f"demonstrations-seed{seed}.hdf5", once.first_seed(seed)
-    return once.demonstrations(path, study.env, study.demonstrations, first=first, noise=study.noise)
+    return once.demonstrations(
+        path, study.env, study.demonstrations, *study.options, first=first, noise=study.noise
+    )
 
 
 def recipe(experiment: str) -> list[str]:
@@ -92,7 +117,7 @@ def recipe(experiment: str) -> list[str]:
     return [f"experiment={name}", *more]
 
 
-def processes(algo: str, workers: int) -> dict[str, int]:
+def processes(algo: str, workers: int) -> dict[str, Any]:
     """Return the processes and threads of a run."""
     workers = 0 if algo in OFF_POLICY else workers
     return {"num_workers": workers, "num_threads": max(1, workers)}
@@ -137,6 +162,23 @@ def add_zero_start(target: Path, place: Path, base: Path, workers: int) -> Path:
             target.write_text(json.dumps(content) + "\n")
         if "zero_start" not in content:
             break
+    return add_blindfolded(target, place)
+
+
+def add_blindfolded(target: Path, place: Path) -> Path:
+    """Evaluate a tuned policy that sees with other frames, unless its numbers are there."""
+    content = json.loads(target.read_text())
+    weights = place / "checkpoints" / "last" / "policy"
+    if "blindfolded" in content or not weights.exists():
+        return target
+    policy = burnish.load_policy(weights)
+    if policy.images:
+        task = task_of(locate(str(place)))
+        content["blindfolded"] = {
+            frames: episode_columns(evaluate(Blindfolded(policy, frames), task, episodes=EPISODES))
+            for frames in FRAMES
+        }
+        target.write_text(json.dumps(content) + "\n")
     return target
 
 
@@ -229,6 +271,7 @@ def report(name: str) -> Path:
         lines += [_row(study, algo, content) for content in runs]
         lines.append(_pooled(study, algo, runs))
     lines += ["", f"![learning curves]({name}.png)", "", *milestones(study.levels, study.quantity, found), ""]
+    lines += _blindfolded(study, found)
     for algo, runs in found.items():
         if "mode" in runs[0]["after"]:
             lines += [_modes(algo, content) for content in runs]
@@ -252,6 +295,12 @@ def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
     if not study.bases:
         return "Every seed learns from the reward alone; there is nothing before."
     if study.demonstrations is not None:
+        clones = {c["given_clone"]["sha256"] for runs in found.values() for c in runs if c.get("given_clone")}
+        if clones:
+            return (
+                f"Every seed fine-tunes the same clone of {study.demonstrations} episodes, recorded from the "
+                f"task's demonstrator{_noise(study)} (weights: SHA-256 `{'`, `'.join(sorted(clones))}`)."
+            )
         return (
             f"Every seed clones from {study.demonstrations} episodes of its own, recorded from the task's "
             f"demonstrator{_noise(study)}."
@@ -321,6 +370,18 @@ def _pooled(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _blindfolded(study: Study, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the lines of a table of policies that see nothing, or something else; empty without them."""
+    rows = []
+    for algo, runs in found.items():
+        seen = [content["blindfolded"] for content in runs if "blindfolded" in content]
+        if seen:
+            columns = (np.array([one[frames][study.quantity] for one in seen]) for frames in FRAMES)
+            rows.append([algo, *(_interval(study, values) for values in columns)])
+    head = pages.table(["algorithm", "black frames", "frames of another episode"], rows)
+    return ["What the same policies do without sight, all seeds:", "", *head, ""] if rows else []
+
+
 def _modes(algo: str, content: dict[str, Any]) -> str:
     def count(when: str) -> int:
         modes, success = (np.array(content[when][k]) for k in ("mode", "success"))
@@ -343,14 +404,14 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     figure = Figure(figsize=(8.0, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    colors = cycle((*TABLEAU_COLORS, "black", "gold", "navy"))
-    for color, (algo, runs) in zip(colors, found.items(), strict=False):
+    styles = product(("-", "--", ":", "-."), (*TABLEAU_COLORS, "black", "gold", "navy"))
+    for (line, color), (algo, runs) in zip(styles, found.items(), strict=False):
         lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]
         for steps, values in lines:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9)
         grid = np.linspace(max(line[0][0] for line in lines), min(line[0][-1] for line in lines), 200)
         mean = np.mean([np.interp(grid, *line) for line in lines], axis=0)
-        axes.plot(grid, mean, color=color, linewidth=2.0, label=algo)
+        axes.plot(grid, mean, color=color, linestyle=line, linewidth=2.0, label=algo)
     axes.set_xlabel("environment steps")
     axes.set_ylabel(f"{study.quantity}, training episodes")
     seeds = {len(runs) for runs in found.values()}
@@ -368,7 +429,10 @@ def main() -> int:
     parser.add_argument("study", choices=list(STUDIES))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--algos", default="dppo,ppo")
-    parser.add_argument("--dataset")
+    parser.add_argument("--dataset", help="a file of demonstrations, instead of those of each seed")
+    parser.add_argument(
+        "--init", help="a policy directory that every seed fine-tunes, instead of its own clone"
+    )
     parser.add_argument("--root", type=Path, default=Path("runs/study"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--report", action="store_true", help="only write the report of what is there")
@@ -382,6 +446,7 @@ def main() -> int:
                     algo,
                     seed,
                     dataset=options.dataset,
+                    init=options.init,
                     root=options.root,
                     workers=options.workers,
                 )

@@ -20,19 +20,22 @@ def first_seed(seed: int) -> int:
     return 1_000_000 + 10_000 * seed
 
 
-def demonstrations(path: Path, env: str, episodes: int, *, first: int, noise: float | None = None) -> Path:
+def demonstrations(
+    path: Path, env: str, episodes: int, *options: str, first: int, noise: float | None = None
+) -> Path:
     """Record a file of demonstrations, unless it is there; returns it.
 
     Args:
         path: The file.
         env: Task with an expert.
         episodes: How many.
+        options: Overrides of the task.
         first: Seed of the first attempt.
         noise: Of the expert; None: as the task has it.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        burnish.collect(env=env, episodes=episodes, first_seed=first, noise=noise, out=str(path))
+        burnish.collect(*options, env=env, episodes=episodes, first_seed=first, noise=noise, out=str(path))
     return path
 
 

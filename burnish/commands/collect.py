@@ -12,8 +12,7 @@ from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.datasets import EpisodeDataset, write_dataset
-from envs.datasets.writers import FOLDERS, format_to_write
-from envs.datasets.writers.minari import check_place
+from envs.datasets.writers import FOLDERS, WITH_IMAGES, check_place, format_to_write
 from envs.evaluation.settings import check_seeds
 from envs.fit import task_text
 from envs.rollouts.collect import MAX_ATTEMPTS, collect
@@ -30,8 +29,8 @@ class CollectConfig(Checked):
 
     env: Any = None  # the task; it must have an expert
     episodes: int = bounded(50, ge=1)  # demonstrations in the file
-    out: str = path_field("demonstrations.hdf5")  # file to write; Minari's format is a folder
-    format: str | None = None  # robomimic, minari or d4rl; null: minari if out ends in -v<n>, else robomimic
+    out: str = path_field("demonstrations.hdf5")  # file to write; Minari's and LeRobot's formats are folders
+    format: str | None = None  # robomimic, minari, d4rl, lerobot; null: minari for out=…-v<n>, else robomimic
     first_seed: int = 1_000_000  # attempt i uses seed first_seed + i; evaluation starts from 0
     noise: float | None = bounded(None, ge=0)  # expert noise, in its own units; null: env.expert.noise
     expert: str | None = None  # expert, for tasks with several; null: env.expert.tier
@@ -56,14 +55,19 @@ def run(config: CollectConfig, context: RunContext) -> float:
 def resolve(config: CollectConfig) -> tuple[Path, str]:
     """Check the task and the output; return path and format of the file."""
     check_expert(config.env)
-    target, chosen = Path(config.out), format_to_write(config.out, config.format)
-    if chosen != "robomimic" and bool(getattr(config.env, "cameras", ())):
-        raise ConfigError(f"env.cameras needs format=robomimic, which holds images; got format={chosen}.")
+    has_images = bool(getattr(config.env, "cameras", ()))
+    return dataset_target(config.out, config.format, has_images=has_images, overwrite=config.overwrite)
+
+
+def dataset_target(out: str, form: str | None, *, has_images: bool, overwrite: bool) -> tuple[Path, str]:
+    """Check where a dataset is to be written; return path and format."""
+    target, chosen = Path(out), format_to_write(out, form)
+    if has_images and chosen not in WITH_IMAGES:
+        raise ConfigError(f"images need format={' or '.join(WITH_IMAGES)}; got format={chosen}.")
     (check_folder_to_write if chosen in FOLDERS else check_file_to_write)(target)
-    if target.exists() and not config.overwrite:
-        raise DatasetError(f"out={target} exists; choose another file or say overwrite=true.")
-    if chosen == "minari":
-        check_place(target)
+    if target.exists() and not overwrite:
+        raise DatasetError(f"out={target} exists; choose another place or say overwrite=true.")
+    check_place(target, chosen)
     return target, chosen
 
 

@@ -27,7 +27,7 @@ from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import ConfigError
 from policies.storage.atomic_write import write_text
 
-SUMMARISED = ("success", "d4rl_score", "return", "return_var", "return_cvar", "length")
+SUMMARISED = ("success", "d4rl_score", "return", "return_value_at_risk", "return_cvar", "length")
 """Quantities of an evaluation in tables and reports, if defined."""
 
 

@@ -283,7 +283,7 @@ def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
         yield row("d4rl_score", asdict(bootstrap_iqm(scores)), scores)
     returns = np.stack([e.values("return") for e in evaluations])
     yield row("return", asdict(bootstrap_iqm(returns)), returns)
-    yield row("return_var", {"value": value_at_risk(returns.flatten())}, returns)
+    yield row("return_value_at_risk", {"value": value_at_risk(returns.flatten())}, returns)
     yield row("return_cvar", asdict(conditional_value_at_risk(returns)), returns)
 
 

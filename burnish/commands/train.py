@@ -24,6 +24,7 @@ from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.build import build, opened_directories
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.resolve import ResolvedRun, has_seeds, resolve, resolve_seeds
+from envs.datasets.interface import interface_of_task
 from policies import registry
 from policies.policy import Policy
 
@@ -100,7 +101,7 @@ def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:
         "env": None if config.env is None else describe_part("env", config.env),
         "dataset": None if config.dataset is None else Path(config.dataset).name,
         "reader": config.reader or None,
-        "interface": run.interface or None,
+        "interface": run.interface or _interface_of(config),
         "init": None if run.init is None else run.init.label,
         "teacher": None if run.teacher is None else run.teacher.label,
         "num_workers": config.num_workers,
@@ -108,6 +109,12 @@ def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:
         "seeds_together": [one.seed for one in run.configs] if len(run.configs) > 1 else None,
     }
     return {key: value for key, value in facts.items() if value is not None}
+
+
+def _interface_of(config: TrainConfig) -> dict[str, Any] | None:
+    """Return rate, limits and names of the task's actions; the names of its observations are with the task."""
+    found = {} if config.env is None else interface_of_task(config.env.spec)
+    return {key: value for key, value in found.items() if key != "obs_names"} or None
 
 
 def report_lines(results: Sequence[TrainResult]) -> Table:

@@ -94,6 +94,13 @@ _COMMANDS = (
         takes_bare=True,
     ),
     Command(
+        "data convert",
+        "dataset",
+        "write a dataset in another format: robomimic, Minari, D4RL, LeRobot",
+        "avoid.hdf5 out=avoid-lerobot format=lerobot",
+        takes_bare=True,
+    ),
+    Command(
         "data download",
         "name",
         "fetch a public dataset (D4RL, OGBench, robomimic, Minari), or list their names",

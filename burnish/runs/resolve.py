@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from algos.base import device_of
+from algos.bc import BcConfig
 from algos.training.run_directory import RunDirectory
 from burnish.config.overrides import Overrides, RunContext
-from burnish.config.schema import GROUPS, restore, restore_part
+from burnish.config.schema import GROUPS, compose_config, restore, restore_part
 from burnish.config.train import TrainConfig
+from burnish.runs.auto import is_auto, with_choices
 from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, locate, seed_folders
 from burnish.runs.seeds import (
     require_alike,
@@ -36,6 +38,7 @@ from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import at_home, lasting
 from policies.policy_config import PART_GROUPS
+from policies.processes.diffusion import VPDiffusion
 from policies.storage.hub import is_on_hub
 
 _log = logging.getLogger(__name__)
@@ -135,6 +138,9 @@ def _new(config: TrainConfig, context: RunContext, **facts: Any) -> ResolvedRun:
     _refuse_unused_policy(config, context.overrides)
     config, *policies = _with_absolute_paths(config)
     config = _with_task(config, *policies)
+    if is_auto(context.overrides):
+        context = replace(context, overrides=with_choices(config, context.overrides, policies[0]))
+        return _new(compose_config("train", context.overrides.texts), context, **facts)
     runs = [(config, context.overrides)]
     if config.seeds is not None:  # sorted, as when resumed: the order in a stack affects the last bits
         rest = context.overrides.without("seeds")
@@ -260,6 +266,7 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
     if config.env is not None and (named := [key for key, value in given.items() if value is not None]):
         raise ConfigError(f"{named[0]} is known of env; leave it out, or train without env.")
     _warn_of_unused_evaluation(config, typed)
+    _advise_on_prediction(config, typed)
     if config.requires_init and config.init is None:
         _log.warning("these settings tune a policy: give init=<policy>. Without it a new one is trained.")
     return device
@@ -277,6 +284,17 @@ def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
         raise ConfigError(
             f"algo={algo} makes its own actor (see algo.hidden_dims), so {', '.join(keys)} would have no "
             "effect. Leave it out; or clone a policy of that kind with algo=bc and give it as init."
+        )
+
+
+def _advise_on_prediction(config: TrainConfig, typed: Overrides) -> None:
+    """Log that the published prediction of a new diffusion policy needs long training."""
+    is_plain = config.init is None and type(config.process) is VPDiffusion and not typed.value("experiment")
+    chosen = "process.prediction" in typed.keys
+    if is_plain and not chosen and isinstance(config.algo, BcConfig) and config.process.prediction == "eps":
+        _log.info(
+            "process.prediction=eps is published and needs long training; with small budgets use x0, or "
+            "experiment=auto, which chooses sizes for this task as well."
         )
 
 

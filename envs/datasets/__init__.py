@@ -25,6 +25,7 @@ from envs.datasets.formats.robomimic import read as read_robomimic
 from envs.datasets.options import Option, absolute_paths, checked_options, options_of
 from envs.datasets.writers import write_dataset
 from envs.datasets.writers.d4rl import write_d4rl
+from envs.datasets.writers.lerobot import write_lerobot
 from envs.datasets.writers.minari import write_minari
 from envs.datasets.writers.robomimic import write_robomimic
 from envs.evaluation.scores import normalized_score
@@ -115,6 +116,7 @@ __all__ = [
     "supported_options",
     "write_d4rl",
     "write_dataset",
+    "write_lerobot",
     "write_minari",
     "write_robomimic",
 ]

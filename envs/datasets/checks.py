@@ -48,8 +48,8 @@ def refuse_images(dataset: EpisodeColumns, form: str) -> None:
     """Refuse images for formats that cannot store them."""
     if dataset.images:
         raise ConfigError(
-            f"images of the cameras {', '.join(dataset.images)} need format=robomimic; got format={form}. "
-            f"Leave them out with dataset.with_cameras(()), or write robomimic."
+            f"images of the cameras {', '.join(dataset.images)} need format=robomimic or lerobot; got "
+            f"format={form}. Leave them out with dataset.with_cameras(()), or write one of these."
         )
 
 

@@ -211,5 +211,9 @@ class Images:
 
 
 def camera_of(key: str) -> str:
-    """Return the camera of an image key: `agentview_image` -> agentview, `observation.images.top` -> top."""
-    return key.removeprefix("observation.images.").replace("/", "_").replace(".", "_").removesuffix("_image")
+    """Return the camera of an image key: agentview of `agentview_image`, top of `observation.images.top`.
+
+    LeRobot's single camera `observation.image` is called `image`.
+    """
+    short = key.removeprefix("observation.images.").removeprefix("observation.")
+    return short.replace("/", "_").replace(".", "_").removesuffix("_image")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from envs.spec import EnvSpec
 
 NAMES = {"obs_names": "obs_dim", "action_names": "action_dim"}
 LIMITS = ("action_low", "action_high")
@@ -46,6 +49,14 @@ def interface_of(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> dict
     if isinstance(given.get("robot"), str):
         found["robot"] = given["robot"]
     return found
+
+
+def interface_of_task(spec: EnvSpec) -> dict[str, Any]:
+    """Return names, rate and limits of a task; without limits where its actions are unbounded."""
+    found: dict[str, Any] = {"obs_names": list(spec.obs_names), "action_names": list(spec.action_names)}
+    limits = {"action_low": list(spec.action_low), "action_high": list(spec.action_high)}
+    bounded = all(map(_is_number, [*spec.action_low, *spec.action_high]))
+    return found | {"control_hz": float(spec.control_hz)} | (limits if bounded else {})
 
 
 def with_given(

@@ -81,7 +81,8 @@ class Evaluation:
         if self.protocol["env"]["reference_scores"]:
             out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
         returns, share = self.values("return"), {"share": RISK_SHARE}
-        out["return_var"] = {"value": value_at_risk(returns)} | share
+        out["return_value_at_risk"] = {"value": value_at_risk(returns)} | share
+        out["return_var"] = out["return_value_at_risk"]  # former name, for one version
         out["return_cvar"] = asdict(conditional_value_at_risk(returns)) | share
         if self.rows and NETWORK_CALLS in self.rows[0].metrics:
             out[NETWORK_CALLS] = asdict(bootstrap_mean(self.values(NETWORK_CALLS)))

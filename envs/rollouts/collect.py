@@ -10,6 +10,7 @@ import numpy as np
 
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.interface import interface_of_task
 from envs.spec import named_options
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
@@ -73,7 +74,7 @@ def collect(
     """Record an expert on episodes of consecutive seeds.
 
     The result depends only on the arguments. `success` and `seed` are stored per episode; `meta` holds the
-    task, the first seed and the number of attempts.
+    task with its names, rate and limits, the first seed and the number of attempts.
 
     Args:
         env: Configuration of a task with an expert.
@@ -149,4 +150,5 @@ def _with_expert(env: Any, **options: Any) -> Any:
 
 
 def _metadata(env: Any) -> dict[str, Any]:
-    return {"source": f"demonstrations of {env.spec.name}", "env": named_options(env)}
+    known = {"env": named_options(env), "interface": interface_of_task(env.spec)}
+    return {"source": f"demonstrations of {env.spec.name}", **known}

@@ -6,7 +6,7 @@ Ta executed steps per chunk, Do, Da and Dg widths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
 from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
 from policies.errors import CheckpointError, ConfigError
 from policies.seeds import derive_seed, seeded_generator
+
+_REPORTS = 20  # reports of progress per collection, about
 
 
 class Actor(Protocol):
@@ -101,10 +103,18 @@ class RolloutPool:
         arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(rows)]
         self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
 
-    def collect(self, actor: Actor, num_steps: int, *, reset: bool = False) -> Rollout:
+    def collect(
+        self,
+        actor: Actor,
+        num_steps: int,
+        *,
+        reset: bool = False,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Rollout:
         """Execute T = `num_steps` chunks in every environment; the actor is copied to the workers.
 
         With `reset`, new episodes start everywhere; running ones are dropped without an episode row.
+        `on_progress` is called now and then with the number of chunks executed so far, over all environments.
 
         Raises:
             ConfigError: If `num_steps` is not positive.
@@ -112,8 +122,16 @@ class RolloutPool:
         """
         if num_steps < 1:
             raise ConfigError(f"num_steps must be at least 1; got {num_steps}.")
-        parts = self._workers.call("collect", [(actor, num_steps, reset)] * len(self._workers))
-        return _join(parts)
+        done = 0
+
+        def count(chunks: int) -> None:
+            nonlocal done
+            done += chunks
+            if on_progress is not None:
+                on_progress(done)
+
+        arguments = [(actor, num_steps, reset)] * len(self._workers)
+        return _join(self._workers.call("collect", arguments, on_message=count))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that determines the next collection: tensors and plain values.
@@ -162,6 +180,7 @@ class Collector:
         self._next_episode = np.zeros(len(rows), np.int64)
         self._tracker = EpisodeTracker(len(rows))
         self._obs: Array | None = None  # (n, To, Do); None before the first reset
+        self.notify: Callable[[int], None] = lambda chunks: None  # set by the workers
 
     def collect(self, actor: Actor, num_steps: int, reset: bool) -> dict[str, Any]:
         if reset or self._obs is None:
@@ -169,6 +188,7 @@ class Collector:
         assert self._obs is not None
         buffer = _RolloutBuffer(num_steps)
         episodes: list[EpisodeRow] = []
+        every, told = max(num_steps // _REPORTS, 1), 0
         for t in range(num_steps):
             obs = self._observation(self._obs)
             with torch.no_grad():
@@ -184,6 +204,9 @@ class Collector:
             if t == num_steps - 1:
                 buffer.last = self._observation(step.obs)
             episodes += self._finish(step)
+            if (t + 1) % every == 0 and t + 1 < num_steps:
+                self.notify((t + 1 - told) * len(self._rows))
+                told = t + 1
         return {**buffer.read(), "episodes": episodes}
 
     def _observation(self, state: Array, rows: Array | None = None) -> dict[str, Array]:

@@ -22,25 +22,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.bounds import bounded
-from policies.errors import CapabilityError
-from policies.networks.embeddings import OctaveEmbedding, TimeEmbedding, embed_times
+from policies.errors import CapabilityError, ConfigError
+from policies.networks.embeddings import JointEmbedding, OctaveEmbedding, TimeEmbedding, embed_times
 from policies.networks.mlp_blocks import Fold, PlainTrunk, TrunkConfig, official_plain_keys
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
-EMBEDDINGS = {"learned": TimeEmbedding, "octaves": OctaveEmbedding}
+EMBEDDINGS = {"learned": TimeEmbedding, "octaves": OctaveEmbedding, "joint": JointEmbedding}
+_NAMES = ("time_embedding.", "cond_mlp.", "mlp_mean.", (1, 3))  # of DPPO's network
+_JOINT_NAMES = ("t_emb.", "cond_emb.", "vel_head.", (0, 2))  # of ReinFlow's shortcut network
 _FEW_NUMBERS = 1 << 17  # up to this many, the first layer's offsets of all steps are computed before the loop
 
 
 @register("backbone", "mlp")
 @dataclass(frozen=True)
 class MlpConfig(TrunkConfig):
-    """Residual or plain MLP over the flattened chunk."""
+    """Residual or plain MLP over the flattened chunk.
+
+    Attributes:
+        times: Embedding of the network time: `learned`; `octaves`, which fits process.time_scale=1; `joint`
+            of both times, for processes that learn steps.
+        add_cond: Add the encoded condition to the embedded time, whose width `time_dim` it then has, instead
+            of concatenating them.
+    """
 
     time_dim: int = bounded(16, ge=4)  # width of the time embedding, even
-    times: str = bounded("learned", choices=tuple(EMBEDDINGS))  # embedding; octaves fit process.time_scale=1
+    times: str = bounded("learned", choices=tuple(EMBEDDINGS))
     cond_dims: tuple[int, ...] = bounded((), ge=1)  # widths of a condition encoder, output last; empty: none
+    add_cond: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,17 +63,31 @@ class MlpConfig(TrunkConfig):
             raise CapabilityError(
                 "backbone=mlp cannot attend to tokens. Use backbone=transformer, or an encoder without them."
             )
+        if self.times == "joint" and not second_time:
+            raise CapabilityError(
+                "backbone.times=joint embeds two times, and this process has one. Use backbone.times=learned."
+            )
+        width = (cond_dim, *self.cond_dims)[-1]
+        if self.add_cond and width != self.time_dim:
+            raise ConfigError(
+                f"backbone.add_cond needs a condition of width backbone.time_dim={self.time_dim}; got "
+                f"{width}. Set the last of backbone.cond_dims."
+            )
         return MlpBackbone(self, chunk_shape, cond_dim, second_time=second_time)
 
     def official_keys(self) -> dict[str, str]:
-        """Map the parameter names of DPPO's released `DiffusionMLP` to ours."""
+        """Map the parameter names of a released network to ours.
+
+        They are those of DPPO's `DiffusionMLP`, and of ReinFlow's `ShortCutFlowMLP` where times are joint.
+        """
+        time_, cond_, trunk_, places = _JOINT_NAMES if self.times == "joint" else _NAMES
         time = {
-            f"time_embedding.{index}.{kind}": f"time_embedding.{name}.{kind}"
-            for index, name in ((1, "linear1"), (3, "linear2"))
+            f"{time_}{place}.{kind}": f"time_embedding.{name}.{kind}"
+            for place, name in zip(places, ("linear1", "linear2"), strict=True)
             for kind in ("weight", "bias")
         }
-        cond = official_plain_keys(len(self.cond_dims), "cond_mlp.", "cond_encoder.")
-        return time | cond | self.official_trunk_keys("mlp_mean.", "trunk.")
+        cond = official_plain_keys(len(self.cond_dims), cond_, "cond_encoder.")
+        return time | cond | self.official_trunk_keys(trunk_, "trunk.")
 
 
 class _Plan(NamedTuple):
@@ -78,7 +102,8 @@ class _Plan(NamedTuple):
 class MlpBackbone(nn.Module):
     """See `MlpConfig`; satisfies `policies.backbones.Backbone`.
 
-    Source: DPPO (arXiv 2409.00588), `DiffusionMLP` of the released code; equal up to rounding.
+    Source: DPPO (arXiv 2409.00588), `DiffusionMLP`, and ReinFlow (arXiv 2505.22094), `ShortCutFlowMLP` of the
+    released code; equal up to rounding.
     """
 
     def __init__(
@@ -89,10 +114,11 @@ class MlpBackbone(nn.Module):
         self.chunk_shape = tuple(chunk_shape)
         chunk = chunk_shape[0] * chunk_shape[1]
         self.time_embedding = EMBEDDINGS[config.times](config.time_dim)
-        self.second_embedding = TimeEmbedding(config.time_dim) if second_time else None
+        own = second_time and config.times != "joint"
+        self.second_embedding = TimeEmbedding(config.time_dim) if own else None
         cond_dims = (cond_dim, *config.cond_dims)
         self.cond_encoder = PlainTrunk(cond_dims, config.activation) if config.cond_dims else nn.Identity()
-        self.part_dims = (chunk, config.time_dim, cond_dims[-1])
+        self.part_dims = (chunk, config.time_dim, *([] if config.add_cond else [cond_dims[-1]]))
         self.trunk = config.build_trunk(sum(self.part_dims), chunk)
         self._cache: WeightCache[_Plan] = WeightCache()
 
@@ -109,17 +135,22 @@ class MlpBackbone(nn.Module):
         embedded = embed_times(self.time_embedding, self.second_embedding, time, second_time)
         parts = (x.flatten(1), embedded, self.cond_encoder(cond.vec))
         if time_row is None and cond_row is None:
-            z = F.linear(torch.cat(parts, dim=1), fold.weight, fold.bias)
+            inputs = (parts[0], parts[1] + parts[2]) if self.config.add_cond else parts
+            z = F.linear(torch.cat(inputs, dim=1), fold.weight, fold.bias)
         else:
             z = self._first_layer(parts, (None, time_row, cond_row), fold)
         return self.trunk.finish_of(fold)(z).view(-1, *self.chunk_shape)
 
+    def _columns(self, fold: Fold) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first layer's weights of chunk, time and condition."""
+        chunk, time, *cond = fold.weight.split(self.part_dims, dim=1)
+        return chunk, time, cond[0] if cond else time
+
     def _first_layer(self, parts: tuple[Tensor, ...], rows: tuple[Tensor | None, ...], fold: Fold) -> Tensor:
         """Return z (M, H'); shared rows are projected before repetition."""
-        columns = fold.weight.split(self.part_dims, dim=1)
         whole: list[tuple[Tensor, Tensor]] = []
         repeated: list[Tensor] = []
-        for part, weight, row in zip(parts, columns, rows, strict=True):
+        for part, weight, row in zip(parts, self._columns(fold), rows, strict=True):
             if row is None:
                 whole.append((part, weight))
             else:
@@ -149,7 +180,7 @@ class MlpBackbone(nn.Module):
 
     def _plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
         fold = self.trunk.fold()
-        chunk, time, cond = fold.weight.split(self.part_dims, dim=1)
+        chunk, time, cond = self._columns(fold)
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         table = F.linear(embedded, time, fold.bias)
         return _Plan(table, chunk.t().contiguous(), cond.t().contiguous(), fold)

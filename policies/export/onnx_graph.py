@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from policies import runner
 from policies.errors import ExportError
 from policies.extras import require
-from policies.networks.energy import EnergyField
 from policies.networks.weight_cache import seal
 from policies.normalizer import CentredNormalizer, Normalizer
 from policies.policy import Policy
@@ -46,7 +45,7 @@ class Traceable(nn.Module):
     @property
     def has_gradients(self) -> bool:
         """Whether evaluation computes gradients; a graph must contain them as operations."""
-        return any(isinstance(part, EnergyField) for part in self.policy.modules())
+        return any(getattr(part, "evaluates_gradients", False) for part in self.policy.modules())
 
     def copy(self) -> Self:
         return type(self)(self.policy.clone())

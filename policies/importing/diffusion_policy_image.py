@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from policies.bounds import bounded
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import ConfigError
 from policies.importing.conditions import columns, film_layers, reordered
 from policies.importing.files import Files, Tensors
 from policies.importing.formats import AffineMap, Description, PolicySource
-from policies.importing.keypoints import KeypointNames, keypoint_encoder
+from policies.importing.keypoints import ROBOMIMIC, keypoint_encoder
 from policies.importing.networks import unet
 from policies.policy_config import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
@@ -21,7 +21,6 @@ from policies.registry import register
 from policies.samplers.ddpm import DDPM
 
 _MAPS, _NETS = "normalizer.params_dict.", "obs_encoder.obs_nets."
-_NAMES = KeypointNames("nets.0.nets.", "nets.1.nets", "nets.3", computed=("nets.1.pos_",))
 _TO_ONE = (2.0, -1.0)  # map of pixels in [0, 1] to [-1, 1]
 
 
@@ -62,16 +61,11 @@ class DiffusionPolicyImageSource(PolicySource):
         cameras = self._cameras(tensors, maps)
         states = [key for key in self.keys if key not in cameras]
         prefixes = [f"{_NETS}{camera}." for camera in cameras]
-        for prefix in prefixes:
-            tensors.skip(f"{prefix}backbone.", "the encoder under its other name")
-            tensors.skip(f"{prefix}pool.", "the encoder under its other name")
-            if tensors.take(f"{prefix}nets.1.temperature").item() != 1:
-                raise CheckpointError("the temperature of the spatial softmax must be 1.")
         pixels = [(scale.expand(3), offset.expand(3)) for scale, offset in map(maps.pop, cameras)]
         usual = all((scale == _TO_ONE[0]).all() and (offset == _TO_ONE[1]).all() for scale, offset in pixels)
         images = {_short(camera): (self.images[0], self.images[1], 3) for camera in cameras}
         encoder, weights = keypoint_encoder(
-            tensors, prefixes, _NAMES, images, crop=self.crop or None, pixels=() if usual else pixels
+            tensors, prefixes, ROBOMIMIC, images, crop=self.crop or None, pixels=() if usual else pixels
         )
         released = tensors.cut("model.")
         network = unet(released, "diffusion_policy", groups=self.groups, final_groups=8)
@@ -85,17 +79,13 @@ class DiffusionPolicyImageSource(PolicySource):
             )
         order = columns(widths, [*cameras, *states], obs_steps)
         weights |= network.placed(reordered(released, order, film_layers(released)), "field.")
+        process = VPDiffusion(num_levels=self.num_levels, prediction=self.prediction)
+        sampler = DDPM(noise_clip=None, min_std=0.0, final_std=None)
         config = PolicyConfig(
-            process=VPDiffusion(num_levels=self.num_levels, prediction=self.prediction),
-            encoder=encoder,
-            backbone=network.backbone,
-            sampler=DDPM(noise_clip=None, min_std=0.0, final_std=None),
-            obs_steps=obs_steps,
-            horizon=self.horizon,
-            act_steps=self.act_steps,
-            action_start=obs_steps - 1,
+            process, encoder, network.backbone, sampler,
+            obs_steps=obs_steps, horizon=self.horizon, act_steps=self.act_steps, action_start=obs_steps - 1,
             observation_clip=None,
-        )
+        )  # fmt: skip
         scale, offset = (torch.cat([maps[key][part] for key in states]) for part in (0, 1))
         return Description(
             config, len(scale), len(maps["action"][0]), weights, tensors,

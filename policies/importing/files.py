@@ -129,11 +129,11 @@ class Files:
             raise CheckpointError(f"{self.path} must hold a mapping; got {type(found).__name__}.")
         return found
 
-    def beside(self, name: str) -> dict[str, Any]:
-        """Return a JSON object that lies beside the checkpoint."""
+    def beside(self, name: str, *, finite: bool = True) -> dict[str, Any]:
+        """Return a JSON object that lies beside the checkpoint; `finite`: its numbers must be."""
         path = self.path.parent / name
         with _reading("the checkpoint needs", path, f"the {name} that its program writes beside it"):
-            return read_json(own_file(path))
+            return read_json(own_file(path), finite=finite)
 
     def member(self, name: str) -> bytes:
         """Return a file within the checkpoint, a zip archive; it must be stored without compression."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from policies.encoders import ImageShape
 from policies.encoders.resnet import ResNetEncoderConfig, official_keys
-from policies.errors import CapabilityError
+from policies.errors import CapabilityError, CheckpointError
 from policies.importing.files import Tensors
 from policies.importing.formats import AffineMap
 
@@ -21,6 +21,15 @@ class KeypointNames(NamedTuple):
     keypoints: str  # convolution to keypoints
     outlet: str  # last linear layer
     computed: tuple[str, ...] = ()  # constants that ours computes
+    aliases: tuple[str, ...] = ()  # prefixes of the same tensors under another name
+    temperature: str = ""  # of the spatial softmax, which must be 1; empty: there is none
+
+
+ROBOMIMIC = KeypointNames(
+    "nets.0.nets.", "nets.1.nets", "nets.3", computed=("nets.1.pos_",), aliases=("backbone.", "pool."),
+    temperature="nets.1.temperature",
+)  # fmt: skip
+"""Names of robomimic's encoder, which Diffusion Policy has as well."""
 
 
 def keypoint_encoder(
@@ -49,6 +58,10 @@ def keypoint_encoder(
         tensors.skip(f"{prefix}{names.keypoints}.bias", "cancels in the spatial softmax")
         for constant in names.computed:
             tensors.skip(prefix + constant, "rebuilt")
+        for alias in names.aliases:
+            tensors.skip(prefix + alias, "the encoder under its other name")
+        if names.temperature and tensors.take(prefix + names.temperature).item() != 1:
+            raise CheckpointError("the temperature of the spatial softmax must be 1.")
     statistics = {}
     if pixels:
         inverse = [(-offset / scale, 1 / scale) for scale, offset in pixels]

@@ -46,19 +46,8 @@ def mlp(weights: Weights, activation: str | None) -> Network:
             "published Gym policies, mish for others)."
         )
     time_dim = shape(weights, "time_embedding.1.weight", 2)[1]
-    cond_dims = _outputs(weights, "cond_mlp.moduleList.{}.linear_1.weight")
-    trunk: dict[str, Any]
-    if "mlp_mean.layers.0.weight" in weights:
-        blocks = len(_outputs(weights, "mlp_mean.layers.{}.l1.weight", first=1))
-        first, last = "mlp_mean.layers.0.weight", f"mlp_mean.layers.{blocks + 1}.weight"
-        trunk = {"width": shape(weights, first, 2)[0], "num_blocks": blocks}
-        trunk["layer_norm"] = "mlp_mean.layers.1.norm1.weight" in weights
-    else:
-        dims = _outputs(weights, "mlp_mean.moduleList.{}.linear_1.weight")
-        first, last = (f"mlp_mean.moduleList.{i}.linear_1.weight" for i in (0, max(len(dims) - 1, 0)))
-        trunk = {"residual": False, "hidden_dims": dims[:-1]}
-        trunk["layer_norm"] = "mlp_mean.moduleList.0.norm_1.weight" in weights
-    chunk_size = shape(weights, last, 2)[0]
+    cond_dims = outputs(weights, "cond_mlp.moduleList.{}.linear_1.weight")
+    trunk, first, chunk_size = trunk_of(weights, "mlp_mean.")
     cond_dim = shape(weights, first, 2)[1] - chunk_size - time_dim
     if cond_dims:
         cond_dim = shape(weights, "cond_mlp.moduleList.0.linear_1.weight", 2)[1]
@@ -66,9 +55,24 @@ def mlp(weights: Weights, activation: str | None) -> Network:
     return Network(config, config.official_keys(), cond_dim, chunk_size=chunk_size)
 
 
+def trunk_of(weights: Weights, prefix: str) -> tuple[dict[str, Any], str, int]:
+    """Read a trunk: fields of `TrunkConfig`, the name of its first layer, and the width of its output."""
+    if f"{prefix}layers.0.weight" in weights:
+        blocks = len(outputs(weights, prefix + "layers.{}.l1.weight", first=1))
+        first, last = f"{prefix}layers.0.weight", f"{prefix}layers.{blocks + 1}.weight"
+        trunk: dict[str, Any] = {"width": shape(weights, first, 2)[0], "num_blocks": blocks}
+        trunk["layer_norm"] = f"{prefix}layers.1.norm1.weight" in weights
+    else:
+        dims = outputs(weights, prefix + "moduleList.{}.linear_1.weight")
+        first, last = (f"{prefix}moduleList.{i}.linear_1.weight" for i in (0, max(len(dims) - 1, 0)))
+        trunk = {"residual": False, "hidden_dims": dims[:-1]}
+        trunk["layer_norm"] = f"{prefix}moduleList.0.norm_1.weight" in weights
+    return trunk, first, shape(weights, last, 2)[0]
+
+
 def unet(weights: Weights, program: str, **given: Any) -> Network:
     """Read the temporal U-Net of a program; `given` are fields of `Unet1dConfig` that no tensor holds."""
-    widths = _outputs(weights, "down_modules.{}.0.blocks.0.block.0.weight")
+    widths = outputs(weights, "down_modules.{}.0.blocks.0.block.0.weight")
     inner, time_dim = shape(weights, f"{_TIME[program]}.1.weight", 2)
     layers = 3 if "mid_modules.0.cond_encoder.4.weight" in weights else 1
     first, last = (0, 4) if layers == 3 else (1, 1)
@@ -100,9 +104,9 @@ def transformer(weights: Weights, heads: int) -> Network:
     masks = {"mask": causal_mask(horizon), "memory_mask": memory_mask(horizon, tokens)} if causal else {}
     config = DpTransformerConfig(
         width=width,
-        depth=len(_outputs(weights, "decoder.layers.{}.linear1.weight")),
+        depth=len(outputs(weights, "decoder.layers.{}.linear1.weight")),
         heads=heads,
-        memory_depth=len(_outputs(weights, "encoder.layers.{}.linear1.weight")),
+        memory_depth=len(outputs(weights, "encoder.layers.{}.linear1.weight")),
         obs_tokens=tokens - 1,
         causal=causal,
     )
@@ -128,7 +132,7 @@ def shape(weights: Weights, name: str, dims: int) -> torch.Size:
     return found
 
 
-def _outputs(weights: Weights, pattern: str, first: int = 0) -> tuple[int, ...]:
+def outputs(weights: Weights, pattern: str, first: int = 0) -> tuple[int, ...]:
     """Return the output widths of layers that are numbered from `first`."""
     names = takewhile(weights.__contains__, (pattern.format(i) for i in count(first)))
     return tuple(weights[name].shape[0] for name in names)
@@ -137,6 +141,6 @@ def _outputs(weights: Weights, pattern: str, first: int = 0) -> tuple[int, ...]:
 def _encoder_dims(weights: Weights) -> tuple[int, ...]:
     if not any(name.startswith("cond_mlp.") for name in weights):
         return ()
-    blocks = len(_outputs(weights, "cond_mlp.layers.{}.l1.weight", first=1))
+    blocks = len(outputs(weights, "cond_mlp.layers.{}.l1.weight", first=1))
     out, width = shape(weights, f"cond_mlp.layers.{blocks + 1}.weight", 2)
     return (*[width] * (2 * blocks + 1), out)

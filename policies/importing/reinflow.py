@@ -48,7 +48,7 @@ class ReinflowSource(ForeignSource):
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
         if any(name.startswith("vel_head.") for name in weights):
-            raise CapabilityError("shortcut networks cannot be imported; only rectified flows (FlowMLP) can.")
+            raise CapabilityError("this is a shortcut network; import it with source=reinflow_shortcut.")
         kind_of(weights, mlp="FlowMLP")
         return mlp(weights, self.activation)
 

@@ -1,32 +1,30 @@
-"""Checkpoints of robomimic (arXiv 2108.03298): its behaviour cloning on states, also of Gaussian mixtures."""
+"""Checkpoints of robomimic (arXiv 2108.03298): its behaviour cloning and its diffusion policy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.importing.actors import deterministic, joined, layer, layers, one_step, stacked
 from policies.importing.conditions import columns
 from policies.importing.files import Files, Tensors
-from policies.importing.formats import AffineMap, Description, PolicySource
+from policies.importing.formats import Description, PolicySource
+from policies.importing.robomimic_diffusion import describe_diffusion, entry_of
+from policies.importing.robomimic_statistics import normalisation_maps
 from policies.processes.mixture import MixtureProcess
 from policies.registry import register
 from policies.storage.strict_json import parse_json
 
 _MLP, _DECODER = "policy.nets.mlp._model.", "policy.nets.decoder.nets."
 _OTHERS = ("rnn", "transformer", "vae")  # kinds of behaviour cloning with other networks
-_PAIRS = (("mean", "std"), ("offset", "scale"))  # statistics of robomimic 0.3 and 0.5
 
 
 @register("source", "robomimic")
 @dataclass(frozen=True)
 class RobomimicSource(PolicySource):
-    """robomimic's BC and BC-GMM on states; the settings are in the checkpoint.
+    """robomimic's BC and BC-GMM on states, its diffusion policy also on images; no setting is needed.
 
     Attributes:
         keys: Order of its observations in `state`; empty: as in the checkpoint.
@@ -44,18 +42,19 @@ class RobomimicSource(PolicySource):
             raise CheckpointError(f"{files.path} is not a checkpoint of robomimic: it has no {missing[0]}.")
         config = parse_json(whole["config"], f"{files.path}: config", finite=False)
         algo, shapes = config["algo"], whole["shape_metadata"]["all_shapes"]
-        others = [name for name in _OTHERS if algo.get(name, {}).get("enabled")]
         modalities = config["observation"]["modalities"]["obs"]
-        images = [key for kind, keys in modalities.items() if kind != "low_dim" for key in keys]
-        if whole["algo_name"] != "bc" or others or images:
-            raise CapabilityError(
-                f"only BC and BC-GMM on states can be imported; got {whole['algo_name']}"
-                f"{''.join(f', {name}' for name in (*others, *images))}."
-            )
+        diffuses = _check_algorithm(whole["algo_name"], algo, modalities)
         theirs = {key: shapes[key][0] for key in shapes if key in modalities["low_dim"]}
         ours = list(self.keys or theirs)
         if sorted(ours) != sorted(theirs):
             raise ConfigError(f"source.keys must list {', '.join(theirs)}; got {', '.join(ours)}.")
+        action_dim = whole["shape_metadata"]["ac_dim"]
+        maps = normalisation_maps(whole, config["train"], ours, action_dim)
+        fixed = tuple(name for name in ("state", "action") if name not in maps)
+        if diffuses:
+            entry = entry_of(whole["model"], files.entry)
+            found = describe_diffusion(whole, config, Tensors(whole["model"][entry]), ours, maps)
+            return replace(found, entry=f"model/{entry}", fixed=fixed)
         entry = "model/nets" if "nets" in whole["model"] else "model"
         tensors = Tensors(whole["model"].get("nets", whole["model"]))
         stack = layers(tensors, _MLP)
@@ -65,13 +64,24 @@ class RobomimicSource(PolicySource):
             )
         stack[0] = (stack[0][0].index_select(1, columns(theirs, ours)), stack[0][1])
         policy, weights = _policy(tensors, stack, algo)
-        action_dim = whole["shape_metadata"]["ac_dim"]
-        maps = _maps(whole, ours, action_dim)
-        fixed = tuple(name for name in ("state", "action") if name not in maps)
         return Description(
             policy, sum(theirs.values()), action_dim, weights, tensors, maps,
             entry=entry, state=tuple(ours), fixed=fixed,
         )  # fmt: skip
+
+
+def _check_algorithm(name: str, algo: Mapping[str, Any], modalities: Mapping[str, list[str]]) -> bool:
+    """Return whether it is the diffusion policy; what cannot be imported is refused."""
+    diffuses = name == "diffusion_policy"
+    others = [kind for kind in _OTHERS if algo.get(kind, {}).get("enabled")]
+    known = ("low_dim", "rgb") if diffuses else ("low_dim",)
+    unknown = [key for kind, keys in modalities.items() if kind not in known for key in keys]
+    if name not in ("bc", "diffusion_policy") or others or unknown:
+        raise CapabilityError(
+            "only BC and BC-GMM on states, and the diffusion policy on images and states can be imported; "
+            f"got {', '.join((name, *others, *unknown))}."
+        )
+    return diffuses
 
 
 def _policy(tensors: Tensors, stack: list[Any], algo: Mapping[str, Any]) -> Any:
@@ -91,25 +101,3 @@ def _policy(tensors: Tensors, stack: list[Any], algo: Mapping[str, Any]) -> Any:
         num_modes=len(parts[0][1]), state_std=True, min_std=low, init_std=max(low, 0.1), max_std=max(low, 1.0)
     )
     return one_step(whole, "relu", process=process), stacked(whole, "head.trunk.")
-
-
-def _maps(whole: Mapping[str, Any], keys: list[str], action_dim: int) -> dict[str, AffineMap]:
-    """Return the maps of normalised observations and actions, where the checkpoint has them."""
-    maps: dict[str, AffineMap] = {}
-    if statistics := whole.get("obs_normalization_stats"):
-        maps["state"] = _map([statistics[key] for key in keys])
-    if statistics := whole.get("action_normalization_stats"):
-        maps["action"] = _map([statistics[key] for key in statistics])
-        if len(maps["action"][0]) != action_dim:
-            raise CheckpointError(f"the statistics of actions must have {action_dim} numbers.")
-    return maps
-
-
-def _map(statistics: list[Mapping[str, Any]]) -> AffineMap:
-    pair = _PAIRS[0] if "mean" in statistics[0] else _PAIRS[1]
-    centre, spread = (
-        torch.cat([torch.tensor(one[name], dtype=torch.float64).flatten() for one in statistics])
-        for name in pair
-    )
-    scale: Tensor = 1 / spread
-    return scale.float(), (-centre * scale).float()

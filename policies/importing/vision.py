@@ -1,4 +1,4 @@
-"""The vision MLPs of DPPO and ReinFlow: a small ViT per camera and the MLP over the flattened chunk."""
+"""The vision networks of DPPO and ReinFlow: a small ViT per camera, and an MLP or a U-Net over the chunk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.importing.dppo import limits_of
 from policies.importing.files import Files, Tensors, read_statistics
-from policies.importing.formats import Description, PolicySource
-from policies.importing.networks import mlp, shape
+from policies.importing.formats import Description, Network, PolicySource
+from policies.importing.networks import mlp, shape, unet
 from policies.policy_config import PolicyConfig
-
-_ENCODER = ("backbone.", "compress")
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,9 @@ class VisionSource(PolicySource):
 
     Attributes:
         cameras: Names of the cameras, in the order of the training configuration. Must be given.
-        activation: Of the MLP: `mish` in all published image configurations.
+        activation: Of the network: `mish` in all published image configurations.
+        horizon: Actions that the policy predicts. The U-Net needs it; null: from the tensors of the MLP.
+        groups: Groups of channels that the U-Net normalises together; published are 8.
     """
 
     cameras: tuple[str, ...] = ()
@@ -34,7 +34,9 @@ class VisionSource(PolicySource):
     images: tuple[int, ...] = bounded((96, 96), ge=1)  # height and width; published are 96
     heads: int = bounded(4, ge=1)  # attention heads; published are 4
     obs_steps: int = bounded(1, ge=1)  # observations that the policy sees; published is 1
+    horizon: int | None = bounded(None, ge=1)
     act_steps: int | None = bounded(None, ge=1)  # actions that are executed; null: the whole chunk
+    groups: int = bounded(8, ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,35 +66,42 @@ def describe_vision(
         for prefix, why in frozen.items():
             tensors.skip(prefix, why)
     released = tensors.cut(tuned if is_tuned else "network.")
-    if not any(name.startswith("mlp_mean.") for name in released):
-        raise CapabilityError("only vision networks with an MLP (mlp_mean) can be imported.")
-    encoder = _encoder(source, released)
-    keys = encoder.official_keys(len(source.cameras))
-    network = mlp(
-        {name: one for name, one in released.items() if not name.startswith(_ENCODER)}, source.activation
-    )
+    encoder, rest = _encoder(source, released), Tensors(released)
+    weights = rest.taken(encoder.official_keys(len(source.cameras)), "encoder.")
+    network = _network(source, rest.left)
     width = len(source.cameras) * encoder.features + source.obs_steps * obs_dim
-    if network.cond_dim != width or network.chunk_size is None or network.chunk_size % action_dim:
-        raise ConfigError(
-            f"the network reads {network.cond_dim} numbers and gives {network.chunk_size}; the statistics "
-            f"and source.obs_steps={source.obs_steps} ask for {width}, and rows of {action_dim}."
-        )
-    rest = Tensors(released)
-    weights = rest.taken(keys, "encoder.")
+    if network.cond_dim != width:
+        asked = f"the statistics and source.obs_steps={source.obs_steps} ask for {width}"
+        raise ConfigError(f"the network reads {network.cond_dim} numbers; {asked}.")
+    horizon = _horizon(source, network, action_dim)
     weights |= network.placed(rest.left, "field.")
-    horizon = network.chunk_size // action_dim
     config = PolicyConfig(
-        process=process,
-        encoder=encoder,
-        backbone=network.backbone,
-        sampler=sampler,
-        obs_steps=source.obs_steps,
-        horizon=horizon,
-        act_steps=source.act_steps or horizon,
+        process, encoder, network.backbone, sampler,
+        obs_steps=source.obs_steps, horizon=horizon, act_steps=source.act_steps or horizon,
         observation_clip=None,
-    )
+    )  # fmt: skip
     images = {camera: (source.images[0], source.images[1], 3) for camera in source.cameras}
     return Description(config, obs_dim, action_dim, weights, tensors, maps, images, entry)
+
+
+def _network(source: VisionSource, weights: Mapping[str, Tensor]) -> Network:
+    if any(name.startswith("mlp_mean.") for name in weights):
+        return mlp(weights, source.activation)
+    if any(name.startswith("cond_mlp.") for name in weights):
+        raise CapabilityError("a vision U-Net with an encoder of the state (cond_mlp) cannot be imported.")
+    return unet(weights, "dppo", groups=source.groups, activation=source.activation)
+
+
+def _horizon(source: VisionSource, network: Network, action_dim: int) -> int:
+    """Return the number of rows of a chunk; the tensors of a U-Net fit any."""
+    whole = network.chunk_size or (source.horizon or 0) * (network.action_dim or 0)
+    horizon, rest = divmod(whole, action_dim)
+    if not horizon or rest or source.horizon not in (None, horizon):
+        raise ConfigError(
+            f"chunks of {whole} numbers cannot be source.horizon={source.horizon} rows of {action_dim}, as "
+            "the statistics have. Give the horizon that it was trained with."
+        )
+    return horizon
 
 
 def _encoder(source: VisionSource, weights: Mapping[str, Tensor]) -> VitEncoderConfig:

@@ -104,7 +104,7 @@ class Ensemble(nn.Module):
     def _large(self, x: Tensor) -> bool:
         if torch.compiler.is_compiling():  # a graph serves every batch
             return False
-        return x.device.type == "cpu" and len(x) * min(self.config.hidden_dims) >= _LARGE
+        return x.device.type == "cpu" and x.shape[0] * min(self.config.hidden_dims) >= _LARGE
 
     def _evaluate_batched(self, h: Tensor, count: int, frozen: bool) -> Tensor:
         stacks = (self._stacks(part, count, frozen) for part in self._parts)

@@ -45,10 +45,7 @@ class TanhGaussianConfig:
         )
         net = TanhGaussian(trunk, cond_dim, latent_dim)
         if self.zero_init:
-            outlet = net.trunk.get_submodule(f"layers.{len(self.hidden_dims) - 1}")
-            with torch.no_grad():
-                for weight in outlet.parameters():
-                    weight.zero_()
+            net.start_at(1.0)
         return net
 
 
@@ -67,6 +64,14 @@ class TanhGaussian(nn.Module):
         super().__init__()
         self.trunk = trunk.build_trunk(cond_dim, 2 * latent_dim)
         self._limits = (min_log_std, max_log_std)
+
+    @torch.no_grad()
+    def start_at(self, std: float) -> None:
+        """Set the last layer to means of 0 and deviations `std` at every condition."""
+        *_, outlet = (part for part in self.trunk.modules() if isinstance(part, nn.Linear))
+        outlet.weight.zero_()
+        outlet.bias.zero_()
+        outlet.bias.chunk(2)[1].fill_(math.log(std))
 
     def forward(self, cond: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and logarithms of deviations (B, L) of conditions (B, C)."""

@@ -55,10 +55,32 @@ class OctaveEmbedding(nn.Module):
         return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
 
+class JointEmbedding(nn.Module):
+    """Sinusoids of both times of a step side by side, then Linear 2 dim -> dim, Mish, Linear dim -> dim.
+
+    Source: ReinFlow (arXiv 2505.22094), `ShortCutFlowMLP` of the released code.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.linear1 = nn.Linear(2 * dim, dim)
+        self.linear2 = nn.Linear(dim, dim)
+
+    def forward(self, time: Tensor, second_time: Tensor | None) -> Tensor:
+        if second_time is None:
+            raise CapabilityError("backbone.times=joint embeds two times and was called with one.")
+        dtype = self.linear1.weight.dtype
+        waves = [sinusoid(one.to(dtype), self.dim) for one in (time, second_time)]
+        return self.linear2(mish(self.linear1(torch.cat(waves, dim=-1))))
+
+
 def embed_times(
-    first: Callable[[Tensor], Tensor], second: TimeEmbedding | None, time: Tensor, second_time: Tensor | None
+    first: Callable[..., Tensor], second: TimeEmbedding | None, time: Tensor, second_time: Tensor | None
 ) -> Tensor:
     """Embed one network time (...,), or the sum of two where the network was built with a second one."""
+    if isinstance(first, JointEmbedding):
+        return first(time, second_time)
     if second is None and second_time is None:
         return first(time)
     if second is None or second_time is None:

@@ -41,6 +41,8 @@ class EnergyField(nn.Module):
     Attention and normalisation of `net` are set to operations that can be differentiated twice.
     """
 
+    evaluates_gradients = True  # of the energy, in every evaluation
+
     def __init__(self, net: Any, form: str) -> None:
         super().__init__()
         self.net = net

@@ -1,4 +1,4 @@
-"""Candidates: sample several chunks, edit some of them, execute the one of the largest value.
+"""Candidates: sample several chunks, edit or improve some of them, execute the one of the largest value.
 
 Legend: B batch, N sampled chunks, M edited ones, Th horizon, Da action width, A = Ta Da executed numbers, E
 critics, u an edit, beta its scale, c the bound of actions, C_i aggregate over critics, eps standard
@@ -9,18 +9,24 @@ normals::
     a'_m = a_m + clip(beta u_m, -c - a_m, c - a_m)
     n*   = argmax C_i Q_i(s, .)  over a_0 ... a_{N-1}, a'_0 ... a'_{M-1}
 
+With L > 0 steps of ascent of rate eta, the K candidates of the largest values climb before the choice::
+
+    a_k <- clip(a_k + eta grad_a C_i Q_i(s, a_k), -c, c),  and a_k is the best of the L + 1 points visited
+
 Critics and edits see the executed rows; an edit leaves the other rows unchanged. An edit never leaves the
 bound, and an action beyond it is moved inwards only. One candidate needs no critic. Of equal values the
 first candidate wins. All randomness comes from the noise: N rows for the chunks, then M rows whose first A
 numbers are eps.
 
 Source: best of N as in IDQL (arXiv 2304.10573) and Q-chunking (arXiv 2507.07969); edits as in EXPO (arXiv
-2507.07986). Deviation: EXPO leaves edited actions unbounded (`bound` null).
+2507.07986); ascent as in PA-RL (released code). Deviation: EXPO leaves edited
+actions unbounded (`bound` null).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -32,6 +38,7 @@ from policies.errors import CapabilityError
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.critics import EnsembleConfig, aggregate
 from policies.networks.distributions import TanhGaussianConfig, tanh_draw
+from policies.networks.energy import energy_and_gradient
 from policies.policy import Policy
 from policies.protocols import Cond, Hooks, Start
 from policies.registry import register
@@ -59,6 +66,9 @@ class Candidates(Checked):
     edit_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of the edit actor
     bound: float | None = bounded(1.0, gt=0)  # c, normalised action units; null: edited actions are unbounded
     stochastic: bool = True  # sample the edits; false: use their means
+    ascent_steps: int = bounded(0, ge=0)  # L, gradient steps on the best candidates
+    ascent_lr: float = bounded(3e-4, gt=0)  # eta, normalised action units per unit of slope
+    num_ascended: int = bounded(1, ge=1)  # K, candidates that climb and remain
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,11 +77,18 @@ class Candidates(Checked):
         self.require("num_edited", self.num_edited <= self.num_candidates, "at most the number of candidates")
         whole = self.num_edited == self.num_candidates
         self.require("keeps_base", self.keeps_base or whole, "true unless all candidates are edited")
+        if self.ascent_steps:
+            rule = f"at most the {self.num_ranked} candidates"
+            self.require("num_ascended", self.num_ascended <= self.num_ranked, rule)
 
     @property
     def num_ranked(self) -> int:
         """Chunks that the critics compare."""
         return self.num_edited + (self.num_candidates if self.keeps_base else 0)
+
+    @property
+    def has_critic(self) -> bool:
+        return self.num_ranked > 1 or self.ascent_steps > 0
 
     def critic_config(self) -> EnsembleConfig:
         """Return the configuration of the critics."""
@@ -107,7 +124,7 @@ class CandidatePolicy(WrappedPolicy):
         self.width = base.chunk.act_steps * base.chunk.action_dim  # A
         cond_dim = base.encoder.cond_dim
         self.critic, self.editor = None, None
-        if wrapper.num_ranked > 1:
+        if wrapper.has_critic:
             self.critic = wrapper.critic_config().build(cond_dim, self.width).to(base.dtype)
         if wrapper.num_edited:
             if math.prod(base.noise_shape) < self.width:
@@ -128,6 +145,11 @@ class CandidatePolicy(WrappedPolicy):
     def noise_sensitive(self) -> bool:  # type: ignore[override]
         has_draws = self.wrapper.num_edited > 0 and self.wrapper.stochastic
         return has_draws or self.base.noise_sensitive
+
+    @property
+    def evaluates_gradients(self) -> bool:
+        """Whether decoding differentiates the critics."""
+        return self.wrapper.ascent_steps > 0
 
     def sampling_edits(self) -> Self:
         """Return a view that samples its edits."""
@@ -160,6 +182,12 @@ class CandidatePolicy(WrappedPolicy):
         """Return the executed rows of chunks (..., Th, Da), flat (..., A)."""
         return plans[..., self.chunk.executed, :].flatten(-2)
 
+    def with_executed(self, plans: Tensor, actions: Tensor) -> Tensor:
+        """Return chunks (..., Th, Da) with other executed rows (..., A)."""
+        rows, start = self.chunk.act_steps, self.chunk.action_start
+        before, after = plans[..., :start, :], plans[..., start + rows :, :]
+        return torch.cat([before, actions.unflatten(-1, (rows, -1)), after], dim=-2)
+
     def edits(self, vec: Tensor, action: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return edits u (B, A) and their log-densities (B,) of actions (B, A) at conditions (B, C)."""
         assert self.editor is not None
@@ -185,12 +213,32 @@ class CandidatePolicy(WrappedPolicy):
         vec = cond.vec.unsqueeze(1).expand(-1, edited, -1).flatten(0, 1)
         u = self.edits(vec, actions[:, :edited].flatten(0, 1), eps.flatten(0, 1))[0].view_as(eps)
         changed = self.edited(actions[:, :edited], u)
-        rows, start = self.chunk.act_steps, self.chunk.action_start
-        before, after = plans[:, :edited, :start], plans[:, :edited, start + rows :]
-        changed_plans = torch.cat([before, changed.unflatten(-1, (rows, -1)), after], dim=2)
+        changed_plans = self.with_executed(plans[:, :edited], changed)
         if not self.wrapper.keeps_base:
             return changed_plans, changed
         return torch.cat([plans, changed_plans], dim=1), torch.cat([actions, changed], dim=1)
+
+    def worth(self, vec: Tensor, actions: Tensor) -> Tensor:
+        """Return the values (B, R) by which candidates (B, R, A) are compared."""
+        assert self.critic is not None
+        values = ranked(self.critic, vec, actions)
+        return aggregate(values, self.wrapper.aggregate, pessimism=self.wrapper.pessimism)
+
+    def best(self, plans: Tensor, actions: Tensor, worth: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the K candidates of the largest worth (B, R), the best last."""
+        index = worth.argsort(dim=1)[:, -self.wrapper.num_ascended :]
+        return picked(plans, index), picked(actions, index)
+
+    def ascended(self, vec: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the best points (B, K, A) that candidates visit as they climb, and their worth (B, K)."""
+        wrapper, bound = self.wrapper, self.wrapper.bound
+        return ascend(
+            lambda points: self.worth(vec, points),
+            actions,
+            steps=wrapper.ascent_steps,
+            lr=wrapper.ascent_lr,
+            box=None if bound is None else (-bound, bound),
+        )
 
     @property
     def _numbers(self) -> tuple[int, int]:
@@ -207,11 +255,13 @@ class CandidatePolicy(WrappedPolicy):
             )
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             plans, actions = self.candidates(cond, noise, grad=grad)
-            if plans.shape[1] == 1:
+            if not self.wrapper.has_critic:
                 return plans[:, 0]
-            assert self.critic is not None
-            how, pessimism = self.wrapper.aggregate, self.wrapper.pessimism
-            worth = aggregate(ranked(self.critic, cond.vec, actions), how, pessimism=pessimism)
+            worth = self.worth(cond.vec, actions)
+            if self.wrapper.ascent_steps:
+                plans, actions = self.best(plans, actions, worth)
+                actions, worth = self.ascended(cond.vec, actions)
+                plans = self.with_executed(plans, actions)
             return select(plans, worth)
 
 
@@ -223,7 +273,37 @@ def ranked(critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
     return values.unflatten(1, (-1, count))
 
 
+def ascend(
+    worth: Callable[[Tensor], Tensor],
+    actions: Tensor,
+    *,
+    steps: int,
+    lr: float,
+    box: tuple[Any, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the best points (B, K, A) visited by gradient ascent on worth (B, K), and their worth.
+
+    Points stay between the bounds of `box`. Of equal ones the later is returned.
+    """
+    best, highest, point = actions, torch.full_like(actions[..., 0], -math.inf), actions
+    for step in range(steps + 1):
+        if step < steps:
+            value, slope = energy_and_gradient(worth, point)
+        else:
+            value, slope = worth(point), torch.zeros_like(point)
+        best = torch.where((value >= highest)[..., None], point, best)
+        highest = torch.maximum(highest, value)
+        point = point + lr * slope
+        point = point if box is None else point.clamp(*box)
+    return best, highest
+
+
+def picked(options: Tensor, index: Tensor) -> Tensor:
+    """Return the options (B, K, ...) at an index (B, K) of (B, R, ...)."""
+    place = index.view(*index.shape, *[1] * (options.ndim - 2))
+    return options.gather(1, place.expand(-1, -1, *options.shape[2:]))
+
+
 def select(options: Tensor, worth: Tensor) -> Tensor:
     """Return the option (B, ...) of the largest worth (B, R) among (B, R, ...); of equals the first."""
-    best = worth.argmax(dim=1).view(-1, *[1] * (options.ndim - 1))
-    return options.gather(1, best.expand(-1, 1, *options.shape[2:])).squeeze(1)
+    return picked(options, worth.argmax(dim=1, keepdim=True)).squeeze(1)

@@ -189,6 +189,15 @@ def test_the_nearest_time_is_a_level_or_in_the_range_of_noise() -> None:
             "process=mip algo.sampler=auto",
             replace(DPPO, tuned_steps=2),
         ),
+        *(
+            (replace(DPPO, tuned_steps=10), init_of(process), f"algo.tuned_steps 10 algo.tuned_steps={steps}",
+             replace(DPPO, tuned_steps=steps))
+            for process, steps in ((Mip(), 2), (Regression(), 1), (Consistency(), 2))
+        ),
+        (
+            replace(REINFLOW, tuned_steps=2), init_of(Regression()), "algo.tuned_steps 2 algo.tuned_steps=1",
+            replace(REINFLOW, tuned_steps=1),
+        ),
         (replace(REINFLOW, denoising_steps=4), init_of(Mip()), "algo.denoising_steps 2 null 4", REINFLOW),
         (
             replace(REINFLOW, denoising_steps=2), init_of(Consistency()),

@@ -17,12 +17,14 @@ from small_algorithms import dataset, init, setup, small, start
 from torch import Tensor
 
 from algos.bc import BcConfig
+from algos.critics.dqc import DqcConfig
 from algos.critics.edits import EditLearner
 from algos.critics.expo import ExpoConfig
 from algos.critics.fql import FqlConfig
 from algos.critics.idql import IdqlConfig
 from algos.critics.learner import ChunkCriticConfig
 from algos.critics.losses import bce, implicit_loss, value_loss
+from algos.critics.pa_rl import PaRlConfig
 from algos.critics.qam import QamConfig
 from algos.critics.qc import QcConfig
 from algos.critics.residual import ResidualConfig
@@ -38,11 +40,12 @@ from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
 from policies.processes.deterministic import DeterministicPolicy
 from policies.storage.policy_folder import load_policy, save_policy
-from policies.wrappers.candidates import CandidatePolicy, Candidates, select
+from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select
 from policies.wrappers.noise_policy import Steering
 
-METHODS = ("qc", "fql", "idql", "expo", "residual", "qam", "trqam")
-OFFLINE = ("iql", "td3_bc", "rebrac", "a2pr")
+METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl", "qam", "trqam")
+ON_DATA = ("dqc",)
+OFFLINE = ("iql", "td3_bc", "rebrac", "a2pr", "prdc")
 
 
 def online(algo: str, steps: int = 12, warmup: int = 4, **values: Any) -> Any:
@@ -148,7 +151,12 @@ def test_edits_change_executed_rows_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"num_candidates": 4}, {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3}]
+    "values",
+    [
+        {"num_candidates": 4},
+        {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3},
+        {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 3, "ascent_lr": 0.1},
+    ],
 )
 def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], tmp_path: Path) -> None:
     policy = wrapped(init("flow"), **values)
@@ -158,13 +166,23 @@ def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], t
     assert isinstance(again, CandidatePolicy) and again.wrapper == policy.wrapper
 
 
-def test_a_chosen_policy_is_exported_as_one_graph_with_its_critics(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3},
+        {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 2, "ascent_lr": 0.1},
+    ],
+    ids=["edits", "ascent"],
+)
+def test_a_chosen_policy_is_exported_as_one_graph_with_its_critics(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     pytest.importorskip("onnxscript", reason="needs the extra `export`")
     from policies.export.export import export_onnx
     from policies.runner import MODEL
 
-    policy = wrapped(init("flow"), num_candidates=3, num_edited=2, edit_scale=0.3)
+    policy = wrapped(init("flow"), **values)
     export_onnx(policy, tmp_path / "out", latency_batches=())
     graph = onnxruntime.InferenceSession(tmp_path / "out" / MODEL)
     noise = noise_of(policy)
@@ -194,6 +212,43 @@ def test_edits_are_means_where_the_policy_is_not_stochastic() -> None:
     assert torch.equal(policy.act(observed(), noise=noise), policy.act(observed(), noise=other))
     sampling = policy.sampling_edits()
     assert not torch.equal(sampling.act(observed(), noise=noise), sampling.act(observed(), noise=other))
+
+
+def test_ascent_ends_where_a_quadratic_says_and_keeps_the_best_point() -> None:
+    """Of Q = -|a - a*|^2 a point is a* + (1 - 2 eta)^L (a_0 - a*) after L steps; long steps are undone."""
+    aim = torch.tensor([0.9, -0.4], dtype=torch.float64)
+    start = torch.tensor([[[0.0, 0.0], [0.5, 0.5]]], dtype=torch.float64)
+
+    def worth(points: Tensor) -> Tensor:
+        return -(points - aim).square().sum(-1)
+
+    for steps in (0, 1, 7):
+        found, value = ascend(worth, start, steps=steps, lr=0.1, box=None)
+        torch.testing.assert_close(found, aim + 0.8**steps * (start - aim))
+        torch.testing.assert_close(value, worth(found))
+    assert torch.equal(ascend(worth, start, steps=5, lr=1.5, box=None)[0], start)
+    boxed = ascend(worth, start, steps=60, lr=0.1, box=(-0.2, 0.6))[0]
+    torch.testing.assert_close(boxed, torch.tensor([0.6, -0.2], dtype=torch.float64).expand(1, 2, 2))
+
+
+def test_without_steps_of_ascent_the_best_candidate_is_executed() -> None:
+    values = {"num_candidates": 4, "num_ascended": 2}
+    still, plain = wrapped(init("flow"), ascent_steps=0, **values), wrapped(init("flow"), num_candidates=4)
+    noise = noise_of(plain)
+    assert torch.equal(still.act(observed(), noise=noise), plain.act(observed(), noise=noise))
+    climbing = wrapped(init("flow"), ascent_steps=5, ascent_lr=0.5, **values)
+    cond = climbing.encode({"state": observed()})
+    chosen = climbing.executed_part(climbing.decode(cond, noise))
+    before = plain.executed_part(plain.decode(cond, noise))
+    assert (climbing.worth(cond.vec, chosen[:, None]) > climbing.worth(cond.vec, before[:, None])).all()
+    assert chosen.abs().max() <= 1
+
+
+def test_candidates_that_climb_are_some_of_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="num_ascended"):
+        Candidates(num_candidates=2, num_ascended=3, ascent_steps=1)
+    with pytest.raises(ConfigError, match=mentions("algo.num_ascended algo.num_candidates=2")):
+        PaRlConfig(num_candidates=2, num_ascended=3)
 
 
 # -- losses ---------------------------------------------------------------------------------------------
@@ -246,7 +301,7 @@ def test_the_target_of_qc_is_the_best_candidate_valued_by_the_target_copies() ->
 
 def test_no_value_gradient_reaches_the_cloned_policy() -> None:
     """The policy of QC, the teacher of FQL and the policy of EXPO learn from their matching loss alone."""
-    for algo in ("qc", "fql", "expo", "idql", "qam", "trqam"):
+    for algo in ("qc", "fql", "expo", "idql", "dqc", "qam", "trqam"):
         config = small(registry.lookup("algo", algo))
         run = begin(config)
         other = begin(replace(config, reward_scale=50.0))
@@ -257,7 +312,7 @@ def test_no_value_gradient_reaches_the_cloned_policy() -> None:
 
 
 def test_without_refit_the_policy_stays_bit_by_bit() -> None:
-    for algo in METHODS:
+    for algo in (*METHODS, *ON_DATA):
         run = finished(begin(replace(small(registry.lookup("algo", algo)), refit=False)))
         assert torch.equal(weights(run.learner.base), weights(init("flow"))), algo
 
@@ -388,6 +443,14 @@ def test_edits_of_the_policy_are_trained_at_its_own_chunks() -> None:
         assert torch.equal(*losses) == (where == "policy")
 
 
+def test_edits_begin_as_small_as_they_are_told() -> None:
+    run = begin(replace(small(ResidualConfig), edit_init_std=0.1))
+    policy, cond = run.learner.policy, torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
+    eps = torch.randn(2000, 4, generator=torch.Generator().manual_seed(1))
+    u, _ = policy.edits(cond, eps.flip(0), eps)
+    torch.testing.assert_close(u, torch.tanh(0.1 * eps))
+
+
 @pytest.mark.parametrize("ramp", [0, 4])
 def test_the_scale_of_a_residual_rises(ramp: int) -> None:
     run = begin(replace(small(ResidualConfig), ramp_steps=ramp, edit_scale=0.2))
@@ -405,7 +468,7 @@ def test_a_residual_of_scale_zero_is_its_policy_after_training() -> None:
     assert torch.equal(policy.act(observed(), noise=noise), base.act(observed(), noise=noise[:, 0]))
 
 
-@pytest.mark.parametrize("algo", ["qc", "residual"])
+@pytest.mark.parametrize("algo", ["qc", "residual", "pa_rl", "dqc"])
 def test_black_boxes_are_chosen_from_and_corrected(algo: str) -> None:
     """A composition and a steered policy, which have no matching loss, are improved without refit."""
     composed = ComposedPolicy([init("flow"), init("flow")], Composition(weights=(0.5, 0.5)))
@@ -431,6 +494,116 @@ def test_qc_prefers_the_better_of_two_modes_that_the_policy_keeps() -> None:
     cloned = policy.base.act(obs, generator=torch.Generator().manual_seed(3))[:, 0, 0]
     assert (chosen > 0).double().mean() > 0.95
     assert 0.25 < (cloned > 0).double().mean() < 0.75
+
+
+def test_pa_rl_clones_improved_chunks_beyond_the_modes_of_the_data() -> None:
+    """Rewards fall with the distance to 0.8; recorded actions are +-0.6, where it stays without ascent."""
+    found = {}
+    for steps in (0, 8):
+        data = two_modes()
+        data = replace(data, rewards=-(data.actions[:, 0] - 0.8).square())
+        config = PaRlConfig(
+            steps=900, log_every=900, batch_size=64, gamma=0.0, critics=2, critic_dims=(32, 32),
+            actor_lr=3e-3, critic_lr=3e-3, num_candidates=8, num_ascended=4, ascent_steps=steps,
+            ascent_lr=0.05, temperature=0.05, refit_after=300,
+        )  # fmt: skip
+        policy = finished(begin(config, dataset=data, env=None, init=None)).snapshot()
+        drawn = policy.base.act(observed(64), generator=torch.Generator().manual_seed(3))[:, 0, 0]
+        found[steps] = float(drawn.mean())
+    assert found[0] < 0.66 < found[8] < 0.95
+
+
+def test_the_set_that_pa_rl_clones_ends_with_the_recorded_chunk() -> None:
+    config = replace(small(PaRlConfig), num_candidates=5, num_ascended=3, ascent_steps=0, critics=2)
+    run = begin(replace(config, ascent_steps=2))
+    learner, batch = run.learner, run.table.gather(torch.arange(8))
+    draws = learner.draw(8, torch.Generator().manual_seed(0))
+    learner.policy.wrapper = replace(learner.policy.wrapper, ascent_steps=0)
+    plans, real, weight = learner.refit_set(batch, draws["refit"])
+    torch.testing.assert_close(plans[:, -1].flatten(1), batch.plan)
+    assert torch.equal(real[:, -1], batch.real) and bool((real[:, :-1] == 1).all())
+    torch.testing.assert_close(weight.exp().sum(1), torch.ones(8))
+    _, actions = learner.policy.candidates(learner.base.condition(batch.cond), draws["refit"])
+    order = learner.policy.worth(batch.cond, actions).argsort(1)[:, -2:]
+    kept = actions[torch.arange(8)[:, None], order]
+    torch.testing.assert_close(learner.policy.executed_part(plans)[:, :-1], kept)
+
+
+def test_pa_rl_begins_to_clone_after_its_critics() -> None:
+    run = begin(replace(small(PaRlConfig), refit_after=4))
+    first = weights(run.learner.base)
+    run.advance(), run.advance()
+    assert torch.equal(weights(run.learner.base), first)
+    run.advance()
+    assert not torch.equal(weights(run.learner.base), first)
+
+
+def test_values_of_dqc_reach_back_over_long_chunks_while_short_ones_are_chosen() -> None:
+    run = begin(replace(small(DqcConfig), critic_horizon=4))
+    batch = run.table.gather(torch.arange(6))
+    assert batch.action.shape[1] == 4 * 2 and run.snapshot().critic is not None
+    assert run.learner.policy.width == 2 * 2  # numbers of executed steps
+    finished(run)
+    assert run.snapshot().act(observed()).shape == (5, 2, 2)
+
+
+def test_a_reward_of_decoupled_chunks_is_that_of_their_steps() -> None:
+    run = begin(replace(small(DqcConfig), critic_horizon=4, gamma=0.5))
+    data, row = dataset(), 3
+    batch = run.table.gather(torch.tensor([row]))
+    frame = int(run.table.frame[row])
+    length = min(4, 5 - frame % 5)
+    wanted = sum(0.5**j * float(data.rewards[frame + j]) for j in range(length))
+    assert float(batch.reward) == pytest.approx(wanted, rel=1e-5)
+    assert float(batch.discount) == pytest.approx(0.0 if frame % 5 + 4 >= 5 else 0.5**4)
+
+
+def test_dqc_finds_the_value_of_a_reward_beyond_its_executed_chunk() -> None:
+    """Mode +0.6 of the first chunk leads to a reward of 1 after the chunk; values lie in [0, 1]."""
+    data = later_reward()
+    config = DqcConfig(
+        steps=900, log_every=900, batch_size=64, gamma=0.9, critic_horizon=4, critic_dims=(32, 32),
+        actor_lr=3e-3, critic_lr=3e-3, tau=0.05, num_candidates=16,
+    )  # fmt: skip
+    run = finished(begin(config, dataset=data, env=None, init=None))
+    policy, obs = run.snapshot(), torch.zeros(64, 1, 2)
+    chosen = policy.act(obs, generator=torch.Generator().manual_seed(3))[:, 0, 0]
+    cloned = policy.base.act(obs, generator=torch.Generator().manual_seed(3))[:, 0, 0]
+    assert (chosen > 0).double().mean() > 0.9
+    assert 0.25 < (cloned > 0).double().mean() < 0.75
+
+
+def later_reward(episodes: int = 200) -> Any:
+    """Episodes of four steps; the sign of the first two actions decides about the reward of the last."""
+    generator = torch.Generator().manual_seed(0)
+    sign = torch.randint(0, 2, (episodes,), generator=generator) * 2.0 - 1.0
+    actions = torch.zeros(episodes, 4, 2)
+    actions[:, :2, 0] = 0.6 * sign[:, None]
+    observations = torch.zeros(episodes, 4, 2)
+    observations[:, 1:, 1] = torch.tensor([0.3, 0.6, 0.9])  # time alone: nothing tells the modes apart
+    rewards = torch.zeros(episodes, 4)
+    rewards[:, 3] = (sign > 0).float()
+    base = dataset(episodes, 4)
+    return replace(
+        base,
+        observations=observations.flatten(0, 1),
+        actions=actions.flatten(0, 1),
+        rewards=rewards.flatten(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"online_steps": 5}, "algo.online_steps algo=qc"),
+        ({"critic_horizon": 1}, "algo.critic_horizon policy.act_steps=2"),
+    ],
+)
+def test_what_decoupled_chunks_cannot_do_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=mentions(message)):
+        begin(replace(small(DqcConfig), **values))
+    with pytest.raises(ConfigError, match=mentions("algo.value_max algo.value_min")):
+        DqcConfig(value_min=1.0)
 
 
 def two_modes(frames: int = 800) -> Any:
@@ -566,8 +739,8 @@ def test_a_deterministic_policy_explores_with_noise_in_the_box() -> None:
 
 
 @pytest.mark.parametrize(
-    "algo", [algo for algo in METHODS if algo != "residual"]
-)  # which corrects any policy
+    "algo", [algo for algo in (*METHODS, *ON_DATA) if algo not in ("residual", "pa_rl")]
+)  # which correct any policy
 def test_every_method_says_which_policy_it_refuses(algo: str) -> None:
     with pytest.raises(CapabilityError, match=mentions(f"algo={algo} process=deterministic")):
         start(algo, "deterministic")
@@ -575,6 +748,6 @@ def test_every_method_says_which_policy_it_refuses(algo: str) -> None:
 
 def test_shared_settings_have_one_meaning() -> None:
     assert issubclass(registry.lookup("algo", "qc"), ChunkCriticConfig)
-    for algo in METHODS:
+    for algo in (*METHODS, *ON_DATA):
         wrapper = small(registry.lookup("algo", algo)).wrapper()
         assert wrapper.members == small(registry.lookup("algo", algo)).critics

@@ -17,8 +17,9 @@ from point_steering import changed, dataset, flow, start
 from torch import Tensor, nn
 
 from algos.dsrl import DsrlConfig, NoiseAliasedUpdate, SteeredActor
-from algos.offpolicy.loop import Explorer, OffPolicyRun, transitions_of
+from algos.offpolicy.loop import Explorer, OffPolicyRun
 from algos.offpolicy.sac_update import SacUpdate, Temperature
+from algos.training.experience import transitions_of
 from algos.training.serialization import from_plain, to_plain
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -161,13 +163,42 @@ def test_budget_in_environment_steps_replaces_iterations() -> None:
     assert run.iteration == 2
 
 
-def test_a_budget_below_one_iteration_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    make_run(replace(SMALL, env_steps=128))
+def test_a_budget_below_one_iteration_shortens_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "algos.onpolicy.loop")
+    assert make_run(replace(SMALL, env_steps=128)).steps_per_iteration == SMALL.steps_per_iteration
     assert not caplog.messages
-    make_run(replace(SMALL, env_steps=127))
+    run = make_run(replace(SMALL, env_steps=20))
+    act_steps = run.policy.chunk.act_steps
+    assert (run.steps_per_iteration - 1) * SMALL.num_envs * act_steps < 20
+    run.advance()
+    assert 20 <= run.progress < 20 + SMALL.num_envs * act_steps
     (line,) = caplog.messages
-    assert "algo.env_steps=127 is less than one iteration" in line and "up to 128 steps" in line
-    assert "Lower algo.num_envs or algo.steps_per_iteration." in line
+    assert f"algo.steps_per_iteration is {run.steps_per_iteration}: algo.env_steps=20 is less than" in line
+
+
+def test_an_iteration_says_where_it_is() -> None:
+    run, seen = make_run(SMALL), []
+    collect, step = run.pool.collect, run.learner.step
+
+    def watched(*args: object, on_progress: Callable[[int], None], **rest: object) -> object:
+        def told(chunks: int) -> None:
+            on_progress(chunks)
+            seen.append(run.stage)
+
+        return collect(*args, on_progress=told, **rest)
+
+    def stepped(*args: object, **rest: object) -> object:
+        seen.append(run.stage)
+        return step(*args, **rest)
+
+    run.pool.collect, run.learner.step = watched, stepped  # type: ignore[method-assign]
+    run.advance()
+    chunks = SMALL.num_envs * SMALL.steps_per_iteration
+    collected = [text for text in seen if text.endswith(f" of {chunks:,} chunks")]
+    assert [int(text.split()[0]) for text in collected] == sorted(
+        SMALL.num_envs * (t + 1) for t in range(SMALL.steps_per_iteration - 1)
+    )
+    assert seen[len(collected) :][:2] == [seen[-1].replace(seen[-1].split()[0], n, 1) for n in ("0", "1")]
 
 
 def test_values_bootstrap_through_truncation_from_the_true_final_observation() -> None:

@@ -74,10 +74,11 @@ def test_a_long_first_iteration_is_announced_until_it_ends() -> None:
     log.addHandler(listener)
     log.setLevel(logging.INFO)
     try:
-        with announced("the first iteration", seconds=0.001):
+        with announced("the first iteration", seconds=0.001, stage=lambda: "3 of 7"):
             assert told.wait(60)
         count = len(lines)
         assert lines[0].startswith("the first iteration has been under way for ")
+        assert lines[0].endswith(" s: 3 of 7.")
         assert not any(thread.name == "announced" for thread in threading.enumerate())
         assert len(lines) == count
     finally:

@@ -369,6 +369,71 @@ def test_the_first_evaluation_is_made_whatever_the_interval(
     assert [row["step"] for row in read_jsonl(run.metrics_path) if "eval/success" in row] == steps
 
 
+@pytest.mark.parametrize(
+    ("iteration_s", "evaluation_s", "steps"),
+    [
+        (100.0, 1.0, [*range(1, 11)]),  # cheap: every tenth
+        (100.0, 50.0, [1, 4, 6, 8, 10]),  # 50 s each of 1000 s of training
+        (0.5, 95.0, [10]),  # the last alone
+    ],
+)
+def test_evaluations_take_a_fifth_of_the_time_unless_their_steps_are_fixed(
+    run: RunDirectory,
+    caplog: pytest.LogCaptureFixture,
+    iteration_s: float,
+    evaluation_s: float,
+    steps: list[int],
+) -> None:
+    now = [0.0]
+
+    class Slow(RandomWalk):
+        def advance(self) -> dict:
+            now[0] += iteration_s
+            return super().advance()
+
+    def evaluator(policy: torch.nn.Module, step: int) -> dict[str, float]:
+        now[0] += evaluation_s
+        return {"success": 1.0}
+
+    caplog.set_level(logging.INFO)
+    train(Slow(10), run, evaluator=evaluator, progress=False, clock=lambda: now[0])
+    evaluated = [row["step"] for row in read_jsonl(run.metrics_path) if "eval/success" in row]
+    assert evaluated == steps
+    assert caplog.text.count("trainer.eval_every=<n> fixes their steps") == int(len(steps) < 10)
+    fixed = RunDirectory.create_at(run.path.with_name("fixed"), {"seed": 0}, [])
+    train(
+        Slow(10), fixed, TrainerSettings(eval_every=2), evaluator=evaluator, progress=False,
+        clock=lambda: now[0],
+    )  # fmt: skip
+    rows = read_jsonl(fixed.metrics_path)
+    assert [row["step"] for row in rows if "eval/success" in row] == [2, 4, 6, 8, 10]
+
+
+def test_a_resumed_run_remembers_the_time_of_its_evaluations(run: RunDirectory) -> None:
+    now, evaluated = [0.0], []
+
+    class Slow(RandomWalk):
+        def advance(self) -> dict:
+            if self.progress == 3 and len(evaluated) == 1:
+                raise OSError("power cut")
+            now[0] += 100.0
+            return super().advance()
+
+    def evaluator(policy: torch.nn.Module, step: int) -> dict[str, float]:
+        now[0] += 50.0
+        evaluated.append(step)
+        return {"success": 1.0}
+
+    with pytest.raises(OSError, match="power cut"):
+        train(Slow(10), run, TrainerSettings(checkpoint_every=3), evaluator=evaluator, progress=False,
+              clock=lambda: now[0])  # fmt: skip
+    assert evaluated == [1]
+    evaluated.append(0)
+    train(Slow(10), run, TrainerSettings(checkpoint_every=3), evaluator=evaluator, progress=False,
+          clock=lambda: now[0])  # fmt: skip
+    assert evaluated == [1, 0, 4, 6, 8, 10]
+
+
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(run: RunDirectory) -> None:
     train(RandomWalk(10), run, progress=False)
     with run.metrics_path.open("a") as file:

@@ -66,12 +66,12 @@ def test_a_report_has_both_the_score_and_the_worst_tenth_of_every_run_and_of_all
     page = Page("offline")
     _numbers(page, grouped(runs))
     text = page.render()
-    assert text.count("return_var") == text.count("return_cvar") == text.count("d4rl_score") == 3
+    assert text.count("return_value_at_risk") == text.count("return_cvar") == text.count("d4rl_score") == 3
     assert "a, return while training: last 40 at step 9; best of 2 on the way 60 at step 5" in text
 
 
 @pytest.mark.parametrize(("rule", "scores"), [("", None), ("there", None), ("there", (0, 1))])
 def test_the_worst_tenth_is_stated_of_every_task(rule: str, scores: Any) -> None:
     summary = evaluation(40, rule=rule, scores=scores).summary()
-    assert (summary["return_var"]["value"], summary["return_cvar"]["value"]) == (31.5, 31.0)
-    assert summary["return_var"]["share"] == summary["return_cvar"]["share"] == 0.1
+    assert (summary["return_value_at_risk"]["value"], summary["return_cvar"]["value"]) == (31.5, 31.0)
+    assert summary["return_value_at_risk"]["share"] == summary["return_cvar"]["share"] == 0.1

@@ -27,7 +27,7 @@ from policies.storage.policy_folder import load_policy
 
 FOLDER = Path(configs.__file__).parent / "experiment"
 OFFLINE = ("td3_bc", "prdc", "a2pr", "rebrac", "iql")
-CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual", "qam", "trqam")
+CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual", "dqc", "pa_rl", "qam", "trqam")
 NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "dsrl", *CRITICS_OF_CHUNKS)
 FROM_REPLAY = ("dsrl", "sac", "rlpd")
 FRESH = ("sac", "rlpd")
@@ -214,7 +214,9 @@ def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
 
 
 def _tunes(name: str) -> bool:
-    return not name.endswith(("_bc", "_actor")) and not _is_offline(name) and not _starts_fresh(name)
+    """Whether an experiment tunes a clone; `auto` names no algorithm (test_auto.py)."""
+    starts = _is_offline(name) or _starts_fresh(name)
+    return name != "auto" and not name.endswith(("_bc", "_actor")) and not starts
 
 
 @pytest.mark.parametrize("name", representatives(filter(_tunes, experiments()), _parts))
@@ -239,7 +241,8 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo in CRITICS_OF_CHUNKS:
         few = ["algo.steps=2", "algo.batch_size=8", "algo.critic_dims=[16]", f"dataset={dataset}"]
-        few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
+        if algo != "dqc":  # which ends with the data
+            few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
     elif algo == "recap":
         few = ["algo.steps=2", "algo.value_steps=2", "algo.warmup_steps=0", "algo.batch_size=8"]
         few += [f"dataset={dataset}"]

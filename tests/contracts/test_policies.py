@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ CHUNKS = {
     "To3-Th1-Ta1": {"obs_steps": 3, "horizon": 1, "act_steps": 1},
 }
 CHUNK = CHUNKS["To2-Th8-Ta3"]
-BATCHES = (0, 1, 2, 7)
+BATCHES = (0, 1, 3)
 
 
 # -- every combination ----------------------------------------------------------------------------------
@@ -120,6 +121,7 @@ def build(process: str, backbone: str, sampler: Any, *, goal_dim: int = 0, **chu
     return policy.eval()
 
 
+@cache
 def fits(process: str, **parts: str) -> bool:
     """Tell whether a process can be combined with a sampler or a backbone, by their names."""
     chosen = {group: small(registry.lookup(group, name)) for group, name in parts.items()}

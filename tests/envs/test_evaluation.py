@@ -297,7 +297,8 @@ def test_the_summary_has_a_score_where_references_exist_and_no_success_without_a
     assert summary["d4rl_score"]["value"] == pytest.approx(100 * (returns + 20.272305) / (3234.3 + 20.272305))
     assert summary["return"]["low"] <= returns <= summary["return"]["high"]
     worst = evaluate(Standing(), TASK, episodes=4).values("return").min()
-    assert summary["return_cvar"]["value"] == summary["return_var"]["value"] == worst
+    assert summary["return_cvar"]["value"] == summary["return_value_at_risk"]["value"] == worst
+    assert summary["return_var"] == summary["return_value_at_risk"]  # former name
     assert "success" not in summary and summary["length"]["value"] == 30
 
 

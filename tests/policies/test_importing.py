@@ -53,7 +53,7 @@ def imported(of: Example, folder: Path, **options: Any) -> tuple[DenoisingPolicy
 
 def predicted(policy: DenoisingPolicy, of: Example) -> Tensor:
     with torch.no_grad():
-        return policy.field(of.x, of.time.float(), Cond(of.obs.flatten(1)))
+        return policy.field(of.x, of.time.float(), Cond(of.obs.flatten(1)), second_time=of.length)
 
 
 @pytest.fixture
@@ -208,11 +208,37 @@ def test_a_tuned_reinflow_is_the_velocity_network_alone(whole: bool, tmp_path: P
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_an_imported_flow_gives_the_actions_of_equal_steps(steps: int, tmp_path: Path) -> None:
-    of = reinflow("reinflow_reflow_loss")
+@pytest.mark.parametrize(
+    ("name", "sample"),
+    [("reinflow_reflow_loss", "sample_leftgrid"), ("reinflow_shortcut_loss", "sample_official")],
+)
+def test_an_imported_flow_gives_the_actions_of_equal_steps(
+    name: str, sample: str, steps: int, tmp_path: Path
+) -> None:
+    of = example(name)
     policy, _ = imported(of, tmp_path, source=replace(of.source, steps=steps))
     chunk = policy.decode(Cond(of.obs.flatten(1)), of.extras["z"])
-    torch.testing.assert_close(chunk, of.extras[f"sample_leftgrid_K{steps}_clip0"], **TOLERANCE)
+    torch.testing.assert_close(chunk, of.extras[f"{sample}_K{steps}_clip0"], **TOLERANCE)
+
+
+def test_an_imported_shortcut_can_be_trained_further(tmp_path: Path) -> None:
+    of = example("reinflow_shortcut_loss")
+    policy, _ = imported(of, tmp_path)
+    te = policy.sample_te(len(of.x), generator=torch.Generator().manual_seed(0))
+    policy.matching_loss(Cond(of.obs.flatten(1)), of.x, te).mean().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in policy.parameters())
+
+
+def test_a_shortcut_is_told_from_a_rectified_flow(tmp_path: Path) -> None:
+    of = example("reinflow_shortcut_loss")
+    with pytest.raises(CapabilityError, match=mentions("source=reinflow_shortcut")):
+        imported(of, tmp_path, source=ReinflowSource(activation="relu"))
+    with pytest.raises(CheckpointError, match=mentions("ShortCutFlowMLP")):
+        imported(example("reinflow_reflow_loss"), tmp_path, source=of.source)
+    name = "vel_head.layers.0.weight"
+    of.weights[name] = torch.nn.functional.pad(of.weights[name], (0, 16))  # times and condition side by side
+    with pytest.raises(CapabilityError, match=mentions("embed_combination_type")):
+        imported(of, tmp_path)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -478,7 +504,7 @@ def test_networks_without_a_counterpart_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match=mentions("encoder images")):
         import_policy(path, DiffusionPolicySource())
     torch.save({"model": {"network.vel_head.layers.0.weight": torch.zeros(2, 2)}}, path)
-    with pytest.raises(CapabilityError, match=mentions("shortcut networks")):
+    with pytest.raises(CapabilityError, match=mentions("shortcut network")):
         import_policy(path, ReinflowSource(activation="relu"))
     torch.save({"model": {"what.weight": torch.zeros(2)}}, path)
     for source, message in (

@@ -108,7 +108,7 @@ def test_a_state_that_never_moved_is_shifted(tmp_path: Path) -> None:
         ({"type": "act"}, CapabilityError, "type diffusion act"),
         ({"crop_shape": [40, 41]}, CapabilityError, "40 41 48 encoder.crop"),
         ({"crop_shape": [41, 41]}, CapabilityError, "41 48 centred"),
-        ({"noise_scheduler_type": "LCM"}, CheckpointError, "noise_scheduler_type LCM"),
+        ({"noise_scheduler_type": "LCM"}, CapabilityError, "noise_scheduler_type LCM"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(

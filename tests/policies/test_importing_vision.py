@@ -1,6 +1,6 @@
-"""The vision networks of DPPO and ReinFlow: the reference file holds a released network of DPPO.
+"""The vision networks of DPPO and ReinFlow: the reference files hold released networks of DPPO.
 
-ReinFlow's network has the same names and layers; the test gives it the same weights.
+ReinFlow's MLP has the same names and layers; the test gives it the same weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 from foreign_checkpoints import TOLERANCE, arrays_of, shaken, under
 from messages import mentions
+from released import recorded, weights_of
 from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
@@ -117,8 +118,34 @@ def test_missing_tensors_are_named(name: str, message: str, tmp_path: Path) -> N
         import_policy(**written(of, tmp_path, under("network.", of.weights)), source=of.source("dppo"))
 
 
-def test_a_unet_on_images_is_refused(tmp_path: Path) -> None:
+def unet(folder: Path) -> tuple[dict[str, Any], DppoImageSource, dict[str, Tensor]]:
+    """Write DPPO's U-Net on two cameras; returns its files, its source and the recorded arrays."""
+    facts, arrays = recorded("dppo_image_unet")
     of = Example()
-    weights = {name.replace("mlp_mean.", "down_modules."): value for name, value in of.weights.items()}
-    with pytest.raises(CapabilityError, match=mentions("mlp_mean")):
-        import_policy(**written(of, tmp_path, under("network.", weights)), source=of.source("dppo"))
+    of.limits = {f"{name}_{end}": sign * np.ones(width) for name, width in (("obs", 5), ("action", 3))
+                 for end, sign in (("min", -1), ("max", 1))}  # fmt: skip
+    files = written(of, folder, under("network.", weights_of(facts["shapes"])))
+    return files, DppoImageSource(cameras=("front", "wrist"), images=(48, 48), horizon=4), arrays
+
+
+def test_a_unet_on_images_predicts_what_the_released_one_predicts(tmp_path: Path) -> None:
+    files, source, arrays = unet(tmp_path)
+    policy, conversion = import_policy(**files, source=source)
+    loaded = load_policy(save_policy(policy, tmp_path / "policy", provenance=conversion.facts()))
+    assert isinstance(loaded, DenoisingPolicy)
+    front, wrist = arrays["rgb"].unflatten(2, (2, 3)).permute(2, 0, 1, 4, 5, 3)
+    cond = loaded.encode({"state": arrays["state"], "front": front, "wrist": wrist})
+    with torch.no_grad():
+        out = loaded.field(arrays["x"], arrays["time"].float(), cond)
+    torch.testing.assert_close(out, arrays["out"], **TOLERANCE)
+    assert conversion.skipped == {} and loaded.chunk.shape == (4, 3)
+
+
+def test_a_unet_on_images_needs_its_horizon_and_no_encoder_of_the_state(tmp_path: Path) -> None:
+    files, source, _ = unet(tmp_path)
+    with pytest.raises(ConfigError, match=mentions("source.horizon")):
+        import_policy(**files, source=replace(source, horizon=None))
+    model = torch.load(files["path"], weights_only=True)["model"]
+    torch.save({"model": model | {"network.cond_mlp.layers.0.weight": torch.zeros(2, 2)}}, files["path"])
+    with pytest.raises(CapabilityError, match=mentions("cond_mlp")):
+        import_policy(**files, source=source)

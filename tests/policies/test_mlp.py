@@ -291,7 +291,7 @@ def test_backbone_satisfies_the_protocol(one_block: MlpBackbone) -> None:
         ({"width": 0}, "width must be at least 1; got 0"),
         ({"num_blocks": 0}, "num_blocks must be at least 1; got 0"),
         ({"activation": "swish"}, "activation must be one of relu, mish, tanh, silu, gelu; got 'swish'"),
-        ({"times": "waves"}, "backbone.times must be one of learned, octaves; got 'waves'"),
+        ({"times": "waves"}, "backbone.times must be one of learned, octaves, joint; got 'waves'"),
         ({"time_dim": 7}, "time_dim must be even; got 7"),
         ({"time_dim": 2}, "time_dim must be at least 4; got 2"),
         ({"cond_dims": (4, 0)}, "cond_dims must be at least 1"),

@@ -3,6 +3,7 @@
     meta/info.json                    features, their types and shapes; numbers of frames and of episodes
     meta/tasks.parquet                tasks in words
     meta/episodes/chunk-<c>/…         one row per episode: its length, and the positions of its videos
+    meta/burnish.json                 limits, units and recorded task; in datasets written here
     data/chunk-<c>/file-<f>.parquet   one row per frame
 
 Every frame has a number in the dataset, `index`, one in its episode, `frame_index`, and that of its
@@ -26,9 +27,12 @@ from policies.extras import require
 from policies.storage.strict_json import read_json
 
 INFO, TASKS, DATA = "meta/info.json", "meta/tasks.parquet", "data/chunk-*/file-*.parquet"
+STATS, OWN = "meta/stats.json", "meta/burnish.json"  # OWN: what LeRobot has no place for
+VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES = "meta/episodes/chunk-*/file-*.parquet"
-DONE, SUCCESS = "next.done", "next.success"
-SCALARS = ("next.reward", DONE, SUCCESS, "timestamp", "task_index", "frame_index")
+DONE, SUCCESS, TERMINATED = "next.done", "next.success", "next.terminated"
+GOAL = "observation.goal"
+SCALARS = ("next.reward", DONE, SUCCESS, TERMINATED, "timestamp", "task_index", "frame_index")
 INDEX = ("episode_index", "index")
 
 EpisodeTable = Mapping[str, Sequence[Any]]
@@ -62,10 +66,27 @@ def read_info(path: str | Path) -> dict[str, Any]:
     return {**info, **counts, "features": described}
 
 
+def read_own(path: str | Path) -> dict[str, Any]:
+    """Return the metadata of `burnish.json`, which only our writer leaves; empty without it."""
+    place = Path(path) / OWN
+    if not place.is_file():
+        return {}
+    with readable(place, "metadata of burnish"):
+        meta = read_json(place)["meta"]
+        if not isinstance(meta, dict):
+            raise ValueError("key 'meta' must be an object")
+    return meta
+
+
 def width_of(info: Mapping[str, Any], key: str) -> int:
     """Return how many numbers a frame has under a key."""
     shape = info["features"].get(key, {}).get("shape") or [1]
     return int(shape[0])
+
+
+def numbered_names(key: str, width: int) -> list[str]:
+    """Return the names of the entries of a feature that has none."""
+    return [f"{key} {i}" for i in range(width)]
 
 
 def data_files(path: str | Path, info: Mapping[str, Any]) -> list[Path]:

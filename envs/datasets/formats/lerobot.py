@@ -5,9 +5,10 @@
 The flat state is `observation.state`, followed by `observation.environment_state` where there is one.
 Missing rewards (`next.reward`) are 0. Recorders set `next.done` on the last frame also at time limits: an
 episode counts as terminated only if its last frame also has `next.success`, else as truncated;
-`done_is_terminal` makes `next.done` a termination. Successors are not stored: the last frame of an episode is
-a transition only if it terminated. Images (PNG, JPEG or video frames, extra `video`) are decoded on access.
-Camera names are feature names without `observation.images.`.
+`done_is_terminal` makes `next.done` a termination. Our writer adds `next.terminated`, which decides alone.
+Successors are not stored: the last frame of an episode is a transition only if it terminated. Images (PNG,
+JPEG or video frames, extra `video`) are decoded on access. Camera names are feature names without
+`observation.images.` or `observation.`.
 """
 
 from __future__ import annotations
@@ -27,16 +28,21 @@ from envs.datasets.files.arrays import Arrays, check_flags
 from envs.datasets.files.lerobot import (
     DONE,
     EPISODES,
+    GOAL,
     INDEX,
     INFO,
     SCALARS,
     SUCCESS,
+    TERMINATED,
+    VIDEO,
     EpisodeTable,
     data_files,
     episode_starts,
+    numbered_names,
     read_episode_table,
     read_frames,
     read_info,
+    read_own,
     read_tasks,
     width_of,
 )
@@ -46,9 +52,9 @@ from policies.encoders import ImageShape
 from policies.errors import DatasetError
 from policies.storage.strict_json import peek
 
-VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 _FIELD = re.compile(r"\{(video_key|(chunk|file)_index(:0?[1-9]d)?)\}")
 _STATE = ("observation.state", "observation.environment_state")
+FLAGS = (DONE, SUCCESS, TERMINATED)
 _KEPT_META = ("codebase_version", "robot_type", "fps")
 _log = logging.getLogger(__name__)
 
@@ -77,9 +83,10 @@ def read(
         DatasetError: If it does not hold a usable dataset; names file and key.
         MissingExtraError: If pyarrow is not installed.
     """
-    info = read_info(path)
+    info, own = read_info(path), read_own(path)
     state = _state_keys(path, info["features"], obs_keys)
-    wanted = [*state, "action", *(key for key in SCALARS if key in info["features"]), *INDEX]
+    goal = [GOAL] if own and GOAL in info["features"] and GOAL not in state else []
+    wanted = [*state, *goal, "action", *(key for key in SCALARS if key in info["features"]), *INDEX]
     cameras = [key for key, one in info["features"].items() if one["dtype"] == "image"]
     parts = data_files(path, info)
     storage = choose_storage(_bytes_of(parts, info, wanted, cameras), path, cache=cache)
@@ -88,15 +95,16 @@ def read(
     start = episode_starts(path, rows, info, table)
     last = np.zeros(len(rows["action"]), dtype=bool)
     last[start[1:] - 1] = True
-    flags = {key: check_flags(f"{path}", key, rows[key]) for key in (DONE, SUCCESS) if key in rows}
+    flags = {key: check_flags(f"{path}", key, rows[key]) for key in FLAGS if key in rows}
     terminated = last & _terminal(path, flags, last, done_is_terminal)
     extras: dict[str, Any] = {key: rows[key] for key in ("timestamp", "task_index") if key in rows}
+    extras |= {"goal": rows[GOAL]} if goal else {}
     episode_extras = {}
     if SUCCESS in flags:
         episode_extras["success"] = np.logical_or.reduceat(flags[SUCCESS], start[:-1])
-    meta = {key: info[key] for key in _KEPT_META if info.get(key) is not None}
+    meta = own | {key: info[key] for key in _KEPT_META if info.get(key) is not None}
     meta |= {"source": str(path), "format": "lerobot", "tasks": read_tasks(path)}
-    meta["interface"] = _interface(info, state, meta["tasks"])
+    meta["interface"] = _interface(info, state, meta["tasks"]) | _own_interface(own, state)
     images = {
         camera_of(key): Images(
             Compressed(files[key], _image_shape(info["features"][key]), f"{path}: column '{key}'")
@@ -124,13 +132,23 @@ def read(
 def _interface(info: Mapping[str, Any], state: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
     """Return names, rate, robot and task texts, for `envs.datasets.interface`."""
     names = [_entry_names(info, key) for key in state]
-    return {
+    found = {
         "obs_names": [name for part in names for name in part],
         "action_names": _entry_names(info, "action"),
         "control_hz": info.get("fps"),
         "robot": info.get("robot_type"),
         "instructions": list(tasks),
     }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _own_interface(own: Mapping[str, Any], state: Sequence[str]) -> dict[str, Any]:
+    """Return the facts that our writer recorded; names of observations hold for the written state alone."""
+    known = own.get("interface")
+    found = dict(known) if isinstance(known, Mapping) else {}
+    if tuple(state) != _STATE[:1]:
+        found.pop("obs_names", None)
+    return found
 
 
 def _entry_names(info: Mapping[str, Any], key: str) -> list[str]:
@@ -140,7 +158,7 @@ def _entry_names(info: Mapping[str, Any], key: str) -> list[str]:
         names = next(iter(names.values()))
     if isinstance(names, list) and len(names) == width:
         return [str(name) for name in names]
-    return [f"{key} {i}" for i in range(width)]
+    return numbered_names(key, width)
 
 
 def _bytes_of(
@@ -167,6 +185,8 @@ def _terminal(path: str | Path, flags: Arrays, last: np.ndarray, done_is_termina
     done = flags.get(DONE, np.zeros(len(last), dtype=bool))
     if done_is_terminal:
         return done
+    if TERMINATED in flags:
+        return flags[TERMINATED]
     if SUCCESS in flags:
         return done & flags[SUCCESS]
     if count := int((done & last).sum()):

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.writers import lerobot, minari
 from envs.datasets.writers.d4rl import write_d4rl
+from envs.datasets.writers.lerobot import write_lerobot
 from envs.datasets.writers.minari import write_minari
 from envs.datasets.writers.robomimic import write_robomimic
 from policies.errors import ConfigError
@@ -20,8 +22,10 @@ WRITERS: dict[str, Callable[..., None]] = {
     "robomimic": write_robomimic,
     "minari": write_minari,
     "d4rl": write_d4rl,
+    "lerobot": write_lerobot,
 }
-FOLDERS = ("minari",)
+FOLDERS = ("minari", "lerobot")
+WITH_IMAGES = ("robomimic", "lerobot")
 
 
 def format_to_write(path: str | Path, wanted: str | None = None) -> str:
@@ -31,6 +35,12 @@ def format_to_write(path: str | Path, wanted: str | None = None) -> str:
     return wanted or ("minari" if re.search(r"-v\d+$", Path(path).name) else "robomimic")
 
 
+def check_place(path: str | Path, format: str) -> None:
+    """Refuse a folder that the format cannot replace, or a name that it cannot have."""
+    if format in FOLDERS:
+        {"minari": minari.check_place, "lerobot": lerobot.check_place}[format](path)
+
+
 def write_dataset(
     path: str | Path,
     dataset: EpisodeDataset,
@@ -38,6 +48,7 @@ def write_dataset(
     *,
     format: str | None = None,
     valid_fraction: float = 0.0,
+    video: bool = False,
 ) -> None:
     """Write a dataset, all or nothing.
 
@@ -47,12 +58,18 @@ def write_dataset(
         env: Task of the episodes.
         format: See `format_to_write`.
         valid_fraction: Share of the episodes listed as validation set; robomimic's format only.
+        video: Whether images become videos; LeRobot's format only.
 
     Raises:
-        ConfigError: If there is no such format, or it has no validation list, or no images.
+        ConfigError: If there is no such format, or it has no validation list, no images, or no videos.
         DatasetError: If the format cannot hold the dataset.
     """
     chosen = format_to_write(path, format)
+    if chosen == "lerobot" and not valid_fraction:
+        write_lerobot(path, dataset, env, video=video)
+        return
+    if video:
+        raise ConfigError(f"video=true needs format=lerobot; got format={chosen}, which has no videos.")
     if chosen == "robomimic":
         write_robomimic(path, dataset, env, valid_fraction=valid_fraction)
         return

@@ -1,0 +1,249 @@
+"""`experiment=auto`: sizes of a run from episode length, control rate and amount of data.
+
+The choices become ordinary overrides before those that were typed, so that a run directory holds plain values
+and a typed key wins. They are starting points: what small budgets on two processor cores needed in the
+studies of docs/results, written as rules.
+
+Legend: T control steps of an episode, Ta executed actions of a chunk, D = T / Ta decisions of an episode,
+N frames of the dataset.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from algos.bc import BcConfig
+from algos.dppo import DppoConfig
+from algos.dsrl import DsrlConfig
+from algos.offpolicy.config import OffPolicyConfig
+from algos.onpolicy.config import OnPolicyConfig
+from algos.reinflow import ReinFlowConfig
+from burnish.config.overrides import Overrides, quoted
+from burnish.config.train import TrainConfig
+from burnish.runs.locate import Located
+from envs.datasets import read_dataset
+from policies.denoising import DenoisingPolicy
+from policies.errors import ConfigError
+from policies.processes.diffusion import VPDiffusion
+
+EXPERIMENT = "auto"
+_FEW_FRAMES, _FEW_EPISODES = 20_000, 50
+_PASSES = 200  # over the data
+_STEPS = (5_000, 20_000)  # gradient steps of cloning, at least and at most
+_EVALUATED = 25_000  # control steps of an evaluation, about
+_LONGEST_PART = 500  # control steps of every environment in an iteration, at most
+_ITERATIONS = 60  # of on-policy learning
+_MINIBATCHES = 4  # per epoch
+_LEARNED_EPISODES = 300  # of off-policy learning, at full length
+_SECONDS = 0.1  # duration of a chunk [s]
+_REPLACES = {"algo.env_steps": "algo.iterations", "algo.steps": "algo.epochs"}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One key with its value and the reason."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What choices depend on.
+
+    Args:
+        length: T of the task, else the mean length of recorded episodes.
+        hz: Control rate [Hz]; None: unknown.
+        has_success: Whether the task defines success.
+        frames, episodes: Size of the dataset; None: no dataset.
+        act_steps: Ta of the policy to start from, or typed; None: it is chosen.
+        is_new: Whether a new policy is made.
+        is_diffusion: Whether a new policy is a diffusion policy that may predict anything.
+        has_steps: Whether the policy to start from denoises in any number of steps.
+    """
+
+    length: int
+    hz: float | None = None
+    has_success: bool = False
+    frames: int | None = None
+    episodes: int | None = None
+    act_steps: int | None = None
+    is_new: bool = True
+    is_diffusion: bool = False
+    has_steps: bool = False
+
+
+def is_auto(typed: Overrides) -> bool:
+    """Return whether the sizes of a run are to be chosen."""
+    return typed.value("experiment") == EXPERIMENT
+
+
+def with_choices(config: TrainConfig, typed: Overrides, init: Located | None) -> Overrides:
+    """Return the overrides with the choices for a composed configuration; logs each with its reason.
+
+    Raises:
+        ConfigError: If there is neither task nor dataset.
+        DatasetError: If the dataset cannot be read.
+    """
+    fixed = set(typed.keys)
+    choices = [
+        one for one in choose(config.algo, facts_of(config, init, fixed), fixed) if _is_open(one, fixed)
+    ]
+    for one in choices:
+        _log.info("auto: %s=%s: %s.", one.key, quoted(one.value), one.reason)
+    chosen = Overrides.parse(f"{one.key}={quoted(one.value)}" for one in choices)
+    return chosen + typed.without("experiment")
+
+
+def _is_open(one: Choice, fixed: Collection[str]) -> bool:
+    """Return whether a key was not typed, nor another one that it would replace."""
+    return one.key not in fixed and _REPLACES.get(one.key) not in fixed
+
+
+def facts_of(config: TrainConfig, init: Located | None, fixed: Collection[str] = ()) -> Facts:
+    """Return the facts of a composed configuration; `fixed` are the keys that were typed."""
+    if config.env is None and config.dataset is None:
+        raise ConfigError(
+            "experiment=auto derives sizes from a task or a dataset. Give env=<task> or dataset=<file>."
+        )
+    data = None if config.dataset is None else read_dataset(config.dataset, **config.reader)
+    spec = None if config.env is None else config.env.spec
+    policy = None if init is None else init.load()
+    is_given = policy is None and bool({"policy.horizon", "policy.act_steps"} & set(fixed))
+    executed = None if policy is None else policy.chunk.act_steps
+    recorded = 0 if data is None else round(float(data.lengths.float().mean()))
+    return Facts(
+        length=recorded if spec is None else spec.max_episode_steps,
+        hz=config.control_hz if spec is None else spec.control_hz,
+        has_success=spec is not None and bool(spec.success_rule),
+        frames=None if data is None else len(data),
+        episodes=None if data is None else data.num_episodes,
+        act_steps=config.policy.act_steps if is_given else executed,
+        is_new=policy is None,
+        is_diffusion=type(config.process) is VPDiffusion,
+        has_steps=isinstance(policy, DenoisingPolicy) and hasattr(policy.sampler, "steps"),
+    )
+
+
+def choose(algo: Any, facts: Facts, fixed: Collection[str] = ()) -> list[Choice]:
+    """Return the choices for an algorithm's configuration, in the order in which they are told.
+
+    Choices that depend on others use the value of a key in `fixed`.
+    """
+    choices = list(_evaluation(facts))
+    if isinstance(algo, BcConfig):
+        choices += _cloning(facts)
+    elif isinstance(algo, OnPolicyConfig):
+        choices += _on_policy(algo, facts, fixed)
+    elif isinstance(algo, OffPolicyConfig):
+        choices += _off_policy(algo, facts)
+    return choices
+
+
+def _evaluation(facts: Facts) -> Iterator[Choice]:
+    episodes = min(max(_EVALUATED // facts.length, 20), 100)
+    yield Choice("evaluation.episodes", episodes, f"episodes of up to {facts.length} control steps")
+
+
+def _cloning(facts: Facts) -> Iterator[Choice]:
+    yield from _new_policy(facts)
+    if facts.frames is None or facts.episodes is None:
+        return
+    batch = 128 if facts.frames < _FEW_FRAMES else 256
+    yield Choice("algo.batch_size", batch, f"{facts.frames:,} frames")
+    steps = min(max(_rounded(_PASSES * facts.frames / batch), _STEPS[0]), _STEPS[1])
+    yield Choice(
+        "algo.steps", steps, f"{steps * batch / facts.frames:.0f} passes over {facts.frames:,} frames"
+    )
+    if facts.episodes < _FEW_EPISODES:
+        few = f"{facts.episodes} episodes are few"
+        yield Choice("algo.validation_fraction", 0.0, f"{few}, and all are needed")
+        if facts.is_new:
+            yield Choice("policy.observation_clip", 2.0, f"{few}: their range is hardly that of the task")
+
+
+def _new_policy(facts: Facts) -> Iterator[Choice]:
+    if not facts.is_new:
+        return
+    chunk = _chunk(facts) if facts.act_steps is None else facts.act_steps
+    at = "an unknown rate" if facts.hz is None else f"{facts.hz:.4g} Hz"
+    yield Choice("policy.horizon", chunk, f"about {_SECONDS} s at {at}, 4 to 8 actions")
+    yield Choice("policy.act_steps", chunk, "the whole chunk is executed, as RL on chunks needs")
+    if facts.is_diffusion:
+        yield Choice("process.prediction", "x0", "needs a fraction of the training of eps")
+
+
+def _chunk(facts: Facts) -> int:
+    """Return the length of a chunk of about `_SECONDS`, 4 or 8 actions."""
+    return 8 if facts.hz is not None and round(_SECONDS * facts.hz) >= 8 else 4
+
+
+def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> Iterator[Choice]:
+    act_steps = _chunk(facts) if facts.act_steps is None else facts.act_steps
+    yield from _new_policy(facts)
+    decisions = math.ceil(facts.length / act_steps)
+    steps = min(2 * decisions, max(_LONGEST_PART // act_steps, 1))
+    steps = algo.steps_per_iteration if "algo.steps_per_iteration" in fixed else steps
+    envs = 20 if steps >= 2 * decisions else 40
+    envs = algo.num_envs if "algo.num_envs" in fixed else envs
+    whole = f"{decisions} chunks of {act_steps} actions are an episode"
+    yield Choice("algo.num_envs", envs, f"an iteration of {envs * steps * act_steps:,} control steps")
+    yield Choice("algo.steps_per_iteration", steps, whole)
+    if steps >= decisions:
+        yield Choice("algo.reset_each_iteration", True, "an iteration holds whole episodes")
+    yield Choice("algo.env_steps", _ITERATIONS * envs * steps * act_steps, f"{_ITERATIONS} iterations")
+    inner = algo.tuned_steps if isinstance(algo, DppoConfig) else 1
+    yield Choice(
+        "algo.batch_size",
+        max(envs * steps * inner // _MINIBATCHES, 2),
+        f"{_MINIBATCHES} minibatches per epoch",
+    )
+    yield Choice("algo.update_epochs", 10, "few iterations, used well")
+    yield Choice("algo.gamma", _discount(decisions, 0.99), f"{decisions} decisions")
+    rate, least = (3e-4, 3e-5) if facts.has_success else (1e-4, 1e-5)
+    yield Choice(
+        "algo.actor_lr", rate, "a task with success" if facts.has_success else "a task without success"
+    )
+    yield Choice("algo.actor_min_lr", least, "the rate falls to a tenth")
+    yield Choice("algo.actor_lr_cycle", _ITERATIONS + 5, "iterations, about the length of the run")
+    if isinstance(algo, ReinFlowConfig):
+        yield Choice("algo.clip_state", 1.0, "as published; otherwise means leave the box of actions")
+        yield Choice("algo.entropy_coef", 0.0, "the deviations of a clone suffice")
+        yield Choice("algo.target_kl", 0.001, "of a mean over the chain; updates run away without")
+        yield Choice("algo.critic_lr", 1e-3, "few iterations")
+        yield Choice("algo.critic_min_lr", None, "few iterations")
+
+
+def _off_policy(algo: OffPolicyConfig, facts: Facts) -> Iterator[Choice]:
+    total = min(max(_rounded(_LEARNED_EPISODES * facts.length), 30_000), 100_000)
+    yield Choice("algo.total_steps", total, f"{total // facts.length} episodes of full length")
+    yield Choice("algo.warmup_steps", total // 10, "a tenth")
+    yield Choice("algo.gamma", _discount(facts.length, 0.98), f"{facts.length} control steps")
+    yield Choice("algo.batch_size", 128, "small networks on a processor")
+    yield Choice("algo.critic_dims", [128, 128, 128], "small networks on a processor")
+    yield Choice("algo.updates_per_step", 0.5, "two updates per chunk of four")
+    yield Choice("algo.tau", 0.01, "few updates")
+    yield Choice("algo.init_alpha", 0.01, "values of a success are at most 1")
+    yield Choice("algo.entropy_in_target", False, "values stay those of the task")
+    if isinstance(algo, DsrlConfig):
+        if facts.has_steps:
+            yield Choice("algo.denoising_steps", 4, "four evaluations per decision")
+        yield Choice("algo.distillation_latents", "mixture", "half of them where the actor is")
+        yield Choice("algo.steering.adapter", "row_repeat", "one row of noise for a chunk")
+        yield Choice("algo.steering.hidden_dims", [128, 128, 128], "small networks on a processor")
+
+
+def _discount(steps: int, least: float) -> float:
+    """Return a discount whose horizon is an episode of `steps`, from `least` to 0.999."""
+    return round(min(max(1.0 - 1.0 / steps, least), 0.999), 4)
+
+
+def _rounded(value: float) -> int:
+    return math.ceil(value / 1000) * 1000

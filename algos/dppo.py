@@ -35,11 +35,11 @@ from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.functional import clip_ranges, denoising_discounts
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import CloningTerm
-from algos.onpolicy.requirements import has_steps
 from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
+from policies.protocols import has_steps
 from policies.registry import register
 from policies.samplers.ddpm import DDPM
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from algos.onpolicy.field_config import FieldConfig
 from algos.onpolicy.fpo_ratio import PREDICTIONS, REDUCTIONS, TIMES, AwmRatio, FpoRatio, Matching
-from algos.onpolicy.requirements import has_field
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
+from policies.protocols import has_field
 from policies.registry import register
 
 

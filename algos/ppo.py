@@ -21,10 +21,10 @@ from algos.base import Setup
 from algos.onpolicy.config import OnPolicyConfig, rising
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
-from algos.onpolicy.requirements import has_density
 from algos.onpolicy.start import starting_policy
 from policies.bounds import bounded
 from policies.errors import ConfigError
+from policies.protocols import has_density
 from policies.registry import register
 
 

@@ -31,15 +31,16 @@ import torch
 
 from algos.base import Setup
 from algos.onpolicy import samplers
+from algos.onpolicy.field_config import tuning
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
-from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoiseConfig, PathTerm, ReinflowRatio
-from algos.onpolicy.requirements import has_steps
+from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoiseConfig, ReinflowRatio
 from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
+from policies.protocols import has_steps
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
@@ -91,15 +92,7 @@ class ReinFlowConfig(PpoConfig):
         explore, evaluate = self.samplers(init)
         policy = self.exploring(init, explore).to(setup.device)
         ratio, frozen = self.noisy_chain(policy, setup.seed), self.frozen(setup, init)
-        return OnPolicy(
-            self,
-            setup,
-            ratio=ratio,
-            trainable=ratio.trainable,
-            bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
-            export_policy=lambda: policy.with_sampler(evaluate).clone(),
-            moments=moments,
-        )
+        return tuning(self, setup, ratio, frozen, explore, evaluate, moments)
 
     def exploring(self, init: DenoisingPolicy, sampler: Any) -> DenoisingPolicy:
         """Return a copy of the policy with a trainable network for its exploring last steps."""

@@ -16,6 +16,7 @@ from burnish.commands import data_inspect as data_inspect_command
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands import export as export_command
 from burnish.commands import importing as import_command
+from burnish.commands import rank as rank_command
 from burnish.commands import report as report_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
@@ -246,6 +247,13 @@ def report(run: Any, *overrides: str, **values: Any) -> Path:
     """Write the report of a run or a list of runs; see `burnish report`. Returns the page."""
     config = compose_config("report", overrides_of(overrides, {"run": run, **values}))
     return report_command.report(config)
+
+
+@log_lines()
+def rank(policy: str | Path | Run, *overrides: str, **values: Any) -> Path:
+    """Make a policy that executes the best of several chunks; see `burnish rank`. Returns its directory."""
+    config = compose_config("rank", overrides_of(overrides, {"policy": policy, **values}))
+    return rank_command.rank(config)
 
 
 @log_lines()

@@ -14,6 +14,7 @@ from envs.datasets.recorded_task import option_text, recorded_env, recorded_task
 from envs.engine.pixels import CAMERA_OPTIONS
 from envs.spec import options_of, task_name
 from policies.errors import ConfigError
+from policies.importing.robomimic_facts import CHANGES
 from policies.paths import with_paths
 from policies.storage.checksums import sha256
 
@@ -71,13 +72,13 @@ def _require_goals(env: EnvConfig, dataset: EpisodeDataset) -> None:
 
 
 def require_fit(name: str, thing: Any, other_name: str, other: Any, *, advice: str) -> None:
-    """Refuse two objects whose observation, action or goal widths differ.
+    """Refuse two objects whose observation, action or goal widths differ, or whose kinds of actions do.
 
     Each object is a task's specification, a policy or a dataset; names and advice appear in messages. Widths
     that one of them lacks (e.g. goals of a dataset) are not compared.
 
     Raises:
-        ConfigError: If widths or images differ; names both objects and widths.
+        ConfigError: If widths, kinds of actions or images differ; names both objects and what differs.
     """
     for what in ("observation", "action", "goal"):
         width, other_width = _width(thing, what), _width(other, what)
@@ -85,6 +86,11 @@ def require_fit(name: str, thing: Any, other_name: str, other: Any, *, advice: s
             raise ConfigError(
                 f"{name} has {what} width {width}, but {other_name} has {what} width {other_width}. {advice}"
             )
+    kind, other_kind = _action_kind(thing), _action_kind(other)
+    if None not in (kind, other_kind) and kind != other_kind:
+        raise ConfigError(
+            f"the actions of {name} are {kind}, but those of {other_name} are {other_kind}. {advice}"
+        )
     _require_images(name, thing, other_name, other, advice)
 
 
@@ -187,6 +193,15 @@ def _require_images(name: str, policy: Any, dataset_name: str, dataset: Any, adv
                 f"{name} needs images {tuple(shape)} of camera '{camera}', but {dataset_name} has "
                 f"{shown.get(camera, 'none')}. {advice}"
             )
+
+
+def _action_kind(thing: Any) -> str | None:
+    """Return what the actions of a specification, a dataset or an imported policy are, where it is known."""
+    if getattr(thing, "family", None) == "robosuite":
+        return CHANGES
+    facts = getattr(thing, "meta", None) or getattr(thing, "provenance", None) or {}
+    interface = facts.get("interface")
+    return interface.get("actions") if isinstance(interface, Mapping) else None
 
 
 def _width(thing: Any, what: str) -> int | None:

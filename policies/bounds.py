@@ -34,6 +34,7 @@ class Bounds:
     le: float | None = None
     lt: float | None = None
     choices: tuple[Any, ...] = ()
+    even: bool = False
 
     def admits(self, value: Any) -> bool:
         """Whether a single value is admissible; NaN never is, infinity only for infinite `le`."""
@@ -43,11 +44,15 @@ class Bounds:
             return False
         low = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
         high = (self.le is None or value <= self.le) and (self.lt is None or value < self.lt)
-        return low and high and (math.isfinite(value) or self.le == math.inf)
+        is_finite = math.isfinite(value) or self.le == math.inf
+        return low and high and is_finite and not (self.even and value % 2)
 
     def __str__(self) -> str:
         if self.choices:
             return ("one of " if len(self.choices) > 1 else "") + ", ".join(map(str, self.choices))
+        return f"even and {self._range()}" if self.even else self._range()
+
+    def _range(self) -> str:
         low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
         low = None if low == -math.inf else low
         if low is None and high is None:
@@ -67,6 +72,7 @@ def bounded(
     le: float | None = None,
     lt: float | None = None,
     choices: Sequence[Any] = (),
+    even: bool = False,
     was: str = "",
 ) -> Any:
     """Declare a field with a range, choices or a former name.
@@ -80,10 +86,11 @@ def bounded(
         le: Inclusive upper bound; `math.inf` admits infinity, which is refused otherwise.
         lt: Exclusive upper bound.
         choices: Admissible values.
+        even: Admit even numbers only; needs a bound.
         was: Former name, still accepted in saved configurations and on the command line.
     """
     has_range = choices or any(limit is not None for limit in (ge, gt, le, lt))
-    metadata: dict[str, Any] = {_BOUNDS: Bounds(ge, gt, le, lt, tuple(choices))} if has_range else {}
+    metadata: dict[str, Any] = {_BOUNDS: Bounds(ge, gt, le, lt, tuple(choices), even)} if has_range else {}
     metadata |= {WAS: was} if was else {}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)

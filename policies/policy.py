@@ -173,6 +173,10 @@ class Policy(nn.Module):
             noise = self.sample_noise(len(cond), generator=generator)
         return self.executed(self.decode(cond, noise))
 
+    def plan(self, obs: Observation, noise: Tensor) -> Tensor:
+        """Return the chunk (B, Th, Da), normalised, of physical observations and noise."""
+        return self.decode(self.encode(obs), noise)
+
     @property
     def noise_shape(self) -> tuple[int, ...]:
         return self.chunk.shape

@@ -274,3 +274,18 @@ class Field(Protocol):
 
     def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
         """Return the prediction at x (B, Th, Da), sampling time t (B,), as `kind`."""
+
+
+def has_steps(policy: Any) -> bool:
+    """Whether a network is evaluated step by step, so that noise after the steps gives a chain densities."""
+    return isinstance(policy, StepwisePolicy)
+
+
+def has_density(policy: Any) -> bool:
+    """Whether the density of chunks is known in closed form."""
+    return isinstance(policy, DensityPolicy)
+
+
+def has_field(policy: Any) -> bool:
+    """Whether the policy acts with the denoiser that its matching loss trains, at every noise level."""
+    return has_steps(policy) and policy.process.is_integrable and not policy.process.has_second_time

@@ -126,3 +126,11 @@ def golden_path(request: pytest.FixtureRequest) -> Path:
         folder = request.config.getoption("--golden")
         pytest.fail(f"no file in {folder} matches '{mark.args[0] if mark else '?'}'")
     return Path(request.param)
+
+
+@pytest.fixture
+def arrays(golden_path: Path) -> dict[str, Any]:
+    """Every array of one reference file as a tensor, and every text."""
+    from official_critics import arrays_of  # in the folder of the oracles
+
+    return arrays_of(golden_path)

@@ -55,7 +55,6 @@ SMALL: dict[str, Any] = {
     "value_dims": (8,),
     "vae_width": 8,
     "critic_horizon": 3,
-    "num_candidates": 3,
     "num_ascended": 2,
     "ascent_steps": 2,
 }
@@ -109,6 +108,11 @@ def policy_config(process: str) -> PolicyConfig:
 
 
 def init(process: str) -> Policy:
+    return _built(process).clone()
+
+
+@cache
+def _built(process: str) -> Policy:
     one = torch.ones(2)
     limits = {"min": -one, "max": one, "mean": 0 * one, "std": one}
     statistics = {"state": limits, "action": limits}

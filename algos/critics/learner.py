@@ -28,6 +28,7 @@ from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import TransitionsConfig, warn_of_clipped_actions
 from algos.onpolicy.requirements import ways
 from algos.optim import descend, load_parts, save_parts
+from algos.training.observations import encoder_module
 from algos.transitions import Batch, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
 from policies.bounds import bounded
@@ -116,9 +117,9 @@ class ChunkCriticConfig(TransitionsConfig):
                 seed=derive_seed(setup.seed, "chunk policy"),
             )
             self.require_policy(policy, name_of("algo", self))
+            _require_no_new_encoder(policy, name_of("algo", self))
         policy = policy.to(setup.device).train(self.refit).requires_grad_(self.refit)
-        encoder: Any = policy.encoder
-        encoder.requires_grad_(False)  # conditions are stored
+        encoder_module(policy).requires_grad_(False)  # conditions are stored
         return policy
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> ChunkCriticLearner:
@@ -256,6 +257,16 @@ class ChunkCriticLearner(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_parts(self, self._parts, state)
         self.steps = int(state["steps"])
+
+
+def _require_no_new_encoder(policy: Policy, algo: str) -> None:
+    """Refuse to leave a new encoder as it was drawn (CapabilityError)."""
+    if next(encoder_module(policy).parameters(), None) is not None:
+        raise CapabilityError(
+            f"algo={algo} keeps encoders as they are, and a new {type(policy.encoder).__name__} is random. "
+            "Clone a policy by algo=bc and give init=<run>; algo=dsrl with algo.encoder=trained learns one "
+            "from rewards."
+        )
 
 
 def choosing(base: Policy, wrapper: Candidates, critic: Ensemble) -> CandidatePolicy:

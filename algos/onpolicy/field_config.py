@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from typing import Any
 
 from algos.base import Setup
 from algos.onpolicy import samplers
@@ -44,13 +45,32 @@ class FieldConfig(OnPolicyConfig):
         explore = replace(evaluate, clip_action=None)  # clipping would change recorded actions
         policy = init.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
         policy.field.requires_grad_(True)
-        ratio, frozen = self.estimator(policy), self.frozen(setup, init)
-        return OnPolicy(
-            self,
-            setup,
-            ratio=ratio,
-            trainable=ratio.trainable,
-            bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
-            export_policy=lambda: policy.with_sampler(evaluate).clone(),
-            moments=moments,
+        return tuning(
+            self, setup, self.estimator(policy), self.frozen(setup, init), explore, evaluate, moments
         )
+
+
+def tuning(
+    config: OnPolicyConfig, setup: Setup, ratio: Any, frozen: Any, explore: Any, evaluate: Any, moments: Any
+) -> OnPolicy:
+    """Return the run that tunes the policy of a ratio estimator.
+
+    Args:
+        config: Settings of the run.
+        setup: As given to `build`.
+        ratio: Estimator with the policy, which acts with `explore`, and its trainable modules.
+        frozen: The initial policy for the cloning term, or None.
+        explore: Sampler in training.
+        evaluate: Sampler of exported policies.
+        moments: Running statistics of the observations, or None.
+    """
+    policy = ratio.policy
+    return OnPolicy(
+        config,
+        setup,
+        ratio=ratio,
+        trainable=ratio.trainable,
+        bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
+        export_policy=lambda: policy.with_sampler(evaluate).clone(),
+        moments=moments,
+    )

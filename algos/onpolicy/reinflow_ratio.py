@@ -58,14 +58,12 @@ class NoiseConfig(Checked):
     final_share: float = bounded(0.7, ge=0, le=1)  # ends at final_share max_std + (1 - final_share) min_std
     hidden_dims: tuple[int, ...] = bounded((64, 64), ge=1)  # hidden widths
     activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # hidden activation
-    own_time_dim: int = bounded(0, ge=0)  # width of a separate time embedding; 0: use the policy's
+    own_time_dim: int = bounded(0, ge=0, even=True)  # width of a separate time embedding; 0: use the policy's
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("max_std", self.min_std <= self.max_std, f"at least algo.noise.min_std={self.min_std:g}")
-        width = self.own_time_dim
-        is_even = width >= 4 and width % 2 == 0
-        self.require("own_time_dim", not width or is_even, "even and at least 4, or 0")
+        self.require("own_time_dim", self.own_time_dim != 2, "0 or at least 4")
 
     def build(self, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int) -> NoiseNet:
         return NoiseNet(self, chunk_shape, time_dim, cond_dim)

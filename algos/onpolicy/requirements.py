@@ -12,22 +12,7 @@ from algos.base import require_one_policy
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
-from policies.protocols import DensityPolicy, StepwisePolicy
-
-
-def has_steps(policy: Any) -> bool:
-    """Whether a network is evaluated step by step, so that noise after the steps gives a chain densities."""
-    return isinstance(policy, StepwisePolicy)
-
-
-def has_density(policy: Any) -> bool:
-    """Whether the density of chunks is known in closed form."""
-    return isinstance(policy, DensityPolicy)
-
-
-def has_field(policy: Any) -> bool:
-    """Whether the policy acts with the denoiser that its matching loss trains, at every noise level."""
-    return has_steps(policy) and policy.process.is_integrable and not policy.process.has_second_time
+from policies.protocols import has_density, has_field, has_steps
 
 
 def has_straight_paths(policy: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,8 @@ from policies.export.export import GRAPHS, export_onnx
 from policies.export.folder import ExportReport, Surroundings, refuse_to_replace
 from policies.paths import path_field
 from policies.policy import Policy
+from policies.wrappers.sketch_guidance import describe_steering, steered
+from policies.wrappers.steering import Steering
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class ExportConfig:
     steps: int | None = None  # denoising steps; null: the policy's default
     tolerance: float = 1e-5  # largest allowed difference to the original, see the report
     seed: int = 0  # seed of the random inputs for the comparison
+    steer: Steering = field(default_factory=Steering)  # sketch guidance, part of the graph
     control_hz: float | None = None  # rate of the robot [Hz]; null: that of the task or the dataset
     action_low: Any = None  # lowest actions, a number or one per entry; null: those of the task
     action_high: Any = None  # highest actions
@@ -64,15 +67,22 @@ def export(config: ExportConfig) -> ExportReport:
     check_folder_to_write(target)
     refuse_to_replace(target, overwrite=config.overwrite)
     policy = cast(Policy, with_steps(found.load(), config.steps))
+    around = surroundings_of(found, policy, config)
     return export_onnx(
-        policy,
+        steered(policy, config.steer),
         target,
         graph=config.graph,
         tolerance=config.tolerance,
         seed=config.seed,
         overwrite=config.overwrite,
-        surroundings=surroundings_of(found, policy, config),
+        surroundings=with_sketch(around, config.steer),
     )
+
+
+def with_sketch(around: Surroundings, steer: Steering) -> Surroundings:
+    """Return the facts with those of a sketch, if there is one."""
+    sketch = describe_steering(steer)
+    return around if sketch is None else replace(around, provenance={**around.provenance, "steer": sketch})
 
 
 def surroundings_of(

@@ -6,7 +6,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,8 @@ from policies.serving.served_policy import ServedFolder, ServedPolicy
 from policies.serving.server import LOOPBACK, Served, Server, ServerSettings
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import WEIGHTS
+from policies.wrappers.sketch_guidance import steered
+from policies.wrappers.steering import Steering
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class ServeConfig(ServerSettings):
 
     policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, a policy directory, an export
     steps: int | None = None  # denoising steps; null: the policy's default
+    steer: Steering = field(default_factory=Steering)  # sketch guidance
     device: str = "cpu"  # inference device: cpu, cuda or cuda:<n>
     metrics_port: int | None = None  # port of http://127.0.0.1:<port>/metrics; 0: any free port; null: none
     new_client: str | None = None  # create keys for this client in keys=<folder>, and exit
@@ -75,15 +78,17 @@ def served_by(config: ServeConfig) -> Served:
     if config.policy is None:
         raise ConfigError("serve needs policy=<run, policy directory or exported folder>.")
     if is_exported(Path(config.policy)):
-        if config.steps is not None or config.device != "cpu":
+        if config.steps is not None or config.device != "cpu" or config.steer.is_on:
             raise ConfigError(
-                "an exported folder has its steps and runs on the CPU; leave steps and device out."
+                "an exported folder has its steps and its sketch, and runs on the CPU; leave steps, steer "
+                "and device out."
             )
         return ServedFolder(config.policy)
     device = device_of(config.device)
     found = locate(config.policy)
     policy = cast(Policy, with_steps(found.load(), config.steps)).to(device)
-    return ServedPolicy(policy, surroundings_of(found), sha256(found.path / WEIGHTS))
+    chosen = steered(policy, config.steer)
+    return ServedPolicy(chosen, surroundings_of(found), sha256(found.path / WEIGHTS))
 
 
 def _print_result(endpoint: str, page: int | None) -> None:

@@ -112,7 +112,7 @@ def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:
 
 
 def _interface_of(config: TrainConfig) -> dict[str, Any] | None:
-    """Return rate, limits and names of the task's actions; the names of its observations are with the task."""
+    """Return rate, limits and names of the task's actions."""
     found = {} if config.env is None else interface_of_task(config.env.spec)
     return {key: value for key, value in found.items() if key != "obs_names"} or None
 

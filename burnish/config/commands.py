@@ -67,6 +67,12 @@ _COMMANDS = (
     Command("report", "run", "draw the learning curve and the rollouts of runs into one page", "run=<run>"),
     Command("runs", "", "list runs: last and best evaluation, time, the keys that differ", "runs"),
     Command(
+        "rank",
+        "policy",
+        "make a policy that executes the best of several chunks, by its density, energy or critics",
+        "policy=<run> num_candidates=16 out=ranked",
+    ),
+    Command(
         "export",
         "policy",
         "write a policy for a machine without PyTorch, with a parity report",

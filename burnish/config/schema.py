@@ -134,6 +134,10 @@ class _Package(_Renaming, _Installed):
     pass
 
 
+for _own, _replaced in ((_Files, FileConfigSource), (_Package, ImportlibResourcesConfigSource)):
+    _own.__name__ = _replaced.__name__  # processes of launchers register Hydra's again: equal names are one
+
+
 def _rename(content: Any, above: str, former: str, present: str) -> None:
     """Rename a key in the content of a file located below `above`."""
     prefix = f"{above}." if above else ""

@@ -27,7 +27,7 @@ def interface_of(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> dict
 
     Returns:
         Any of `obs_names` (Do,), `action_names` (Da,), `control_hz`, `action_low` and `action_high` (Da,),
-        `instructions` and `robot`.
+        `instructions`, `robot`, and what the `actions` are.
     """
     given, sizes = meta.get("interface"), {"obs_dim": obs_dim, "action_dim": action_dim}
     if not isinstance(given, Mapping):
@@ -46,8 +46,9 @@ def interface_of(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> dict
     texts = given.get("instructions")
     if isinstance(texts, list) and texts and all(isinstance(one, str) for one in texts):
         found["instructions"] = texts
-    if isinstance(given.get("robot"), str):
-        found["robot"] = given["robot"]
+    for key in ("robot", "actions"):
+        if isinstance(given.get(key), str):
+            found[key] = given[key]
     return found
 
 

@@ -52,6 +52,7 @@ class HasCameras(Checked):
     cameras: tuple[str, ...] = ()  # cameras of the model, or free, whose images are observed; (): none
     image_size: tuple[int, ...] = bounded((96, 96), ge=1)  # image height and width [pixels]
     image_shadows: bool = True  # render shadows; false is several times faster without a GPU
+    image_samples: int | None = bounded(None, ge=0)  # samples per pixel; null: the model's; 0: fastest
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +78,8 @@ class HasCameras(Checked):
         """
         stepper, history = self.stepper(num_envs), None
         if self.cameras:
-            history = FrameHistory(stepper, self.images, obs_steps=obs_steps, shadows=self.image_shadows)
+            drawing = {"shadows": self.image_shadows, "samples": self.image_samples}
+            history = FrameHistory(stepper, self.images, obs_steps=obs_steps, **drawing)
         return ChunkVector(self.spec, stepper, obs_steps=obs_steps, image_history=history)
 
     def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
@@ -146,10 +148,13 @@ class CameraRenderer:
         ConfigError: If the model lacks a camera.
     """
 
-    def __init__(self, stepper: Any, images: Mapping[str, ImageShape], *, shadows: bool) -> None:
+    def __init__(
+        self, stepper: Any, images: Mapping[str, ImageShape], *, shadows: bool, samples: int | None = None
+    ) -> None:
         import mujoco
 
-        self._stepper, self._images, self._shadows = stepper, dict(images), shadows
+        self._stepper, self._images = stepper, dict(images)
+        self._drawing: dict[str, Any] = {"shadows": shadows, "samples": samples}
         self._model = copy.copy(stepper.model)
         _check_camera_names(self._model, images)
         self._data = mujoco.MjData(self._model)
@@ -199,7 +204,7 @@ class CameraRenderer:
 
         if self._renderer is None:
             height, width, _ = self._images[camera]
-            self._renderer = OffscreenRenderer(self._model, width=width, height=height, shadows=self._shadows)
+            self._renderer = OffscreenRenderer(self._model, width=width, height=height, **self._drawing)
         self._renderer.look_through(None if camera == FREE else camera)
         image: Array = self._renderer.frame(self._data)
         return image
@@ -209,9 +214,15 @@ class FrameHistory:
     """The last To scene states of every environment; see `CameraRenderer` for the arguments."""
 
     def __init__(
-        self, stepper: Any, images: Mapping[str, ImageShape], *, obs_steps: int, shadows: bool = True
+        self,
+        stepper: Any,
+        images: Mapping[str, ImageShape],
+        *,
+        obs_steps: int,
+        shadows: bool = True,
+        samples: int | None = None,
     ) -> None:
-        self._renderer = CameraRenderer(stepper, images, shadows=shadows)
+        self._renderer = CameraRenderer(stepper, images, shadows=shadows, samples=samples)
         self._states: list[deque[SceneState]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
 
     def begin(self, row: int) -> None:

@@ -25,7 +25,8 @@ class OffscreenRenderer:
     """Renderer of one model without a window; use as a context manager.
 
     Headless machines need no setting: see `gl_backends`. `camera` names a camera of the model, None the free
-    camera. Shadows are the main cost of a software rasteriser.
+    camera. Shadows are the main cost of a software rasteriser, then `samples` per pixel, which smooth edges;
+    None: as many as the model has.
 
     Raises:
         MissingExtraError: If no GL context can be made.
@@ -39,6 +40,7 @@ class OffscreenRenderer:
         height: int = 240,
         camera: str | None = None,
         shadows: bool = True,
+        samples: int | None = None,
     ) -> None:
         import mujoco
 
@@ -50,7 +52,7 @@ class OffscreenRenderer:
         self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = shadows
         self._option = mujoco.MjvOption()
         self._camera = _camera(model, camera)
-        with _buffers_for(model, width, height, shadows):
+        with _buffers_for(model, width, height, shadows, samples):
             self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150.value)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
 
@@ -83,16 +85,19 @@ class OffscreenRenderer:
 
 
 @contextmanager
-def _buffers_for(model: mujoco.MjModel, width: int, height: int, shadows: bool) -> Iterator[None]:
+def _buffers_for(
+    model: mujoco.MjModel, width: int, height: int, shadows: bool, samples: int | None
+) -> Iterator[None]:
     """Allocate buffers of the image size instead of the model's, which may be many times larger."""
     size, quality = model.vis.global_, model.vis.quality
-    before = size.offwidth, size.offheight, quality.shadowsize
+    before = size.offwidth, size.offheight, quality.shadowsize, quality.offsamples
     size.offwidth, size.offheight = width, height
     quality.shadowsize = quality.shadowsize if shadows else 0
+    quality.offsamples = quality.offsamples if samples is None else samples
     try:
         yield
     finally:
-        size.offwidth, size.offheight, quality.shadowsize = before
+        size.offwidth, size.offheight, quality.shadowsize, quality.offsamples = before
 
 
 def gl_backends() -> tuple[str, ...]:

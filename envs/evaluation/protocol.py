@@ -67,7 +67,8 @@ def _describe_images(task: Any) -> dict[str, Any]:
     if not getattr(task, "cameras", ()):
         return {}
     shapes = {camera: list(shape) for camera, shape in task.images.items()}
-    return {"images": {"cameras": shapes, "shadows": task.image_shadows}}
+    samples = {} if task.image_samples is None else {"samples": task.image_samples}
+    return {"images": {"cameras": shapes, "shadows": task.image_shadows, **samples}}
 
 
 @cache

@@ -46,7 +46,7 @@ class DpTransformerConfig(Checked):
             the oldest observation (`policy.action_start` = `policy.obs_steps` - 1).
     """
 
-    width: int = bounded(128, ge=4)  # token width, even
+    width: int = bounded(128, ge=4, even=True)  # token width
     depth: int = bounded(4, ge=1)  # decoder blocks
     heads: int = bounded(4, ge=1)  # attention heads, a divisor of the width
     memory_depth: int = bounded(0, ge=0)  # encoder blocks of the memory; 0: two layers per token
@@ -56,7 +56,6 @@ class DpTransformerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("width", self.width % 2 == 0, "even")
         check_heads(self)
 
     def build(

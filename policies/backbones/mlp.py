@@ -47,14 +47,10 @@ class MlpConfig(TrunkConfig):
             of concatenating them.
     """
 
-    time_dim: int = bounded(16, ge=4)  # width of the time embedding, even
+    time_dim: int = bounded(16, ge=4, even=True)  # width of the time embedding
     times: str = bounded("learned", choices=tuple(EMBEDDINGS))
     cond_dims: tuple[int, ...] = bounded((), ge=1)  # widths of a condition encoder, output last; empty: none
     add_cond: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("time_dim", self.time_dim % 2 == 0, "even")
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False

@@ -44,13 +44,12 @@ class TransformerConfig(Checked):
     depth: int = bounded(4, ge=1)  # blocks
     heads: int = bounded(4, ge=1)  # attention heads, a divisor of the width
     ffn_ratio: int = bounded(4, ge=1)  # feed-forward width over token width
-    time_dim: int = bounded(64, ge=4)  # width of the time embedding, even
+    time_dim: int = bounded(64, ge=4, even=True)  # width of the time embedding
     causal: bool = False  # actions attend only to themselves and earlier ones
     dropout: float = bounded(0.0, ge=0, lt=1)  # on attention weights and features; PyTorch's global generator
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("time_dim", self.time_dim % 2 == 0, "even")
         check_heads(self)
 
     def build(

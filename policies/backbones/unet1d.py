@@ -42,13 +42,12 @@ class Unet1dConfig(UnetConfig):
             hidden widths, then its output; empty: no encoder.
     """
 
-    time_dim: int = bounded(64, ge=4)  # width of the time embedding, even; published: 256, 128 and 16
+    time_dim: int = bounded(64, ge=4, even=True)  # width of the time embedding; published: 256, 128 and 16
     time_expansion: int = bounded(4, ge=1)  # width inside the time embedding over its width
     cond_dims: tuple[int, ...] = bounded((), ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("time_dim", self.time_dim % 2 == 0, "even")
         hidden = self.cond_dims[:-1]
         is_residual = len(hidden) % 2 == 1 and len(set(hidden)) == 1
         rule = "an odd number of equal hidden widths and an output width, e.g. [256,64] or [256,256,256,64]"

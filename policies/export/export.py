@@ -60,12 +60,13 @@ from policies.extras import require
 from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP, Runner
 from policies.threads import torch_threads
+from policies.wrappers.best_of_n import BestOfN
 
 _log = logging.getLogger(__name__)
 
 
 def export_onnx(
-    policy: Policy,
+    policy: Policy | BestOfN,
     directory: str | Path,
     *,
     graph: str = "whole",
@@ -79,7 +80,7 @@ def export_onnx(
     """Export a policy with its sampler to ONNX and verify the result.
 
     Args:
-        policy: The policy.
+        policy: The policy, or one that chooses among plans of it by a scorer of torch operations.
         directory: Target folder.
         graph: `whole`: the sampler is unrolled; `step`: one evaluation and a table.
         batch_sizes: Batch sizes of random inputs for the parity check.
@@ -116,11 +117,9 @@ def export_onnx(
     return report
 
 
-def _require_exportable(policy: Policy, graph: str) -> None:
-    if not isinstance(policy, Policy):
-        raise ExportError(
-            f"{type(policy).__name__} cannot be exported: it is decided in Python. Export the policy itself."
-        )
+def _require_exportable(policy: Any, graph: str) -> None:
+    if not isinstance(policy, Policy | BestOfN):
+        raise ExportError(f"{type(policy).__name__} cannot be exported: it is no policy of this package.")
     if graph not in GRAPHS:
         raise ExportError(f"graph must be one of {', '.join(GRAPHS)}; got '{graph}'.")
     for name in ("onnx", "onnxscript", "onnxruntime"):

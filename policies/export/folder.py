@@ -16,6 +16,7 @@ from policies.export.onnx_graph import OPSET, worst_of
 from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, STEP
 from policies.storage.atomic_write import draft_folder, move_into
+from policies.wrappers.best_of_n import BestOfN
 
 REPORT, CARD, RUNNER = "report.json", "README.md", "runner.py"
 MODELS = (MODEL, ENCODER, STEP, LOOP)  # files that hold the policy
@@ -76,7 +77,7 @@ def draft_of(target: Path) -> Iterator[Path]:
         move_into(draft, target)
 
 
-def signature(policy: Policy, around: Surroundings, *, graph: str = "whole") -> dict[str, Any]:
+def signature(policy: Policy | BestOfN, around: Surroundings, *, graph: str = "whole") -> dict[str, Any]:
     """Describe inputs and outputs of the export; `B` is the dynamic batch, null is unknown."""
     chunk = policy.chunk
 

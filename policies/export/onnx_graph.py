@@ -22,10 +22,12 @@ from policies.extras import require
 from policies.networks.weight_cache import seal
 from policies.normalizer import CentredNormalizer, Normalizer
 from policies.policy import Policy
+from policies.wrappers.best_of_n import BestOfN
 
 OPSET = 18
 
-_TRACED_BATCH = 3
+_WARM_BATCH = 3
+_FIXED_BATCH = 127  # a prime: in a traced shape its multiples are sizes that follow the batch
 SYMBOLIC_BATCH = 1009  # tracing merges equal sizes; this equals no other size or product
 _NUDGE = 1e-6  # perturbation of unit-variance noise, about accumulated rounding error
 _log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class Traceable(nn.Module):
     fixed: frozenset[str] = frozenset()  # inputs whose first dimension is not the batch
     is_sealed = True  # whether values that depend on weights alone may become graph constants
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy | BestOfN) -> None:
         super().__init__()
         self.policy: Any = policy
 
@@ -66,8 +68,7 @@ class SampledPolicy(Traceable):
             inputs: `observation` (B, To, Do), `noise` (B, *noise_shape), and, if used by the policy, `goal`
                 (B, Dg) and images (B, To, H, W, 3) by camera.
         """
-        cond = self.policy.encode(observation_of(inputs))
-        chunk, spec = self.policy.decode(cond, inputs["noise"]), self.policy.chunk
+        chunk, spec = self.policy.plan(observation_of(inputs), inputs["noise"]), self.policy.chunk
         plan = self.policy.physical(chunk[:, spec.action_start :])
         return plan[:, : spec.act_steps], plan
 
@@ -111,7 +112,7 @@ def _layers(policy: Any) -> Iterator[Any]:
     """Yield a policy and the wrapped policies inside, outermost first."""
     while policy is not None:
         yield policy
-        policy = getattr(policy, "base", None)
+        policy = getattr(policy, "base", None) or getattr(policy, "policy", None)
 
 
 def write_checked_graph(
@@ -119,8 +120,8 @@ def write_checked_graph(
 ) -> list[dict[str, float]]:
     """Write a graph that reproduces the model at every batch size; returns the parity table.
 
-    Tracing at a fixed batch size and freeing the dimension afterwards takes a third of the time of symbolic
-    tracing, but fails for networks that compute with their batch size, or with energy gradients.
+    Tracing at a fixed batch size, which is freed afterwards, takes a third of the time of symbolic tracing.
+    The latter is used for energy gradients, and for graphs that do not reproduce the model otherwise.
     """
     traced = _ready_to_trace(model, seed)
     for is_symbolic in (True,) if traced.has_gradients else (False, True):
@@ -141,7 +142,7 @@ def _ready_to_trace(model: Traceable, seed: int) -> Any:
                 setattr(part, name, CentredNormalizer(child))
     if traced.is_sealed:
         with torch.no_grad():
-            traced(traced.example(_TRACED_BATCH, torch.Generator().manual_seed(seed)))
+            traced(traced.example(_WARM_BATCH, torch.Generator().manual_seed(seed)))
         seal(traced)
     return traced
 
@@ -178,7 +179,7 @@ def own_rounding(model: Traceable, batch_sizes: Sequence[int], seed: int) -> flo
 
 
 def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) -> None:
-    size = SYMBOLIC_BATCH if model.has_gradients else _TRACED_BATCH
+    size = SYMBOLIC_BATCH if model.has_gradients else _FIXED_BATCH
     inputs = model.example(size, torch.Generator().manual_seed(seed))
     batch = torch.export.Dim("batch", min=1, max=65536)
     shapes: dict[str, dict[int, Any]] = {k: {} if k in model.fixed else {0: batch} for k in inputs}
@@ -234,14 +235,64 @@ def _spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _free_batch(path: Path, fixed: frozenset[str]) -> None:
-    """Make the first dimension of inputs and outputs dynamic; drops intermediate shapes."""
+    """Let a graph that was traced at `_FIXED_BATCH` take any batch; drops intermediate shapes."""
     onnx = require("onnx", extra="export", what="export")
-    graph = onnx.load(path)
-    for value in (*graph.graph.input, *graph.graph.output):
-        if value.name not in fixed:
-            value.type.tensor_type.shape.dim[0].dim_param = "batch"
-    del graph.graph.value_info[:]
-    onnx.save(graph, path)
+    model = onnx.load(path)
+    inputs = [value for value in model.graph.input if value.name not in fixed]
+    for value in (*inputs, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    del model.graph.value_info[:]
+    _free_shapes(onnx, model.graph, inputs[0].name)
+    onnx.save(model, path)
+
+
+def _free_shapes(onnx: Any, graph: Any, source: str) -> None:
+    """Let constant shapes, and constants with equal rows, follow the first dimension of input `source`."""
+    make, to_array = onnx.helper.make_node, onnx.numpy_helper.to_array
+    constants = {one.name: one for one in graph.initializer}
+    constants |= {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
+    added: dict[str, list[Any]] = {}
+
+    def following(shape: np.ndarray, *, is_inferred: bool = False) -> str:
+        """Return the name of a shape; -1 stands for the rows if they can be inferred."""
+        rows = shape // _FIXED_BATCH * _follows(shape)
+        others = np.where(rows, 0, shape)
+        name = f"shape_{'_'.join(map(str, shape))}{'_inferred' * is_inferred}"
+        if is_inferred:
+            added[name] = [make("Constant", [], [name], value_ints=np.where(rows, -1, others))]
+        else:
+            added[name] = [
+                make("Constant", [], [f"{name}_rows"], value_ints=rows),
+                make("Constant", [], [f"{name}_others"], value_ints=others),
+                make("Shape", [source], [f"{name}_batch"], start=0, end=1),
+                make("Mul", [f"{name}_rows", f"{name}_batch"], [f"{name}_all_rows"]),
+                make("Add", [f"{name}_all_rows", f"{name}_others"], [name]),
+            ]
+        return name
+
+    for node in graph.node:
+        if node.op_type in ("Reshape", "Expand") and node.input[1] in constants:
+            shape = to_array(constants[node.input[1]])
+            if count := int(_follows(shape).sum()):
+                is_inferred = node.op_type == "Reshape" and count == 1 and bool((shape >= 0).all())
+                node.input[1] = following(shape, is_inferred=is_inferred)
+    for constant in graph.initializer:
+        shape = np.array(constant.dims, dtype=np.int64)
+        if _follows(shape).sum() == 1:
+            values, axis = to_array(constant), int(_follows(shape).argmax())
+            one = values.take([0], axis)
+            if (values == one).all():
+                name, size = constant.name, following(shape)
+                constant.CopyFrom(onnx.numpy_helper.from_array(one, f"{name}_one"))
+                added[name] = [make("Expand", [f"{name}_one", size], [name])]
+    nodes = [*(node for made in added.values() for node in made), *graph.node]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _follows(shape: np.ndarray) -> np.ndarray:
+    """Return which sizes of a traced shape follow the batch."""
+    return (shape > 0) & (shape % _FIXED_BATCH == 0)
 
 
 def _parity(model: Traceable, session: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:

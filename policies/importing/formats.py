@@ -109,6 +109,7 @@ class Description:
     entry: str = ""  # name of the weights in the checkpoint
     state: tuple[str, ...] = ()  # what the program calls the parts of `state`, in order; empty: one part
     fixed: tuple[str, ...] = ()  # features whose map is the identity by construction of the program
+    interface: Mapping[str, Any] = field(default_factory=dict)  # as of a dataset: rate and kind of actions
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,8 @@ class FpoSource(ForeignSource):
     """
 
     steps: int = 10  # Euler steps; published are 10
-    time_features: int = bounded(8, ge=4)  # width of the time features; published are 8
+    time_features: int = bounded(8, ge=4, even=True)  # width of the time features; published are 8
     output_scale: float = 0.25  # factor of the network's output; published is 0.25
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("time_features", self.time_features % 2 == 0, "even")
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
         """Separate network, statistics and critic; the layers are converted to our direction of time."""

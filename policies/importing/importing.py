@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,13 @@ class Conversion:
     parameters: int  # how many numbers these are
     normalizer: Mapping[str, str]  # where the map of each feature comes from
     skipped: Mapping[str, int]  # how many tensors were left out, by reason
+    interface: Mapping[str, Any] = field(default_factory=dict)  # rate and kind of the actions, where known
 
     def facts(self) -> dict[str, Any]:
         """Return it as provenance of a policy directory; JSON types only."""
         left_out = [f"{count} ({why})" for why, count in sorted(self.skipped.items())]
-        return {
+        known = {"interface": dict(self.interface)} if self.interface else {}
+        return known | {
             "imported": self.file,
             "imported_sha256": self.sha256,
             "imported_entry": self.entry or "the whole file",
@@ -153,6 +155,7 @@ def _import_whole(
         sum(weight.numel() for weight in policy.parameters()),
         {feature: origin.get(feature, "identity, as asked for") for feature in FEATURES},
         skipped,
+        found.interface,
     )
 
 
@@ -236,8 +239,8 @@ def _install(
     """Load maps and weights; returns how many tensors of the networks were left out, by reason."""
     _install_maps(policy, maps)
     fields, left_out = _fields(policy, contents)
-    for field, weights in fields:
-        left_out["rebuilt, and equal"] += _load(field, network, weights)
+    for backbone, weights in fields:
+        left_out["rebuilt, and equal"] += _load(backbone, network, weights)
     return +left_out
 
 

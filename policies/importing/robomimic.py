@@ -12,7 +12,7 @@ from policies.importing.conditions import columns
 from policies.importing.files import Files, Tensors
 from policies.importing.formats import Description, PolicySource
 from policies.importing.robomimic_diffusion import describe_diffusion, entry_of
-from policies.importing.robomimic_statistics import normalisation_maps
+from policies.importing.robomimic_facts import interface_of_task, normalisation_maps
 from policies.processes.mixture import MixtureProcess
 from policies.registry import register
 from policies.storage.strict_json import parse_json
@@ -51,10 +51,11 @@ class RobomimicSource(PolicySource):
         action_dim = whole["shape_metadata"]["ac_dim"]
         maps = normalisation_maps(whole, config["train"], ours, action_dim)
         fixed = tuple(name for name in ("state", "action") if name not in maps)
+        interface = interface_of_task(whole.get("env_metadata"))
         if diffuses:
             entry = entry_of(whole["model"], files.entry)
             found = describe_diffusion(whole, config, Tensors(whole["model"][entry]), ours, maps)
-            return replace(found, entry=f"model/{entry}", fixed=fixed)
+            return replace(found, entry=f"model/{entry}", fixed=fixed, interface=interface)
         entry = "model/nets" if "nets" in whole["model"] else "model"
         tensors = Tensors(whole["model"].get("nets", whole["model"]))
         stack = layers(tensors, _MLP)
@@ -66,7 +67,7 @@ class RobomimicSource(PolicySource):
         policy, weights = _policy(tensors, stack, algo)
         return Description(
             policy, sum(theirs.values()), action_dim, weights, tensors, maps,
-            entry=entry, state=tuple(ours), fixed=fixed,
+            entry=entry, state=tuple(ours), fixed=fixed, interface=interface,
         )  # fmt: skip
 
 

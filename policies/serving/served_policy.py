@@ -15,6 +15,7 @@ from policies.policy import Policy
 from policies.serving.messages import Schema, floats_of
 from policies.storage.checksums import sha256
 from policies.storage.features import Feature
+from policies.wrappers.best_of_n import BestOfN
 
 STATE = "observation"  # name in messages and exported folders of what policies call `state`
 
@@ -22,7 +23,9 @@ STATE = "observation"  # name in messages and exported folders of what policies 
 class ServedPolicy:
     """A policy on its current device; `fingerprint` identifies its weights."""
 
-    def __init__(self, policy: Policy, around: Surroundings | None = None, fingerprint: str = "") -> None:
+    def __init__(
+        self, policy: Policy | BestOfN, around: Surroundings | None = None, fingerprint: str = ""
+    ) -> None:
         self._policy = policy.eval()
         self.noise_shape = tuple(policy.noise_shape)
         chunk, around = policy.chunk, around or Surroundings()

@@ -66,6 +66,10 @@ class LowEnergy(nn.Module):
         return -rearrange(energy, "(B N) -> B N", N=plans.shape[1])
 
 
+def _of_policy(name: str) -> Any:
+    return property(lambda best: getattr(best.policy, name))
+
+
 class BestOfN(nn.Module):
     """Policy that samples N plans per observation and executes one of them."""
 
@@ -76,9 +80,15 @@ class BestOfN(nn.Module):
         self.scorer = scorer
         self.selection = selection
 
-    obs_dim = property(lambda self: self.policy.obs_dim)
-    goal_dim = property(lambda self: self.policy.goal_dim)
-    images = property(lambda self: self.policy.images)
+    obs_dim: Any = _of_policy("obs_dim")
+    goal_dim: Any = _of_policy("goal_dim")
+    images: Any = _of_policy("images")
+    normalizer: Any = _of_policy("normalizer")
+    physical: Any = _of_policy("physical")
+    provenance: Any = _of_policy("provenance")
+    device: Any = _of_policy("device")
+    dtype: Any = _of_policy("dtype")
+    noise_sensitive = True
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
@@ -100,16 +110,18 @@ class BestOfN(nn.Module):
         cond = self.policy.encode(obs).repeat(count)
         if start is not None and len(start[0]) != len(cond):
             start = (start[0].repeat_interleave(count, dim=0), start[1])
-        flat = rearrange(noise[:, :count], "B N ... -> (B N) ...")
+        flat = noise[:, :count].flatten(0, 1)
         plans = self.policy.decode(cond, flat, start=start, hooks=hooks)
-        return rearrange(plans, "(B N) Th Da -> B N Th Da", N=count)
+        return plans.unflatten(0, (-1, count))  # -1, so that a graph fits any batch
 
     def plan(self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
         """Return the chosen plan (B, Th, Da), normalised; arguments as `candidates`."""
         plans = self.candidates(obs, noise, start=start, hooks=hooks)
         scores = self.scorer(self.policy.physical(plans), obs)
         draw = None if self.selection.temperature is None else noise[:, -1].flatten(1)[:, 0]
-        return plans[torch.arange(len(plans), device=plans.device), self.selection.choose(scores, draw)]
+        chosen = self.selection.choose(scores, draw)
+        index = chosen.view(-1, 1, 1, 1).expand(-1, 1, *plans.shape[2:])
+        return plans.gather(1, index).squeeze(1)
 
     @torch.no_grad()
     def act(
@@ -121,5 +133,8 @@ class BestOfN(nn.Module):
             noise = self.sample_noise(len(next(iter(items.values()))), generator=generator)
         return self.policy.executed(self.plan(items, noise))
 
+    def clone(self) -> Self:
+        return copy.deepcopy(self)
+
     def on_cpu(self) -> Self:
-        return self if self.policy.device.type == "cpu" else copy.deepcopy(self).cpu()
+        return self if self.device.type == "cpu" else self.clone().cpu()

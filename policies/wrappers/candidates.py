@@ -1,4 +1,4 @@
-"""Candidates: sample several chunks, edit or improve some of them, execute the one of the largest value.
+"""Candidates: sample several chunks, edit or improve some of them, execute the one of the largest score.
 
 Legend: B batch, N sampled chunks, M edited ones, Th horizon, Da action width, A = Ta Da executed numbers, E
 critics, u an edit, beta its scale, c the bound of actions, C_i aggregate over critics, eps standard
@@ -7,20 +7,27 @@ normals::
     a_n  = inner(s, w_n)                                            n < N
     u_m  = tanh(mu(s, a_m) + sigma(s, a_m) eps_m)                   m < M
     a'_m = a_m + clip(beta u_m, -c - a_m, c - a_m)
-    n*   = argmax C_i Q_i(s, .)  over a_0 ... a_{N-1}, a'_0 ... a'_{M-1}
+    n*   = argmax score(s, .)  over a_0 ... a_{N-1}, a'_0 ... a'_{M-1}
+
+    critic   C_i Q_i(s, a)                         of the executed rows; trained by an algorithm
+    energy   -E(s, a)                              of the inner policy, at its last noise level
+    density  -mean over (t, eps) of its matching loss of a at (t, eps)
 
 With L > 0 steps of ascent of rate eta, the K candidates of the largest values climb before the choice::
 
     a_k <- clip(a_k + eta grad_a C_i Q_i(s, a_k), -c, c),  and a_k is the best of the L + 1 points visited
 
 Critics and edits see the executed rows; an edit leaves the other rows unchanged. An edit never leaves the
-bound, and an action beyond it is moved inwards only. One candidate needs no critic. Of equal values the
+bound, and an action beyond it is moved inwards only. One candidate needs no score. Of equal scores the
 first candidate wins. All randomness comes from the noise: N rows for the chunks, then M rows whose first A
-numbers are eps.
+numbers are eps. `density` is the log-density per entry where the policy has one in closed form, and its
+variational surrogate where it denoises: the draws (t, eps) are the same for all candidates, and the times
+are quantiles of those of training.
 
 Source: best of N as in IDQL (arXiv 2304.10573) and Q-chunking (arXiv 2507.07969); edits as in EXPO (arXiv
-2507.07986); ascent as in PA-RL (released code). Deviation: EXPO leaves edited
-actions unbounded (`bound` null).
+2507.07986); ascent as in PA-RL (released code); ranking by matching losses on common draws as in diffusion
+classifiers (arXiv 2303.16203), there of classes, here of chunks. Deviation: EXPO leaves edited actions
+unbounded (`bound` null).
 """
 
 from __future__ import annotations
@@ -40,21 +47,25 @@ from policies.networks.critics import EnsembleConfig, aggregate
 from policies.networks.distributions import TanhGaussianConfig, tanh_draw
 from policies.networks.energy import energy_and_gradient
 from policies.policy import Policy
-from policies.protocols import Cond, Hooks, Start
+from policies.protocols import TE, Cond, Hooks, Start, has_density, has_field, has_steps
 from policies.registry import register
 from policies.wrappers.base import WrappedPolicy
 
 AGGREGATES = ("min", "mean", "mean_std")
+SCORES = ("critic", "energy", "density")
+_DRAWS_PER_TIME = 64  # training times drawn for each quantile
 
 
 @register("wrapper", "candidates")
 @dataclass(frozen=True)
 class Candidates(Checked):
-    """Numbers of candidates, the critics that rank them, the actor that edits them."""
+    """Numbers of candidates, the score that ranks them, the actor that edits them."""
 
     num_candidates: int = bounded(32, ge=1)  # N, sampled chunks
     num_edited: int = bounded(0, ge=0)  # M of them are edited
     keeps_base: bool = True  # edited chunks are candidates beside the others; false: they replace them
+    score: str = bounded("critic", choices=SCORES)  # of trained critics, or of the policy itself
+    score_draws: int = bounded(8, ge=1)  # draws (t, eps) of the density of a policy that denoises
     aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics
     pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
     members: int = bounded(2, ge=1)  # E, critics
@@ -76,6 +87,8 @@ class Candidates(Checked):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self.require("num_edited", self.num_edited <= self.num_candidates, "at most the number of candidates")
         whole = self.num_edited == self.num_candidates
+        by_critics = self.score == "critic" or not (self.num_edited or self.ascent_steps)
+        self.require("score", by_critics, "critic where candidates are edited or climb")
         self.require("keeps_base", self.keeps_base or whole, "true unless all candidates are edited")
         if self.ascent_steps:
             rule = f"at most the {self.num_ranked} candidates"
@@ -88,7 +101,7 @@ class Candidates(Checked):
 
     @property
     def has_critic(self) -> bool:
-        return self.num_ranked > 1 or self.ascent_steps > 0
+        return self.score == "critic" and (self.num_ranked > 1 or self.ascent_steps > 0)
 
     def critic_config(self) -> EnsembleConfig:
         """Return the configuration of the critics."""
@@ -108,15 +121,19 @@ class Candidates(Checked):
 
 
 class CandidatePolicy(WrappedPolicy):
-    """Executes the candidate of the largest value.
+    """Executes the candidate of the largest score.
 
     Attributes:
-        critic: Conditions (B, C) and executed chunks (B, A) to values (E, B); None for one candidate.
+        critic: Conditions (B, C) and executed chunks (B, A) to values (E, B); None for one candidate, and
+            for scores of the inner policy.
         editor: [condition, executed chunk] (B, C + A) to mean and log deviation (B, A); None without edits.
         scale: Scale of edits now, a buffer: a method may raise it to `edit_scale` gradually.
     """
 
     scale: Tensor
+    score_t: Tensor
+    score_eps: Tensor
+    score_level: Tensor | None
 
     def __init__(self, base: Policy, wrapper: Candidates) -> None:
         super().__init__(base, wrapper)
@@ -124,6 +141,12 @@ class CandidatePolicy(WrappedPolicy):
         self.width = base.chunk.act_steps * base.chunk.action_dim  # A
         cond_dim = base.encoder.cond_dim
         self.critic, self.editor = None, None
+        if wrapper.num_ranked > 1 and wrapper.score != "critic":
+            _require_score(base, wrapper.score)
+        levels = base.process.levels() if wrapper.score == "energy" and has_steps(base) else None
+        self._last = 1.0 if levels is None else float(levels[0])  # time of the last trained noise level
+        if wrapper.score == "density":
+            self._use_draws()
         if wrapper.has_critic:
             self.critic = wrapper.critic_config().build(cond_dim, self.width).to(base.dtype)
         if wrapper.num_edited:
@@ -161,7 +184,19 @@ class CandidatePolicy(WrappedPolicy):
         rows = self.noise_shape[0]
         return self.base.sample_noise(n * rows, generator=generator).view(n, rows, *self.base.noise_shape)
 
+    def _use_draws(self) -> None:
+        """Draw the (t, eps) of the density: noise, and quantiles of the training times."""
+        base, generator = self.base, torch.Generator().manual_seed(0)
+        count = 1 if has_density(base) else self.wrapper.score_draws
+        te = base.sample_te(count * _DRAWS_PER_TIME, generator=generator)
+        middle = te.t.argsort()[_DRAWS_PER_TIME // 2 :: _DRAWS_PER_TIME]
+        self.register_buffer("score_t", te.t[middle].clone())
+        self.register_buffer("score_eps", te.eps[middle].clone())
+        self.register_buffer("score_level", None if te.level is None else te.level[middle].clone())
+
     def with_act_steps(self, act_steps: int) -> Self:
+        if self.critic is None and self.editor is None:
+            return super().with_act_steps(act_steps)
         if act_steps == self.chunk.act_steps:
             return self
         raise self._fixed(f"act_steps={act_steps}")
@@ -256,13 +291,86 @@ class CandidatePolicy(WrappedPolicy):
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             plans, actions = self.candidates(cond, noise, grad=grad)
             if not self.wrapper.has_critic:
-                return plans[:, 0]
+                return plans[:, 0] if plans.shape[1] == 1 else select(plans, self.own_score(cond, plans))
             worth = self.worth(cond.vec, actions)
             if self.wrapper.ascent_steps:
                 plans, actions = self.best(plans, actions, worth)
                 actions, worth = self.ascended(cond.vec, actions)
                 plans = self.with_executed(plans, actions)
             return select(plans, worth)
+
+    def own_score(self, cond: Cond, plans: Tensor) -> Tensor:
+        """Return the scores (B, R) of plans (B, R, Th, Da) by the inner policy itself."""
+        count = plans.shape[1]
+        score = self._density if self.wrapper.score == "density" else self._low_energy
+        return score(plans.flatten(0, 1), cond.repeat(count)).unflatten(0, (-1, count))
+
+    def _low_energy(self, x: Tensor, cond: Cond) -> Tensor:
+        """Return minus the energy (B,) of chunks x (B, Th, Da)."""
+        base: Any = self.base
+        return -base.energy(x, torch.full_like(x[:, 0, 0], self._last), cond)
+
+    def _density(self, x: Tensor, cond: Cond) -> Tensor:
+        """Return minus the matching loss (B,) of chunks x (B, Th, Da), its mean over the draws."""
+        base: Any = self.base
+        draws = len(self.score_t)
+        row = torch.zeros_like(x[:, :1, 0])  # sums broadcast, so that a graph fits any batch
+        level = None if self.score_level is None else (row.long() + self.score_level).flatten()
+        eps = (row[..., None, None] + self.score_eps).flatten(0, 1)
+        te = TE((row + self.score_t).flatten(), eps, level)
+        loss: Tensor = base.matching_loss(cond.repeat(draws), x.repeat_interleave(draws, dim=0), te)
+        return -loss.unflatten(0, (-1, draws)).mean(dim=1)
+
+
+def _require_score(policy: Any, score: str) -> None:
+    """Refuse a policy whose candidates are equal, or that has no such score."""
+    if hasattr(policy, "composition"):
+        raise CapabilityError(
+            f"a composition has no {score}: it has fields alone. Rank the candidates of one of its members."
+        )
+    process = type(policy.config.process).__name__
+    if not policy.noise_sensitive:
+        raise CapabilityError(
+            f"candidates differ by the noise of the policy, and process '{process}' with sampler "
+            f"'{type(policy.sampler).__name__}' takes none. Use one that draws, e.g. process=flow."
+        )
+    scores = {"energy": hasattr(policy, "energy"), "density": has_density(policy) or has_field(policy)}
+    if not scores[score]:
+        others = [f"score={other}" for other, known in scores.items() if known]
+        raise CapabilityError(
+            f"score=energy needs process=energy or process=ebt; score=density a density in closed form, or "
+            f"a denoiser at every noise level. {type(policy).__name__} with process '{process}' has no "
+            f"{score}. Use {' or '.join(others) or 'critics, which algo=idql trains'}."
+        )
+
+
+def with_candidates(policy: Policy, score: str, num_candidates: int, **values: Any) -> CandidatePolicy:
+    """Return the best of N candidates of a policy, by `score`.
+
+    Args:
+        policy: The policy. Of one that chooses already, the candidates are ranked anew.
+        score: One of `SCORES`; critics are those that the policy has.
+        num_candidates: N.
+        values: Further fields of `Candidates`.
+
+    Raises:
+        CapabilityError: If the policy has no such score, or no noise.
+    """
+    chooses = isinstance(policy, CandidatePolicy)
+    if score != "critic":
+        inner = policy.base if chooses else policy
+        return Candidates(num_candidates=num_candidates, score=score, **values).wrap(inner)
+    if not isinstance(policy, CandidatePolicy) or policy.critic is None:
+        raise CapabilityError(
+            f"score=critic needs a policy with critics; {type(policy).__name__} has none. Train them by "
+            "algo=idql or algo=qc, or use score=density or score=energy."
+        )
+    before = policy.wrapper
+    edits_all = before.num_edited == before.num_candidates
+    num_edited = num_candidates if edits_all else min(before.num_edited, num_candidates)
+    view = policy._view()
+    view.wrapper = replace(before, num_candidates=num_candidates, num_edited=num_edited, **values)
+    return view
 
 
 def ranked(critic: Any, vec: Tensor, actions: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class ActionSketch:
         state = obs["state"]
         _check_width("actions", len(self.actions[0]), chunk.action_dim)
         rows = resampled(state.new_tensor(self.actions), chunk.horizon)
-        return rows.expand(len(state), -1, -1)
+        return rows + torch.zeros_like(state[:, :1, :1])
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class PositionSketch:
     def place(self, along: Tensor) -> Tensor:
         """Return the points (..., D) at arc lengths (...), clamped to the path."""
         start, side, length, before = self._segments(along)
-        index = (torch.searchsorted(before, along.contiguous(), right=True) - 1).clamp(min=0)
+        index = ((before <= along[..., None]).sum(-1) - 1).clamp(min=0)  # ONNX has no binary search
         share = ((along - before[index]) / length[index]).clamp(0, 1)
         return start[index] + share[..., None] * side[index]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from messages import mentions
 from point_env import PointEnv
-from small_algorithms import dataset, init, setup, small, start
+from small_algorithms import dataset, init, policy_config, setup, small, start
 from torch import Tensor
 
 from algos.bc import BcConfig
@@ -35,6 +35,7 @@ from algos.training.serialization import from_plain, to_plain
 from policies import registry
 from policies.composition.operators import Composition
 from policies.composition.policy import ComposedPolicy
+from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
@@ -496,23 +497,6 @@ def test_qc_prefers_the_better_of_two_modes_that_the_policy_keeps() -> None:
     assert 0.25 < (cloned > 0).double().mean() < 0.75
 
 
-def test_pa_rl_clones_improved_chunks_beyond_the_modes_of_the_data() -> None:
-    """Rewards fall with the distance to 0.8; recorded actions are +-0.6, where it stays without ascent."""
-    found = {}
-    for steps in (0, 8):
-        data = two_modes()
-        data = replace(data, rewards=-(data.actions[:, 0] - 0.8).square())
-        config = PaRlConfig(
-            steps=900, log_every=900, batch_size=64, gamma=0.0, critics=2, critic_dims=(32, 32),
-            actor_lr=3e-3, critic_lr=3e-3, num_candidates=8, num_ascended=4, ascent_steps=steps,
-            ascent_lr=0.05, temperature=0.05, refit_after=300,
-        )  # fmt: skip
-        policy = finished(begin(config, dataset=data, env=None, init=None)).snapshot()
-        drawn = policy.base.act(observed(64), generator=torch.Generator().manual_seed(3))[:, 0, 0]
-        found[steps] = float(drawn.mean())
-    assert found[0] < 0.66 < found[8] < 0.95
-
-
 def test_the_set_that_pa_rl_clones_ends_with_the_recorded_chunk() -> None:
     config = replace(small(PaRlConfig), num_candidates=5, num_ascended=3, ascent_steps=0, critics=2)
     run = begin(replace(config, ascent_steps=2))
@@ -659,6 +643,17 @@ def test_a_run_is_resumed_bit_by_bit_on_data_and_in_its_task(algo: str, after: i
                        two.online.experience._rows[: two.online.experience.size])  # fmt: skip
     one.close()
     two.close()
+
+
+def test_a_new_encoder_with_weights_is_refused_and_a_way_is_named() -> None:
+    sight = replace(policy_config("flow"), encoder=VitEncoderConfig(width=8, heads=2, features=5))
+    seen = replace(dataset(), images={"ahead": torch.zeros(200, 24, 24, 3, dtype=torch.uint8)})
+    for algo in (*METHODS, *ON_DATA):
+        config = replace(small(registry.lookup("algo", algo)), refit=True)
+        with pytest.raises(
+            CapabilityError, match=mentions(f"algo={algo} algo=bc init=<run> algo.encoder=trained")
+        ):
+            config.initial_policy(setup("flow", policy=sight, init=None, env=None), seen, {})
 
 
 def test_transitions_of_experience_are_those_of_the_same_episodes_as_data() -> None:

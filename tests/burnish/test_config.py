@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass
 from operator import attrgetter
@@ -58,6 +60,20 @@ def test_every_number_of_a_part_can_be_overridden(command: str, chosen: dict[str
     written = [f"{key}={value}" for key, value in numbers.items()]
     config = compose_config(command, [*(f"{group}={name}" for group, name in chosen.items()), *written])
     assert {key: attrgetter(key)(config) for key in numbers} == numbers
+
+
+def test_the_state_of_hydra_can_be_taken_into_the_process_of_a_launcher() -> None:
+    """Launchers (joblib, submitit) restore it there, which registers Hydra's own sources beside ours."""
+    script = (
+        "from hydra.core.singleton import Singleton\n"
+        "from burnish.config.schema import compose_config, register_configs\n"
+        "register_configs()\n"
+        "Singleton.set_state(Singleton.get_state())\n"
+        "register_configs.cache_clear()\n"  # as in a new process
+        "print(compose_config('train', ['experiment=avoid_bc']).name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "avoid_bc\n", done.stderr
 
 
 def test_the_defaults_are_those_of_the_dataclasses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ FRESH = ("sac", "rlpd")
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
+@cache
 def _content(name: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:
     """Return parents, choices and own values of an experiment file."""
     data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
@@ -222,9 +224,21 @@ def _tunes(name: str) -> bool:
 @pytest.mark.parametrize("name", representatives(filter(_tunes, experiments()), _parts))
 def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path) -> None:
     _skip_unless_registered(name)
+    one_tiny_iteration(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", [n for n in filter(_tunes, experiments()) if "_image_" in n])
+def test_one_tiny_iteration_from_images(name: str, tmp_path: Path) -> None:
+    one_tiny_iteration(name, tmp_path, "encoder.width=8", "encoder.features=8")
+
+
+def one_tiny_iteration(name: str, tmp_path: Path, *narrow: str) -> None:
+    """Clone the policy that an experiment begins with, and tune it."""
     algo = _choices(name)["algo"]
     stem = name.removesuffix("_plus").removesuffix(f"_{algo}")
     base = f"{stem}_gaussian_bc" if algo == "ppo" else f"{stem}_bc"
+    if algo in NEEDS_FLOW and f"{stem}_flow_bc" in experiments():
+        base = f"{stem}_flow_bc"
     process = ["process=flow"] if algo in NEEDS_FLOW else []
     config = compose_config("train", [f"experiment={name}"])
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
@@ -236,7 +250,7 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
         "algo.batch_size=8",
         "backbone.width=16",
     ]
-    cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *common]
+    cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *narrow, *common]
     train_command.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo in CRITICS_OF_CHUNKS:

@@ -41,8 +41,7 @@ def test_the_export_gives_the_actions_of_the_policy(
     report = export_onnx(policy, tmp_path, latency_batches=())
     assert [row["batch"] for row in report.parity] == [1, 2, 7]
     assert report.worst <= TOLERANCE
-    if backbone in ("mlp", "unet1d"):
-        assert traced == [process in STEEP], "a symbolic batch takes three times as long"
+    assert traced == [process in STEEP], "a symbolic batch takes three times as long"
     inputs = random_inputs(policy, 40, torch.Generator().manual_seed(99))
     ours, theirs = (
         one.act(observation_of(inputs), noise=inputs["noise"]) for one in (policy, ExportedPolicy(tmp_path))

@@ -9,6 +9,7 @@ import torch
 from messages import mentions
 
 from envs.datasets import dataset_format, read_dataset
+from envs.datasets.images import camera_of
 from envs.datasets.windows import Windows
 from policies.errors import DatasetError, MissingExtraError
 
@@ -114,6 +115,11 @@ def test_what_is_left_out_is_named(tmp_path, caplog):
     assert data.meta["not_read"] == ["observation.effort", "observation.images.top"]
     assert "observation.images.top (videos without times" in caplog.text
     assert "observation.effort (choose it by obs_keys)" in caplog.text
+
+
+def test_cameras_have_the_names_that_imported_policies_give_them():
+    names = {"observation.images.top": "top", "observation.image": "image", "observation.images.a.b": "a_b"}
+    assert {key: camera_of(key) for key in names} == names
 
 
 def test_the_state_can_be_chosen(tmp_path):

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 from messages import mentions
+from pairwise import each_value
 
 pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
@@ -252,8 +253,7 @@ def test_a_demonstration_in_another_world_replays_bit_for_bit_in_ogbench(world, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", sorted(WORLDS))
-@pytest.mark.parametrize("task", [1, 3, 4, 5])
+@pytest.mark.parametrize(("world", "task"), each_value(sorted(WORLDS), [1, 3, 4, 5]))
 def test_all_tasks_of_the_worlds_equal_ogbench_and_are_solved(world, task, monkeypatch):
     official, config = make_official(task, world), make_env(world, task=task)
     noisy = OracleExpert(noise=0.1)

@@ -182,6 +182,21 @@ def test_an_evaluation_of_a_policy_that_looks_does_not_depend_on_the_width() -> 
     assert evaluate(policy, shown, episodes=3).protocol == expected.protocol  # cameras are the policy's
 
 
+def test_one_sample_per_pixel_draws_the_same_scene_with_hard_edges() -> None:
+    pictures = {}
+    for samples in (None, 0):
+        vector = task(image_samples=samples).make_vector(1)
+        vector.reset([3])
+        pictures[samples] = vector.images()["top"][0, 0]
+        assert vector.stepper.model.vis.quality.offsamples == 4  # the task's model is as it was
+        vector.close()
+    colors = {samples: len(np.unique(shown.reshape(-1, 3), axis=0)) for samples, shown in pictures.items()}
+    difference = np.abs(pictures[None].astype(int) - pictures[0]).max(axis=2)
+    assert colors[0] < colors[None] and 0 < (difference > 8).mean() < 0.3
+    rough = evaluate(looking(), env("avoid", max_episode_steps=2, image_samples=0), episodes=1)
+    assert rough.protocol["images"]["samples"] == 0
+
+
 def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
     policy = looking()
     assert match_cameras(env("avoid"), policy.images) == task()

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -16,7 +17,9 @@ from envs.datasets import (
     write_robomimic,
 )
 from envs.datasets.formats.robomimic import read_models
+from envs.datasets.interface import interface_of
 from envs.datasets.windows import Windows
+from envs.fit import require_fit
 from policies.errors import ConfigError, DatasetError
 from policies.policy_config import ChunkSpec
 
@@ -199,6 +202,17 @@ def test_bad_content_names_file_demonstration_and_key(tmp_path, changes, message
     with pytest.raises(DatasetError, match=mentions(message)) as error:
         read_dataset(path)
     assert "bad.hdf5" in str(error.value)
+
+
+def test_absolute_actions_are_told_and_refused_by_a_task_that_takes_changes(tmp_path):
+    path = write_foreign(tmp_path / "absolute.hdf5")
+    task = {"env_name": "Lift", "env_kwargs": {"controller_configs": {"control_delta": False}}}
+    with h5py.File(path, "a") as file:
+        file["data"].attrs["env_args"] = json.dumps(task)
+    data = read_dataset(path)
+    assert interface_of(data.meta, data.obs_dim, data.action_dim)["actions"] == "absolute poses"
+    with pytest.raises(ConfigError, match=mentions("changes poses absolute poses")):
+        require_fit("env=lift", SimpleNamespace(family="robosuite"), "absolute.hdf5", data, advice="")
 
 
 def replaced_by_numbers(key):

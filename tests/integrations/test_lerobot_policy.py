@@ -34,7 +34,7 @@ from policies.serving.served_policy import ServedPolicy
 from policies.storage.policy_folder import save_policy
 
 HOME = Path(__file__).resolve().parents[2] / "integrations" / "lerobot_policy_burnish"
-ARM, SIZE, CAMERAS = HOME / "arm.py", (24, 32), ("front", "wrist")
+ARM, SIZE, CAMERAS = HOME / "arm.py", (40, 48), ("front", "wrist")
 JOINTS = ["shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper"]
 STEPS, TO, TA = 7, 2, 3
 has_lerobot = importlib.util.find_spec("lerobot") is not None

@@ -101,6 +101,19 @@ def layers_of(arrays: Mapping[str, Any], prefix: str) -> tuple[Layer, ...]:
     return tuple(found)
 
 
+def critic_layers(arrays: Mapping[str, Any], name: str) -> tuple[Layer, ...]:
+    """Return the layers of the critics of IDQL and EXPO."""
+    prefix = f"{name}.VmapStateActionValue_0"
+    head = Layer(arrays[f"{prefix}.Dense_0.kernel"], arrays[f"{prefix}.Dense_0.bias"], None, None)
+    return (*layers_of(arrays, f"{prefix}.MLP_0"), head)
+
+
+def critic_sizes(layers: tuple[Layer, ...]) -> dict[str, Any]:
+    """Return the settings of an ensemble with these layers (E, in, out)."""
+    dims = tuple(layer.kernel.shape[2] for layer in layers[:-1])
+    return {"critics": layers[0].kernel.shape[0], "critic_dims": dims}
+
+
 def evaluate(layers: tuple[Layer, ...], h: Tensor) -> Tensor:
     """Return what dense layers make of (B, in), or stacks of layers of (1, B, in)."""
     for i, layer in enumerate(layers):
@@ -148,6 +161,12 @@ def load_critic(critic: Ensemble, layers: tuple[Layer, ...]) -> None:
             if layer.scale is not None and layer.shift is not None:
                 critic.scale[i].copy_(layer.scale.unsqueeze(-2))
                 critic.shift[i].copy_(layer.shift.unsqueeze(-2))
+
+
+def load_critics(learner: Any, arrays: Mapping[str, Any]) -> None:
+    """Copy the critics and target critics of Q-chunking and FQL into a learner."""
+    load_critic(learner.critic, layers_of(arrays, "param_critic.value_net"))
+    load_critic(learner.target_critic, layers_of(arrays, "param_target_critic.value_net"))
 
 
 def assert_critic_gradient(

@@ -5,7 +5,6 @@ The base policy of the file is a black box: its actions stand for chunks that ig
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 from official_critics import (
     STATED,
     Layer,
-    arrays_of,
     batch_of,
+    critic_layers,
     layers_of,
     load_critic,
 )
@@ -33,22 +32,10 @@ from policies.wrappers.candidates import ranked, select
 expo = pytest.mark.golden("expo_*.npz")
 
 
-def critic_layers(arrays: dict[str, Any], name: str) -> tuple[Layer, ...]:
-    """Return the layers of critics, whose normalisation stands before the activation."""
-    prefix = f"{name}.VmapStateActionValue_0"
-    head = Layer(arrays[f"{prefix}.Dense_0.kernel"], arrays[f"{prefix}.Dense_0.bias"], None, None)
-    return (*layers_of(arrays, f"{prefix}.MLP_0"), head)
-
-
 def head_of(arrays: dict[str, Any], name: str, part: str) -> Tensor:
     """Return the joined last layer of the edit actor: means, then deviations."""
     pieces = [arrays[f"{name}.Output{which}.{part}"] for which in ("DenseMean", "DenseLogStd")]
     return torch.cat(pieces, dim=-1)
-
-
-@pytest.fixture
-def arrays(golden_path: Path) -> dict[str, Any]:
-    return arrays_of(golden_path)
 
 
 @pytest.fixture

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from official_critics import (
     STATED,
-    arrays_of,
     assert_critic_gradient,
     assert_flow_gradient,
     batch_of,
+    critic_sizes,
     flow_policy,
     layers_of,
-    load_critic,
+    load_critics,
     valid_rows,
 )
 
@@ -26,26 +25,19 @@ files = pytest.mark.golden("*fql_losses*.npz")
 
 
 @pytest.fixture
-def arrays(golden_path: Path) -> dict[str, Any]:
-    return arrays_of(golden_path)
-
-
-@pytest.fixture
 def learner(arrays: dict[str, Any]) -> FqlLearner:
     layers = layers_of(arrays, "param_critic.value_net")
     horizon = int(arrays["cfg_H"]) if "cfg_H" in arrays else 1
     config = FqlConfig(
         alpha=float(arrays["cfg_alpha"]),
         normalize_value=bool(arrays.get("cfg_normalize_q_loss", False)),
-        critics=layers[0].kernel.shape[0],
-        critic_dims=tuple(layer.kernel.shape[2] for layer in layers[:-1]),
+        **critic_sizes(layers),
         aggregate=arrays["cfg_q_agg"],
     )
     student = flow_policy(arrays, "actor_onestep_flow", horizon, one_step=True)
     student = student.with_sampler(type(student.sampler)(steps=1, clip_action=1.0)).train()
     made = FqlLearner(flow_policy(arrays, "actor_bc_flow", horizon).train(), student, config)
-    load_critic(made.critic, layers)
-    load_critic(made.target_critic, layers_of(arrays, "param_target_critic.value_net"))
+    load_critics(made, arrays)
     return made
 
 

@@ -7,13 +7,12 @@ diffusion of five steps, which other oracles compare: candidates are taken from 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from official_critics import CLOSE, Layer, arrays_of, batch_of, layers_of, load_critic
+from official_critics import CLOSE, Layer, batch_of, critic_layers, critic_sizes, layers_of, load_critic
 from torch import Tensor
 
 from algos.critics.idql import IdqlConfig, IdqlLearner
@@ -29,12 +28,6 @@ idql = pytest.mark.golden("idql_*.npz")
 WEIGHTINGS = {"bc": "clone", "soft_adv": "soft", "hard_adv": "hard", "exp_adv": "exponential"}
 
 
-def critic_layers(arrays: dict[str, Any], name: str) -> tuple[Layer, ...]:
-    prefix = f"{name}.VmapStateActionValue_0"
-    head = Layer(arrays[f"{prefix}.Dense_0.kernel"], arrays[f"{prefix}.Dense_0.bias"], None, None)
-    return (*layers_of(arrays, f"{prefix}.MLP_0"), head)
-
-
 def value_layers(arrays: dict[str, Any], name: str) -> tuple[Layer, ...]:
     head = Layer(arrays[f"{name}.OutputVDense.kernel"], arrays[f"{name}.OutputVDense.bias"], None, None)
     layers = (*layers_of(arrays, f"{name}.MLP_0"), head)
@@ -42,17 +35,11 @@ def value_layers(arrays: dict[str, Any], name: str) -> tuple[Layer, ...]:
 
 
 @pytest.fixture
-def arrays(golden_path: Path) -> dict[str, Any]:
-    return arrays_of(golden_path)
-
-
-@pytest.fixture
 def learner(arrays: dict[str, Any]) -> IdqlLearner:
     layers = critic_layers(arrays, "param_critic")
     config = IdqlConfig(
         expectile=float(arrays["cfg_expectile"]),
-        critics=layers[0].kernel.shape[0],
-        critic_dims=tuple(layer.kernel.shape[2] for layer in layers[:-1]),
+        **critic_sizes(layers),
         critic_activation="relu",
         critic_layer_norm=False,
         num_candidates=int(arrays["cfg_N"]),

@@ -7,20 +7,19 @@ compared up to the share of the rest.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from official_critics import (
     CLOSE,
-    arrays_of,
     assert_critic_gradient,
     assert_flow_gradient,
     batch_of,
+    critic_sizes,
     flow_policy,
     layers_of,
-    load_critic,
+    load_critics,
     valid_rows,
 )
 
@@ -32,22 +31,15 @@ qc = pytest.mark.golden("qc_bestofn_*.npz")
 
 
 @pytest.fixture
-def arrays(golden_path: Path) -> dict[str, Any]:
-    return arrays_of(golden_path)
-
-
-@pytest.fixture
 def learner(arrays: dict[str, Any]) -> QcLearner:
     layers = layers_of(arrays, "param_critic.value_net")
     config = QcConfig(
         num_candidates=int(arrays["cfg_N"]),
-        critics=layers[0].kernel.shape[0],
-        critic_dims=tuple(layer.kernel.shape[2] for layer in layers[:-1]),
+        **critic_sizes(layers),
         aggregate=arrays["cfg_q_agg"],
     )
     made = QcLearner(flow_policy(arrays, "actor_bc_flow", int(arrays["cfg_H"])).train(), config)
-    load_critic(made.critic, layers)
-    load_critic(made.target_critic, layers_of(arrays, "param_target_critic.value_net"))
+    load_critics(made, arrays)
     return made
 
 

@@ -21,6 +21,7 @@ class Config(Checked):
     dims: list[int] = bounded([8, 8], ge=1)
     search: str = bounded("lists", choices=("lists", "tree"))
     horizon: float = bounded(1.0, gt=0, le=math.inf)
+    time_dim: int = bounded(4, ge=4, even=True)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,8 @@ class Config(Checked):
         ({"steps": math.inf}, r"algo\.steps .*inf"),
         ({"keep": 1.0}, r"algo\.keep .*\(0, 1\).*1"),
         ({"dims": [8, 0]}, r"algo\.dims .*1.*\[8, 0\]"),
+        ({"time_dim": 5}, r"algo\.time_dim .*even.*4.*5"),
+        ({"time_dim": 2}, r"algo\.time_dim .*even.*4.*2"),
         ({"search": "boxes"}, r"algo\.search .*lists, tree.*boxes"),
     ],
 )
@@ -53,6 +56,7 @@ def test_values_at_closed_ends_none_and_allowed_infinity_pass() -> None:
         (Bounds(lt=2), "below 2"),
         (Bounds(gt=0, le=1), "in (0, 1]"),
         (Bounds(choices=("a", "b")), "one of a, b"),
+        (Bounds(ge=4, even=True), "even and at least 4"),
         (Bounds(), "finite"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from arcs import score, trained
 from gaussian_flow import MEAN, STD, average_velocity, spread
-from pairwise import repeated
+from pairwise import everything
 from small_policies import ACTION_DIM, OBS_DIM, observations, small_policy
 from torch import Tensor, nn
 
@@ -223,7 +223,8 @@ def test_psd_keeps_the_flow_and_improves_on_it_in_two_steps() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", repeated(DERIVED))
+@pytest.mark.skipif(not everything, reason="with --all: without it one objective learns, psd")
+@pytest.mark.parametrize("objective", DERIVED)
 def test_one_step_of_other_objectives_beats_the_mean(objective: str) -> None:
     policy = trained(FlowMap(objective=objective), iterations=600)
     assert score(policy, Euler(steps=1, clip_action=None))[0] >= 0.08  # a flow: 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from messages import mentions
 from released import FOLDER, recorded
 from torch import Tensor
 
+from envs.fit import _action_kind, require_fit
+from envs.tasks.robosuite.tasks import Lift
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.importing.importing import import_policy
 from policies.importing.robomimic import RobomimicSource
+from policies.importing.robomimic_facts import ABSOLUTE, CHANGES, interface_of_task
 from policies.policy import Policy
 from policies.processes.mixture import MixturePolicy
 from policies.storage.policy_folder import load_policy, save_policy
@@ -100,3 +104,35 @@ def test_keys_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     torch.save({"model": {"weight": torch.zeros(2)}}, tmp_path / "model.pth")
     with pytest.raises(CheckpointError, match=mentions("robomimic algo_name")):
         import_policy(tmp_path / "model.pth", RobomimicSource())
+
+
+ONE_FIVE = {"type": "BASIC", "body_parts": {"right": {"type": "OSC_POSE", "input_type": "absolute"}}}
+
+
+@pytest.mark.parametrize(
+    ("controller", "actions"),
+    [
+        ({"control_delta": False}, ABSOLUTE),
+        ({"control_delta": True}, CHANGES),
+        ([{"control_delta": True}, {"control_delta": False}], ABSOLUTE),
+        (ONE_FIVE, ABSOLUTE),
+        ({"body_parts": {"right": {"input_type": "delta"}, "gripper": {"type": "GRIP"}}}, CHANGES),
+        ({"type": "OSC_POSE"}, None),
+        (None, None),
+    ],
+)
+def test_the_controller_tells_what_the_actions_are(controller: Any, actions: str | None) -> None:
+    task = {"env_name": "Lift", "env_kwargs": {"control_freq": 20, "controller_configs": controller}}
+    expected = {"control_hz": 20} | ({} if actions is None else {"actions": actions})
+    assert interface_of_task(task) == expected
+    assert interface_of_task("what") == interface_of_task({"env_name": "Lift"}) == {}
+
+
+def test_absolute_actions_are_not_run_where_changes_are_expected(tmp_path: Path) -> None:
+    policy, _ = imported("plain", tmp_path)
+    assert policy.provenance["interface"] == {"actions": ABSOLUTE}
+    lift = Lift().spec
+    assert _action_kind(lift) == CHANGES
+    with pytest.raises(ConfigError, match=mentions("absolute poses changes poses")):
+        require_fit("env=lift", SimpleNamespace(family=lift.family), "the policy", policy, advice="")
+    require_fit("env=hopper", SimpleNamespace(family="gym"), "the policy", policy, advice="")

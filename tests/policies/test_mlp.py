@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from pairwise import repeated
 from torch import Tensor, nn
 
 from policies.backbones import Backbone
@@ -292,8 +293,8 @@ def test_backbone_satisfies_the_protocol(one_block: MlpBackbone) -> None:
         ({"num_blocks": 0}, "num_blocks must be at least 1; got 0"),
         ({"activation": "swish"}, "activation must be one of relu, mish, tanh, silu, gelu; got 'swish'"),
         ({"times": "waves"}, "backbone.times must be one of learned, octaves, joint; got 'waves'"),
-        ({"time_dim": 7}, "time_dim must be even; got 7"),
-        ({"time_dim": 2}, "time_dim must be at least 4; got 2"),
+        ({"time_dim": 7}, "time_dim must be even and at least 4; got 7"),
+        ({"time_dim": 2}, "time_dim must be even and at least 4; got 2"),
         ({"cond_dims": (4, 0)}, "cond_dims must be at least 1"),
         ({"residual": False}, "residual=false needs hidden_dims"),
         ({"hidden_dims": (8,)}, "no hidden_dims; got hidden_dims="),
@@ -322,7 +323,8 @@ def test_gradients_of_a_compiled_network_equal_eager_ones(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_machine_code_of_a_loop_equals_eager(one_block: MlpBackbone) -> None:
+@pytest.mark.parametrize("backend", repeated(["aot_eager", "inductor"]))
+def test_a_compiled_loop_equals_eager(backend: str, one_block: MlpBackbone) -> None:
     x, _, cond = inputs(5)
     times = torch.arange(STEPS).float()
 
@@ -331,7 +333,7 @@ def test_machine_code_of_a_loop_equals_eager(one_block: MlpBackbone) -> None:
         return bound(1, bound(0, x))
 
     with torch.no_grad():
-        compiled = torch.compile(loop, fullgraph=True, backend="inductor")
+        compiled = torch.compile(loop, fullgraph=True, backend=backend)
         with torch._inductor.config.patch(compile_threads=1):  # a pool of processes takes longer to start
             torch.testing.assert_close(compiled(x, cond.vec), loop(x, cond.vec), rtol=1e-5, atol=1e-6)
 

@@ -40,6 +40,7 @@ from policies.serving.served_policy import ServedFolder, ServedPolicy
 from policies.serving.server import Server, ServerSettings
 from policies.storage.features import Feature
 from policies.storage.policy_folder import save_policy
+from policies.wrappers.candidates import Candidates
 
 zmq = pytest.importorskip("zmq")
 msgpack = pytest.importorskip("msgpack")
@@ -50,6 +51,18 @@ PATIENCE_S = 120.0
 
 def flow() -> Policy:
     return small_policy(RectifiedFlow(), Euler(steps=2), obs_steps=2)
+
+
+def chosen(**values: Any) -> Policy:
+    """A policy that chooses among candidates, with edits or ascent."""
+    torch.manual_seed(0)
+    return Candidates(critic_dims=(8,), edit_dims=(8,), **values).wrap(flow()).eval()
+
+
+BEST_OF_N = {"num_candidates": 3}
+EDITED = {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3}
+RESIDUAL = {"num_candidates": 1, "num_edited": 1, "keeps_base": False, "edit_scale": 0.3}
+CLIMBING = {"num_candidates": 3, "num_ascended": 2, "ascent_steps": 2, "ascent_lr": 0.1}
 
 
 def patient(**settings: Any) -> ServerSettings:
@@ -113,7 +126,12 @@ def observed(seed: int = 0, steps: int = 2) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "policy",
-    [flow(), small_policy(VPDiffusion(num_levels=4), obs_steps=2), small_policy(goal_dim=3, obs_steps=2)],
+    [
+        flow(),
+        small_policy(VPDiffusion(num_levels=4), obs_steps=2),
+        small_policy(goal_dim=3, obs_steps=2),
+        *(chosen(**values) for values in (BEST_OF_N, EDITED, RESIDUAL, CLIMBING)),
+    ],
 )
 def test_a_served_policy_acts_as_it_does_itself(policy: Policy) -> None:
     obs = observed() | ({"goal": np.ones(3, np.float32)} if policy.goal_dim else {})
@@ -186,9 +204,12 @@ def test_commands_of_a_robot_change_by_no_more_than_the_jump(client: Client) -> 
         RemotePolicy(client, max_jump=0.0)
 
 
-def test_an_exported_folder_is_served_as_the_policy_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [None, BEST_OF_N, EDITED, RESIDUAL])
+def test_an_exported_folder_is_served_as_the_policy_it_was(
+    values: dict[str, Any] | None, tmp_path: Path
+) -> None:
     pytest.importorskip("onnxruntime")
-    policy = flow()
+    policy = flow() if values is None else chosen(**values)
     export_onnx(policy, tmp_path / "exported")
     served, own = ServedFolder(tmp_path / "exported"), ServedPolicy(policy)
     assert served.schema.inputs == own.schema.inputs and served.schema.action == own.schema.action

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from messages import mentions
 from small_policies import observations, small_policy
 from torch import Tensor
 
+import burnish
 from policies.errors import CapabilityError, ConfigError
+from policies.export.exported_policy import ExportedPolicy
 from policies.policy_config import ChunkSpec
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
@@ -20,6 +24,7 @@ from policies.protocols import Cond, Step
 from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.loop import denoise
 from policies.samplers.ode import Ancestral, Euler, Heun
+from policies.storage.policy_folder import save_policy
 from policies.wrappers.sketch_guidance import (
     GuideHook,
     Resampling,
@@ -360,6 +365,34 @@ def test_every_strategy_but_random_comes_nearer_to_the_sketch(process, sampler, 
         with torch.no_grad():
             found[name] = guide_distance(policy.plan(obs, noise_of(policy, 32)), policy.guide(obs)).mean()
     assert strategy == "random" or found[strategy] < found["random"]
+
+
+@pytest.mark.parametrize("strategy", ["output_perturbation", "stochastic_sampling"])
+def test_a_sketch_is_served_and_exported(strategy: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs the extra 'export'")
+    pytest.importorskip("zmq", reason="needs the extra 'serve'")
+    from burnish.commands.serve import ServeConfig, served_by
+    from policies.serving.served_policy import ServedPolicy
+
+    (tmp_path / "way.json").write_text(json.dumps(asdict(WAY)))
+    steer = Steering(strategy=strategy, sketch=str(tmp_path / "way.json"), candidates=2)
+    policy = small_policy(RectifiedFlow(), Euler(steps=3, clip_action=None))
+    followed = steered(policy, steer)
+    obs, noise = observations(4), followed.sample_noise(4, generator=torch.Generator().manual_seed(2))
+    actions = followed.act(obs, noise=noise)
+    served = ServedPolicy(followed).decide({"observation": obs.numpy()}, noise.numpy())
+    np.testing.assert_array_equal(served, actions.numpy())
+    plain = save_policy(policy, tmp_path / "policy")
+    keys = {"steer": {"strategy": strategy, "sketch": steer.sketch, "candidates": 2}}
+    report = burnish.export(plain, out=str(tmp_path / "exported"), **keys)
+    assert report.worst < 1e-5
+    exported = ExportedPolicy(tmp_path / "exported")
+    torch.testing.assert_close(exported.act(obs, noise=noise), actions, rtol=0, atol=1e-4)
+    assert exported.description.provenance["steer"]["sketch"]["pace"] == WAY.pace
+    served_folder = served_by(ServeConfig(policy=str(plain), steer=steer))
+    np.testing.assert_array_equal(served_folder.decide({"observation": obs.numpy()}, noise.numpy()), served)
+    with pytest.raises(ConfigError, match=mentions("steer")):
+        served_by(ServeConfig(policy=str(tmp_path / "exported"), steer=steer))
 
 
 def test_ranking_takes_the_nearest_of_all_plans() -> None:

@@ -490,7 +490,7 @@ def test_backbone_satisfies_the_protocol(small: Unet1dBackbone) -> None:
         ({"groups": -1}, "groups must be at least 0; got -1"),
         ({"final_groups": 7}, "final_groups must be 0 or a divisor of every width of (64,); got 7"),
         ({"norm_eps": 0.0}, "norm_eps must be above 0; got 0.0"),
-        ({"time_dim": 7}, "time_dim must be even; got 7"),
+        ({"time_dim": 7}, "time_dim must be even and at least 4; got 7"),
         ({"time_expansion": 0}, "time_expansion must be at least 1; got 0"),
         ({"film": "shift"}, "film must be one of one_plus_scale, scale, bias; got 'shift'"),
         ({"film_layers": 2}, "film_layers must be one of 1, 3; got 2"),

@@ -34,6 +34,7 @@ from envs.datasets.files.hdf5 import (
 )
 from envs.datasets.images import Images, InHdf5, camera_of
 from policies.errors import DatasetError
+from policies.importing.robomimic_facts import interface_of_task
 
 _LOW_DIM = [f"robot{i}_{part}" for i in (0, 1) for part in ("eef_pos", "eef_quat", "gripper_qpos")] + [
     "object"
@@ -92,11 +93,9 @@ def read(
 
 
 def _interface(env_args: Mapping[str, Any], layout: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """Return names and rate, for `envs.datasets.interface`."""
-    options = env_args.get("env_kwargs")
+    """Return names, rate and kind of actions, for `envs.datasets.interface`."""
     names = [f"{key} {i}" for key, width in layout for i in range(width)]
-    rate = options.get("control_freq") if isinstance(options, Mapping) else None
-    return {"control_hz": rate} | ({} if dict(layout).keys() == {"flat"} else {"obs_names": names})
+    return interface_of_task(env_args) | ({} if dict(layout).keys() == {"flat"} else {"obs_names": names})
 
 
 def read_models(path: str | Path, *, mask: str | None = None) -> list[str | None]:

@@ -58,8 +58,10 @@ DATA_BYTES, VIDEO_BYTES = 100 * 2**20, 200 * 2**20
 
 _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 _LEVELS = np.arange(256) / 255.0
-_OWN_META = ("source", "format", "not_read", "obs_keys", "codebase_version", "robot_type", "fps", "tasks")
-_OWN_META += ("interface",)
+_OWN_META = (
+    *("source", "format", "not_read", "obs_keys", "codebase_version", "robot_type", "fps", "tasks"),
+    "interface",
+)
 _CODEC = {"crf": "23", "g": "2", "bf": "0"}
 """Every second frame is a key frame, as LeRobot encodes: any frame is reached by decoding one."""
 
@@ -251,7 +253,8 @@ class _DataFiles:
     def __init__(self, folder: Path, pattern: str) -> None:
         self._parquet = require("pyarrow.parquet", extra="lerobot")
         self._folder, self._pattern = folder, pattern
-        self._number, self._writer, self._place = -1, None, folder
+        self._number, self._place = -1, folder
+        self._writer: Any = None
 
     def __enter__(self) -> _DataFiles:
         return self

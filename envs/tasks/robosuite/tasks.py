@@ -6,8 +6,9 @@ reward is 1 on every step on which the task is solved; only the limit ends an ep
 
 The observation is robomimic's: gripper position, quaternion and finger positions of each arm, then the
 `object` vector. Since robosuite 1.5 that vector has another order (and, in lift, another sign):
-`object_layout` must name the kind of file a policy was cloned from. `env.engine` selects the stepper:
-`envs/tasks/robosuite/fast_stepper.py:FastStepper` or robosuite itself,
+`object_layout` must name the kind of file a policy was cloned from. With `observation=proprioception` there
+is no `object` vector, as in robomimic's image tasks: objects are known by sight only. `env.engine` selects
+the stepper: `envs/tasks/robosuite/fast_stepper.py:FastStepper` or robosuite itself,
 `envs/tasks/robosuite/reference_stepper.py:RobosuiteStepper`.
 
 Differences from robomimic's rollouts on robosuite 1.4.1, which DPPO (arXiv 2409.00588) used:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("v15", "v141")
 ENGINES = ("fast", "robosuite")
+OBSERVATIONS = ("state", "proprioception")
 _ARM = ("eef_pos", "eef_quat", "gripper_qpos")
 _TURN = tuple(f"rotation about {axis} [0.5 rad]" for axis in "xyz")
 _COMMAND = (*(f"hand {axis} change [5 cm]" for axis in "xyz"), *_TURN, "gripper closing [1]")
@@ -69,6 +71,7 @@ class _Robosuite(HasCameras):
     max_episode_steps: int = bounded(300, ge=1)  # time limit in control steps
     terminate_on_success: bool = False  # whether success terminates the episode
     object_layout: str = bounded("v15", choices=LAYOUTS)  # order of `object`, as in low_dim_v15.hdf5 or v141
+    observation: str = bounded("state", choices=OBSERVATIONS)  # proprioception: without objects
     engine: str = bounded("fast", choices=ENGINES)  # fast: own controller on robosuite's model
 
     name = ""
@@ -81,6 +84,8 @@ class _Robosuite(HasCameras):
     @property
     def keys(self) -> tuple[str, ...]:
         arms = (f"robot{arm}_{key}" for arm in range(self.num_arms) for key in _ARM)
+        if self.observation == "proprioception":
+            return tuple(arms)
         return (*arms, *(self.object_v15 if self.object_layout == "v15" else self.object_v141))
 
     @property

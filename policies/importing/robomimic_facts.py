@@ -1,4 +1,4 @@
-"""Statistics in robomimic's checkpoints as maps of `state` and `action`."""
+"""What robomimic writes beside weights and data: statistics, and the task with its controller."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from policies.errors import CapabilityError, CheckpointError
 from policies.importing.formats import AffineMap
 
+ABSOLUTE, CHANGES = "absolute poses", "changes of poses"
+"""What the actions of a robosuite task are."""
 _PAIRS = (("mean", "std"), ("offset", "scale"))  # statistics of robomimic 0.3 and 0.5
 
 
@@ -39,3 +41,25 @@ def _map(statistics: list[Mapping[str, Any]]) -> AffineMap:
     )
     scale: Tensor = 1 / spread
     return scale.float(), (-centre * scale).float()
+
+
+def interface_of_task(env_meta: Any) -> dict[str, Any]:
+    """Return `control_hz` and what `actions` are, as far as the metadata of a robosuite task tell.
+
+    Source: robosuite's `control_delta` (to 1.4) and `input_type` of every body part (from 1.5).
+    """
+    options = env_meta.get("env_kwargs") if isinstance(env_meta, Mapping) else None
+    if not isinstance(options, Mapping):
+        return {}
+    found = {"control_hz": options["control_freq"]} if "control_freq" in options else {}
+    controllers = options.get("controller_configs")
+    for one in controllers if isinstance(controllers, list) else [controllers]:
+        if not isinstance(one, Mapping):
+            continue
+        arms = one.get("body_parts", {}).values()
+        kinds = [part["input_type"] for part in arms if isinstance(part, Mapping) and "input_type" in part]
+        if one.get("control_delta") is False or "absolute" in kinds:
+            return found | {"actions": ABSOLUTE}
+        if one.get("control_delta") or kinds:
+            found["actions"] = CHANGES
+    return found

@@ -260,8 +260,8 @@ EXPLAINED_ON = {
     "recap": ["recap", "bc"],
     "dqc": ["critics"],
     "pa_rl": ["critics"],
-    "qam": ["critics"],
-    "trqam": ["critics"],
+    "qam": ["qam", "critics"],
+    "trqam": ["qam", "critics"],
 }
 """Where the settings of an algorithm are explained."""
 

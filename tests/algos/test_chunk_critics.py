@@ -357,16 +357,16 @@ def test_a_student_of_a_deterministic_diffusion_begins_anew_with_its_scales() ->
 @pytest.mark.parametrize("config", [QamConfig, TrqamConfig])
 def test_values_without_slope_leave_the_flow_of_adjoint_matching_bit_by_bit(config: Any) -> None:
     """Constant critics; and, with a temperature, values of no weight."""
-    run = begin(replace(small(config), refit=False))
+    run = begin(replace(small(config), num_candidates=1, refit=False))
     run.learner.critic_optimizer.param_groups[0]["lr"] = 0.0
     with torch.no_grad():
         for critic in (run.learner.critic, run.learner.target_critic):
             critic.weight[-1].zero_()
     assert torch.equal(weights(finished(run).snapshot()), weights(init("flow")))
     if config is QamConfig:
-        cold = finished(begin(replace(small(config), refit=False, inverse_temperature=0.0)))
+        cold = finished(begin(replace(small(config), num_candidates=1, refit=False, inverse_temperature=0.0)))
         assert torch.equal(weights(cold.snapshot()), weights(init("flow")))
-    tuned = finished(begin(replace(small(config), refit=False)))
+    tuned = finished(begin(replace(small(config), num_candidates=1, refit=False)))
     assert not torch.equal(weights(tuned.snapshot()), weights(init("flow")))
 
 

@@ -248,13 +248,13 @@ def test_the_fixed_point_of_a_gaussian_and_a_linear_value(arrays: dict[str, Any]
 @trust
 @pytest.mark.parametrize("budget", [0.05, 0.2, 1.0])
 def test_the_divergence_settles_at_its_budget(arrays: dict[str, Any], budget: float) -> None:
-    """A flow that follows its weight at once: divergence (g s)^2 / (2 lambda^2), value linear."""
+    """Where a flow follows the weight at once: (g s)^2 / (2 lambda^2) of a Gaussian and a linear value."""
     learner = learner_of(arrays)
     assert isinstance(learner, TrqamLearner)
     learner.config = TrqamConfig(divergence_budget=budget, weight_scale=1.0)
     learner.weight, learner.divergence = torch.tensor(1.0), torch.tensor(0.0)
-    slope = 0.6
-    for _ in range(6000):
+    slope = 0.6  # g s
+    for _ in range(15_000):
         learner.adapt(slope**2 / (2 * learner.weight**2))
     torch.testing.assert_close(learner.divergence, torch.tensor(budget), rtol=0.02, atol=0)
     torch.testing.assert_close(learner.weight, torch.tensor(slope / (2 * budget) ** 0.5), rtol=0.02, atol=0)

@@ -255,7 +255,9 @@ def test_d4rl_names_have_reference_scores() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_d4rl_addresses_and_reference_scores_are_those_of_d4rl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_d4rl_addresses_and_reference_scores_are_those_of_d4rl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("D4RL_SUPPRESS_IMPORT_ERROR", "1")
     monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path))
     infos = pytest.importorskip("d4rl.infos", reason="needs the extra 'd4rl' and its --no-deps step")

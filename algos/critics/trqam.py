@@ -77,13 +77,12 @@ class TrqamLearner(QamLearner):
 class TrqamConfig(QamConfig):
     """Adjoint matching with a critic in a trust region; `inverse_temperature` has no effect.
 
-    Published budgets: 0.5 and 1.
+    Published budgets: 0.5 and 1; discount: 0.995, humanoid 0.999.
 
     Source:
         arXiv 2605.27079 and its released code.
     """
 
-    gamma: float = bounded(0.995, ge=0, le=1)  # discount per environment step
     divergence_budget: float = bounded(1.0, gt=0)  # epsilon, path divergence per row of the chunk
     divergence_rate: float = bounded(0.1, gt=0, le=1)  # rho, of the running divergence
     divergence_clip: float = bounded(2.0, gt=0)  # m, bound of a step's divergence in budgets

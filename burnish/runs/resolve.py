@@ -266,7 +266,6 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
     if config.env is not None and (named := [key for key, value in given.items() if value is not None]):
         raise ConfigError(f"{named[0]} is known of env; leave it out, or train without env.")
     _warn_of_unused_evaluation(config, typed)
-    _advise_on_prediction(config, typed)
     if config.requires_init and config.init is None:
         _log.warning("these settings tune a policy: give init=<policy>. Without it a new one is trained.")
     return device
@@ -287,7 +286,7 @@ def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
         )
 
 
-def _advise_on_prediction(config: TrainConfig, typed: Overrides) -> None:
+def advise_on_prediction(config: TrainConfig, typed: Overrides) -> None:
     """Log that the published prediction of a new diffusion policy needs long training."""
     is_plain = config.init is None and type(config.process) is VPDiffusion and not typed.value("experiment")
     chosen = "process.prediction" in typed.keys

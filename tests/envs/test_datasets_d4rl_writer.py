@@ -154,8 +154,9 @@ def test_only_robomimic_has_masks(tmp_path, dataset):
 
 
 def test_what_is_collected_is_the_same_in_every_format(tmp_path):
+    """LeRobot's format holds less (test_datasets_lerobot_writer.py)."""
     digests = set()
-    for name in WRITERS:
+    for name in sorted({*WRITERS} - {"lerobot"}):
         path = burnish.collect(env="avoid", episodes=2, out=tmp_path / f"{name}-v0", format=name)
         data = read_dataset(path)
         assert dataset_format(path) == name and data.meta["env" if name != "robomimic" else "env_args"]

@@ -106,7 +106,7 @@ def test_a_time_for_every_action_and_tokens_are_refused() -> None:
     [
         ({"width": 6, "heads": 4}, "backbone.heads must be a divisor of backbone.width=6 .*; got 4"),
         ({"width": 7, "heads": 7}, "backbone.width must be even and at least 4; got 7"),
-        ({"width": 2, "heads": 2}, "backbone.width must be at least 4; got 2"),
+        ({"width": 2, "heads": 2}, "backbone.width must be even and at least 4; got 2"),
         ({"depth": 0}, "backbone.depth must be at least 1; got 0"),
         ({"memory_depth": -1}, "backbone.memory_depth must be at least 0; got -1"),
         ({"obs_tokens": 0}, "backbone.obs_tokens must be at least 1; got 0"),

@@ -166,7 +166,7 @@ def test_tokens_that_are_missing_or_not_expected_are_refused() -> None:
         ({"width": 12, "heads": 5}, r"a divisor of backbone.width=12 \(one of 1, 2, 3, 4, 6, 12\); got 5"),
         ({"heads": 0}, "backbone.heads must be at least 1; got 0"),
         ({"time_dim": 7}, "backbone.time_dim must be even and at least 4; got 7"),
-        ({"time_dim": 2}, "backbone.time_dim must be at least 4; got 2"),
+        ({"time_dim": 2}, "backbone.time_dim must be even and at least 4; got 2"),
         ({"dropout": 1.0}, r"backbone.dropout must be in \[0, 1\); got 1.0"),
         ({"dropout": -0.1}, r"backbone.dropout must be in \[0, 1\); got -0.1"),
     ],

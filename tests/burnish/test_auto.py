@@ -14,7 +14,7 @@ import burnish
 from burnish.config.overrides import Overrides, RunContext, quoted
 from burnish.config.schema import compose_config
 from burnish.runs.auto import Facts, choose
-from burnish.runs.resolve import resolve
+from burnish.runs.resolve import advise_on_prediction, resolve
 from policies import registry
 from policies.errors import ConfigError
 
@@ -101,7 +101,9 @@ def test_small_budgets_begin_with_x0_and_others_are_told_of_it(
     def told(*typed: str) -> Any:
         caplog.clear()
         config = compose_config("train", typed)
-        found = resolve(config, RunContext(tmp_path, Overrides.parse(typed))).config
+        run = resolve(config, RunContext(tmp_path, Overrides.parse(typed)))
+        advise_on_prediction(run.config, run.overrides[0])
+        found = run.config
         return getattr(found.process, "prediction", None), "published and needs long training" in caplog.text
 
     assert told("experiment=auto", "env=avoid") == ("x0", False)

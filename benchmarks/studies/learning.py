@@ -420,9 +420,12 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     from matplotlib.figure import Figure
 
     study = STUDIES[name]
-    figure = Figure(figsize=(8.0, 3.8), layout="constrained")
+    figure = Figure(figsize=(8.0, max(3.8, 0.24 * len(found))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    budgets = [content["curve"][-1]["step"] for runs in found.values() for content in runs]
+    if max(budgets) > 5 * min(budgets):
+        axes.set_xscale("log")
     styles = product(("-", "--", ":", "-."), (*TABLEAU_COLORS, "black", "gold", "navy"))
     for (line, color), (algo, runs) in zip(styles, found.items(), strict=False):
         lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
+from pairwise import each_value
 from torch import Tensor
 
 from policies.composition.operators import Composition
@@ -215,8 +216,9 @@ def test_a_translated_clean_chunk_keeps_to_the_bound_of_its_own_sampler() -> Non
 # -- mixtures -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("units", [(1.0, 0.0), (0.5, 0.3)])
-@pytest.mark.parametrize("other", [VPDiffusion(400), RectifiedFlow()])
+@pytest.mark.parametrize(
+    ("other", "units"), each_value([VPDiffusion(400), RectifiedFlow()], [(1.0, 0.0), (0.5, 0.3)])
+)
 def test_densities_are_followed_along_a_whole_chain(other: Any, units: tuple[float, float]) -> None:
     sampler = DDPM(clip_x0=None, min_std=0.0, noise_clip=None)
     one = gaussian_policy(VPDiffusion(400), (0.4, -0.3), 0.5, sampler=sampler)

@@ -63,7 +63,7 @@ STEPWISE = {
 def test_the_pieces_make_the_whole(name: str, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
-    report = export_onnx(STEPWISE[name](), tmp_path, graph="step", latency_batches=(2,))
+    report = export_onnx(STEPWISE[name](), tmp_path, graph="step", latency_batches=())
     assert [row["batch"] for row in report.parity] == [1, 2, 7] and report.worst <= TOLERANCE
     assert {path.name for path in tmp_path.iterdir()} >= {"encoder.onnx", "step.onnx", "loop.json", RUNNER}
     json.loads((tmp_path / "loop.json").read_text(), parse_constant=pytest.fail)

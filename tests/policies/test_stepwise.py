@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
+from pairwise import everything
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies.composition.policy import compose
@@ -53,9 +54,10 @@ STEPWISE = {
     "edm": lambda: small_policy(Edm(), Euler(steps=2)),
     "two stops": lambda: small_policy(Mip()),
     "energy": lambda: small_policy(ScoreEnergy(num_levels=4), DDIM(steps=2)),
-    "descent": lambda: small_policy(EnergyDescent(), Descent(steps=3)),
     "guided": guided,
 }
+if everything:  # else a descent is exported by the test of its walks alone
+    STEPWISE["descent"] = lambda: small_policy(EnergyDescent(), Descent(steps=3))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ The recorders in `tests/fixtures/importing` load the same weights into the origi
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ def weights_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     return {name: _drawn(name, tuple(shape)) for name, shape in shapes.items()}
 
 
+@functools.lru_cache(maxsize=512)  # of one or two networks; nobody writes into them
 def _drawn(name: str, shape: tuple[int, ...]) -> Tensor:
     draws = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
     if len(shape) < 2:

@@ -158,7 +158,7 @@ def test_the_steps_of_training_are_drawn_evenly() -> None:
 def test_walks_end_at_the_conditional_mean_of_two_modes() -> None:
     setup = two_mode_setup(0, process=EnergyDescent())
     setup.policy = replace(setup.policy, backbone=MlpConfig(width=64, activation="mish"))
-    config = BcConfig(steps=400, batch_size=128, log_every=400, validation_fraction=0.0)
+    config = BcConfig(steps=250, batch_size=128, log_every=250, validation_fraction=0.0)
     algorithm = config.build(setup)
     finish(algorithm)
     x = torch.linspace(-0.9, 0.9, 200)

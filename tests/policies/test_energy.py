@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_value
 from small_cloning import finish
 from small_policies import observations, small_policy
 from torch import Tensor
@@ -84,8 +85,7 @@ def test_the_field_is_the_gradient_of_the_energy(name: str, form: str) -> None:
             torch.testing.assert_close(gradient[k], wanted[k], rtol=1e-5, atol=1e-7)
 
 
-@every_backbone
-@pytest.mark.parametrize("form", ["dot", "dae"])
+@pytest.mark.parametrize(("name", "form"), each_value(list(BACKBONES), ["dot", "dae"]))
 def test_the_loss_is_differentiable_to_every_weight(name: str, form: str) -> None:
     field, (x, cond) = field_of(name, form), inputs()
     weights = list(field.parameters())

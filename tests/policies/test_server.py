@@ -210,7 +210,7 @@ def test_an_exported_folder_is_served_as_the_policy_it_was(
 ) -> None:
     pytest.importorskip("onnxruntime")
     policy = flow() if values is None else chosen(**values)
-    export_onnx(policy, tmp_path / "exported")
+    export_onnx(policy, tmp_path / "exported", batch_sizes=(1, 3), latency_batches=())
     served, own = ServedFolder(tmp_path / "exported"), ServedPolicy(policy)
     assert served.schema.inputs == own.schema.inputs and served.schema.action == own.schema.action
     assert served.noise_shape == own.noise_shape

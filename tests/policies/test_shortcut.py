@@ -134,7 +134,7 @@ def test_many_steps_land_on_both_modes_and_few_on_more_than_a_flow_s() -> None:
     policy = trained(Shortcut(max_steps=8), iterations=600)
     one, two, eight = (score(policy, Euler(steps=steps, clip_action=None)) for steps in (1, 2, 8))
     assert eight[0] >= 0.75 and 0.35 <= eight[1] <= 0.65
-    assert one[0] >= 0.05 and two[0] >= 0.4  # a flow: 0 and 0.29
+    assert one[0] >= 0.05 and two[0] >= 0.4  # a flow: 0 and 0.22
 
 
 # -- refusals --------------------------------------------------------------------------------------------

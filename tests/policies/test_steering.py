@@ -240,7 +240,7 @@ def test_a_clean_plan_goes_as_far_as_told_but_never_beyond_the_guide() -> None:
 # -- resampling ---------------------------------------------------------------------------------------------
 
 GAUSSIAN = [
-    (VPDiffusion(10), DDPM(clip_x0=None, noise_clip=None, min_std=0.0)),
+    (VPDiffusion(5), DDPM(clip_x0=None, noise_clip=None, min_std=0.0)),
     (VPDiffusion(10), DDIM(steps=5, clip_x0=None, noise_clip=None)),
     (RectifiedFlow(), Euler(steps=5, clip_action=None, noise_clip=None)),
     (Edm(), Ancestral(steps=5, clip_x0=None, noise_clip=None)),
@@ -367,24 +367,27 @@ def test_every_strategy_but_random_comes_nearer_to_the_sketch(process, sampler, 
     assert strategy == "random" or found[strategy] < found["random"]
 
 
-@pytest.mark.parametrize("strategy", ["output_perturbation", "stochastic_sampling"])
-def test_a_sketch_is_served_and_exported(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "resample_steps"), [("output_perturbation", None), ("stochastic_sampling", 2)]
+)
+def test_a_sketch_is_served_and_exported(strategy: str, resample_steps: int | None, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs the extra 'export'")
     pytest.importorskip("zmq", reason="needs the extra 'serve'")
     from burnish.commands.serve import ServeConfig, served_by
     from policies.serving.served_policy import ServedPolicy
 
     (tmp_path / "way.json").write_text(json.dumps(asdict(WAY)))
-    steer = Steering(strategy=strategy, sketch=str(tmp_path / "way.json"), candidates=2)
-    policy = small_policy(RectifiedFlow(), Euler(steps=3, clip_action=None))
+    keys = {"strategy": strategy, "sketch": str(tmp_path / "way.json"), "candidates": 2}
+    keys |= {"resample_steps": resample_steps}
+    steer = Steering(**keys)
+    policy = small_policy(RectifiedFlow(), Euler(steps=2, clip_action=None))
     followed = steered(policy, steer)
     obs, noise = observations(4), followed.sample_noise(4, generator=torch.Generator().manual_seed(2))
     actions = followed.act(obs, noise=noise)
     served = ServedPolicy(followed).decide({"observation": obs.numpy()}, noise.numpy())
     np.testing.assert_array_equal(served, actions.numpy())
     plain = save_policy(policy, tmp_path / "policy")
-    keys = {"steer": {"strategy": strategy, "sketch": steer.sketch, "candidates": 2}}
-    report = burnish.export(plain, out=str(tmp_path / "exported"), **keys)
+    report = burnish.export(plain, out=str(tmp_path / "exported"), steer=keys)
     assert report.worst < 1e-5
     exported = ExportedPolicy(tmp_path / "exported")
     torch.testing.assert_close(exported.act(obs, noise=noise), actions, rtol=0, atol=1e-4)

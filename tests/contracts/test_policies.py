@@ -155,9 +155,9 @@ def graphs() -> Iterator[Any]:
     """Yield (process, backbone, sampler) so that a graph is made of every part.
 
     Every process comes with the sampler that it has by itself, every other sampler with a process, and every
-    backbone with a flow. Only `energy` comes with attention, and with `ddim`: gradients of attention are another
-    part of a graph than those of a perceptron, which `ebt` has. Loops take two steps, those around large
-    networks one. What runs another program's loop makes no graph.
+    backbone with a flow. Only `energy` comes with attention, and with `ddim`: gradients of attention are
+    another part of a graph than those of a perceptron, which `ebt` has. Loops take two steps, those around
+    large networks one. What runs another program's loop makes no graph.
     """
     seen = set()
     for process in registry.parts("process"):

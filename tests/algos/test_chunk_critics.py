@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from pairwise import each_value
+from pairwise import repeated
 from point_env import PointEnv
 from small_algorithms import dataset, init, policy_config, setup, small, start
 from torch import Tensor
@@ -632,7 +632,11 @@ def test_the_steps_on_data_are_those_of_a_run_that_ends_there(algo: str) -> None
     first.close()
 
 
-@pytest.mark.parametrize(("algo", "after"), each_value([*METHODS, *OFFLINE], [4, 12]))
+@pytest.mark.parametrize(
+    ("algo", "after"),
+    [(algo, 12) for algo in (*METHODS, *OFFLINE)]
+    + [(algo, 4) for algo in (*repeated(METHODS), *repeated(OFFLINE))],
+)
 def test_a_run_is_resumed_bit_by_bit_on_data_and_in_its_task(algo: str, after: int) -> None:
     process = "deterministic" if algo in OFFLINE else "flow"
     one, two = begin(online(algo), process), begin(online(algo), process)

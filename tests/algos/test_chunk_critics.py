@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import repeated
 from point_env import PointEnv
 from small_algorithms import dataset, init, policy_config, setup, small, start
 from torch import Tensor
@@ -40,6 +41,7 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
 from policies.processes.deterministic import DeterministicPolicy
+from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select
 from policies.wrappers.noise_policy import Steering
@@ -183,7 +185,7 @@ def test_a_chosen_policy_is_exported_as_one_graph_with_its_critics(
     from policies.export.export import export_onnx
     from policies.runner import MODEL
 
-    policy = wrapped(init("flow"), **values)
+    policy = wrapped(init("flow").with_sampler(Euler(steps=1)), **values)  # a graph unrolls its loops
     export_onnx(policy, tmp_path / "out", latency_batches=())
     graph = onnxruntime.InferenceSession(tmp_path / "out" / MODEL)
     noise = noise_of(policy)
@@ -260,7 +262,7 @@ def test_expectile_and_quantile_losses_end_at_expectile_and_quantile(kappa: floa
     values = torch.tensor([0.0, 1.0, 2.0, 10.0], dtype=torch.float64)
     grid = torch.linspace(0, 10, 10_001, dtype=torch.float64)
     for how in ("expectile", "quantile"):
-        losses = torch.stack([value_loss(values - v, how, kappa) for v in grid])
+        losses = torch.vmap(lambda v, how=how: value_loss(values - v, how, kappa))(grid)
         best = grid[losses.argmin()]
         if how == "quantile":
             assert (values <= best).double().mean() >= kappa >= (values < best).double().mean()
@@ -486,7 +488,7 @@ def test_qc_prefers_the_better_of_two_modes_that_the_policy_keeps() -> None:
     """Actions are +-0.6; the reward is the first action. The policy stays a clone of both modes."""
     data = two_modes()
     config = QcConfig(
-        steps=700, log_every=700, batch_size=64, gamma=0.0, critic_dims=(32, 32), actor_lr=3e-3,
+        steps=450, log_every=450, batch_size=64, gamma=0.0, critic_dims=(32, 32), actor_lr=3e-3,
         critic_lr=3e-3, num_candidates=16,
     )  # fmt: skip
     policy = finished(begin(config, dataset=data, env=None, init=None)).snapshot()
@@ -546,7 +548,7 @@ def test_dqc_finds_the_value_of_a_reward_beyond_its_executed_chunk() -> None:
     """Mode +0.6 of the first chunk leads to a reward of 1 after the chunk; values lie in [0, 1]."""
     data = later_reward()
     config = DqcConfig(
-        steps=900, log_every=900, batch_size=64, gamma=0.9, critic_horizon=4, critic_dims=(32, 32),
+        steps=600, log_every=600, batch_size=64, gamma=0.9, critic_horizon=4, critic_dims=(32, 32),
         actor_lr=3e-3, critic_lr=3e-3, tau=0.05, num_candidates=16,
     )  # fmt: skip
     run = finished(begin(config, dataset=data, env=None, init=None))
@@ -630,8 +632,11 @@ def test_the_steps_on_data_are_those_of_a_run_that_ends_there(algo: str) -> None
     first.close()
 
 
-@pytest.mark.parametrize("algo", [*METHODS, *OFFLINE])
-@pytest.mark.parametrize("after", [4, 12])
+@pytest.mark.parametrize(
+    ("algo", "after"),
+    [(algo, 12) for algo in (*METHODS, *OFFLINE)]
+    + [(algo, 4) for algo in (*repeated(METHODS), *repeated(OFFLINE))],
+)
 def test_a_run_is_resumed_bit_by_bit_on_data_and_in_its_task(algo: str, after: int) -> None:
     process = "deterministic" if algo in OFFLINE else "flow"
     one, two = begin(online(algo), process), begin(online(algo), process)

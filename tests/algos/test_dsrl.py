@@ -351,7 +351,7 @@ def test_a_point_is_steered_to_its_goal_by_a_policy_that_never_learned_the_way(
     """Returns of an untrained policy are near 0, those of one that goes to the goal and stays near 9."""
     init, task = make(), PointEnv(limit=12)
     config = changed(
-        variant=variant, denoising_steps=steps, total_steps=900, warmup_steps=200, log_every=300,
+        variant=variant, denoising_steps=steps, total_steps=700, warmup_steps=200, log_every=700,
         num_envs=4, steps_per_iteration=1, updates_per_step=0.5, batch_size=64, critic_dims=(32, 32),
         gamma=0.9, tau=0.02, init_alpha=0.02, target_entropy=-6.0, entropy_in_target=False, actor_lr=2e-3,
         critic_lr=2e-3, alpha_lr=2e-3, distillation_latents="box", steering=Steering(hidden_dims=(32, 32)),

@@ -46,21 +46,24 @@ def test_only_losses_and_norms_can_break_a_run() -> None:
     assert broken({"policy/loss": 1.0, "policy/lossless": nan, "normal/x": nan}) == []
 
 
-@given(st.dictionaries(st.text(min_size=1), st.floats(), max_size=5), st.integers(0, 10**12))
-def test_rows_return_and_are_valid_json(
-    tmp_path_factory: pytest.TempPathFactory, values: dict[str, float], step: int
-) -> None:
-    path = tmp_path_factory.mktemp("rows") / "metrics.jsonl"
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rows") / "metrics.jsonl"
+
+
+@given(values=st.dictionaries(st.text(min_size=1), st.floats(), max_size=5), step=st.integers(0, 10**12))
+def test_rows_return_and_are_valid_json(rows: Path, values: dict[str, float], step: int) -> None:
+    rows.unlink(missing_ok=True)
     values.pop("step", None)
-    append_jsonl(path, values, step)
+    append_jsonl(rows, values, step)
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    for line in path.read_text().split("\n")[:-1]:
+    for line in rows.read_text().split("\n")[:-1]:
         json.loads(line, parse_constant=refuse)
     expected = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    assert read_jsonl(path) == [{"step": step, **expected}]
+    assert read_jsonl(rows) == [{"step": step, **expected}]
 
 
 def test_row_cut_short_is_left_out(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from policies.backbones.unet1d import Unet1dConfig
 from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
+from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.advantage import Advantage, AdvantagePolicy
 
@@ -97,7 +98,7 @@ def test_a_new_label_changes_nothing(name: str) -> None:
 
 
 def test_the_policy_is_a_directory_and_a_graph_without_a_label(tmp_path: Path) -> None:
-    policy = Advantage(1.5).wrap(labelled()).eval()
+    policy = Advantage(1.5).wrap(labelled().with_sampler(Euler(steps=2))).eval()
     again = load_policy(save_policy(policy, tmp_path / "policy"))
     noise = policy.sample_noise(5, generator=torch.Generator().manual_seed(1))
     assert isinstance(again, AdvantagePolicy) and again.goal_dim == 0 and again.wrapper.guidance == 1.5

@@ -154,7 +154,7 @@ def trained_score(
     """Return the score (B, D) that a network of ours learns from data (M, D), in units of the data."""
     state, action = (part.float() for part in split(arrays, data))
     torch.manual_seed(0)
-    widths = {"hidden_dims": (128, 128, 128), "dynamics_dims": (8,)}
+    widths = {"hidden_dims": (64, 64, 64), "dynamics_dims": (8,)}
     policy = Correction(sigmas=(sigma,), **widths).wrap(any_policy(state.shape[1], action.shape[1]))
     none = torch.zeros(len(data))
     table = TransitionTable(cond=state, action=action, reward=none, next_cond=state, discount=none)
@@ -163,8 +163,8 @@ def trained_score(
     policy.std.fill_(1.0)
     random = generator(1)
     for _ in range(steps):
-        row = torch.randint(len(data), (256,), generator=random)
-        learner.step(table.gather(row), learner.draw(256, random))
+        row = torch.randint(len(data), (128,), generator=random)
+        learner.step(table.gather(row), learner.draw(128, random))
 
     @torch.no_grad()
     def score(x: Tensor) -> Tensor:

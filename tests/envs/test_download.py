@@ -88,7 +88,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as one:
-        thread = threading.Thread(target=one.serve_forever, daemon=True)
+        thread = threading.Thread(target=one.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         yield one
         one.shutdown()

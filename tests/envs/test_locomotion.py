@@ -77,8 +77,8 @@ def play(
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_thousand_hopper_chunks_equal_gymnasium(dtype: type) -> None:
-    assert play("hopper", num_chunks=1000, limit=1000, scale=1.5, dtype=dtype)["terminated"] > 50
+def test_five_hundred_hopper_chunks_equal_gymnasium(dtype: type) -> None:
+    assert play("hopper", num_chunks=500, limit=1000, scale=1.5, dtype=dtype)["terminated"] > 50
 
 
 @pytest.mark.parametrize("version", ["v4", "v5"])
@@ -94,11 +94,11 @@ def test_both_versions_and_time_limits_equal_gymnasium(name: str, version: str) 
 
 # Episode limit, scale of the actions and number of chunks at which some episodes end in each of the ways.
 LIMITS = {
-    "hopper": (37, 0.3, 400),
+    "hopper": (37, 0.3, 200),
     "walker2d": (37, 0.3, 400),
-    "halfcheetah": (37, 0.3, 400),
-    "swimmer": (37, 0.3, 400),
-    "ant": (60, 1.0, 400),
+    "halfcheetah": (37, 0.3, 80),
+    "swimmer": (37, 0.3, 80),
+    "ant": (60, 1.0, 280),
     "humanoid": (25, 0.3, 400),
 }
 
@@ -134,9 +134,11 @@ def test_whole_chunks_equal_single_steps(name: str, obs_steps: int) -> None:
     assert ends > 20
 
 
-@pytest.mark.parametrize(("name", "ends"), [("walker2d", "terminated"), ("halfcheetah", "truncated")])
-def test_whole_episodes_equal_gymnasium(name: str, ends: str) -> None:
-    assert play(name, num_chunks=1020, limit=1000, scale=1.0, dtype=np.float32)[ends] >= NUM_ENVS
+@pytest.mark.parametrize(
+    ("name", "ends", "chunks"), [("walker2d", "terminated", 200), ("halfcheetah", "truncated", 1020)]
+)
+def test_whole_episodes_equal_gymnasium(name: str, ends: str, chunks: int) -> None:
+    assert play(name, num_chunks=chunks, limit=1000, scale=1.0, dtype=np.float32)[ends] >= NUM_ENVS
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """OGBench's manipulation tasks against OGBench itself, stepped one by one."""
 
 import dataclasses
+import functools
 import warnings
 
+import gymnasium
 import numpy as np
 import pytest
 from messages import mentions
@@ -22,12 +24,24 @@ WORLDS = {"cube-double": (37, 500), "cube-triple": (46, 1000), "scene": (40, 750
 WORLDS |= {"puzzle-3x3": (55, 500), "puzzle-4x4": (83, 500)}
 
 
-def make_official(task, world="cube-single"):
+@functools.cache
+def official_world(world):
+    """OGBench's own environment of a world, with all its wrappers; its model takes over a second."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ogbench
 
-        return ogbench.make_env_and_datasets(f"{world}-play-singletask-task{task}-v0", env_only=True)
+        return ogbench.make_env_and_datasets(f"{world}-play-singletask-task1-v0", env_only=True)
+
+
+def make_official(task, world="cube-single"):
+    """One of OGBench's single tasks; its environments differ in the number of the task alone."""
+    official = official_world(world)
+    one, other = (gymnasium.spec(f"{world}-singletask-task{number}-v0") for number in (1, task))
+    assert {**other.kwargs, "reward_task_id": 1} == one.kwargs and other.kwargs["reward_task_id"] == task
+    assert (other.entry_point, other.max_episode_steps) == (one.entry_point, one.max_episode_steps)
+    official.unwrapped._reward_task_id = task
+    return official
 
 
 def seed_settling(official, monkeypatch):
@@ -39,9 +53,9 @@ def seed_settling(official, monkeypatch):
     return box
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def official():
-    """OGBench's own environment, with all its wrappers."""
+    """OGBench's first task of `cube-single`."""
     return make_official(1)
 
 

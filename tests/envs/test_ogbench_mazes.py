@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from drawing import require_drawing
 from messages import mentions
+from pairwise import repeated
 
 pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
@@ -285,7 +286,7 @@ def test_tasks_share_one_model_and_leave_no_file_behind() -> None:
 @pytest.mark.parametrize("task", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", GUIDED)
 def test_the_expert_gets_there_in_time_on_all_tasks(name: str, task: int) -> None:
-    for seed in (10, 11):
+    for seed in repeated([10, 11]):
         episode = env(name, task=task).demonstrate(seed)  # type: ignore[attr-defined]
         assert episode.success and episode.terminated
         assert np.abs(episode.actions).max() <= 1 and episode.rewards.sum() == 1 - len(episode)

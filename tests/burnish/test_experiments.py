@@ -17,7 +17,7 @@ from pairwise import each_value, representatives
 import configs
 from burnish.commands import train as train_command
 from burnish.config.overrides import RunContext, experiments
-from burnish.config.schema import GROUPS, compose_config, node_of
+from burnish.config.schema import GROUPS, compose_config, node_of, to_command
 from burnish.config.train import TrainConfig
 from burnish.runs.resolve import resolve
 from envs.datasets import EpisodeDataset, write_robomimic
@@ -78,24 +78,26 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def _skip_unless_registered(name: str) -> None:
-    env = _choices(name).get("env")
-    if env is not None and env not in registry.parts("env"):
-        pytest.skip(f"env={env} is not registered")
+@cache
+def composed(name: str) -> TrainConfig:
+    """Return the configuration of an experiment as it is; tests share it and change nothing."""
+    config: TrainConfig = compose_config("train", [f"experiment={name}"])
+    return config
 
 
-def test_an_experiment_holds_differences_only() -> None:
+def test_an_experiment_holds_differences_only_and_is_named_after_its_file() -> None:
+    """Its keys and values are valid; that Hydra merges files the same way is a test of its own."""
     for name in experiments():
-        assert_holds_differences_only(name)
+        assert merged_from_differences(name).name == name
 
 
-def assert_holds_differences_only(name: str) -> None:
+def merged_from_differences(name: str) -> TrainConfig:
+    """Return what the files of an experiment add up to; no value may repeat the one before."""
     parts = CHOSEN_BY_DEFAULT | _choices(name)
     tree = node_of(TrainConfig)
     for group in GROUPS:
-        if parts.get(group) in registry.parts(group):
-            node = OmegaConf.to_container(OmegaConf.structured(registry.lookup(group, parts[group])))
-            OmegaConf.update(tree, group, node)
+        if parts.get(group) is not None:
+            OmegaConf.update(tree, group, node_of(registry.lookup(group, parts[group])))
     for file in _ancestry(name):
         for key, value in _leaves(_content(file)[2]):
             default = OmegaConf.select(tree, key, throw_on_missing=False)
@@ -103,6 +105,8 @@ def assert_holds_differences_only(name: str) -> None:
             value = float(value) if isinstance(default, float) and value is not None else value
             assert value != default, f"{file}.yaml repeats the default {key}={value}"
             OmegaConf.update(tree, key, value)
+    merged: TrainConfig = to_command(tree)
+    return merged
 
 
 def test_every_published_run_on_robomimic_begins_each_iteration_with_new_episodes() -> None:
@@ -119,15 +123,19 @@ def test_every_published_run_on_robomimic_begins_each_iteration_with_new_episode
         assert any(one.get("algo.reset_each_iteration") for one in settings), name
 
 
-@pytest.mark.parametrize("name", experiments())
-def test_every_experiment_composes_and_is_named_after_its_file(name: str) -> None:
-    _skip_unless_registered(name)
-    assert compose_config("train", [f"experiment={name}"]).name == name
+def _choices_made(name: str) -> tuple[str | None, dict[str, str]]:
+    """Return the algorithm of an experiment and what its file chooses itself."""
+    return _choices(name).get("algo"), _content(name)[1]
+
+
+@pytest.mark.parametrize("name", representatives(experiments(), _choices_made))
+def test_an_experiment_composes_to_what_its_files_add_up_to(name: str) -> None:
+    assert composed(name) == merged_from_differences(name)
 
 
 @pytest.mark.parametrize("name", [n for n in experiments() if n.endswith("_tuning")])
 def test_tuning_without_a_policy_is_told(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = compose_config("train", [f"experiment={name}"])
+    config = composed(name)
     assert config.requires_init
     resolve(config, RunContext(tmp_path))
     assert "these settings tune a policy: give init=<policy>" in caplog.text
@@ -139,6 +147,7 @@ def test_tuning_without_a_policy_is_told(name: str, tmp_path: Path, caplog: pyte
 def test_every_experiment_says_what_it_is() -> None:
     """The first comment line is for Hydra; the next ones are for people."""
     lines = {name: (FOLDER / f"{name}.yaml").read_text().splitlines() for name in experiments()}
+    assert all(text[0] == "# @package _global_" for text in lines.values())
     assert not [name for name, text in lines.items() if sum(line.startswith("# ") for line in text) < 2]
 
 
@@ -159,7 +168,7 @@ def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", representatives(filter(_is_offline, experiments()), _parts))
 def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
-    config = compose_config("train", [f"experiment={name}"])
+    config = composed(name)
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
     narrow = [f"algo.{part}=[16]" for part in ("hidden_dims", "critic_dims")]
     few = ["algo.steps=2", "algo.batch_size=8", "evaluation.episodes=0", "progress=false"]
@@ -202,7 +211,7 @@ def _starts_fresh(name: str) -> bool:
 
 @pytest.mark.parametrize("name", [n for n in experiments() if _starts_fresh(n)])
 def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
-    config = compose_config("train", [f"experiment={name}"])
+    config = composed(name)
     few = ["algo.num_envs=2", "algo.batch_size=8", "algo.total_steps=16", "algo.warmup_steps=0"]
     narrow = ["algo.critic_dims=[16]", "backbone.hidden_dims=[16]", "algo.updates_per_step=0.5"]
     data = ["dataset=" + str(_random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env))]
@@ -223,7 +232,6 @@ def _tunes(name: str) -> bool:
 
 @pytest.mark.parametrize("name", representatives(filter(_tunes, experiments()), _parts))
 def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path) -> None:
-    _skip_unless_registered(name)
     one_tiny_iteration(name, tmp_path)
 
 
@@ -240,7 +248,7 @@ def one_tiny_iteration(name: str, tmp_path: Path, *narrow: str) -> None:
     if algo in NEEDS_FLOW and f"{stem}_flow_bc" in experiments():
         base = f"{stem}_flow_bc"
     process = ["process=flow"] if algo in NEEDS_FLOW else []
-    config = compose_config("train", [f"experiment={name}"])
+    config = composed(name)
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
     common = ["evaluation.episodes=0", "num_workers=0", "progress=false", "num_threads=1"]
     tiny = [

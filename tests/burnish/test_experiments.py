@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual", "dqc", "pa_rl", "q
 NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "dsrl", *CRITICS_OF_CHUNKS)
 FROM_REPLAY = ("dsrl", "sac", "rlpd")
 FRESH = ("sac", "rlpd")
+QUICK = ("evaluation.episodes=0", "num_workers=0", "progress=false", "num_threads=1")
+Cloned = Callable[..., tuple[Path, Path]]
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
@@ -123,9 +125,9 @@ def test_every_published_run_on_robomimic_begins_each_iteration_with_new_episode
         assert any(one.get("algo.reset_each_iteration") for one in settings), name
 
 
-def _choices_made(name: str) -> tuple[str | None, dict[str, str]]:
-    """Return the algorithm of an experiment and what its file chooses itself."""
-    return _choices(name).get("algo"), _content(name)[1]
+def _choices_made(name: str) -> tuple[str | None, list[str]]:
+    """Return the algorithm of an experiment and the groups that its file chooses from itself."""
+    return _choices(name).get("algo"), sorted(_content(name)[1])
 
 
 @pytest.mark.parametrize("name", representatives(experiments(), _choices_made))
@@ -230,17 +232,42 @@ def _tunes(name: str) -> bool:
     return name != "auto" and not name.endswith(("_bc", "_actor")) and not starts
 
 
+@pytest.fixture(scope="module")
+def cloned(tmp_path_factory: pytest.TempPathFactory) -> Cloned:
+    """Return dataset and run of a tiny clone on a task; experiments that begin alike share one."""
+    made: dict[tuple[str, ...], tuple[Path, Path]] = {}
+
+    def clone(env: Any, *overrides: str) -> tuple[Path, Path]:
+        key = (repr(env), *overrides)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("clone")
+            dataset = _random_dataset(env.spec, folder / "data.hdf5", env)
+            tiny = [
+                "algo.epochs=null",
+                "algo.steps=2",
+                "algo.warmup_steps=0",
+                "algo.batch_size=8",
+                "backbone.width=16",
+            ]
+            config = compose_config("train", [*overrides, f"dataset={dataset}", *tiny, *QUICK])
+            train_command.train(config, RunContext(folder / "base"))
+            made[key] = dataset, folder / "base"
+        return made[key]
+
+    return clone
+
+
 @pytest.mark.parametrize("name", representatives(filter(_tunes, experiments()), _parts))
-def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path) -> None:
-    one_tiny_iteration(name, tmp_path)
+def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, cloned: Cloned, tmp_path: Path) -> None:
+    one_tiny_iteration(name, cloned, tmp_path)
 
 
 @pytest.mark.parametrize("name", [n for n in filter(_tunes, experiments()) if "_image_" in n])
-def test_one_tiny_iteration_from_images(name: str, tmp_path: Path) -> None:
-    one_tiny_iteration(name, tmp_path, "encoder.width=8", "encoder.features=8")
+def test_one_tiny_iteration_from_images(name: str, cloned: Cloned, tmp_path: Path) -> None:
+    one_tiny_iteration(name, cloned, tmp_path, "encoder.width=8", "encoder.features=8")
 
 
-def one_tiny_iteration(name: str, tmp_path: Path, *narrow: str) -> None:
+def one_tiny_iteration(name: str, cloned: Cloned, tmp_path: Path, *narrow: str) -> None:
     """Clone the policy that an experiment begins with, and tune it."""
     algo = _choices(name)["algo"]
     stem = name.removesuffix("_plus").removesuffix(f"_{algo}")
@@ -248,18 +275,7 @@ def one_tiny_iteration(name: str, tmp_path: Path, *narrow: str) -> None:
     if algo in NEEDS_FLOW and f"{stem}_flow_bc" in experiments():
         base = f"{stem}_flow_bc"
     process = ["process=flow"] if algo in NEEDS_FLOW else []
-    config = composed(name)
-    dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
-    common = ["evaluation.episodes=0", "num_workers=0", "progress=false", "num_threads=1"]
-    tiny = [
-        "algo.epochs=null",
-        "algo.steps=2",
-        "algo.warmup_steps=0",
-        "algo.batch_size=8",
-        "backbone.width=16",
-    ]
-    cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *narrow, *common]
-    train_command.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
+    dataset, init = cloned(composed(name).env, f"experiment={base}", *process, *narrow)
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo in CRITICS_OF_CHUNKS:
         few = ["algo.steps=2", "algo.batch_size=8", "algo.critic_dims=[16]", f"dataset={dataset}"]
@@ -272,7 +288,7 @@ def one_tiny_iteration(name: str, tmp_path: Path, *narrow: str) -> None:
         few += ["algo.total_steps=16", "algo.warmup_steps=0", "algo.critic_dims=[16]"]
     else:
         few += ["algo.iterations=1", "algo.env_steps=null", "algo.update_epochs=1", "algo.critic.width=16"]
-    tuning = [f"experiment={name}", f"init={tmp_path / 'base'}", *few, *common]
+    tuning = [f"experiment={name}", f"init={init}", *few, *QUICK]
     try:
         outcome = train_command.train(compose_config("train", tuning), RunContext(tmp_path / "tuned"))
     except MissingExtraError as error:

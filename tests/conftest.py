@@ -13,6 +13,7 @@ from typing import Any
 
 import absl.logging
 import numpy as np
+import omegaconf.base
 import pairwise
 import pytest
 import torch
@@ -45,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hydra copies the store of configurations for every group it looks up, which takes most of a composition.
     # Nothing here changes a copy.
     ConfigStore.__deepcopy__ = lambda self, memo: self
+    # Of the rest, parsing the few interpolations takes an eighth; a parse tree is only read.
+    omegaconf.base.parse = functools.cache(omegaconf.base.parse)
     torch.onnx.export = _with_one_table(torch.onnx.export)
     # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
     # that is standard error at this moment. While a test captures that, it would be pytest's own file.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from pairwise import each_value, representatives
 import configs
 from burnish.commands import train as train_command
 from burnish.config.overrides import RunContext, experiments
-from burnish.config.schema import GROUPS, compose_config, node_of
+from burnish.config.schema import GROUPS, compose_config, node_of, to_command
 from burnish.config.train import TrainConfig
 from burnish.runs.resolve import resolve
 from envs.datasets import EpisodeDataset, write_robomimic
@@ -32,6 +32,8 @@ CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual", "dqc", "pa_rl", "q
 NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "dsrl", *CRITICS_OF_CHUNKS)
 FROM_REPLAY = ("dsrl", "sac", "rlpd")
 FRESH = ("sac", "rlpd")
+QUICK = ("evaluation.episodes=0", "num_workers=0", "progress=false", "num_threads=1")
+Cloned = Callable[..., tuple[Path, Path]]
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
@@ -78,24 +80,26 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def _skip_unless_registered(name: str) -> None:
-    env = _choices(name).get("env")
-    if env is not None and env not in registry.parts("env"):
-        pytest.skip(f"env={env} is not registered")
+@cache
+def composed(name: str) -> TrainConfig:
+    """Return the configuration of an experiment as it is; tests share it and change nothing."""
+    config: TrainConfig = compose_config("train", [f"experiment={name}"])
+    return config
 
 
-def test_an_experiment_holds_differences_only() -> None:
+def test_an_experiment_holds_differences_only_and_is_named_after_its_file() -> None:
+    """Its keys and values are valid; that Hydra merges files the same way is a test of its own."""
     for name in experiments():
-        assert_holds_differences_only(name)
+        assert merged_from_differences(name).name == name
 
 
-def assert_holds_differences_only(name: str) -> None:
+def merged_from_differences(name: str) -> TrainConfig:
+    """Return what the files of an experiment add up to; no value may repeat the one before."""
     parts = CHOSEN_BY_DEFAULT | _choices(name)
     tree = node_of(TrainConfig)
     for group in GROUPS:
-        if parts.get(group) in registry.parts(group):
-            node = OmegaConf.to_container(OmegaConf.structured(registry.lookup(group, parts[group])))
-            OmegaConf.update(tree, group, node)
+        if parts.get(group) is not None:
+            OmegaConf.update(tree, group, node_of(registry.lookup(group, parts[group])))
     for file in _ancestry(name):
         for key, value in _leaves(_content(file)[2]):
             default = OmegaConf.select(tree, key, throw_on_missing=False)
@@ -103,6 +107,8 @@ def assert_holds_differences_only(name: str) -> None:
             value = float(value) if isinstance(default, float) and value is not None else value
             assert value != default, f"{file}.yaml repeats the default {key}={value}"
             OmegaConf.update(tree, key, value)
+    merged: TrainConfig = to_command(tree)
+    return merged
 
 
 def test_every_published_run_on_robomimic_begins_each_iteration_with_new_episodes() -> None:
@@ -119,15 +125,19 @@ def test_every_published_run_on_robomimic_begins_each_iteration_with_new_episode
         assert any(one.get("algo.reset_each_iteration") for one in settings), name
 
 
-@pytest.mark.parametrize("name", experiments())
-def test_every_experiment_composes_and_is_named_after_its_file(name: str) -> None:
-    _skip_unless_registered(name)
-    assert compose_config("train", [f"experiment={name}"]).name == name
+def _choices_made(name: str) -> tuple[str | None, list[str]]:
+    """Return the algorithm of an experiment and the groups that its file chooses from itself."""
+    return _choices(name).get("algo"), sorted(_content(name)[1])
+
+
+@pytest.mark.parametrize("name", representatives(experiments(), _choices_made))
+def test_an_experiment_composes_to_what_its_files_add_up_to(name: str) -> None:
+    assert composed(name) == merged_from_differences(name)
 
 
 @pytest.mark.parametrize("name", [n for n in experiments() if n.endswith("_tuning")])
 def test_tuning_without_a_policy_is_told(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = compose_config("train", [f"experiment={name}"])
+    config = composed(name)
     assert config.requires_init
     resolve(config, RunContext(tmp_path))
     assert "these settings tune a policy: give init=<policy>" in caplog.text
@@ -139,6 +149,7 @@ def test_tuning_without_a_policy_is_told(name: str, tmp_path: Path, caplog: pyte
 def test_every_experiment_says_what_it_is() -> None:
     """The first comment line is for Hydra; the next ones are for people."""
     lines = {name: (FOLDER / f"{name}.yaml").read_text().splitlines() for name in experiments()}
+    assert all(text[0] == "# @package _global_" for text in lines.values())
     assert not [name for name, text in lines.items() if sum(line.startswith("# ") for line in text) < 2]
 
 
@@ -159,7 +170,7 @@ def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", representatives(filter(_is_offline, experiments()), _parts))
 def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
-    config = compose_config("train", [f"experiment={name}"])
+    config = composed(name)
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
     narrow = [f"algo.{part}=[16]" for part in ("hidden_dims", "critic_dims")]
     few = ["algo.steps=2", "algo.batch_size=8", "evaluation.episodes=0", "progress=false"]
@@ -202,7 +213,7 @@ def _starts_fresh(name: str) -> bool:
 
 @pytest.mark.parametrize("name", [n for n in experiments() if _starts_fresh(n)])
 def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
-    config = compose_config("train", [f"experiment={name}"])
+    config = composed(name)
     few = ["algo.num_envs=2", "algo.batch_size=8", "algo.total_steps=16", "algo.warmup_steps=0"]
     narrow = ["algo.critic_dims=[16]", "backbone.hidden_dims=[16]", "algo.updates_per_step=0.5"]
     data = ["dataset=" + str(_random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env))]
@@ -221,18 +232,42 @@ def _tunes(name: str) -> bool:
     return name != "auto" and not name.endswith(("_bc", "_actor")) and not starts
 
 
+@pytest.fixture(scope="module")
+def cloned(tmp_path_factory: pytest.TempPathFactory) -> Cloned:
+    """Return dataset and run of a tiny clone on a task; experiments that begin alike share one."""
+    made: dict[tuple[str, ...], tuple[Path, Path]] = {}
+
+    def clone(env: Any, *overrides: str) -> tuple[Path, Path]:
+        key = (repr(env), *overrides)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("clone")
+            dataset = _random_dataset(env.spec, folder / "data.hdf5", env)
+            tiny = [
+                "algo.epochs=null",
+                "algo.steps=2",
+                "algo.warmup_steps=0",
+                "algo.batch_size=8",
+                "backbone.width=16",
+            ]
+            config = compose_config("train", [*overrides, f"dataset={dataset}", *tiny, *QUICK])
+            train_command.train(config, RunContext(folder / "base"))
+            made[key] = dataset, folder / "base"
+        return made[key]
+
+    return clone
+
+
 @pytest.mark.parametrize("name", representatives(filter(_tunes, experiments()), _parts))
-def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path) -> None:
-    _skip_unless_registered(name)
-    one_tiny_iteration(name, tmp_path)
+def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, cloned: Cloned, tmp_path: Path) -> None:
+    one_tiny_iteration(name, cloned, tmp_path)
 
 
 @pytest.mark.parametrize("name", [n for n in filter(_tunes, experiments()) if "_image_" in n])
-def test_one_tiny_iteration_from_images(name: str, tmp_path: Path) -> None:
-    one_tiny_iteration(name, tmp_path, "encoder.width=8", "encoder.features=8")
+def test_one_tiny_iteration_from_images(name: str, cloned: Cloned, tmp_path: Path) -> None:
+    one_tiny_iteration(name, cloned, tmp_path, "encoder.width=8", "encoder.features=8")
 
 
-def one_tiny_iteration(name: str, tmp_path: Path, *narrow: str) -> None:
+def one_tiny_iteration(name: str, cloned: Cloned, tmp_path: Path, *narrow: str) -> None:
     """Clone the policy that an experiment begins with, and tune it."""
     algo = _choices(name)["algo"]
     stem = name.removesuffix("_plus").removesuffix(f"_{algo}")
@@ -240,18 +275,7 @@ def one_tiny_iteration(name: str, tmp_path: Path, *narrow: str) -> None:
     if algo in NEEDS_FLOW and f"{stem}_flow_bc" in experiments():
         base = f"{stem}_flow_bc"
     process = ["process=flow"] if algo in NEEDS_FLOW else []
-    config = compose_config("train", [f"experiment={name}"])
-    dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
-    common = ["evaluation.episodes=0", "num_workers=0", "progress=false", "num_threads=1"]
-    tiny = [
-        "algo.epochs=null",
-        "algo.steps=2",
-        "algo.warmup_steps=0",
-        "algo.batch_size=8",
-        "backbone.width=16",
-    ]
-    cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *narrow, *common]
-    train_command.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
+    dataset, init = cloned(composed(name).env, f"experiment={base}", *process, *narrow)
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo in CRITICS_OF_CHUNKS:
         few = ["algo.steps=2", "algo.batch_size=8", "algo.critic_dims=[16]", f"dataset={dataset}"]
@@ -264,7 +288,7 @@ def one_tiny_iteration(name: str, tmp_path: Path, *narrow: str) -> None:
         few += ["algo.total_steps=16", "algo.warmup_steps=0", "algo.critic_dims=[16]"]
     else:
         few += ["algo.iterations=1", "algo.env_steps=null", "algo.update_epochs=1", "algo.critic.width=16"]
-    tuning = [f"experiment={name}", f"init={tmp_path / 'base'}", *few, *common]
+    tuning = [f"experiment={name}", f"init={init}", *few, *QUICK]
     try:
         outcome = train_command.train(compose_config("train", tuning), RunContext(tmp_path / "tuned"))
     except MissingExtraError as error:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from entry import exit_code
 from messages import mentions
 
 from burnish.commands.new import KINDS, write
@@ -41,11 +42,13 @@ def test_their_tests_pass_as_they_are(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_commands_know_the_modules_that_a_variable_names(folder: Path) -> None:
-    named = "my_sampler, my_reader"
-    assert "my_sampler" in run(folder, "burnish", "list", "samplers", plugins=named)
-    assert "my_reader" in run(folder, "burnish", "list", "datasets", plugins=named)
-    assert "my_sampler" not in run(folder, "burnish", "list", "samplers")
+def test_commands_know_the_modules_that_a_variable_names(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "my_reader" in run(folder, "burnish", "list", "datasets", plugins="my_sampler, my_reader")
+    assert "my_sampler" in run(folder, "burnish", "list", "samplers", plugins="my_sampler, my_reader")
+    assert exit_code("list", "samplers") == 0
+    assert "my_sampler" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-TEST   := -m pytest -n 2 -m "not gpu and not attack"
+TEST   := -m pytest -n 2 --dist worksteal -m "not gpu and not attack"
 
 # The environment with everything: all extras of pyproject.toml, and what pip has to install without its dependencies.
 FULL   := .venv-full

@@ -52,20 +52,6 @@ class Selection(Checked):
         return below.sum(dim=1).clamp(max=self.candidates - 1)
 
 
-class LowEnergy(nn.Module):
-    """Score plans by the negative energy of a policy at the sampling time `t`."""
-
-    def __init__(self, policy: Any, t: float) -> None:
-        super().__init__()
-        self.policy, self.t = policy, t
-
-    def forward(self, plans: Tensor, obs: Observation) -> Tensor:
-        x = self.policy.normalize_action(rearrange(plans, "B N Th Da -> (B N) Th Da"))
-        cond = self.policy.encode(obs).repeat(plans.shape[1])
-        energy: Tensor = self.policy.energy(x, x.new_full((len(x),), self.t), cond)
-        return -rearrange(energy, "(B N) -> B N", N=plans.shape[1])
-
-
 def _of_policy(name: str) -> Any:
     return property(lambda best: getattr(best.policy, name))
 

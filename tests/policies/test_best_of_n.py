@@ -11,13 +11,12 @@ from torch import Tensor
 
 from envs.evaluation.evaluate import evaluate
 from policies.errors import ConfigError
-from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.protocols import Cond, Observation
+from policies.protocols import Observation
 from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.hooks import Guidance, Inpaint
 from policies.samplers.ode import Euler
-from policies.wrappers.best_of_n import BestOfN, LowEnergy, Selection
+from policies.wrappers.best_of_n import BestOfN, Selection
 
 PAIRS = [
     (VPDiffusion(10), DDPM(min_std=0.1)),
@@ -88,36 +87,6 @@ def test_a_temperature_draws_in_proportion_to_the_softmax() -> None:
     chosen = Selection(candidates=3, temperature=0.7).choose(scores, draw)
     share = torch.bincount(chosen, minlength=3) / len(chosen)
     torch.testing.assert_close(share, (scores[0] / 0.7).softmax(0), rtol=0, atol=0.01)
-
-
-class Bowl:
-    """An energy policy for tests: t |x|^2 + the first entry of the condition."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.encode, self.normalize_action = policy.encode, policy.normalize_action
-
-    def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
-        return t * x.square().sum(dim=(-2, -1)) + cond.vec[:, 0]
-
-
-def test_plans_may_be_judged_by_an_energy() -> None:
-    policy, obs = small_policy(), {"state": observations(3)}
-    best = BestOfN(policy, LowEnergy(Bowl(policy), t=0.9), Selection(candidates=5))
-    noise = noise_of(best, 3)
-    plans = best.candidates(obs, noise)
-    smallest = plans.square().sum(dim=(-2, -1)).min(dim=1).values
-    torch.testing.assert_close(best.plan(obs, noise).square().sum(dim=(-2, -1)), smallest)
-    scores = best.scorer(policy.physical(plans), obs)
-    alone = 0.9 * plans[2, 1].square().sum() + policy.encode(obs).vec[2, 0]
-    torch.testing.assert_close(scores[2, 1], -alone)
-
-
-def test_what_judges_is_a_part_of_what_is_judged_by_it() -> None:
-    policy, judge = small_policy(), small_policy()
-    best = BestOfN(policy, LowEnergy(judge, t=0.9), Selection(candidates=2))
-    assert judge in list(best.modules())
-    best.train(False)
-    assert not judge.training
 
 
 def test_hooks_and_a_warm_start_reach_every_candidate() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_policies import STEEP, build, graphs, small
+from test_policies import build, graphs, small
 
 from policies import registry
 from policies.errors import ExportError
@@ -41,7 +41,7 @@ def test_the_export_gives_the_actions_of_the_policy(
     report = export_onnx(policy, tmp_path, latency_batches=())
     assert [row["batch"] for row in report.parity] == [1, 2, 7]
     assert report.worst <= TOLERANCE
-    assert traced == [process in STEEP], "a symbolic batch takes three times as long"
+    assert traced == [False], "a symbolic batch takes three times as long"
     inputs = random_inputs(policy, 40, torch.Generator().manual_seed(99))
     ours, theirs = (
         one.act(observation_of(inputs), noise=inputs["noise"]) for one in (policy, ExportedPolicy(tmp_path))

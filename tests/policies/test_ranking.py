@@ -86,7 +86,12 @@ def test_an_energy_chooses_the_chunk_of_the_lowest(process: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "parts"), [("density", FLOW), ("density", MIXTURE), ("energy", (EBT[0], Descent(steps=1)))]
+    ("score", "parts"),
+    [
+        ("density", (RectifiedFlow(), Euler(steps=1))),
+        ("density", MIXTURE),
+        ("energy", (EBT[0], Descent(steps=1))),
+    ],
 )
 def test_a_ranked_policy_is_a_directory_and_a_graph(score: str, parts: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs the extra 'export'")

@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Kept byte code, also where the shell says otherwise: every worker and every process of a test imports the packages.
+export PYTHONDONTWRITEBYTECODE :=
 TEST   := -m pytest -n 2 --dist worksteal -m "not gpu and not attack"
 
 # The environment with everything: all extras of pyproject.toml, and what pip has to install without its dependencies.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import shutil
 import sys
@@ -56,6 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("explore", patient)
     settings.register_profile("burnish", patient, derandomize=True)
     settings.load_profile("burnish")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the end: garbage is not looked for in it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _with_one_table(export: Callable[..., Any]) -> Callable[..., Any]:

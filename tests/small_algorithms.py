@@ -124,12 +124,12 @@ def setup(process: str, **changes: Any) -> Setup:
     values = {
         "policy": policy_config(process),
         "env": PointEnv(limit=LIMIT),
-        "dataset": dataset(),
-        "init": init(process),
         "seed": 5,
         "num_workers": 0,
         "num_threads": 1,
     }
+    values |= {} if "dataset" in changes else {"dataset": dataset()}
+    values |= {} if "init" in changes else {"init": init(process)}
     return Setup(**(values | changes))
 
 
@@ -142,9 +142,15 @@ def start(algo: str, process: str, **changes: Any) -> Any:
 
 
 @cache
+def _shared_dataset() -> EpisodeDataset:
+    return dataset()
+
+
+@cache
 def accepts(algo: str, process: str) -> bool:
     try:
-        small(registry.lookup("algo", algo), process).build(setup(process)).close()
+        given = setup(process, dataset=_shared_dataset(), init=_built(process))
+        small(registry.lookup("algo", algo), process).build(given).close()
     except CapabilityError:
         return False
     except MissingExtraError:

@@ -158,26 +158,45 @@ FROM_A_REPLAY = [("na", 0), ("na-mixed", 0), ("dsrl-sac", 0), ("sac", 2)] + [("s
 
 @pytest.mark.parametrize(("name", "num_workers"), FROM_A_REPLAY)
 def test_learning_from_a_replay_resumes_bit_exactly(name: str, num_workers: int, tmp_path: Path) -> None:
-    """Stopped in the warm-up, before and after the replay wraps, each time beyond the last checkpoint."""
+    """Stopped in the warm-up, before and after the replay wraps, each time beyond the last checkpoint.
+
+    Workers are begun once more only: their state is that of the engine, whatever the replay holds.
+    """
     config, parts = off_policy(name)
     setup = Setup(env=Avoid(), seed=3, num_workers=num_workers, num_threads=1, **parts)
     settings = TrainerSettings(checkpoint_every=35, log_every=1)
-    assert_resumes_bit_exactly(lambda: config.build(setup), tmp_path, settings, stops=[30, 60, 130])
+    stops = [130] if num_workers else [30, 60, 130]
+    assert_resumes_bit_exactly(lambda: config.build(setup), tmp_path, settings, stops)
     replay = RunDirectory.open(tmp_path / "parts").load_training_state()["algorithm"]["replay"]
     assert len(replay["rows"]) == config.buffer_size
 
 
+MIXED = Setup(env=Avoid(), seed=3, num_workers=0, num_threads=1)
+OFTEN = TrainerSettings(checkpoint_every=35, log_every=1)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """The run of `off_policy("na-mixed")` that nothing interrupts."""
+    config, parts = off_policy("na-mixed")
+    torch.manual_seed(0)
+    algorithm = config.build(replace(MIXED, **parts))
+    run = RunDirectory.create_at(tmp_path_factory.mktemp("mixed") / "whole", {})
+    train_until(algorithm, run, OFTEN, None)
+    algorithm.close()
+    return run
+
+
 @pytest.mark.parametrize("moment", ["collecting", "updating", "distilling"])
 def test_a_run_killed_within_an_iteration_continues_as_if_nothing_had_happened(
-    moment: str, tmp_path: Path
+    moment: str, whole: RunDirectory, tmp_path: Path
 ) -> None:
     """The replay, the critics or the distilled ones are ahead of the checkpoint when the end comes."""
     config, parts = off_policy("na-mixed")
-    setup = Setup(env=Avoid(), seed=3, num_workers=0, num_threads=1, **parts)
-    settings = TrainerSettings(checkpoint_every=35, log_every=1)
-    whole, killed = (RunDirectory.create_at(tmp_path / name, {}) for name in ("whole", "killed"))
-    for run, is_killed in ((whole, False), (killed, True), (killed, False)):
-        algorithm = config.build(setup)
+    killed = RunDirectory.create_at(tmp_path / "killed", {})
+    torch.manual_seed(0)
+    for is_killed in (True, False):
+        algorithm = config.build(replace(MIXED, **parts))
         place = {
             "collecting": (algorithm.replay, "add", 6),
             "updating": (algorithm.learner.actor, "draw", 60),
@@ -185,10 +204,10 @@ def test_a_run_killed_within_an_iteration_continues_as_if_nothing_had_happened(
         }[moment]
         if is_killed:
             with pytest.raises(Stopped):
-                with_a_last_call(*place, lambda a=algorithm, r=run: train_until(a, r, settings, None))
-            assert 0 < (run.latest() or 0) < algorithm.progress < algorithm.total
+                with_a_last_call(*place, lambda a=algorithm: train_until(a, killed, OFTEN, None))
+            assert 0 < (killed.latest() or 0) < algorithm.progress < algorithm.total
         else:
-            train_until(algorithm, run, settings, None)
+            train_until(algorithm, killed, OFTEN, None)
         algorithm.close()
     assert_equal(killed.load_training_state(), whole.load_training_state())
 

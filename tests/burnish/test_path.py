@@ -23,11 +23,11 @@ from algos.training.signals import Interrupted
 from burnish.api import Run, overrides_of
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands import train as train_command
-from burnish.commands.evaluate import describe_comparison
 from burnish.commands.export import surroundings_of
 from burnish.config.overrides import RunContext
 from burnish.config.schema import compose_config
 from burnish.console import log_lines
+from burnish.reports.results import comparison_of
 from burnish.runs.build import prepare
 from burnish.runs.locate import locate
 from burnish.runs.resolve import resolve
@@ -127,7 +127,7 @@ def test_fine_tuning_compares_on_the_same_episodes_and_reports(base: Run, tuned:
     written = json.loads(result.path.read_text())
     assert result.path.parent == tuned.path / "eval"
     assert len(written["rows"]) == 3 and written["versus"]["episodes"] == 3
-    assert describe_comparison(written["versus"]) == str(result.comparison)
+    assert comparison_of(written["versus"]) == result.comparison
     page = burnish.report(tuned, episodes=2, num_workers=0, out=tmp_path / "report").read_text()
     assert "<h2>Learning</h2>" in page and "<h2>Behaviour</h2>" in page
     assert page.count("data:image/png;base64,") == 2

@@ -118,8 +118,10 @@ def report(config: ReportConfig) -> Path:
     for one in runs:
         named[_unused(name_of_run(one.path), named)] = one
     first = next(iter(named))
-    title = first if len(runs) == 1 else f"{len(runs)} runs: {_title(config, list(named))}"
     groups = grouped(named)
+    one_group = groups[0].title if len(groups) == 1 else ""
+    several = f"{len(runs)} runs: {_title(config, list(named))}"
+    title, subtitle = (one_group, first) if len(runs) == 1 else (several, one_group)
     colours = run_colours(list(named))
     shown = _behaviours(config, named)
     stored = {name: found for name, one in named.items() if (found := stored_evaluation(one)) is not None}
@@ -127,7 +129,7 @@ def report(config: ReportConfig) -> Path:
     page = render(
         "report.html",
         title=title,
-        subtitle=groups[0].title if len(groups) == 1 else "",
+        subtitle=subtitle,
         head=heads[first] if len(runs) == 1 else None,
         moving=shown[first].moving if len(runs) == 1 else None,
         comparisons=_comparisons(groups, heads, stored, colours) if len(runs) > 1 else [],

@@ -95,7 +95,8 @@
       [canvas.width, canvas.height] = [clip.width, clip.height];
       caption.textContent = `${clip.title}: ${clip.outcome} after ${clip.length} steps`;
       figure.append(canvas, caption);
-      clips.append(figure);
+      if (index) clips.prepend(figure); // the policy before stands on the left
+      else clips.append(figure);
       return (step) => {
         const frame = Math.min(Math.round((step / episode.hz) * clip.fps), clip.frames - 1);
         const [x, y] = [(frame % clip.columns) * clip.width, Math.floor(frame / clip.columns) * clip.height];

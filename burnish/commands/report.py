@@ -245,10 +245,9 @@ def _comparisons(
             label = f"all runs of {group.title}" if len(groups) > 1 else "all runs"
             empty = ("",) * len(keys)
             rows.append((Headline(level_of(label, together)), MEAN_COLOUR, empty, True))
-        has_before = any(head.before is not None for head, *_ in rows)
-        note = "Bars: 95 % intervals; of all runs together over seeds and episodes." + (
-            " Grey marks: the policy before training." if has_before else ""
-        )
+        note = "Bars: 95 % intervals" + ("; pooled over seeds and episodes." if rows[-1][3] else ".")
+        if any(head.before is not None for head, *_ in rows):
+            note += " Grey marks: the policy before training."
         quantity = rows[0][0].after.quantity
         found.append(
             Comparison(group.title if len(groups) > 1 else "", tuple(keys), quantity, whiskers(rows), note)

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const SVG = "http://www.w3.org/2000/svg";
+  const SVG = document.getElementById("plot").namespaceURI;
   const episodes = JSON.parse(document.getElementById("data").textContent);
   const tip = document.getElementById("tip");
 

@@ -1,7 +1,7 @@
 """Full pipeline on a MuJoCo task, without external data; run by `make demo`.
 
 Records demonstrations, clones a policy, fine-tunes it with DPPO, evaluates both on the same episodes, and
-writes pictures, a report and an exported graph. Nothing is downloaded or pre-recorded.
+writes a report with pictures and an exported graph. Nothing is downloaded or pre-recorded.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     page = stage("5/6  draw", lambda: burnish.report(tuned, num_workers=workers))
     exported = stage("6/6  export to ONNX", lambda: burnish.export(tuned, out=str(out / "exported")))
-    for picture in page.parent.glob("*.png"):
+    for picture in page.parent.glob("behaviour.*"):
         shutil.copy(picture, out)
 
     assert result.baseline is not None and result.comparison is not None
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(
         f"  ONNX graph equals the policy to {exported.worst:.1e} (tolerance {exported.tolerance:.0e})"
     )
-    console.print(f"  look at         {out}/behaviour.png, {out}/learning.png, {page}")
+    console.print(f"  look at         {page}, {out}/behaviour.webp, {out}/behaviour.png")
     console.print(f"  run on a robot  {out}/exported (README.md inside)")
     console.print(f"  {time.perf_counter() - started:.0f} s in all")
     return 0 if result.comparison.difference.low > 0 else 1

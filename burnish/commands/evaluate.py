@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from algos.training.run_directory import RunDirectory, eval_name
 from burnish.config.evaluate import OF_COMPOSE, EvalConfig
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
+from burnish.reports.results import SUMMARISED
 from burnish.reports.videos import require_pictures, write_videos
 from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.evaluation import evaluate_with, headline
@@ -22,13 +23,9 @@ from burnish.runs.locate import Located, check_file_to_write, locate_actor
 from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
-from envs.evaluation.intervals import Interval
 from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import ConfigError
 from policies.storage.atomic_write import write_text
-
-SUMMARISED = ("success", "d4rl_score", "return", "return_value_at_risk", "return_cvar", "length")
-"""Quantities of an evaluation in tables and reports, if defined."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def evaluate(config: EvalConfig) -> Result:
     evaluation = _play(found.policy, found.env, config)
     baseline = None if found.baseline is None else _play(found.baseline, found.env, config)
     comparison = None if baseline is None else compare(baseline, evaluation)
-    path = _write(config, found.policy, found.baseline, evaluation, comparison)
+    path = _write(config, found, evaluation, baseline, comparison)
     name = path.with_suffix("").name
     videos = (
         write_videos(found.env, evaluation.rows, config.videos, path.parent, name) if config.videos else ()
@@ -146,12 +143,6 @@ def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
     return table("", ("policy", "task", "quantity", "mean", "95 % interval", "episodes"), rows)
 
 
-def describe_comparison(comparison: Mapping[str, Any]) -> str:
-    """Format the difference of two policies on the same episodes in one line, from a `Comparison` dict."""
-    values = {f.name: comparison[f.name] for f in fields(Comparison)}
-    return str(Comparison(**{**values, "difference": Interval(**values["difference"])}))
-
-
 def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:
     with Counting(f"evaluating {one.label}", config.episodes) as counting:
         return evaluate_with(
@@ -165,13 +156,18 @@ def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:
 
 
 def _write(
-    config: EvalConfig, mine: Located, other: Located | None, evaluation: Evaluation, found: Comparison | None
+    config: EvalConfig,
+    found: ResolvedEval,
+    evaluation: Evaluation,
+    baseline: Evaluation | None,
+    comparison: Comparison | None,
 ) -> Path:
-    content = json.loads(evaluation.to_json())
+    content, mine = json.loads(evaluation.to_json()), found.policy
     content["policy"] = mine.label
-    if found is not None:
-        content["versus"] = {"policy": str(config.baseline), **asdict(found)}
-    name = _file_name(mine, other, evaluation.protocol_hash)
+    if comparison is not None and baseline is not None:
+        interval = baseline.summary()[comparison.quantity]
+        content["versus"] = {"policy": str(config.baseline), **asdict(comparison), "interval": interval}
+    name = _file_name(mine, found.baseline, evaluation.protocol_hash)
     if config.out is None and mine.run is not None:
         return RunDirectory.open(mine.run).write_eval(name, content)
     path = Path(config.out if config.out is not None else f"eval-{name}.json")

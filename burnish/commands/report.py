@@ -1,4 +1,4 @@
-"""`burnish report`: one self-contained page with curves, results and pictures."""
+"""`burnish report`: one self-contained page with results, curves, episodes and what was run."""
 
 from __future__ import annotations
 
@@ -6,21 +6,43 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from burnish.commands.evaluate import SUMMARISED, describe_comparison
 from burnish.commands.runs import differing_keys, flat_config
 from burnish.config.overrides import RunContext
 from burnish.console import output
-from burnish.reports.figures import learning_curves, run_colours
-from burnish.reports.html import Page
-from burnish.reports.rollouts import ReportRollouts, describe_modes, draw_behaviour
+from burnish.reports.curves import MEAN_COLOUR, Chart, learning_charts, run_colours
+from burnish.reports.facts import cost_of, facts_of, origin_of
+from burnish.reports.html import render
+from burnish.reports.results import (
+    Headline,
+    Stored,
+    Table,
+    Whisker,
+    comparison_of,
+    evaluations_while_training,
+    headline,
+    intervals_over,
+    is_one_protocol,
+    level_of,
+    pooled_table,
+    stored_evaluation,
+    table_of,
+    whiskers,
+)
+from burnish.reports.rollouts import (
+    Episode,
+    Picture,
+    ReportRollouts,
+    describe_modes,
+    draw_moving,
+    draw_paths,
+    grid_of,
+)
 from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.locate import (
     RUN_CONFIG,
@@ -31,10 +53,8 @@ from burnish.runs.locate import (
     seed_folders,
 )
 from burnish.runs.seeds import require_complete
-from burnish.runs.tasks import description_of, options_that_differ, task_label
-from envs.evaluation.comparison import format_interval
+from burnish.runs.tasks import task_label
 from envs.evaluation.evaluate import Evaluation
-from envs.evaluation.intervals import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
 from envs.evaluation.settings import check_seeds
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
@@ -45,7 +65,10 @@ _log = logging.getLogger(__name__)
 
 INDEX = "index.html"
 _MOST_NAMES, _MOST_KEYS = 3, 8  # names in a title, columns of differing keys
+_CLIPS = 24  # episodes with frames on a page, shared out among its runs
+_CLIP_BYTES = 4 * 2**20  # of all frames on a page
 PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.(png|webp)")
+_CANNOT_DRAW = (CapabilityError, CheckpointError, ConfigError, MissingExtraError)
 
 
 @dataclass(frozen=True)
@@ -87,7 +110,7 @@ def run(config: ReportConfig, context: RunContext) -> None:
 
 
 def report(config: ReportConfig) -> Path:
-    """Write index.html and its pictures; return the path of the page."""
+    """Write index.html and the pictures of episodes beside it; return the path of the page."""
     runs = config.runs()
     target = config.folder(runs)
     check_folder_to_fill(target, config.overwrite)
@@ -95,14 +118,29 @@ def report(config: ReportConfig) -> Path:
     for one in runs:
         named[_unused(name_of_run(one.path), named)] = one
     first = next(iter(named))
-    page = Page(first if len(runs) == 1 else f"{len(runs)} runs: {_title(config, list(named))}")
     groups = grouped(named)
-    _facts(page, named)
-    pictures = _curves(page, named, groups)
-    _numbers(page, groups)
-    if config.episodes:
-        pictures |= _behaviour(page, config, named)
-    return _write(target, page, pictures)
+    one_group = groups[0].title if len(groups) == 1 else ""
+    several = f"{len(runs)} runs: {_title(config, list(named))}"
+    title, subtitle = (one_group, first) if len(runs) == 1 else (several, one_group)
+    colours = run_colours(list(named))
+    shown = _behaviours(config, named)
+    stored = {name: found for name, one in named.items() if (found := stored_evaluation(one)) is not None}
+    heads = {name: headline(one, stored.get(name), shown[name].played) for name, one in named.items()}
+    page = render(
+        "report.html",
+        title=title,
+        subtitle=subtitle,
+        head=heads[first] if len(runs) == 1 else None,
+        moving=shown[first].moving if len(runs) == 1 else None,
+        comparisons=_comparisons(groups, heads, stored, colours) if len(runs) > 1 else [],
+        panels=_panels(groups, heads, colours),
+        behaviours=list(shown.values()) if config.episodes else [],
+        tables=_tables(groups, stored),
+        overview=_overview(named) if len(runs) > 1 else None,
+        runs={name: facts_of(one) for name, one in named.items()},
+        data={key: value for one in shown.values() for key, value in one.data()},
+    )
+    return _write(target, page, dict(_files(shown)))
 
 
 def _runs_of(path: Any) -> list[Path]:
@@ -120,11 +158,20 @@ def _title(config: ReportConfig, names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
 
 
-def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
+def _files(shown: Mapping[str, Behaviour]) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of the pictures beside the page, for slides."""
+    for number, one in enumerate(shown.values(), 1):
+        stem = "behaviour" if len(shown) == 1 else f"behaviour-{number}"
+        for picture in (one.paths, one.moving):
+            if picture is not None:
+                yield f"{stem}.{picture.kind}", picture.image
+
+
+def _write(target: Path, page: str, pictures: Mapping[str, bytes]) -> Path:
     with draft_folder(target) as draft:  # an earlier report stays if the disk is full
-        for name, png in pictures.items():
-            (draft / name).write_bytes(png)
-        (draft / INDEX).write_text(page.render())
+        for name, image in pictures.items():
+            (draft / name).write_bytes(image)
+        (draft / INDEX).write_text(page)
         for path in target.glob("*.*"):
             if PICTURE.fullmatch(path.name):
                 path.unlink()
@@ -166,43 +213,117 @@ def _part(directory: RunDirectory, group: str) -> str:
     return str(directory.section(group).get("name", ""))
 
 
-def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
-    rows: list[tuple[object, ...]] = []
+class Comparison(NamedTuple):
+    """Runs of a group side by side; settings in which they differ are `keys`."""
+
+    title: str
+    keys: tuple[str, ...]
+    quantity: str
+    rows: list[Whisker]
+    note: str
+
+
+def _comparisons(
+    groups: Sequence[Group],
+    heads: Mapping[str, Headline | None],
+    stored: Mapping[str, Stored],
+    colours: Mapping[str, str],
+) -> list[Comparison]:
+    keys = _shown_keys([one for group in groups for one in group.runs.values()])
+    found = []
+    for group in groups:
+        rows: list[tuple[Headline, str, tuple[object, ...], bool]] = []
+        for name, one in group.runs.items():
+            if (head := heads[name]) is not None:
+                level = head.after.named(name)
+                rows.append((head.replaced(level), colours[name], _settings(one, keys), False))
+        if not rows:
+            continue
+        rows.sort(key=lambda row: -row[0].after.interval["value"])
+        together = [stored[name].evaluation for name in group.runs if name in stored]
+        if is_one_protocol(together):
+            label = f"all runs of {group.title}" if len(groups) > 1 else "all runs"
+            empty = ("",) * len(keys)
+            rows.append((Headline(level_of(label, together)), MEAN_COLOUR, empty, True))
+        note = "Bars: 95 % intervals" + ("; pooled over seeds and episodes." if rows[-1][3] else ".")
+        if any(head.before is not None for head, *_ in rows):
+            note += " Grey marks: the policy before training."
+        quantity = rows[0][0].after.quantity
+        found.append(
+            Comparison(group.title if len(groups) > 1 else "", tuple(keys), quantity, whiskers(rows), note)
+        )
+    return found
+
+
+def _shown_keys(runs: Sequence[RunDirectory]) -> list[str]:
+    """Return the keys in which runs differ, the seed first."""
+    known = ("trainer", "evaluation")
+    keys = [key for key in differing_keys(runs) if key.split(".")[0] not in known]
+    return sorted(keys, key=lambda key: key != "seed")[:_MOST_KEYS]
+
+
+def _settings(run: RunDirectory, keys: Sequence[str]) -> tuple[object, ...]:
+    config = dict(flat_config(run.config))
+    return tuple("" if config.get(key) is None else config[key] for key in keys)
+
+
+def _overview(runs: Mapping[str, RunDirectory]) -> Table:
+    rows = []
     for name, one in runs.items():
-        source = one.config.get("dataset") or one.config.get("init") or ""
-        parts = _part(one, "algo"), task_label(one)
-        rows.append((name, *parts, one.config.get("seed"), source, one.latest() or "none"))
-    known = ("seed", "trainer", "evaluation")
-    keys = [key for key in differing_keys(list(runs.values())) if key.split(".")[0] not in known]
-    shown = keys[:_MOST_KEYS]
-    for i, one in enumerate(runs.values()):
-        config = dict(flat_config(one.config))
-        rows[i] = (*rows[i], *("" if config.get(key) is None else config[key] for key in shown))
-    page.rows(("run", "algo", "task", "seed", "from", "last checkpoint", *shown), rows)
+        facts = _part(one, "algo"), task_label(one), one.config.get("seed"), origin_of(one), cost_of(one)
+        rows.append((name, *facts, one.latest() or "none"))
+    return Table(("run", "algo", "task", "seed", "from", "cost", "last checkpoint"), tuple(rows))
 
 
-def _curves(page: Page, named: Mapping[str, RunDirectory], groups: Sequence[Group]) -> dict[str, bytes]:
-    """Draw logged metrics: one picture per task and unit; a run has the same colour everywhere."""
-    labels = {name: f"{name} (seed {one.config.get('seed')})" for name, one in named.items()}
-    colours = run_colours(list(labels.values()))
+class Panel(NamedTuple):
+    """Charts of one task and unit."""
+
+    subject: str
+    charts: list[Chart]
+    legend: list[tuple[str, str]]
+    note: str
+
+
+def _panels(
+    groups: Sequence[Group], heads: Mapping[str, Headline | None], colours: Mapping[str, str]
+) -> list[Panel]:
+    """Draw logged metrics: one panel per task and unit; a run has the same colour everywhere."""
     shared: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
         shared.setdefault((group.task, group.unit), []).append(group)
-    page.heading("Learning")
-    pictures: dict[str, bytes] = {}
-    for number, ((_, unit), together) in enumerate(shared.items(), 1):
-        drawn = {name: one for group in together for name, one in group.runs.items()}
-        metrics = {labels[name]: read_jsonl(one.metrics_path) for name, one in drawn.items()}
-        means = {group.title: [labels[name] for name in group.runs] for group in together}
-        png = learning_curves(metrics, unit, colours=colours, means=means)
-        subject = f"{' and '.join(means)}: " if len(groups) > 1 else ""
-        if png is None:
-            what = "success, return, held-out error, losses"
-            page.text(f"{subject}Nothing to draw: none of what is drawn ({what}) was logged twice.")
-            continue
-        pictures["learning.png" if len(shared) == 1 else f"learning-{number}.png"] = png
-        page.picture(png, f"{subject}Numbers logged while training, over {unit.replace('_', ' ')}.")
-    return pictures
+    return [_panel(unit, together, heads, colours, len(groups)) for (_, unit), together in shared.items()]
+
+
+def _panel(
+    unit: str,
+    groups: Sequence[Group],
+    heads: Mapping[str, Headline | None],
+    colours: Mapping[str, str],
+    num_groups: int,
+) -> Panel:
+    drawn = {name: one for group in groups for name, one in group.runs.items()}
+    evaluated = {name: evaluations_while_training(one) for name, one in drawn.items()}
+    intervals = {name: intervals_over([found]) for name, found in evaluated.items()}
+    means = {group.title: list(group.runs) for group in groups}
+    for group in groups:
+        label = f"mean, {group.title}" if len(groups) > 1 else "mean"
+        if len(group.runs) > 1:
+            intervals[label] = intervals_over([evaluated[name] for name in group.runs])
+    known = [head.before for name in drawn if (head := heads[name]) is not None and head.before is not None]
+    befores = {(one.quantity, one.interval["value"]) for one in known}
+    levels = dict(befores) if len(befores) == 1 else {}
+    metrics = {name: read_jsonl(one.metrics_path) for name, one in drawn.items()}
+    charts = learning_charts(metrics, unit, colours=colours, means=means, intervals=intervals, levels=levels)
+    subject = " and ".join(means) if num_groups > 1 else ""
+    if not charts:
+        what = "success, return, held-out error, losses"
+        return Panel(subject, [], [], f"Nothing to draw: none of what is drawn ({what}) was logged twice.")
+    legend = [(name, colours[name]) for name in drawn] if len(drawn) > 1 else []
+    legend += [(line.label, line.colour) for line in charts[0].lines if line.is_mean]
+    note = f"Numbers logged while training, over {unit.replace('_', ' ')}."
+    if any(chart.has_bands for chart in charts):
+        note += " Bands: 95 % intervals of the evaluations."
+    return Panel(subject, charts, legend, note)
 
 
 def _unit(directory: RunDirectory) -> str:
@@ -211,103 +332,99 @@ def _unit(directory: RunDirectory) -> str:
     return str(locate(directory.path, "run").provenance().get("unit", "steps"))
 
 
-def _numbers(page: Page, groups: Sequence[Group]) -> None:
-    found = {
-        group.title: {name: e for name, one in group.runs.items() if (e := _last_evaluation(one)) is not None}
-        for group in groups
-    }
-    if not any(found.values()):
-        return
-    page.heading("Evaluation")
-    for title, contents in found.items():
-        if contents:
-            if len(groups) > 1:
-                page.text(f"{title}:")
-            _tabulate(page, contents, f"all runs of {title}" if len(groups) > 1 else "all runs")
-    for name, one in (run for group in groups for run in group.runs.items()):
-        if (both := best_evaluation(one)) is not None and both.count > 1:
-            page.text(f"{name}, {both.last.quantity} while training: {both}.")
-    page.text("Per-episode rows are in eval/ of each run; those on other tasks are not shown here.")
+class Numbers(NamedTuple):
+    """Tables and remarks of a group's evaluations."""
+
+    subject: str
+    tables: list[Table]
+    notes: list[str]
 
 
-def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str) -> None:
+def _tables(groups: Sequence[Group], stored: Mapping[str, Stored]) -> list[Numbers]:
+    found = [_numbers(group, stored, len(groups)) for group in groups]
+    return [numbers for numbers in found if numbers is not None]
+
+
+def _numbers(group: Group, stored: Mapping[str, Stored], num_groups: int) -> Numbers | None:
     """Tabulate the evaluations of a group; runs with one protocol are pooled."""
-    evaluations = {name: Evaluation.from_json(json.dumps(content)) for name, content in contents.items()}
-    rows = [row for name, evaluation in evaluations.items() for row in _rows(name, evaluation.summary())]
-    page.rows(("run", "quantity", "mean", "95 % interval", "episodes"), rows)
-    protocols = sorted({evaluation.protocol_hash[:12] for evaluation in evaluations.values()})
-    if len(evaluations) > 1 and len(protocols) == 1:
-        pooled = list(_pooled(list(evaluations.values())))
-        page.rows((together, "mean", "95 % interval", "episodes"), pooled)
-    for name, content in contents.items():
-        if versus := content.get("versus"):
-            page.text(f"{name} against {versus['policy']}: {describe_comparison(versus)}")
-    page.text(f"Protocol {', '.join(protocols)}{'; not pooled' if len(protocols) > 1 else ''}.")
+    evaluations = {name: stored[name].evaluation for name in group.runs if name in stored}
+    if not evaluations:
+        return None
+    tables, together = [table_of(evaluations)], list(evaluations.values())
+    if is_one_protocol(together):
+        label = f"all runs of {group.title}" if num_groups > 1 else "all runs"
+        tables.append(pooled_table(label, together))
+    notes = []
+    for name, one in group.runs.items():
+        if name in stored and (versus := stored[name].versus):
+            notes.append(f"{name} against {versus['policy']}: {comparison_of(versus)}")
+        if (both := best_evaluation(one)) is not None and both.count > 1:
+            notes.append(f"{name}, {both.last.quantity} while training: {both}.")
+    protocols = sorted({one.protocol_hash[:12] for one in together})
+    notes.append(f"Protocol {', '.join(protocols)}{'; not pooled' if len(protocols) > 1 else ''}.")
+    return Numbers(group.title if num_groups > 1 else "", tables, notes)
 
 
-def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
-    """Return the evaluation of the last checkpoint with one: most episodes, then a comparison.
+@dataclass
+class Behaviour:
+    """Episodes of a run, played for the report."""
 
-    Evaluations on another task than the run's own (possible with `burnish eval`) are excluded.
-    """
-    own = None if directory.latest() is None else description_of(locate(directory.path, "run"))
-    found: list[tuple[int, int, bool, dict[str, Any]]] = []
-    for one in directory.evals():
-        content = json.loads(one.path.read_text())
-        if own is None or _is_same(own, content["protocol"]["env"]):
-            found.append((one.step, len(content["rows"]), "versus" in content, content))
-    return max(found, key=lambda item: item[:3])[3] if found else None
+    name: str
+    number: int
+    played: Mapping[str, Evaluation] = field(default_factory=dict)
+    moving: Picture | None = None
+    paths: Picture | None = None
+    episodes: Sequence[Episode] = ()
+    names: tuple[str, ...] = ()  # of the actions
+    hz: float = 1.0
+    summary: str = ""
+    notes: list[str] = field(default_factory=list)
 
-
-def _is_same(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return bool(own["name"] == other["name"]) and not options_that_differ(own, other)
-
-
-def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    for quantity in SUMMARISED:
-        if quantity in summary:
-            yield name, quantity, *format_interval(quantity, summary[quantity]), summary["episodes"]
-
-
-def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
-    """Summarise several seeds; intervals cover the variance of seeds and episodes."""
-
-    def row(name: str, summary: Mapping[str, Any], values: np.ndarray) -> tuple[object, ...]:
-        return name, *format_interval(name, summary), values.size
-
-    if evaluations[0].quantity == "success":
-        success = np.stack([e.values("success") for e in evaluations])
-        yield row("success", asdict(success_rate(success)), success)
-    if "d4rl_score" in evaluations[0].summary():
-        scores = np.stack([e.d4rl_scores() for e in evaluations])
-        yield row("d4rl_score", asdict(bootstrap_iqm(scores)), scores)
-    returns = np.stack([e.values("return") for e in evaluations])
-    yield row("return", asdict(bootstrap_iqm(returns)), returns)
-    yield row("return_value_at_risk", {"value": value_at_risk(returns.flatten())}, returns)
-    yield row("return_cvar", asdict(conditional_value_at_risk(returns)), returns)
+    def data(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield what the page shows of an episode on demand, by its key, in JSON types."""
+        for place, one in enumerate(self.episodes):
+            clips = [
+                {"title": clip.title, "outcome": clip.outcome, "length": clip.length, **clip.layout()}
+                for clip in one.clips
+            ]
+            yield (
+                f"{self.number}-{place}",
+                {
+                    **{"seed": one.row.seed, "outcome": one.outcome, "length": one.row.length},
+                    **{"return": f"{one.row.return_:.3g}", "hz": self.hz, "names": self.names},
+                    **{"actions": one.actions, "step": one.step, "clips": clips},
+                },
+            )
 
 
-def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, bytes]:
+def _behaviours(config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, Behaviour]:
     """Run and draw a few episodes per run; on failure the page shows the reason."""
-    page.heading("Behaviour")
     stage = ReportRollouts(config.episodes, config.first_seed, config.num_workers)
-    pictures: dict[str, bytes] = {}
+    clips, left = max(_CLIPS // len(named), 1), _CLIP_BYTES
+    found = {}
     for number, (name, directory) in enumerate(named.items(), 1):
-        subject = f"{name}: " if len(named) > 1 else ""
-        try:
-            env, played = stage.play(directory)
-            png, caption, moving = draw_behaviour(env, played)
-        except (CapabilityError, CheckpointError, ConfigError, MissingExtraError) as error:
-            _log.warning("no pictures of the behaviour of %s: %s", name, error)
-            page.text(f"{subject}No pictures: {error}")
-            continue
-        stem = "behaviour" if len(named) == 1 else f"behaviour-{number}"
-        pictures[f"{stem}.png"] = png
-        page.picture(png, f"{subject}{caption}")
-        if moving is not None:
-            pictures[f"{stem}.webp"] = moving
-            page.picture(moving, f"{subject}the same episode, in real time.", "webp")
-        for title, rows in played.items():
-            if ways := describe_modes(env, rows):
-                page.text(f"{subject}{title}: {ways}")
-    return pictures
+        found[name] = one = Behaviour(name, number)
+        if config.episodes:
+            _play(one, stage, directory, clips if left > 0 else 0)
+        left -= sum(episode.size for episode in one.episodes)
+    return found
+
+
+def _play(shown: Behaviour, stage: ReportRollouts, directory: RunDirectory, clips: int) -> None:
+    try:
+        env, shown.played = stage.play(directory)
+        own = list(shown.played.values())[-1]
+        if env.spec.success_rule:
+            won = sum(row.success for row in own.rows)
+            shown.summary = f"{won} of {len(own.rows)} episodes succeed."
+        shown.names, shown.hz = env.spec.action_names, env.spec.control_hz
+        shown.paths = draw_paths(env, shown.played)
+        for title, one in shown.played.items():
+            if ways := describe_modes(env, one.rows):
+                shown.notes.append(f"{title}: {ways}")
+        shown.episodes = grid_of(env, shown.played, 0)
+        shown.moving = draw_moving(env, shown.played)
+        shown.episodes = grid_of(env, shown.played, clips)
+    except _CANNOT_DRAW as error:
+        _log.warning("no pictures of the behaviour of %s: %s", shown.name, error)
+        shown.notes.append(f"No pictures: {error}")

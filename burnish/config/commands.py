@@ -64,7 +64,7 @@ _COMMANDS = (
         module="evaluate",
         config_module="burnish.config.evaluate",
     ),
-    Command("report", "run", "draw the learning curve and the rollouts of runs into one page", "run=<run>"),
+    Command("report", "run", "write one page of runs: result, curves, episodes, what was run", "run=<run>"),
     Command("runs", "", "list runs: last and best evaluation, time, the keys that differ", "runs"),
     Command(
         "rank",

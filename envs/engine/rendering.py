@@ -136,6 +136,8 @@ def replay_frames(
     width: int = 320,
     height: int = 240,
     camera: str | None = None,
+    shadows: bool = True,
+    samples: int | None = None,
 ) -> np.ndarray:
     """Replay an episode of one environment in the exact engine; returns frames (F, height, width, 3) uint8.
 
@@ -147,13 +149,16 @@ def replay_frames(
         width: Pixels.
         height: Pixels.
         camera: Name of a camera of the model; None: the free camera.
+        shadows: Draw shadows, the main cost without a GPU.
+        samples: Samples per pixel; None: as many as the model has.
 
     Raises:
         MissingExtraError: If no GL context can be made.
     """
     simulator: Any = vector.stepper
     vector.reset([seed])
-    with OffscreenRenderer(simulator.model, width=width, height=height, camera=camera) as renderer:
+    drawing: dict[str, Any] = {"camera": camera, "shadows": shadows, "samples": samples}
+    with OffscreenRenderer(simulator.model, width=width, height=height, **drawing) as renderer:
         frames = [renderer.frame(simulator.datas[0])]
         for i, action in enumerate(actions, start=1):
             done = bool(vector.step_chunk(action[None, None]).done[0])

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from algos.training.run_directory import RunDirectory
-from burnish.commands.report import _numbers, grouped
-from burnish.reports.html import Page
+from burnish.commands.report import ReportConfig, report
 from burnish.runs.best_evaluation import best_evaluation
 from envs.evaluation.evaluate import Evaluation
 from envs.rollouts.episodes import EpisodeRow
@@ -63,9 +62,12 @@ def test_a_report_has_both_the_score_and_the_worst_tenth_of_every_run_and_of_all
         name: run_of(tmp_path / name, {"step-5": evaluation(60), "step-9": evaluation(last)})
         for name, last in (("a", 40), ("b", 42))
     }
-    page = Page("offline")
-    _numbers(page, grouped(runs))
-    text = page.render()
+    for one in runs.values():
+        one.log({"eval/return": 1.0}, 9)
+    config = ReportConfig(
+        run=[str(one.path) for one in runs.values()], out=str(tmp_path / "page"), episodes=0
+    )
+    text = report(config).read_text()
     assert text.count("return_value_at_risk") == text.count("return_cvar") == text.count("d4rl_score") == 3
     assert "a, return while training: last 40 at step 9; best of 2 on the way 60 at step 5" in text
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import asdict
+from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from chromium import browser
 from messages import mentions
 
 from algos.training.run_directory import RunDirectory
-from burnish.commands.report import ReportConfig, _is_same, grouped, report
-from burnish.reports import figures, rollouts
-from burnish.reports.rollouts import ReportRollouts, describe_modes, draw_behaviour
+from burnish.commands.report import ReportConfig, grouped, report
+from burnish.reports import rollouts
+from burnish.reports.curves import Chart, learning_charts, run_colours
+from burnish.reports.results import is_same_task
+from burnish.reports.rollouts import ReportRollouts, describe_modes, draw_moving
+from envs.evaluation.comparison import Comparison
 from envs.evaluation.evaluate import Evaluation
-from envs.evaluation.intervals import success_rate
+from envs.evaluation.intervals import Interval, success_rate
 from envs.rollouts.episodes import EpisodeRow
 from policies.errors import CapabilityError
 
@@ -47,26 +54,53 @@ def test_runs_of_one_algorithm_on_one_task_are_a_group(tmp_path: Path) -> None:
     }
 
 
+def evaluation(won: int, episodes: int) -> Evaluation:
+    """Return an evaluation in which the first episodes succeed."""
+    task = {"name": "avoid", "options": {}, "success_rule": "arrives", "reference_scores": None}
+    played = tuple(
+        EpisodeRow(i, i, float(i < won), 9, i < won, True, False, actions=np.zeros((9, 1), np.float32))
+        for i in range(episodes)
+    )
+    return Evaluation(played, {"env": task, "episodes": episodes})
+
+
 def rows(*values: float, name: str = "eval/success") -> list[dict[str, float]]:
     return [{"step": step, name: value} for step, value in enumerate(values)]
 
 
-def test_a_run_has_one_colour_and_only_its_group_is_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures, "to_png", lambda figure: drawn.append(figure) or b"")
+def heights(chart: Chart, label: str) -> list[float]:
+    """Return the values of a curve of success, read back from where its marks lie."""
+    (line,) = (line for line in chart.lines if line.label == label)
+    return [(Chart.bottom - mark.y) / (Chart.bottom - Chart.top) for mark in line.marks]
+
+
+def test_a_run_has_one_colour_and_only_its_group_is_averaged() -> None:
     metrics = {
         "a": rows(0.0, 0.2),
         "b": rows(0.4, 0.6) + rows(0.1, 0.2, name="rollout/success"),
         "c": rows(0.8, 1.0) + rows(0.3, 0.4, name="rollout/success"),
     }
-    colours = figures.run_colours(["z", *metrics])
-    figures.learning_curves(metrics, "env_steps", colours=colours, means={"one": ["a"], "two": ["b", "c"]})
-    evaluation, training = drawn[0].axes
-    lines = {line.get_label(): line for line in evaluation.lines}
-    assert list(lines) == ["a", "b", "c", "mean, two"]
-    assert lines["mean, two"].get_ydata() == pytest.approx([0.6, 0.8])
-    for line in training.lines[:2]:
-        assert line.get_color() == lines[line.get_label()].get_color() == colours[line.get_label()]
+    colours = run_colours(["z", *metrics])
+    evaluation, training = learning_charts(
+        metrics, "env_steps", colours=colours, means={"one": ["a"], "two": ["b", "c"]}
+    )
+    assert [line.label for line in evaluation.lines] == ["a", "b", "c", "mean, two"]
+    assert heights(evaluation, "mean, two") == pytest.approx([0.6, 0.8], abs=1e-3)
+    assert [chart.title for chart in evaluation.multiples] == ["a", "b", "c"]
+    for line in (*evaluation.lines, *training.lines):
+        assert line.is_mean or line.colour == colours[line.label]
+
+
+def test_a_curve_has_the_interval_of_its_evaluations_and_the_level_before() -> None:
+    steps = {step: success_rate(np.arange(10) < 5 * step) for step in (0, 1)}
+    (chart,) = learning_charts(
+        {"a": rows(0.0, 0.5)}, "steps", intervals={"a": {"eval/success": steps}}, levels={"success": 0.25}
+    )
+    low, high = steps[1].low, steps[1].high
+    assert chart.lines[0].marks[1].text == f"1: 50 % ({100 * low:.0f} % to {100 * high:.0f} %)"
+    corners = [tuple(map(float, corner.split(","))) for corner in chart.lines[0].band[1:-1].split("L")]
+    assert len(corners) == 4 and corners[1][1] < chart.lines[0].marks[1].y < corners[2][1]
+    assert chart.level is not None and chart.level.text == "25 %"
 
 
 @pytest.mark.parametrize(
@@ -78,14 +112,9 @@ def test_a_run_has_one_colour_and_only_its_group_is_averaged(monkeypatch: pytest
         (["critic/loss", "rollout/return"], ["mean return, training episodes"]),
     ],
 )
-def test_losses_are_drawn_where_nothing_is_explored(
-    logged: list[str], titles: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures, "to_png", lambda figure: drawn.append(figure) or b"")
+def test_losses_are_drawn_where_nothing_is_explored(logged: list[str], titles: list[str]) -> None:
     metrics = {"a": [row for name in logged for row in rows(1.0, 0.5, name=name)]}
-    figures.learning_curves(metrics, "gradient_steps")
-    assert [axes.get_title() for axes in drawn[0].axes] == titles
+    assert [chart.title for chart in learning_charts(metrics, "gradient_steps")] == titles
 
 
 def test_a_page_without_curves_says_what_was_not_logged(tmp_path: Path) -> None:
@@ -98,17 +127,14 @@ def test_a_page_without_curves_says_what_was_not_logged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [3, 10, 25])
 def test_colours_of_runs_differ(number: int) -> None:
-    colours = figures.run_colours([f"run {index}" for index in range(number)])
+    colours = run_colours([f"run {index}" for index in range(number)])
     assert len({str(colour) for colour in colours.values()}) == number
 
 
 def test_runs_together_have_the_interval_of_their_seeds(tmp_path: Path) -> None:
-    task = {"name": "avoid", "options": {}, "success_rule": "arrives", "reference_scores": None}
     runs = [made(tmp_path / str(seed), "ppo", {"name": "avoid"}, seed) for seed in range(3)]
     for directory, count in zip(runs, (42, 77, 90), strict=True):
-        played = tuple(EpisodeRow(i, i, float(i < count), 9, i < count, True, False) for i in range(100))
-        evaluation = Evaluation(played, {"env": task, "episodes": 100})
-        directory.write_eval("step-1-abc", json.loads(evaluation.to_json()))
+        directory.write_eval("step-1-abc", json.loads(evaluation(count, 100).to_json()))
     config = ReportConfig(run=[str(one.path) for one in runs], out=str(tmp_path / "page"), episodes=0)
     page = report(config).read_text()
     rate = success_rate(np.arange(100) < np.array([[42], [77], [90]]))
@@ -134,15 +160,15 @@ def test_ways_are_counted_among_successes() -> None:
 def test_a_task_that_draws_nothing_is_reported_without_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = SimpleNamespace(spec=SimpleNamespace(name="pendulum"))
+    spec = SimpleNamespace(name="pendulum", success_rule="", action_names=("force [N]",), control_hz=20.0)
+    plain, played = SimpleNamespace(spec=spec), {"after": evaluation(3, 5)}
     with pytest.raises(CapabilityError, match=mentions("env=pendulum")):
-        draw_behaviour(plain, {"after": [SimpleNamespace()]})
-    monkeypatch.setattr(
-        ReportRollouts, "play", lambda stage, directory: (plain, {"after": [SimpleNamespace()]})
-    )
+        draw_moving(plain, played)
+    monkeypatch.setattr(ReportRollouts, "play", lambda stage, directory: (plain, played))
     run = made(tmp_path / "run", "bc", {"name": "avoid"})
-    page = report(ReportConfig(run=str(run.path)))
-    assert "No pictures: env=pendulum draws nothing" in page.read_text()
+    text = report(ReportConfig(run=str(run.path))).read_text()
+    assert "No pictures: env=pendulum draws nothing" in text
+    assert text.count("data-episode=") == 5, "episodes are listed without pictures"
 
 
 def test_policies_are_drawn_as_their_run_evaluates_them(
@@ -154,7 +180,7 @@ def test_policies_are_drawn_as_their_run_evaluates_them(
 
     def play(policy: Any, env: Any, settings: Any, num_workers: int, **_: Any) -> Any:
         used.append(settings)
-        return SimpleNamespace(rows=())
+        return evaluation(0, 1)
 
     found = SimpleNamespace(path=tmp_path, label="run", load=lambda: None)
     monkeypatch.setattr(rollouts, "locate", lambda path, key: found)
@@ -170,6 +196,85 @@ def test_policies_are_drawn_as_their_run_evaluates_them(
 
 def test_descriptions_of_a_task_are_compared_by_the_options_that_both_know() -> None:
     own = {"name": "avoid", "options": {"max_episode_steps": 100, "newer": 1}}
-    assert _is_same(own, {"name": "avoid", "options": {"max_episode_steps": 100}})
-    assert not _is_same(own, {"name": "avoid", "options": {"max_episode_steps": 7}})
-    assert not _is_same(own, {"name": "hopper", "options": {"max_episode_steps": 100}})
+    assert is_same_task(own, {"name": "avoid", "options": {"max_episode_steps": 100}})
+    assert not is_same_task(own, {"name": "avoid", "options": {"max_episode_steps": 7}})
+    assert not is_same_task(own, {"name": "hopper", "options": {"max_episode_steps": 100}})
+
+
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7 * 7 }}'
+
+
+class Elements(HTMLParser):
+    """The elements of a page, their attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_what_comes_from_runs_never_becomes_html(tmp_path: Path) -> None:
+    """Names of runs, keys, paths, typed overrides, tasks and versions are text, also in scripts."""
+    runs = []
+    for seed in range(2):
+        name = HOSTILE.replace("/", "\u2215")  # no folder can have a slash in its name
+        config = {"algo": {"name": HOSTILE}, "env": {"name": HOSTILE}, "seed": seed, "init": HOSTILE}
+        run = RunDirectory.create_at(
+            tmp_path / f"{name}-{seed}", config | {HOSTILE: seed}, [f"name={HOSTILE}"]
+        )
+        for step in (1, 2):
+            run.log({"eval/success": 0.5}, step)
+        task = evaluation(3, 4)
+        task.protocol["env"]["success_rule"] = HOSTILE
+        content = json.loads(task.to_json())
+        versus = asdict(Comparison("success", 0.5, 0.75, Interval(0.25, 0.0, 0.5), 4, True))
+        run.write_eval("step-2-abc", content | {"versus": versus | {"policy": HOSTILE}})
+        (run.path / "environment.json").write_text(json.dumps({"packages": {HOSTILE: HOSTILE}}))
+        runs.append(str(run.path))
+    for given in (runs[:1], runs):
+        page = report(ReportConfig(run=given, out=str(tmp_path / f"{len(given)}"), episodes=0)).read_text()
+        elements = Elements(page)
+        tags = [tag for tag, _ in elements.found]
+        assert "alert(1)" in elements.text and "{{ 7 * 7 }}" in elements.text
+        assert tags.count("script") == 2 and "img" not in tags, "the page's own data and script"
+        assert not [key for _, attributes in elements.found for key in attributes if key.startswith("on")]
+
+
+def test_a_page_is_one_file_that_asks_no_network(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", "bc", {"name": "avoid"})
+    page = report(ReportConfig(run=str(run.path), episodes=0)).read_text()
+    assert "://" not in page and "@import" not in page
+    assert not re.search(r"(?:src|href|url\()=?[\"']?(?!data:)[\w/.]", page)
+    assert "default-src 'none'" in page and "prefers-color-scheme: dark" in page
+
+
+def test_a_page_is_used_without_a_complaint_and_fits_a_narrow_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SimpleNamespace(name="drawn", success_rule="arrives", action_names=("force [N]",), control_hz=20.0)
+    frames = np.zeros((10, 16, 16, 3), np.uint8)
+    task = SimpleNamespace(spec=spec, render_frames=lambda seed, actions, *, every: frames)
+    played = {"before": evaluation(1, 3), "after": evaluation(2, 3)}
+    monkeypatch.setattr(ReportRollouts, "play", lambda stage, directory: (task, played))
+    run = made(tmp_path / "run", "bc", {"name": "avoid"})
+    for step in (1, 2):
+        run.log({"eval/success": 0.5 * step}, step)
+    page = report(ReportConfig(run=str(run.path)))
+    with browser() as tab:
+        tab.open(page, width=400)
+        assert tab.run("return document.documentElement.scrollWidth") <= 400
+        tab.run("document.querySelector('[data-episode]').click()")
+        assert tab.run("return document.querySelector('#viewer').open")
+        assert tab.run("return document.querySelectorAll('#viewer canvas').length") == 2
+        assert "failure" in tab.run("return document.querySelector('#viewer-title').textContent")
+        move = "new PointerEvent('pointermove', {bubbles: true, clientX: 390, clientY: 300})"
+        tab.run(f"document.querySelector('[data-chart] svg').dispatchEvent({move})")
+        assert "2: 100 %" in tab.run("return document.querySelector('#tip').textContent")
+        assert not tab.complaints()

@@ -1,0 +1,108 @@
+"""What was run: parts, versions, machine, cost, and the command that repeats it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
+from burnish.config.overrides import Overrides
+from burnish.runs.locate import locate
+from burnish.runs.tasks import task_label
+from policies.errors import BurnishError, ConfigError
+
+_PARTS = ("process", "backbone", "encoder", "sampler")
+
+
+class Facts(NamedTuple):
+    """Facts of a run as (name, text), and a shell command with its settings."""
+
+    rows: tuple[tuple[str, str], ...]
+    command: str
+
+
+def facts_of(directory: RunDirectory) -> Facts:
+    """Return what was run; facts that the run directory lacks are left out."""
+    environment = _environment(directory)
+    packages = environment.get("packages") or {}
+    versions = [f"{name} {version}" for name, version in packages.items()]
+    if python := environment.get("python"):
+        versions.append(f"Python {python}")
+    rows = {
+        "algorithm": _name(directory, "algo"),
+        "task": task_label(directory),
+        "policy": " · ".join(filter(None, (_name(directory, part) for part in _PARTS))),
+        "from": origin_of(directory),
+        "seed": directory.config.get("seed"),
+        "cost": cost_of(directory),
+        "machine": _machine(environment),
+        "versions": ", ".join(versions),
+        "source": environment.get("commit") or "",
+    }
+    known = tuple((name, str(value)) for name, value in rows.items() if value not in (None, ""))
+    return Facts(known, repeating(directory))
+
+
+def origin_of(directory: RunDirectory) -> str:
+    """Return the name of the data, and of the policy, that a run began with."""
+    init, dataset = (directory.config.get(key) for key in ("init", "dataset"))
+    names = [Path(str(dataset)).name] if dataset else []
+    if init:
+        try:
+            names.append(locate(init, "init").label)
+        except BurnishError:
+            names.append(str(init))
+    return " and ".join(names)
+
+
+def cost_of(directory: RunDirectory) -> str:
+    """Return steps and time of a run; empty before the first logged row."""
+    rows = read_jsonl(directory.metrics_path)
+    if not rows:
+        return ""
+    seconds = max((row.get("time/elapsed_s") or 0.0 for row in rows), default=0.0)
+    return f"{max(row.get('step') or 0 for row in rows):,} steps in {_duration(seconds)}"
+
+
+def repeating(directory: RunDirectory) -> str:
+    """Return the shell command with the settings of a run; of repeated keys the last value."""
+    typed = directory.overrides
+    try:
+        last = {item.key: item.text for item in Overrides.parse(typed).items}
+        typed = [text for key, text in last.items() if key not in ("resume", "hydra.run.dir")]
+    except ConfigError:  # edited by hand
+        pass
+    return shlex.join(["burnish", "train", *typed])
+
+
+def _name(directory: RunDirectory, group: str) -> str:
+    value = directory.config.get(group)
+    return str(value.get("name") or "") if isinstance(value, dict) else ""
+
+
+def _environment(directory: RunDirectory) -> dict[str, Any]:
+    """Return the environment of a run; empty for runs of versions that did not record it."""
+    try:
+        found = json.loads((directory.path / "environment.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    parts = [
+        environment.get("accelerator"),
+        environment.get("processor"),
+        f"{count} processors" if (count := environment.get("cpu_count")) else None,
+        f"{threads} threads of torch" if (threads := environment.get("torch_threads")) else None,
+    ]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import random
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 from hypothesis import HealthCheck, settings
+from torch.utils._traceback import CapturedTraceback
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -50,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Of the rest, parsing the few interpolations takes an eighth; a parse tree is only read.
     omegaconf.base.parse = functools.cache(omegaconf.base.parse)
     torch.onnx.export = _with_one_table(torch.onnx.export)
+    # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
+    os.fsync = lambda handle: None
     # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
     # that is standard error at this moment. While a test captures that, it would be pytest's own file.
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
@@ -66,12 +71,18 @@ def pytest_collection_finish() -> None:
 
 
 def _with_one_table(export: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the table of ONNX operators between exports: making it takes a third of a small one."""
+    """Keep between exports what each makes anew: the tables of operators, a third of a small one.
+
+    Where in Python a node of a graph was made, which nobody reads here, is a tenth of the rest.
+    """
 
     @functools.cache
     def keep_table() -> None:
+        import torch._export.utils as operators
         from torch.onnx._internal.exporter._registration import ONNXRegistry  # takes a while
 
+        operators._materialize_cpp_cia_ops = functools.cache(operators._materialize_cpp_cia_ops)
+        CapturedTraceback.summary = lambda self: traceback.StackSummary()
         ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
 
     @functools.wraps(export)

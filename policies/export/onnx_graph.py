@@ -187,8 +187,8 @@ def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) 
     try:
         with _quiet_tracing():
             if model.has_gradients:
-                mode = "symbolic" if is_symbolic else "fake"
-                call |= {"model": _spell_out(model, inputs, mode), "args": tuple(inputs.values())}
+                spelt = _spell_out(model, inputs, is_symbolic=is_symbolic)
+                call |= {"model": spelt, "args": tuple(inputs.values())}
                 call |= {"dynamic_shapes": tuple(shapes.values()) if is_symbolic else None}
             else:
                 call |= {"model": model, "kwargs": {"inputs": inputs}}
@@ -223,12 +223,12 @@ def _quiet_tracing() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def _spell_out(model: Traceable, inputs: Mapping[str, Tensor], mode: str) -> nn.Module:
+def _spell_out(model: Traceable, inputs: Mapping[str, Tensor], *, is_symbolic: bool) -> nn.Module:
     """Return a function of input values in elementary operations, gradients included."""
     names = list(inputs)
     trace = make_fx(
         lambda *values: model(dict(zip(names, values, strict=True))),
-        tracing_mode=mode,
+        tracing_mode="symbolic" if is_symbolic else "fake",
         decomposition_table=dict(torch.export.default_decompositions()),
         _allow_non_fake_inputs=True,  # weights
     )

@@ -68,7 +68,7 @@ def honest_inputs(folder: Path) -> dict[str, tuple[Path, Open]]:
         home.mkdir()
         form.into(home, made())
         found[name] = (home / form.name, _open_dataset)
-    policy = small_policy(VPDiffusion(num_levels=5), DDIM(steps=2), obs_steps=1)
+    policy = small_policy(VPDiffusion(num_levels=5), DDIM(steps=1, spacing="trailing"), obs_steps=1)
     config = describe(compose_config("train", ["algo=bc", "env=avoid", "name=x"]))
     run = RunDirectory.create_at(folder / "run", config, ["algo=bc"])
     run.log({"policy/loss": 1.0}, 1)

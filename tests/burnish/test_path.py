@@ -40,6 +40,7 @@ from policies.paths import lasting
 QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
 TINY_BC = {"steps": 12, "warmup_steps": 0, "batch_size": 16, "log_every": 4, "validation_windows": 4}
 TINY_PPO = {"num_envs": 2, "steps_per_iteration": 4, "iterations": 2, "batch_size": 16, "update_epochs": 1}
+TINY_PPO |= {"tuned_steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def base(demonstrations: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         env="avoid",
         name="base",
         backbone={"width": 16},
+        process={"num_levels": 5},
         evaluation={"episodes": 2},
         trainer={"checkpoint_every": 4},
         **{f"algo.{key}": value for key, value in TINY_BC.items()},

@@ -23,10 +23,12 @@ BC = [
     "evaluation.episodes=2",
     "num_workers=0",
 ]
+DIFFUSION = [*BC, "process.num_levels=5"]
 DPPO = ["algo.env_steps=100", "algo.num_envs=4", "algo.steps_per_iteration=5", "algo.batch_size=40"]
 DPPO += ["evaluation.episodes=2", "num_workers=0"]
 SMALL = {
     "collect": ["episodes=4"],
+    "train algo=bc env=avoid experiment=avoid_bc": DIFFUSION,
     "train algo=bc": BC,
     "train algo=dppo": DPPO,
     "train experiment=avoid_dppo": DPPO,
@@ -74,7 +76,7 @@ def test_the_shell_path_runs_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_python_path_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = blocks("python")
-    for begin, more in (("avoid_bc", BC), ("avoid_dppo", DPPO)):
+    for begin, more in (("avoid_bc", DIFFUSION), ("avoid_dppo", DPPO)):
         code = code.replace(
             f'"experiment={begin}"', ", ".join(f'"{x}"' for x in (f"experiment={begin}", *more))
         )

@@ -64,6 +64,7 @@ _COMMANDS = (
         module="evaluate",
         config_module="burnish.config.evaluate",
     ),
+    Command("watch", "policy", "show a policy in MuJoCo's viewer, in real time", "policy=<run>"),
     Command("report", "run", "write one page of runs: result, curves, episodes, what was run", "run=<run>"),
     Command("runs", "", "list runs: last and best evaluation, time, the keys that differ", "runs"),
     Command(

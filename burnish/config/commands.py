@@ -47,7 +47,10 @@ class Command:
 
 _COMMANDS = (
     Command(
-        "collect", "env", "record demonstrations of a scripted expert", "env=avoid episodes=50 out=avoid.hdf5"
+        "collect",
+        "env",
+        "record demonstrations of a scripted expert, or episodes of a policy",
+        "env=avoid episodes=50 out=avoid.hdf5",
     ),
     Command(
         "train",

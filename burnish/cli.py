@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from burnish.config.commands import COMMANDS
-from burnish.name_clashes import require_own_packages
+from burnish.name_clashes import prefer_own_packages, require_own_packages
 
 _THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 """Idle threads slow down small networks; set before numeric libraries are imported.
@@ -90,6 +90,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
         sys.stderr.write(f"burnish: error: {problem}\n")
         return 2
     try:
+        prefer_own_packages()
         require_own_packages()
         require_graphics_library()
     except ImportError as error:

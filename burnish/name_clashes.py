@@ -1,27 +1,37 @@
-"""Detects packages of other projects that shadow ours, without importing them."""
+"""Packages of other projects with the names of ours: found, and moved behind ours, without importing them."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+HOME = Path(__file__).resolve().parents[1]
 OURS = ("burnish", "policies", "algos", "envs", "configs", "assets")
 
 
 def found_packages() -> Iterator[tuple[str, bool, str]]:
     """Yield name, ownership and location of every package except `burnish`."""
-    home = Path(__file__).resolve().parents[1]
     for name in OURS[1:]:
         place = _place_of(name)
         if place is None:
             yield name, False, "missing: install burnish again"
-        elif place == home / name:
+        elif place == HOME / name:
             yield name, True, str(place)
         else:
             remedy = "rename or remove it, or change the import path"
-            yield name, False, f"{place} hides ours ({home / name}); {remedy}"
+            yield name, False, f"{place} hides ours ({HOME / name}); {remedy}"
+
+
+def prefer_own_packages() -> None:
+    """Move the folders of the import path that hold foreign packages of these names behind our own."""
+    places = {name: _place_of(name) for name in OURS[1:]}
+    hiding = {place.parent for name, place in places.items() if place not in (None, HOME / name)}
+    if hiding:
+        behind = [entry for entry in sys.path if Path(entry).resolve() in hiding]
+        sys.path[:] = [*(entry for entry in sys.path if entry not in behind), str(HOME), *behind]
 
 
 @cache

@@ -67,7 +67,7 @@ def clone(
 ) -> DenoisingPolicy:
     """Return a diffusion policy that imitates the actions of a dataset."""
     config = PolicyConfig(
-        process=VPDiffusion(num_levels=20),  # the network predicts eps at 20 noise levels
+        process=VPDiffusion(num_levels=20, prediction="eps"),  # the network predicts eps at 20 noise levels
         sampler=DDPM(),  # and actions are drawn through all of them
         backbone=MlpConfig(width=width),
         horizon=4,  # Th: actions predicted

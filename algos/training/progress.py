@@ -66,11 +66,21 @@ def announced(what: str, seconds: float = 20.0, *, stage: Callable[[], str] = la
         thread.join()
 
 
-def planned(total: int, unit: str, rate: float) -> str:
-    """Return a line with the length of a run and its duration at `rate` units per second."""
+def planned(total: int, unit: str, rate: float, budget: str = "") -> str:
+    """Return a line with the length of a run, its duration at `rate` units per second, and what shortens it.
+
+    Args:
+        total: Length of the run.
+        unit: Its unit.
+        rate: Units per second.
+        budget: Key that sets the length.
+    """
+    faster = "a smaller algo.batch_size, network, encoder or image, device=cuda"
+    ways = [f"a smaller {budget}"] if budget else []
+    ways += [faster] if unit == "gradient_steps" else []
     return (
         f"{total:,} {unit.replace('_', ' ')} are planned, about {total / rate / 3600:.3g} h at "
-        f"{_format_rate(rate)}/s. Experiments hold shorter settings: burnish list experiments."
+        f"{_format_rate(rate)}/s. To shorten it: {', '.join([*ways, 'experiment=auto'])}."
     )
 
 

@@ -156,6 +156,7 @@ class _Loop:
         self.sessions, self._advance, self._clock = sessions, advance, clock
         self._display: Bar | Lines | None = None
         self._iterations, self._iteration_s = 0, 0.0
+        self._is_estimated = False  # whether the length of the run was found to be long, or not
 
     @property
     def _slowest(self) -> Algorithm:
@@ -227,7 +228,7 @@ class _Loop:
         )
         is_told = (is_first or is_long) and self._display is not None
         try:
-            with announced(what, stage=self._stage) if is_told else nullcontext():
+            with announced(what, stage=lambda: self._stage(before, began)) if is_told else nullcontext():
                 found = self._advance()
         except WorkerError as error:
             if stop.number is None:
@@ -236,8 +237,9 @@ class _Loop:
             raise Interrupted(stop.number) from error
         self._iterations += 1
         self._iteration_s = self._clock() - began
-        if self._iterations == _TIMED_ITERATION:
-            self._log_if_long(min(before), self._iteration_s)
+        if self._iterations == _TIMED_ITERATION or self._iteration_s > LONG_ITERATION_S:
+            self._log_if_long(before, began)
+            self._is_estimated = True
         errors = []
         for session, done, values in zip(self.sessions, before, found, strict=True):
             if session.algorithm.progress > done:
@@ -248,17 +250,21 @@ class _Loop:
         if errors:
             raise errors[0] if len(errors) == 1 else TrainingError(" ".join(map(str, errors)))
 
-    def _stage(self) -> str:
-        """Return where the present iteration is."""
+    def _stage(self, before: Sequence[int], began: float) -> str:
+        """Return where the present iteration is; the first steps already tell whether the run is long."""
         algorithm = self._slowest
+        self._log_if_long(before, began)
         done = f"{algorithm.progress:,} of {algorithm.total:,} {algorithm.unit.replace('_', ' ')}"
         return getattr(algorithm, "stage", "") or done
 
-    def _log_if_long(self, before: int, seconds: float) -> None:
-        algorithm = self._slowest
-        units, left = algorithm.progress - before, algorithm.total - algorithm.progress
-        if units > 0 and seconds * left > LONG_S * units:
-            _log.info("%s", planned(algorithm.total, algorithm.unit, units / max(seconds, 1e-9)))
+    def _log_if_long(self, before: Sequence[int], began: float) -> None:
+        """Log once how long the run takes, if that is long, from the units done since `began`."""
+        algorithm, seconds = self._slowest, self._clock() - began
+        units, left = algorithm.progress - min(before), algorithm.total - algorithm.progress
+        if not self._is_estimated and units > 0 and seconds * left > LONG_S * units:
+            self._is_estimated = True
+            rate, budget = units / max(seconds, 1e-9), getattr(algorithm, "budget", None) or ""
+            _log.info("%s", planned(algorithm.total, algorithm.unit, rate, budget))
 
     def _show(self) -> None:
         """Display the metrics recorded since the last call, as means over the runs."""

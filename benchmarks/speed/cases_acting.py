@@ -104,7 +104,7 @@ def exported(options: argparse.Namespace) -> Iterator[Figure]:
     """
     net, ddpm = plain_nets()[0], peers.scheduler(LEVELS)
     yield _exported(options, "MLP, exported", our_policy(net, noise_clip=None), net, ddpm, floor=9.0)
-    plain, policy = small_dit(VPDiffusion(num_levels=LEVELS), DDPM(noise_clip=None))
+    plain, policy = small_dit(VPDiffusion(num_levels=LEVELS, prediction="eps"), DDPM(noise_clip=None))
     yield _exported(options, "transformer, exported", policy, plain, ddpm, graph="step")
     convolutional, policy = push_t()
     yield _exported(options, "U-Net, exported", policy, convolutional, peers.ddim_scheduler(), graph="step")

@@ -155,7 +155,9 @@ def _our_cloning(states: Tensor, actions: Tensor, starts: Tensor, batch: int) ->
     config = BcConfig(
         steps=10**9, batch_size=batch, log_every=BLOCK, validation_fraction=0.0, validation_every=0
     )
-    run = config.build(Setup(policy=PolicyConfig(process=VPDiffusion(num_levels=LEVELS)), dataset=data))
+    run = config.build(
+        Setup(policy=PolicyConfig(process=VPDiffusion(num_levels=LEVELS, prediction="eps")), dataset=data)
+    )
     copy_trunk(plain_nets()[0], run.policy.field)
     return lambda: run.advance()  # type: ignore[return-value]
 

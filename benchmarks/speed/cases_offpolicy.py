@@ -237,7 +237,9 @@ class Sides:
 
 def _steered(net: peers.PlainMlp) -> SteeredPolicy:
     """Return our policy with the peer's weights, ten DDIM steps, and an actor in front of it."""
-    config = PolicyConfig(process=VPDiffusion(num_levels=100), sampler=DDIM(steps=10, recompute_eps=False))
+    config = PolicyConfig(
+        process=VPDiffusion(num_levels=100, prediction="eps"), sampler=DDIM(steps=10, recompute_eps=False)
+    )
     base = build_policy(config, obs_dim=OBS, action_dim=CHUNK[1], statistics=unit_statistics())
     copy_trunk(net, base.field)  # type: ignore[arg-type]
     return Steering().wrap(base.eval())

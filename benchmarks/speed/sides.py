@@ -64,7 +64,7 @@ def unit_statistics(obs_dim: int = OBS, action_dim: int = CHUNK[1]) -> dict[str,
 
 def our_policy(net: nn.Module, **sampler: Any) -> DenoisingPolicy:
     """Return our policy with the peer's weights."""
-    config = PolicyConfig(process=VPDiffusion(num_levels=LEVELS), sampler=DDPM(**sampler))
+    config = PolicyConfig(process=VPDiffusion(num_levels=LEVELS, prediction="eps"), sampler=DDPM(**sampler))
     policy = build_policy(config, obs_dim=OBS, action_dim=CHUNK[1], statistics=unit_statistics())
     assert isinstance(policy, DenoisingPolicy)
     copy_trunk(net, policy.field)
@@ -78,7 +78,7 @@ def push_t() -> tuple[peers.PlainUnet, DenoisingPolicy]:
     plain = peers.PlainUnet(chunk, obs_dim * obs_steps, widths, time_dim)
     backbone = Unet1dConfig(widths=widths, time_dim=time_dim, film="scale", final_groups=8)
     config = PolicyConfig(
-        process=VPDiffusion(num_levels=100),
+        process=VPDiffusion(num_levels=100, prediction="eps"),
         sampler=DDIM(steps=10, recompute_eps=False),
         backbone=backbone,
         obs_steps=obs_steps,

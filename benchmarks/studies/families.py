@@ -71,11 +71,11 @@ TASKS = {
 EULER = {"name": "euler", "clip_action": 1.0}
 FAMILIES = {
     "diffusion, eps": Family(
-        ("process=diffusion",),
+        ("process=diffusion_eps",),
         {"DDPM 20": {"name": "ddpm"}, "DDIM 5": {"name": "ddim", "steps": 5, "spacing": "trailing"}},
     ),
     "diffusion, x0": Family(
-        ("process=diffusion", "process.prediction=x0"),
+        ("process=diffusion",),
         {"DDPM 20": {"name": "ddpm"}, "DDIM 5": {"name": "ddim", "steps": 5, "spacing": "trailing"}},
     ),
     "vp, v": Family(("process=vp",), {f"DPM++ 2M {n}": {"name": "dpmpp_2m", "steps": n} for n in (10, 4)}),

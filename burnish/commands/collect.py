@@ -1,4 +1,4 @@
-"""`burnish collect`: record demonstrations of a task's scripted expert."""
+"""`burnish collect`: record demonstrations of a task's scripted expert, or episodes of a policy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
-from burnish.runs.locate import check_file_to_write, check_folder_to_write
+from burnish.runs.locate import Located, check_file_to_write, check_folder_to_write, locate_actor
+from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.writers import FOLDERS, WITH_IMAGES, check_place, format_to_write
+from envs.evaluation.policy_episodes import policy_episodes
 from envs.evaluation.settings import check_seeds
 from envs.fit import task_text
 from envs.rollouts.collect import MAX_ATTEMPTS, collect
@@ -27,20 +29,26 @@ from policies.paths import path_field
 class CollectConfig(Checked):
     """Configuration of `burnish collect`; options of the expert belong to the task (`env.expert.…`)."""
 
-    env: Any = None  # the task; it must have an expert
+    env: Any = None  # the task; it must have an expert. With policy, null: the policy's own task
+    policy: str | None = path_field()  # a run or policy directory that plays instead of the expert
+    allow_other_task: bool = False  # record a policy in another task than the one that it was made for
     episodes: int = bounded(50, ge=1)  # demonstrations in the file
     out: str = path_field("demonstrations.hdf5")  # file to write; Minari's and LeRobot's formats are folders
     format: str | None = None  # robomimic, minari, d4rl, lerobot; null: minari for out=…-v<n>, else robomimic
     first_seed: int = 1_000_000  # attempt i uses seed first_seed + i; evaluation starts from 0
     noise: float | None = bounded(None, ge=0)  # expert noise, in its own units; null: env.expert.noise
     expert: str | None = None  # expert, for tasks with several; null: env.expert.tier
-    keep_failures: bool = False  # also keep demonstrations that miss the goal
+    keep_failures: bool = False  # also keep episodes that miss the goal
     valid_fraction: float = bounded(0.0, ge=0, lt=1)  # fraction listed under mask/valid
     overwrite: bool = False  # replace an existing file
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seeds("first_seed", self.first_seed, MAX_ATTEMPTS * self.episodes)
+        if self.policy is not None:
+            for name in ("noise", "expert"):
+                given = getattr(self, name)
+                self.require(name, given is None, "left out beside policy, which plays itself")
         if self.valid_fraction and self.episodes == 1:
             raise ConfigError(f"valid_fraction={self.valid_fraction} needs at least 2 episodes; got 1.")
         if format_to_write(self.out, self.format) != "robomimic" and self.valid_fraction:
@@ -49,14 +57,33 @@ class CollectConfig(Checked):
 
 def run(config: CollectConfig, context: RunContext) -> float:
     """Record, write and summarise; return the expert's success rate or mean return."""
-    return _print_result(record(config), Path(config.out), config.env)
+    found = resolve(config)
+    player = "expert" if found.policy is None else "policy"
+    return _print_result(_record(config, found), Path(config.out), found.env, player)
 
 
-def resolve(config: CollectConfig) -> tuple[Path, str]:
-    """Check the task and the output; return path and format of the file."""
-    check_expert(config.env)
-    has_images = bool(getattr(config.env, "cameras", ()))
-    return dataset_target(config.out, config.format, has_images=has_images, overwrite=config.overwrite)
+@dataclass(frozen=True)
+class ResolvedCollect:
+    """What is recorded and where to."""
+
+    env: Any
+    policy: Located | None  # None: the expert
+    target: Path
+    format: str
+
+
+def resolve(config: CollectConfig) -> ResolvedCollect:
+    """Check the task, the policy and the output."""
+    env, policy = config.env, None
+    if config.policy is None:
+        check_expert(env)
+    else:
+        policy = locate_actor(config.policy)
+        env = task_of(policy, " Give env=<name>.") if env is None else env
+        require_task_of(policy, env, "policy", allow_other_task=config.allow_other_task)
+    has_images = bool(getattr(env, "cameras", ()))
+    place = dataset_target(config.out, config.format, has_images=has_images, overwrite=config.overwrite)
+    return ResolvedCollect(env, policy, *place)
 
 
 def dataset_target(out: str, form: str | None, *, has_images: bool, overwrite: bool) -> tuple[Path, str]:
@@ -72,20 +99,28 @@ def dataset_target(out: str, form: str | None, *, has_images: bool, overwrite: b
 
 
 def record(config: CollectConfig) -> EpisodeDataset:
-    """Record demonstrations and write them to `config.out`."""
-    target, chosen = resolve(config)
-    with Counting(f"recording {task_text(config.env)}", config.episodes) as counting:
+    """Record episodes and write them to `config.out`."""
+    return _record(config, resolve(config))
+
+
+def _record(config: CollectConfig, found: ResolvedCollect) -> EpisodeDataset:
+    env, target = found.env, found.target
+    played = None
+    if found.policy is not None:
+        played = policy_episodes(found.policy.load(), env, first_seed=config.first_seed)
+    with Counting(f"recording {task_text(env)}", config.episodes) as counting:
         dataset = collect(
-            config.env,
+            env,
             episodes=config.episodes,
             first_seed=config.first_seed,
             noise=config.noise,
             expert=config.expert,
             keep_failures=config.keep_failures,
+            played=played,
             progress=lambda kept, attempts: counting.show(kept, f"{attempts} attempts"),
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_dataset(target, dataset, config.env, format=chosen, valid_fraction=config.valid_fraction)
+    write_dataset(target, dataset, env, format=found.format, valid_fraction=config.valid_fraction)
     return dataset
 
 
@@ -96,26 +131,26 @@ def check_expert(env: Any) -> None:
     experts = [name for name, part in registry.parts("env").items() if hasattr(part, "demonstrate")]
     choices = f"tasks with an expert: {', '.join(experts)}."
     if env is None:
-        raise ConfigError(f"collect needs env=<name>; {choices}")
+        raise ConfigError(f"collect needs env=<name>, or policy=<run>; {choices}")
     raise CapabilityError(f"env={registry.name_of('env', env)} has no expert to record; {choices}")
 
 
-def _print_result(dataset: EpisodeDataset, path: Path, env: Any) -> float:
+def _print_result(dataset: EpisodeDataset, path: Path, env: Any, player: str) -> float:
     """Print a summary; return the fraction of successful attempts, or the mean return."""
     spec: EnvSpec = env.spec
     lengths, returns = dataset.lengths, dataset.returns
-    steps = f"{dataset.num_frames} ({int(lengths.min())} to {int(lengths.max())} per demonstration)"
-    worth, result = _success(dataset) if spec.success_rule else _return(returns, spec)
-    rows = [("file", path), ("task", task_text(env)), ("demonstrations", dataset.num_episodes)]
+    steps = f"{dataset.num_frames} ({int(lengths.min())} to {int(lengths.max())} per episode)"
+    worth, result = _success(dataset, player) if spec.success_rule else _return(returns, spec)
+    rows = [("file", path), ("task", task_text(env)), ("episodes", dataset.num_episodes)]
     output().print(table("", ("", ""), [*rows, ("steps", steps), worth]))
     return result
 
 
-def _success(dataset: EpisodeDataset) -> tuple[tuple[str, str], float]:
+def _success(dataset: EpisodeDataset, player: str) -> tuple[tuple[str, str], float]:
     """Return the printed row, and the fraction of successful attempts."""
     success, attempts = dataset.success, int(dataset.meta["attempts"])
     rate = float("nan") if success is None else float(success.sum()) / attempts
-    return ("expert's success", f"{100 * rate:.1f} % of {attempts} attempts"), rate
+    return (f"{player}'s success", f"{100 * rate:.1f} % of {attempts} attempts"), rate
 
 
 def _return(returns: Tensor, spec: EnvSpec) -> tuple[tuple[str, str], float]:

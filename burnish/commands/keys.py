@@ -25,7 +25,7 @@ import omegaconf
 
 from burnish.commands.list import summary
 from burnish.config.commands import COMMANDS
-from burnish.config.overrides import default_options
+from burnish.config.overrides import default_options, preset_summary, presets
 from burnish.config.schema import GROUPS
 from burnish.config.train import PolicyShape
 from burnish.console import output
@@ -106,6 +106,8 @@ def _group(group: str) -> Iterator[str]:
         yield f"- `{group}={name}`: {_escaped(summary(part))}"
         for key in keys_of(part(), f"{group}."):
             found.setdefault(key.name, {})[name] = key
+    for name in presets(group):
+        yield f"- `{group}={name}`: {_escaped(preset_summary(group, name))}"
     yield from ("", *GROUP_HEAD) if found else ()
     places = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
     for name in sorted(found, key=lambda name: places.index(name.rpartition(".")[0])):

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Iterator, Sequence
-from importlib import metadata, resources
+from importlib import metadata
 
 import yaml
 
-from burnish.config.overrides import default_options, experiments
+from burnish.config.overrides import (
+    default_options,
+    experiments,
+    options_of,
+    preset_summary,
+    preset_text,
+    presets,
+)
 from burnish.console import output, table
 from policies import registry
 from policies.extras import install_command
@@ -54,7 +61,10 @@ def first_sentence(text: str) -> str:
 
 
 def _parts(group: str) -> Iterator[tuple[object, ...]]:
-    for name in registry.names(group):
+    for name in options_of(group):
+        if name in presets(group):
+            yield name, preset_summary(group, name), f"configs/{group}/{name}.yaml"
+            continue
         source = registry.sources(group).get(name)
         if source is None:
             part = registry.lookup(group, name)
@@ -94,17 +104,13 @@ def _datasets() -> Iterator[tuple[object, ...]]:
 
 def _experiments() -> Iterator[tuple[object, ...]]:
     for name in experiments():
-        text = (resources.files("configs") / "experiment" / f"{name}.yaml").read_text()
         chosen = default_options("train") | _choices(name)
-        words = [
-            line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line
-        ]
-        yield name, chosen["algo"], chosen["env"] or "", " ".join(words)
+        yield name, chosen["algo"], chosen["env"] or "", preset_summary("experiment", name)
 
 
 def _choices(experiment: str) -> dict[str, str]:
     """Return the options chosen by an experiment, including its parents'."""
-    text = (resources.files("configs") / "experiment" / f"{experiment}.yaml").read_text()
+    text = preset_text("experiment", experiment)
     found: dict[str, str] = {}
     for entry in (yaml.safe_load(text) or {}).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":

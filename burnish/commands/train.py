@@ -23,7 +23,7 @@ from burnish.console import output, table
 from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.build import build, opened_directories
 from burnish.runs.evaluation import evaluate_with, headline
-from burnish.runs.resolve import ResolvedRun, advise_on_prediction, has_seeds, resolve, resolve_seeds
+from burnish.runs.resolve import ResolvedRun, has_seeds, resolve, resolve_seeds
 from envs.datasets.interface import interface_of_task
 from policies import registry
 from policies.policy import Policy
@@ -61,8 +61,6 @@ def train_seeds(config: TrainConfig, context: RunContext) -> list[TrainResult]:
 def launch(run: ResolvedRun) -> list[TrainResult]:
     """Build and train a resolved run, or resume it; return a result per seed, in the requested order."""
     built, first = build(run), run.config
-    if not run.continued:
-        advise_on_prediction(first, run.overrides[0])
     directories: list[RunDirectory] = []
     found: list[dict[str, float]] = [{} for _ in run.configs]
     try:

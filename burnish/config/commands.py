@@ -47,7 +47,10 @@ class Command:
 
 _COMMANDS = (
     Command(
-        "collect", "env", "record demonstrations of a scripted expert", "env=avoid episodes=50 out=avoid.hdf5"
+        "collect",
+        "env",
+        "record demonstrations of a scripted expert, or episodes of a policy",
+        "env=avoid episodes=50 out=avoid.hdf5",
     ),
     Command(
         "train",
@@ -64,6 +67,7 @@ _COMMANDS = (
         module="evaluate",
         config_module="burnish.config.evaluate",
     ),
+    Command("watch", "policy", "show a policy in MuJoCo's viewer, in real time", "policy=<run>"),
     Command("report", "run", "write one page of runs: result, curves, episodes, what was run", "run=<run>"),
     Command("runs", "", "list runs: last and best evaluation, time, the keys that differ", "runs"),
     Command(

@@ -27,10 +27,27 @@ HELP_WIDTH = 110  # columns of help pages
 
 
 @cache
+def presets(group: str) -> tuple[str, ...]:
+    """Return the names of the packaged yaml files of a group, sorted."""
+    folder = resources.files("configs") / group
+    files = folder.iterdir() if folder.is_dir() else ()
+    return tuple(sorted(Path(one.name).stem for one in files if one.name.endswith(".yaml")))
+
+
 def experiments() -> tuple[str, ...]:
     """Return the names of the packaged experiments, sorted."""
-    folder = resources.files("configs") / "experiment"
-    return tuple(sorted(Path(one.name).stem for one in folder.iterdir() if one.name.endswith(".yaml")))
+    return presets("experiment")
+
+
+def preset_text(group: str, name: str) -> str:
+    """Return the content of a packaged yaml file."""
+    return (resources.files("configs") / group / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def preset_summary(group: str, name: str) -> str:
+    """Return the comments of a packaged yaml file in one line."""
+    lines = preset_text(group, name).splitlines()
+    return " ".join(one[1:].strip() for one in lines if one.startswith("#") and "@package" not in one)
 
 
 @cache
@@ -48,7 +65,7 @@ def groups_of(command: str) -> tuple[str, ...]:
 
 def options_of(group: str) -> tuple[str, ...]:
     """Return the options of a group, sorted."""
-    return experiments() if group == "experiment" else registry.names(group)
+    return tuple(sorted((*registry.names(group), *presets(group))))
 
 
 def describe_groups(command: str) -> str:

@@ -29,7 +29,6 @@ from burnish.runs.locate import Located
 from envs.datasets import read_dataset
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
-from policies.processes.diffusion import VPDiffusion
 
 EXPERIMENT = "auto"
 _FEW_FRAMES, _FEW_EPISODES = 20_000, 50
@@ -66,7 +65,6 @@ class Facts:
         frames, episodes: Size of the dataset; None: no dataset.
         act_steps: Ta of the policy to start from, or typed; None: it is chosen.
         is_new: Whether a new policy is made.
-        is_diffusion: Whether a new policy is a diffusion policy that may predict anything.
         has_steps: Whether the policy to start from denoises in any number of steps.
     """
 
@@ -77,7 +75,6 @@ class Facts:
     episodes: int | None = None
     act_steps: int | None = None
     is_new: bool = True
-    is_diffusion: bool = False
     has_steps: bool = False
 
 
@@ -128,7 +125,6 @@ def facts_of(config: TrainConfig, init: Located | None, fixed: Collection[str] =
         episodes=None if data is None else data.num_episodes,
         act_steps=config.policy.act_steps if is_given else executed,
         is_new=policy is None,
-        is_diffusion=type(config.process) is VPDiffusion,
         has_steps=isinstance(policy, DenoisingPolicy) and hasattr(policy.sampler, "steps"),
     )
 
@@ -178,8 +174,6 @@ def _new_policy(facts: Facts) -> Iterator[Choice]:
     reason = f"about {_SECONDS} s at {at}, 4 to 8 actions" if chunk > 1 else "nothing shows longer actions"
     yield Choice("policy.horizon", chunk, reason)
     yield Choice("policy.act_steps", chunk, "the whole chunk is executed, as RL on chunks needs")
-    if facts.is_diffusion:
-        yield Choice("process.prediction", "x0", "needs a fraction of the training of eps")
 
 
 def _chunk(facts: Facts) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from algos.base import device_of
-from algos.bc import BcConfig
 from algos.training.run_directory import RunDirectory
 from burnish.config.overrides import Overrides, RunContext
 from burnish.config.schema import GROUPS, compose_config, restore, restore_part
@@ -38,7 +37,6 @@ from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import at_home, lasting
 from policies.policy_config import PART_GROUPS
-from policies.processes.diffusion import VPDiffusion
 from policies.storage.hub import is_on_hub
 
 _log = logging.getLogger(__name__)
@@ -283,17 +281,6 @@ def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
         raise ConfigError(
             f"algo={algo} makes its own actor (see algo.hidden_dims), so {', '.join(keys)} would have no "
             "effect. Leave it out; or clone a policy of that kind with algo=bc and give it as init."
-        )
-
-
-def advise_on_prediction(config: TrainConfig, typed: Overrides) -> None:
-    """Log that the published prediction of a new diffusion policy needs long training."""
-    is_plain = config.init is None and type(config.process) is VPDiffusion and not typed.value("experiment")
-    chosen = "process.prediction" in typed.keys
-    if is_plain and not chosen and isinstance(config.algo, BcConfig) and config.process.prediction == "eps":
-        _log.info(
-            "process.prediction=eps is published and needs long training; with small budgets use x0, or "
-            "experiment=auto, which chooses sizes for this task as well."
         )
 
 

@@ -168,7 +168,7 @@ def evaluate(
         warm_start: Initialisation of a decision from the previous one; None: independent decisions.
         steer: Sketch guidance; None: none.
         guidance: Weight of the policy's goal or label; None: the policy's own.
-        keep_observations: Store `observations` and `actions` of every control step in the rows.
+        keep_observations: Store `observations`, `actions` and `rewards` of every control step in the rows.
         on_progress: Called with (finished episodes, E).
 
     Raises:

@@ -1,9 +1,10 @@
-"""Record demonstrations of a task's scripted expert."""
+"""Record demonstrations of a task's scripted expert, or episodes that a policy plays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from envs.spec import named_options
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
-    from envs.spec import EnvSpec, VectorEnv
+    from envs.spec import EnvConfig, EnvSpec, VectorEnv
 
 MAX_ATTEMPTS = 10
 """Attempts per wanted demonstration before an expert counts as unable."""
@@ -62,27 +63,30 @@ class HasExpert(Protocol):
 
 
 def collect(
-    env: HasExpert,
+    env: HasExpert | EnvConfig,
     *,
     episodes: int,
     first_seed: int = 0,
     noise: float | None = None,
     expert: str | None = None,
     keep_failures: bool = False,
+    played: Iterable[Episode] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EpisodeDataset:
-    """Record an expert on episodes of consecutive seeds.
+    """Record an expert, or what else plays, on episodes of consecutive seeds.
 
     The result depends only on the arguments. `success` and `seed` are stored per episode; `meta` holds the
     task with its names, rate and limits, the first seed and the number of attempts.
 
     Args:
-        env: Configuration of a task with an expert.
+        env: Configuration of a task; it has an expert unless `played` is given.
         episodes: Number of episodes to keep.
         first_seed: Seed of the first attempt; attempt i has seed first_seed + i.
         noise: Noise of the expert, in its own units; None: as configured in `env.expert`.
         expert: Name of the expert for tasks with several; None: as in `env.expert`.
         keep_failures: Also keep episodes without success. Tasks without success rule keep all.
+        played: Attempts in the order of their seeds, such as
+            `envs.evaluation.policy_episodes.policy_episodes`; None: those of the expert.
         progress: Called after every attempt with the numbers of kept episodes and of attempts.
 
     Raises:
@@ -90,37 +94,41 @@ def collect(
         ConfigError: If `episodes` is below 1, the expert has no noise option, or there is only one expert.
         DatasetError: If fewer than one attempt in ten succeeds.
     """
-    if not hasattr(env, "demonstrate"):
+    if played is None and not hasattr(env, "demonstrate"):
         raise CapabilityError(f"env={env.spec.name} has no expert to record; choose a task that has one.")
     if episodes < 1:
         raise ConfigError(f"episodes must be at least 1; got {episodes}.")
-    env = _with_expert(env, noise=noise, expert=expert)
-    attempts = _Attempts(env, episodes, first_seed, keep_failures or not env.spec.success_rule, progress)
-    dataset = EpisodeDataset.from_episodes(attempts, meta=_metadata(env) | {"first_seed": first_seed})
+    if played is None:
+        expert_env: Any = _with_expert(env, noise=noise, expert=expert)
+        env, played = expert_env, (expert_env.demonstrate(first_seed + i) for i in count())
+        remedy = "Lower noise=… (env.expert.noise), or keep_failures=true"
+        player, what = f"the expert of {env.spec.name}", "demonstrations"
+    else:
+        player, what, remedy = "the policy", "episodes", "Record all with keep_failures=true"
+    keeps_all = keep_failures or not env.spec.success_rule
+    attempts = _Attempts(env, played, episodes, keeps_all, player, remedy, progress)
+    meta = _metadata(env, what) | {"first_seed": first_seed}
+    dataset = EpisodeDataset.from_episodes(attempts, meta=meta)
     dataset.meta["attempts"] = attempts.done
     return dataset
 
 
 @dataclass
 class _Attempts:
-    """Attempts of an expert; iteration runs them and yields the kept episodes."""
+    """Attempts in order; iteration plays them and yields the kept episodes."""
 
     env: Any
+    played: Iterable[Episode]
     wanted: int
-    first_seed: int
     keep_failures: bool
+    player: str  # who attempts, for the error of too few successes, which ends with `remedy`
+    remedy: str
     progress: Callable[[int, int], None] | None
     done: int = 0
 
     def __iter__(self) -> Iterator[Episode]:
         kept = 0
-        while kept < self.wanted:
-            if self.done == MAX_ATTEMPTS * self.wanted:
-                raise DatasetError(
-                    f"the expert of {self.env.spec.name} succeeded in {kept} of {self.done} attempts; "
-                    f"expected {self.wanted}. Lower noise=… (env.expert.noise), or keep_failures=true."
-                )
-            episode = self.env.demonstrate(self.first_seed + self.done)
+        for episode in islice(self.played, MAX_ATTEMPTS * self.wanted):
             self.done += 1
             is_kept = episode.success or self.keep_failures
             kept += is_kept
@@ -130,6 +138,12 @@ class _Attempts:
                 self.progress(kept, self.done)
             if is_kept:
                 yield episode
+            if kept == self.wanted:
+                return
+        raise DatasetError(
+            f"{self.player} succeeded in {kept} of {self.done} attempts; expected {self.wanted}. "
+            f"{self.remedy}."
+        )
 
 
 _FIELDS = {"noise": ("noise", "has no noise to set"), "expert": ("tier", "is the only one of its task")}
@@ -149,6 +163,6 @@ def _with_expert(env: Any, **options: Any) -> Any:
     return replace(env, expert=replace(env.expert, **changes)) if changes else env
 
 
-def _metadata(env: Any) -> dict[str, Any]:
+def _metadata(env: Any, what: str) -> dict[str, Any]:
     known = {"env": named_options(env), "interface": interface_of_task(env.spec)}
-    return {"source": f"demonstrations of {env.spec.name}", **known}
+    return {"source": f"{what} of {env.spec.name}", **known}

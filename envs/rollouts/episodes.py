@@ -16,7 +16,7 @@ class EpisodeRow:
     """One finished episode.
 
     `episode` counts the episodes of an evaluation, or of one environment in training; `length` is in control
-    steps. `observations` (length + 1, Do) and `actions` (length, Da) are optional.
+    steps. `observations` (length + 1, Do), `actions` (length, Da) and `rewards` (length,) are optional.
     """
 
     seed: int
@@ -29,6 +29,7 @@ class EpisodeRow:
     metrics: dict[str, float] = field(default_factory=dict)
     observations: Array | None = field(default=None, repr=False, compare=False)
     actions: Array | None = field(default=None, repr=False, compare=False)
+    rewards: Array | None = field(default=None, repr=False, compare=False)
 
 
 class EpisodeTracker:

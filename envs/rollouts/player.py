@@ -199,7 +199,8 @@ class Evaluator:
         self._obs[playing] = step.obs[playing]
         if self._runner.keep:
             for i in playing.tolist():
-                self._buffers[i].add(step.path[i, : step.length[i]], actions[i, : step.length[i]])
+                done = slice(step.length[i])
+                self._buffers[i].add(step.path[i, done], actions[i, done], step.rewards[i, done])
         ended = np.flatnonzero(step.done & active)
         rows = self._tracker.rows(ended, step)
         rows = [
@@ -212,19 +213,24 @@ class Evaluator:
 
 
 class _EpisodeBuffer:
-    """Observations and actions of one running episode."""
+    """Observations, actions and rewards of one running episode."""
 
     def __init__(self, observations: list[Array] | None = None) -> None:
         self._observations = observations or []
         self._actions: list[Array] = []
+        self._rewards: list[Array] = []
 
-    def add(self, path: Array, actions: Array) -> None:
+    def add(self, path: Array, actions: Array, rewards: Array) -> None:
         self._observations.append(path)
         self._actions.append(actions)
+        self._rewards.append(rewards)
 
     def attach_to(self, row: EpisodeRow) -> EpisodeRow:
         return replace(
-            row, observations=np.concatenate(self._observations), actions=np.concatenate(self._actions)
+            row,
+            observations=np.concatenate(self._observations),
+            actions=np.concatenate(self._actions),
+            rewards=np.concatenate(self._rewards),
         )
 
 

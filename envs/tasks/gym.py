@@ -193,6 +193,10 @@ class _Flat:
     def render(self) -> Any:
         return self._env.render()
 
+    @property
+    def unwrapped(self) -> Any:
+        return self._env.unwrapped
+
     def close(self) -> None:
         self._env.close()
 
@@ -203,6 +207,16 @@ class _GymStepper(SerialStepper):
     @property
     def can_save(self) -> bool:
         return False
+
+    @property
+    def model(self) -> Any:
+        """MuJoCo's model of an environment that MuJoCo simulates; else an AttributeError."""
+        return self.envs[0].unwrapped.model
+
+    @property
+    def datas(self) -> list[Any]:
+        """MuJoCo's data of every environment."""
+        return [env.unwrapped.data for env in self.envs]
 
 
 class _Images:

@@ -32,5 +32,5 @@ class DppoImageSource(VisionSource):
     steps: int = bounded(5, ge=1)  # DDIM steps; published are 5
 
     def read(self, files: Files) -> Description:
-        process = VPDiffusion(num_levels=self.num_levels)
+        process = VPDiffusion(num_levels=self.num_levels, prediction="eps")
         return describe_vision(self, files, "actor_ft.", _FROZEN, process, DDIM(steps=self.steps))

@@ -46,7 +46,7 @@ class VPDiffusion(Checked, GaussianPath):
 
     num_levels: int = bounded(20, ge=2)  # K
     schedule: str = bounded("cosine", choices=SCHEDULES)
-    prediction: str = bounded("eps", choices=PREDICTIONS)  # prediction kind; for velocities use process=flow
+    prediction: str = bounded("x0", choices=PREDICTIONS)  # eps is published and needs longer training
     beta_start: float = bounded(1e-4, gt=0)  # first beta of the linear schedules
     beta_end: float = bounded(0.02, lt=1)  # last beta of the linear schedules
 

@@ -14,7 +14,7 @@ import burnish
 from burnish.config.overrides import Overrides, RunContext, quoted
 from burnish.config.schema import compose_config
 from burnish.runs.auto import Facts, choose
-from burnish.runs.resolve import advise_on_prediction, resolve
+from burnish.runs.resolve import resolve
 from policies import registry
 from policies.errors import ConfigError
 
@@ -91,27 +91,6 @@ def test_choices_are_told_stored_as_plain_keys_and_give_way_to_typed_ones(
     assert (config["policy"]["horizon"], config["policy"]["act_steps"]) == (8, 4)
     assert "auto: algo.batch_size=128: 60 frames." in caplog.messages
     assert not any(line.startswith("auto: algo.steps=") for line in caplog.messages)
-
-
-def test_small_budgets_begin_with_x0_and_others_are_told_of_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-
-    def told(*typed: str) -> Any:
-        caplog.clear()
-        config = compose_config("train", typed)
-        run = resolve(config, RunContext(tmp_path, Overrides.parse(typed)))
-        advise_on_prediction(run.config, run.overrides[0])
-        found = run.config
-        return getattr(found.process, "prediction", None), "published and needs long training" in caplog.text
-
-    assert told("experiment=auto", "env=avoid") == ("x0", False)
-    assert told("experiment=auto", "env=avoid", "process=flow") == (None, False)
-    assert told("env=avoid") == ("eps", True)
-    assert told("env=avoid", "process.prediction=eps") == ("eps", False)
-    assert told("env=avoid", "experiment=avoid_bc") == ("eps", False)
-    assert told("env=avoid", "algo=dppo") == ("eps", False)
 
 
 def test_a_typed_number_of_iterations_is_not_replaced_by_a_budget(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pairwise import each_value, representatives
 
 import configs
 from burnish.commands import train as train_command
-from burnish.config.overrides import RunContext, experiments
+from burnish.config.overrides import RunContext, experiments, presets
 from burnish.config.schema import GROUPS, compose_config, node_of, to_command
 from burnish.config.train import TrainConfig
 from burnish.runs.resolve import resolve
@@ -24,6 +24,7 @@ from envs.datasets import EpisodeDataset, write_robomimic
 from envs.datasets.episode import Episode
 from policies import registry
 from policies.errors import MissingExtraError
+from policies.processes import RectifiedFlow, VPDiffusion
 from policies.storage.policy_folder import load_policy
 
 FOLDER = Path(configs.__file__).parent / "experiment"
@@ -99,7 +100,7 @@ def merged_from_differences(name: str) -> TrainConfig:
     tree = node_of(TrainConfig)
     for group in GROUPS:
         if parts.get(group) is not None:
-            OmegaConf.update(tree, group, node_of(registry.lookup(group, parts[group])))
+            OmegaConf.update(tree, group, _option(group, str(parts[group])))
     for file in _ancestry(name):
         for key, value in _leaves(_content(file)[2]):
             default = OmegaConf.select(tree, key, throw_on_missing=False)
@@ -109,6 +110,19 @@ def merged_from_differences(name: str) -> TrainConfig:
             OmegaConf.update(tree, key, value)
     merged: TrainConfig = to_command(tree)
     return merged
+
+
+def _option(group: str, name: str) -> Any:
+    """Return the node of a part, or of a file with other defaults of one."""
+    if name not in presets(group):
+        return node_of(registry.lookup(group, name))
+    content = yaml.safe_load((FOLDER.parent / group / f"{name}.yaml").read_text())
+    (base,) = content.pop("defaults")
+    node = node_of(registry.lookup(group, base))
+    for key, value in content.items():
+        assert value != node[key], f"{group}/{name}.yaml repeats the default {key}={value}"
+        node[key] = value
+    return node
 
 
 def test_every_published_run_on_robomimic_begins_each_iteration_with_new_episodes() -> None:
@@ -133,6 +147,13 @@ def _choices_made(name: str) -> tuple[str | None, list[str]]:
 @pytest.mark.parametrize("name", representatives(experiments(), _choices_made))
 def test_an_experiment_composes_to_what_its_files_add_up_to(name: str) -> None:
     assert composed(name) == merged_from_differences(name)
+
+
+@pytest.mark.parametrize("name", ["hopper_bc", "kitchen_mixed_bc", "lift_study_bc", "cube_single_bc"])
+def test_a_typed_process_replaces_that_of_an_experiment(name: str) -> None:
+    assert composed(name).process == VPDiffusion(prediction="eps")
+    for typed, expected in (("flow", RectifiedFlow()), ("diffusion", VPDiffusion(prediction="x0"))):
+        assert compose_config("train", [f"experiment={name}", f"process={typed}"]).process == expected
 
 
 @pytest.mark.parametrize("name", [n for n in experiments() if n.endswith("_tuning")])

@@ -1,4 +1,4 @@
-"""A package of another project in the place of ours is told before anything is imported from it."""
+"""A package of another project in the place of ours: commands use ours, a program is told of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from burnish.name_clashes import found_packages, require_own_packages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = "import burnish; print(burnish.collect)"
-COMMAND = "from burnish.cli import main; main(['list', 'envs'])"
+IMPORTED = "import algos; from burnish.cli import main; main(['list', 'datasets'])"
 
 
 def test_this_installation_is_its_own() -> None:
@@ -21,20 +21,36 @@ def test_this_installation_is_its_own() -> None:
     require_own_packages()
 
 
-@pytest.mark.parametrize("program", [SCRIPT, COMMAND])
-@pytest.mark.parametrize("file", ["envs/__init__.py", "algos.py"])
-def test_a_foreign_package_is_named_at_the_start(program: str, file: str, tmp_path: Path) -> None:
+def ran_beside(file: str, content: str, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder with a file, which comes first on the import path."""
     place = tmp_path / file
     place.parent.mkdir(exist_ok=True)
-    place.write_text("raise SystemExit('imported')")
+    place.write_text(content)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
+    return subprocess.run(
+        [sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True
     )
+
+
+@pytest.mark.parametrize("file", ["envs/__init__.py", "algos.py"])
+def test_a_program_is_told_of_a_foreign_package_before_it_is_imported(file: str, tmp_path: Path) -> None:
+    done = ran_beside(file, "raise SystemExit('imported')", tmp_path, "-c", SCRIPT)
     name = Path(file).parts[0].removesuffix(".py")
-    assert done.returncode == (1 if program == SCRIPT else 2)
+    assert done.returncode == 1 and "imported" not in done.stderr
     assert f"package {name}: {tmp_path / name}" in done.stderr and "hides ours" in done.stderr
-    assert "imported" not in done.stderr
+
+
+@pytest.mark.parametrize("file", ["envs/__init__.py", "policies.py"])
+def test_a_command_uses_our_packages_beside_foreign_ones(file: str, tmp_path: Path) -> None:
+    done = ran_beside(file, "raise SystemExit('imported')", tmp_path, "-m", "burnish", "list", "datasets")
+    assert done.returncode == 0, done.stderr
+    assert "robomimic" in done.stdout
+
+
+def test_a_command_refuses_a_foreign_package_that_is_imported_already(tmp_path: Path) -> None:
+    done = ran_beside("algos.py", "", tmp_path, "-c", IMPORTED)
+    assert done.returncode == 2
+    assert f"package algos: {tmp_path / 'algos.py'} hides ours" in done.stderr
 
 
 def test_a_folder_without_code_hides_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from random_walk import RandomWalk
 
 import burnish
 from algos.bc import Bc
-from algos.training.progress import planned
+from algos.training.progress import announced, planned
 from algos.training.run_directory import RunDirectory
 from algos.training.trainer import train
 from burnish.app import NewFolders
@@ -147,9 +150,13 @@ def test_a_refused_job_takes_its_folders_and_its_log_away(
 
 
 def test_a_plan_says_how_much_and_how_long() -> None:
-    assert planned(80_000_000, "env_steps", 1000.0) == (
-        "80,000,000 env steps are planned, about 22.2 h at 1k/s. Experiments hold shorter settings: "
-        "burnish list experiments."
+    assert planned(80_000_000, "env_steps", 1000.0, "algo.env_steps") == (
+        "80,000,000 env steps are planned, about 22.2 h at 1k/s. To shorten it: a smaller algo.env_steps, "
+        "experiment=auto."
+    )
+    assert planned(20_000, "gradient_steps", 0.08) == (
+        "20,000 gradient steps are planned, about 69.4 h at 0.08/s. To shorten it: a smaller "
+        "algo.batch_size, network, encoder or image, device=cuda, experiment=auto."
     )
 
 
@@ -166,3 +173,39 @@ def test_a_long_run_is_announced_once(
         train(RandomWalk(6), RunDirectory.create_at(tmp_path / "walk", {}), progress=False)
     found = [text for text in caplog.messages if "are planned, about" in text]
     assert len(found) == lines and all(text.startswith("6 ") for text in found)
+
+
+class SlowWalk(RandomWalk):
+    """Its first iteration has a hundred steps, of which each takes 12 s; the second one waits until told."""
+
+    def __init__(self, told: threading.Event) -> None:
+        super().__init__(total=20_000, stride=100)
+        self.now, self._told = 0.0, told
+
+    def advance(self) -> dict[str, Any]:
+        self.progress, self.now = self.progress + 2, self.now + 24.0
+        assert self._told.wait(60), "nothing was said of the length of the run"
+        self.progress -= 2
+        self.total = 100
+        return super().advance()
+
+
+def test_slow_first_steps_tell_the_length_of_a_run_before_its_first_iteration_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = threading.Event()
+    walk = SlowWalk(told)
+
+    def soon(what: str, stage: Callable[[], str]) -> AbstractContextManager[None]:
+        return announced(what, 0.001, stage=stage)
+
+    def plan(*facts: Any) -> str:
+        told.set()
+        return planned(*facts)
+
+    monkeypatch.setattr("algos.training.trainer.announced", soon)
+    monkeypatch.setattr("algos.training.trainer.planned", plan)
+    with caplog.at_level(logging.INFO, logger="algos"):
+        train(walk, RunDirectory.create_at(tmp_path / "w", {}), progress=False, clock=lambda: walk.now)
+    (line,) = [text for text in caplog.messages if "are planned, about" in text]
+    assert line.startswith("20,000 env steps are planned, about 66.7 h at 0.0833/s.")

@@ -7,9 +7,13 @@ import torch
 from messages import mentions
 
 from envs.datasets import Episode, read_dataset, write_robomimic
+from envs.evaluation.policy_episodes import TOGETHER, policy_episodes
 from envs.rollouts.collect import collect
 from envs.spec import EnvSpec
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError, DatasetError
+from policies.policy import PolicyConfig
+from policies.registry import lookup
 
 SPEC = EnvSpec("toy", "toy", 2, 1, (-1.0,), (1.0,), 10, 1.0, ("x", "y"), ("u",), success_rule="even seeds")
 
@@ -91,3 +95,50 @@ def test_what_cannot_be_collected_is_refused():
         collect(Toy(), episodes=0)
     with pytest.raises(DatasetError, match=mentions("toy 0 20 2")):
         collect(Toy(successes=False), episodes=2)
+
+
+@pytest.mark.parametrize("name", ["avoid", "pointmaze-umaze"])
+def test_the_episodes_of_a_policy_are_those_that_happened(name: str) -> None:
+    """Replayed from its seed, every recorded action leads to the next recorded observation and reward."""
+    options = {} if name == "avoid" else {"goal": "separate"}
+    env = lookup("env", name)(max_episode_steps=9, **options)
+    policy, first = reaching_out(env), 30
+    data = collect(
+        env, episodes=TOGETHER + 2, first_seed=first, keep_failures=True,
+        played=policy_episodes(policy, env, first_seed=first),
+    )  # fmt: skip
+    assert data.meta["attempts"] == data.num_episodes == TOGETHER + 2
+    assert data.actions.abs().max() == 1  # what was executed, not what was wanted
+    vector = env.make_vector(1)
+    for i in (0, 1, TOGETHER + 1):
+        first_frame, end = data.episode_start[i : i + 2].tolist()
+        assert data.episode_extras["seed"][i] == first + i
+        obs = vector.reset([first + i])[0, -1]
+        for t in range(first_frame, end):
+            np.testing.assert_allclose(data.observations[t], obs, atol=1e-6)
+            for goal in vector.goals().values():
+                np.testing.assert_allclose(data.extras["goal"][t], goal[0], atol=1e-6)
+            step = vector.step_chunk(data.actions[t][None, None].numpy())
+            obs = step.obs[0, -1]
+            np.testing.assert_allclose(data.rewards[t], step.rewards[0, 0], atol=1e-6)
+        last = end - 1
+        assert (data.truncated[last], data.terminated[last]) == (step.truncated[0], step.terminated[0])
+
+
+def test_a_policy_that_fails_too_often_is_not_called_an_expert() -> None:
+    env = lookup("env", "avoid")(max_episode_steps=2)
+    played = policy_episodes(reaching_out(env), env, first_seed=0)
+    with pytest.raises(DatasetError, match=mentions("policy 0 of 10 attempts keep_failures=true")):
+        collect(env, episodes=1, played=played)
+
+
+def reaching_out(env):
+    """Return an untrained policy whose actions exceed the box of the task."""
+    one = {"state": torch.ones(env.spec.obs_dim), "action": 50 * torch.ones(env.spec.action_dim)}
+    if env.spec.goal_dim:
+        one["goal"] = torch.ones(env.spec.goal_dim)
+    statistics = {name: {"min": -value, "max": value} for name, value in one.items()}
+    return build_policy(
+        PolicyConfig(horizon=4, act_steps=4), obs_dim=env.spec.obs_dim, action_dim=env.spec.action_dim,
+        goal_dim=env.spec.goal_dim, statistics=statistics,
+    )  # fmt: skip

@@ -177,7 +177,7 @@ class Replay:
     def __init__(self, data: Arrays) -> None:
         self.config, act_steps = settings(data), int(data["act_steps"])
         policy_config = PolicyConfig(
-            process=VPDiffusion(int(data["K"])),
+            process=VPDiffusion(int(data["K"]), prediction="eps"),
             backbone=AffineConfig(),
             horizon=int(data["Ta"]),
             act_steps=act_steps,

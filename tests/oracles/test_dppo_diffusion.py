@@ -84,7 +84,7 @@ def test_schedule_and_posterior_tables(golden_path: Path) -> None:
         assert torch.equal(1 - betas, want["alphas"])
         assert torch.equal(bar, want["alphas_cumprod"])
         torch.testing.assert_close(cosine_betas(k), want["betas_float64"], rtol=0, atol=1e-13)
-        process = VPDiffusion(k)
+        process = VPDiffusion(k, prediction="eps")
         alpha, sigma = process.alpha_sigma(time_of_level(torch.arange(k), k))
         torch.testing.assert_close(alpha, want["sqrt_alphas_cumprod"], **TOLERANCE)
         torch.testing.assert_close(sigma, want["sqrt_one_minus_alphas_cumprod"], **TOLERANCE)
@@ -117,7 +117,7 @@ def test_ddim_tables(golden_path: Path) -> None:
     assert cases
     for case in cases:
         k, s = (int(part[1:]) for part in case.split("_")[1:])
-        process = VPDiffusion(k)
+        process = VPDiffusion(k, prediction="eps")
         table = DDIM(steps=s, eta=1.0).table(process)
         assert spaced_levels(k, s) == arrays[f"{case}_ddim_t"].tolist()
         assert table.net_time.long().tolist() == arrays[f"{case}_ddim_t"].tolist()
@@ -192,7 +192,7 @@ def test_ddpm_chains(golden_path: Path) -> None:
 def check_ddpm_chain(arrays: Arrays, case: str) -> None:
     base, tuned, state = AffineNet(arrays, "base"), AffineNet(arrays, "ft"), arrays["state"]
     chain, levels = arrays[f"{case}_chain"], len(arrays[f"{case}_noise"])
-    table = DDPM(**SAMPLE_CASES[case]).table(VPDiffusion(levels))
+    table = DDPM(**SAMPLE_CASES[case]).table(VPDiffusion(levels, prediction="eps"))
     num_tuned = chain.shape[1] - 1
     bound = switched(base, base if case == "train_base" else tuned, table, state, num_tuned)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_chain_densities(golden_path: Path) -> None:
         arrays["state"],
         arrays["chain"],
     )
-    table = DDPM(**EXPLORE).table(VPDiffusion(20))
+    table = DDPM(**EXPLORE).table(VPDiffusion(20, prediction="eps"))
     pairs = all_pairs(chain)
     subset = (arrays["sub_batch_inds"], arrays["sub_denoising_inds"])
     cases = (
@@ -251,7 +251,7 @@ def check_ddim_case(arrays: Arrays, case: str) -> None:
     noise, chain = arrays[f"{case}_train_noise"], arrays[f"{case}_train_chain"]
     steps, num_tuned = len(noise), chain.shape[1] - 1
     sampler = DDIM(steps=steps, eta_per_dim=eta, min_std=min_std, **extra)
-    table = sampler.table(VPDiffusion(levels))
+    table = sampler.table(VPDiffusion(levels, prediction="eps"))
     bound = switched(base, tuned, table, state, num_tuned)
     out = denoise(bound, table, tape(arrays, f"{case}_train"), record_from=steps - num_tuned)
     torch.testing.assert_close(out.chain, chain, **TOLERANCE)
@@ -263,7 +263,7 @@ def check_ddim_case(arrays: Arrays, case: str) -> None:
     log_var = 2 * table.schedule_std.clamp(min=1e-10).log().float()[:, None, None, :]
     want = arrays[f"{case}_pmv_logvar"]
     torch.testing.assert_close(log_var.expand_as(want), want, rtol=1e-4, atol=1e-3)
-    still = DDIM(steps=steps, **extra).table(VPDiffusion(levels))
+    still = DDIM(steps=steps, **extra).table(VPDiffusion(levels, prediction="eps"))
     bound = switched(base, tuned, still, state, num_tuned)
     out = denoise(bound, still, arrays[f"{case}_eval_x_init"], record_from=steps - num_tuned)
     torch.testing.assert_close(out.chain, arrays[f"{case}_eval_chain"], **TOLERANCE)

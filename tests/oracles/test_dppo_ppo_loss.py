@@ -90,7 +90,7 @@ class Case:
 
     def make_policy(self, levels: int, chain: Tensor, act_steps: int) -> Any:
         config = PolicyConfig(
-            process=VPDiffusion(levels),
+            process=VPDiffusion(levels, prediction="eps"),
             backbone=AffineConfig(),
             horizon=chain.shape[2],
             act_steps=act_steps,

@@ -45,7 +45,7 @@ def member(arrays: dict[str, Tensor], number: int) -> DenoisingPolicy:
     weights = {name: arrays[f"net{number}_{name}"] for name in ("A", "v", "c", "W")}
     horizon = arrays["x_init"].shape[1]
     policy = toy_policy(
-        VPDiffusion(int(arrays["K"])),
+        VPDiffusion(int(arrays["K"]), prediction="eps"),
         weights,
         obs_dim=len(weights["W"]),
         time_scale=float(arrays["K"]),

@@ -52,7 +52,7 @@ def toy_policy(arrays: dict[str, Tensor]) -> Policy:
     """The official policy: ancestral steps at every level, one action executed, nothing to normalise."""
     _, horizon, action_dim = arrays["x_init"].shape
     config = PolicyConfig(
-        process=VPDiffusion(len(arrays["alphas_cumprod"])),
+        process=VPDiffusion(len(arrays["alphas_cumprod"]), prediction="eps"),
         backbone=ToyConfig(),
         sampler=DDPM(noise_clip=None, min_std=0.0, final_std=None),
         horizon=horizon,

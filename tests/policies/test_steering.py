@@ -38,7 +38,7 @@ from policies.wrappers.sketches import ActionSketch, PositionSketch, WaypointSke
 from policies.wrappers.steering import STRATEGIES
 
 PAIRS = [
-    (VPDiffusion(10), DDPM(min_std=0.1)),
+    (VPDiffusion(10, prediction="eps"), DDPM(min_std=0.1)),
     (VPDiffusion(10, prediction="v"), DDIM(steps=4)),
     (RectifiedFlow(), Euler(steps=5)),
     (RectifiedFlow(), Ancestral(steps=5, eta=0.5)),

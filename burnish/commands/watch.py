@@ -1,0 +1,76 @@
+"""`burnish watch`: a policy in MuJoCo's viewer, in real time."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.config.overrides import RunContext
+from burnish.console import output
+from burnish.runs.locate import locate_actor
+from burnish.runs.tasks import require_task_of, task_of
+from envs.evaluation.watching import watch
+from envs.rollouts.episodes import EpisodeRow
+from policies.bounds import Checked, bounded
+from policies.errors import CapabilityError, ConfigError
+from policies.paths import path_field
+
+
+@dataclass(frozen=True)
+class WatchConfig(Checked):
+    """Configuration of `burnish watch`."""
+
+    policy: str | None = path_field()  # a run (last checkpoint), a policy directory, or an exported folder
+    env: Any = None  # null: the policy's own task
+    allow_other_task: bool = False  # show a policy in another task than the one that it was made for
+    first_seed: int = bounded(0, ge=0)  # seed of the first episode; the next ones follow, as in `eval`
+
+
+def run(config: WatchConfig, context: RunContext) -> None:
+    """Play episodes until the window is closed; prints a line for each.
+
+    Raises:
+        ConfigError: If there is no policy or no task, or they do not fit.
+        CapabilityError: If there is no display, or the task has no MuJoCo scene.
+    """
+    if config.policy is None:
+        raise ConfigError("watch needs policy=<run or policy directory>.")
+    found = locate_actor(config.policy)
+    env = config.env if config.env is not None else task_of(found, " Give env=<name>.")
+    require_task_of(found, env, "policy", allow_other_task=config.allow_other_task)
+    try:
+        require_display()
+        watch(found.load(), env, open_viewer=open_viewer, first_seed=config.first_seed, on_episode=_told)
+    except CapabilityError as error:
+        raise CapabilityError(
+            f"{error} burnish eval policy={config.policy} videos=3 writes moving pictures."
+        ) from error
+
+
+def require_display() -> None:
+    """Refuse a machine without a display (CapabilityError)."""
+    if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        raise CapabilityError("watch opens a window, and there is no display here.")
+
+
+def open_viewer(model: Any, data: Any) -> AbstractContextManager[Any]:
+    """Open MuJoCo's passive viewer.
+
+    Raises:
+        CapabilityError: If it cannot be opened: a display that refuses, or macOS without `mjpython`.
+    """
+    try:
+        import mujoco.viewer
+
+        viewer: AbstractContextManager[Any] = mujoco.viewer.launch_passive(model, data)
+    except Exception as error:  # MuJoCo's FatalError, GLFW's, or RuntimeError on macOS
+        raise CapabilityError(f"MuJoCo's viewer does not open: {error}.") from error
+    return viewer
+
+
+def _told(row: EpisodeRow) -> None:
+    success = "success" if row.success else "no success"
+    output().print(f"seed {row.seed}: {row.length} steps, return {row.return_:.4g}, {success}")

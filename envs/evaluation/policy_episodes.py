@@ -1,0 +1,61 @@
+"""Episodes that a policy plays, as they are recorded in datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from envs.datasets.episode import Episode
+from envs.evaluation.evaluate import evaluate
+from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.player import EvaluatedPolicy
+from envs.spec import EnvConfig
+
+TOGETHER = 20  # episodes that are played side by side
+
+
+def policy_episodes(policy: EvaluatedPolicy, env: EnvConfig, *, first_seed: int) -> Iterator[Episode]:
+    """Play a policy without end, one episode per seed from `first_seed` on.
+
+    Actions are those that were executed, inside the task's box. The noise of an episode depends on its place
+    in the order alone. Goals that stand beside the state are stored with every step.
+
+    Raises:
+        ConfigError: If policy and task do not fit.
+    """
+    for part in count():
+        rows = evaluate(
+            policy, env, episodes=TOGETHER, first_seed=first_seed + part * TOGETHER, num_envs=TOGETHER,
+            noise_seed=part, keep_observations=True,
+        ).rows  # fmt: skip
+        for row in rows:
+            yield _episode(row, env)
+
+
+def _episode(row: EpisodeRow, env: EnvConfig) -> Episode:
+    assert row.observations is not None and row.actions is not None and row.rewards is not None
+    return Episode(
+        observations=row.observations,
+        actions=np.clip(row.actions, env.spec.action_low, env.spec.action_high).astype(np.float32),
+        rewards=row.rewards,
+        terminated=row.terminated,
+        truncated=row.truncated,
+        success=row.success,
+        seed=row.seed,
+        extras=_goals(row, env),
+    )
+
+
+def _goals(row: EpisodeRow, env: EnvConfig) -> dict[str, Any]:
+    """Return the goal of every step, which is that of the episode; empty without separate goals."""
+    if not env.spec.goal_dim:
+        return {}
+    vector = env.make_vector(1)
+    try:
+        vector.reset([row.seed])
+        return {"goal": np.repeat(vector.goals()["goal"], row.length, axis=0)}
+    finally:
+        vector.close()

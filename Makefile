@@ -1,6 +1,7 @@
 # Two commands do everything; each makes its environment from the pins when it is missing.
 #   make demo   the whole path on a real MuJoCo task, in a few minutes on two cores
 #   make test   the test suite; make test-all: with every combination of parts, instead of every pair of them
+#   make site   these pages as a site with search and a reference, in site/; it needs no network to be read
 # and, with every simulator and format package, of which robosuite needs a C compiler: make full, make test-full
 PYTHON ?= python3
 VENV   := .venv
@@ -16,7 +17,12 @@ EXTRAS  = $(shell $(PYTHON) -c "import tomllib as t; \
     print(*t.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'], sep=',')")
 NO_DEPS := robomimic d4rl gym metaworld
 
-.PHONY: demo test test-all test-full lint bench env full clean
+# What makes the site, without the package itself: the reference is read from the sources.
+SITE  := .venv-site
+DOCS   = $(shell $(PYTHON) -c "import shlex, tomllib as t; \
+    print(shlex.join(t.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs']))")
+
+.PHONY: demo test test-all test-full lint bench site env full clean
 
 demo: $(READY)
 	$(BIN)/burnish-demo
@@ -38,6 +44,14 @@ lint: $(READY)
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed --json benchmarks/results/latest.json
 
+site: $(SITE)/.ready
+	NO_MKDOCS_2_WARNING=1 PATH="$(SITE)/bin:$$PATH" $(SITE)/bin/mkdocs build --strict
+
+$(SITE)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet -c constraints.txt $(DOCS)
+	touch $(SITE)/.ready
+
 env: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -54,4 +68,4 @@ $(FULL)/.ready: pyproject.toml constraints.txt
 	touch $(FULL)/.ready
 
 clean:
-	rm -rf $(VENV) $(FULL) build *.egg-info
+	rm -rf $(VENV) $(FULL) $(SITE) site build *.egg-info

@@ -1,0 +1,78 @@
+"""The site: every page has its place, links lead somewhere in it, and nothing is taken from a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _hooks() -> Any:
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HOOKS = _hooks()
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml without making the objects that it names."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+SETTINGS = yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)
+
+
+def _pages(entry: Any) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    inner = entry.values() if isinstance(entry, dict) else entry
+    return [page for one in inner for page in _pages(one)]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    """Pages of single results are reached from the page of all results."""
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    written = {page for page in written if not page.startswith("results/")}
+    made = {*HOOKS.OUTSIDE, *(f"reference/{name}.md" for name in HOOKS.REFERENCE)}
+    assert sorted(_pages(SETTINGS["nav"])) == sorted(written | made)
+
+
+def test_the_reference_is_made_of_modules_that_exist() -> None:
+    for _, patterns in HOOKS.REFERENCE.values():
+        for pattern in patterns:
+            found = list(HOOKS.modules([pattern]))
+            assert found and all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in found)
+
+
+@pytest.mark.parametrize(
+    ("uri", "written", "shown"),
+    [
+        ("cli.md", "[a](../README.md#use)", "[a](overview.md#use)"),
+        ("algorithms/dppo.md", "[a](../../CONTRIBUTING.md#oracles)", "[a](../contributing.md#oracles)"),
+        ("algorithms/dppo.md", "[a](../results/avoid.md)", "[a](../results/avoid.md)"),
+        ("overview.md", "![a](docs/pictures/demo.webp) [b](examples)", "![a](pictures/demo.webp) b"),
+        ("contributing.md", "[a](docs/speed.md), [b](CHANGELOG.md)", "[a](speed.md), [b](changes.md)"),
+        ("cli.md", "[a](#keys) [b](https://x.org/y)", "[a](#keys) [b](https://x.org/y)"),
+        ("cli.md", "```python run\nx[0](../README.md)\n```\n", "```python\nx[0](../README.md)\n```\n"),
+    ],
+)
+def test_links_are_those_of_the_site(uri: str, written: str, shown: str) -> None:
+    assert HOOKS.adapted(written, uri) == shown
+
+
+def test_nothing_is_taken_from_a_network() -> None:
+    assert SETTINGS["theme"]["font"] is False and "offline" in SETTINGS["plugins"]
+    taken = [*SETTINGS["extra_css"], *SETTINGS["extra"]["polyfills"]]
+    assert all((ROOT / "docs" / name).is_file() for name in taken)
+    assert not re.search(r"(?<!/)//\w|@import|url\(", (ROOT / "docs" / "site.css").read_text())
+    assert any("iframe-worker" in name for name in taken), "without it the plugin takes one from a network"

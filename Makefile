@@ -9,6 +9,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Kept byte code, also where the shell says otherwise: every worker and every process of a test imports the packages.
 export PYTHONDONTWRITEBYTECODE :=
+# Two workers on two cores: more threads of numpy or torch would wait for each other.
+export OMP_NUM_THREADS := 1
 TEST   := -m pytest -n 2 --dist worksteal -m "not gpu and not attack"
 
 # The environment with everything: all extras of pyproject.toml, and what pip has to install without its dependencies.
@@ -42,7 +44,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed --json benchmarks/results/latest.json
+	$(BIN)/python -m benchmarks.speed --json benchmarks/results/latest.json
 
 site: $(SITE)/.ready
 	NO_MKDOCS_2_WARNING=1 PATH="$(SITE)/bin:$$PATH" $(SITE)/bin/mkdocs build --strict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ def draw(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     return torch.stack([angle.cos(), angle.sin()], dim=-1)[:, None], chunk, arcs
 
 
+@functools.cache
 def trained(process: Any, *, iterations: int, seed: int = 0) -> DenoisingPolicy:
-    """Clone the arcs; the weights are averaged over the last iterations."""
+    """Clone the arcs; the weights are averaged over the last iterations. Tests share what is returned."""
     config = PolicyConfig(process=process, backbone=MlpConfig(width=64, num_blocks=2, time_dim=32))
     policy = build_policy(config, obs_dim=2, action_dim=2, seed=seed)
     assert isinstance(policy, DenoisingPolicy)
@@ -45,7 +47,7 @@ def trained(process: Any, *, iterations: int, seed: int = 0) -> DenoisingPolicy:
         with torch.no_grad():
             for slow, fast in zip(average.parameters(), policy.parameters(), strict=True):
                 slow.lerp_(fast, 1 - min(0.99, (1 + i) / (10 + i)))
-    return average.eval()
+    return average.eval().requires_grad_(False)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
-from pairwise import pairwise
+from pairwise import each_value
 from released import recorded, weights_of
 from torch import Tensor
 
@@ -55,14 +55,7 @@ def observation(arrays: dict[str, Tensor], keys: tuple[str, ...]) -> dict[str, T
 
 @pytest.mark.parametrize(
     ("kind", "averaged", "keys"),
-    pairwise(
-        KINDS,
-        [True, False],
-        [
-            pytest.param(("object", "robot0_eef_pos"), id="object-first"),
-            pytest.param(("robot0_eef_pos", "object"), id="robot-first"),
-        ],
-    ),
+    each_value(KINDS, [True, False], [("object", "robot0_eef_pos"), ("robot0_eef_pos", "object")]),
 )
 def test_an_import_acts_as_the_program(
     kind: str, averaged: bool, keys: tuple[str, ...], tmp_path: Path
@@ -98,17 +91,23 @@ CAMERA = "observation.encoder.rgb."
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("kind", "changes", "message"),
     [
-        ({f"{CAMERA}core_kwargs.backbone_class": "ResNet50Conv"}, "backbone_class ResNet18Conv ResNet50Conv"),
-        ({f"{CAMERA}obs_randomizer_class": "ColorRandomizer"}, "CropRandomizer ColorRandomizer"),
-        ({"observation.modalities.obs.depth": ["depth"]}, "diffusion depth"),
-        ({"algo.ddim.steps_offset": 1}, "steps_offset 0 1"),
-        ({"algo.ddim.beta_schedule": "sigmoid"}, "beta_schedule sigmoid"),
-        ({"train.action_config": {"actions": {"format": "rot_6d"}}}, "actions rot_6d"),
+        (
+            "images",
+            {f"{CAMERA}core_kwargs.backbone_class": "ResNet50Conv"},
+            "backbone_class ResNet18Conv ResNet50Conv",
+        ),
+        ("images", {f"{CAMERA}obs_randomizer_class": "ColorRandomizer"}, "CropRandomizer ColorRandomizer"),
+        ("images", {"observation.modalities.obs.depth": ["depth"]}, "diffusion depth"),
+        ("states", {"algo.ddim.steps_offset": 1}, "steps_offset 0 1"),
+        ("states", {"algo.ddim.beta_schedule": "sigmoid"}, "beta_schedule sigmoid"),
+        ("states", {"train.action_config": {"actions": {"format": "rot_6d"}}}, "actions rot_6d"),
     ],
 )
-def test_what_has_no_counterpart_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path, _ = written("images", tmp_path, averaged=False, **changes)
+def test_what_has_no_counterpart_is_refused(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path, _ = written(kind, tmp_path, averaged=False, **changes)
     with pytest.raises(CapabilityError, match=mentions(message)):
         import_policy(path, RobomimicSource())

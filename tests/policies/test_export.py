@@ -64,7 +64,6 @@ def deep_policy() -> Policy:
 
 # Every process and sampler by itself is exported in tests/contracts; these are their options.
 CASES = {
-    "flow-euler": lambda: small_policy(RectifiedFlow(), Euler(steps=3)),
     "diffusion-ddim-noisy": lambda: small_policy(
         VPDiffusion(num_levels=8, prediction="v"),
         DDIM(steps=2, eta_per_dim=(0.2, 1.0), eps_clip=2.0, recompute_eps=False),
@@ -95,9 +94,8 @@ def assert_same(policy: Policy, folder: Path, batches: tuple[int, ...]) -> None:
         np.testing.assert_allclose(fed(session, inputs), expected(policy, inputs), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "flow-euler" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_the_graph_equals_the_policy_at_any_batch(name: str, tmp_path: Path) -> None:
     policy = CASES[name]()
     report = export_onnx(policy, tmp_path, latency_batches=())

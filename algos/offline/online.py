@@ -225,8 +225,9 @@ class OnlinePhase:
                 batches.append(table.gather(row.to(table.device)))
         if n > count:
             batches[0] = replace(batches[0], row=torch.full_like(batches[0].row, -1))
-        parts = [columns_of(one) for one in batches]
-        return Batch(**{name: torch.cat([part[name] for part in parts]) for name in _COLUMNS})
+        columns = [columns_of(one) for one in batches]
+        parts: dict[str, Any] = {name: torch.cat([one[name] for one in columns]) for name in _COLUMNS}
+        return Batch(**parts)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -278,7 +279,7 @@ def batch_of(rollout: Rollout, policy: Policy, rewarding: Rewarding) -> Batch:
     )
 
 
-def columns_of(batch: Batch) -> dict[str, Tensor]:
+def columns_of(batch: Batch) -> dict[str, Any]:
     """Return the tensors of a batch by name."""
     return {name: getattr(batch, name) for name in _COLUMNS}
 

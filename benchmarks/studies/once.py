@@ -56,8 +56,9 @@ def with_own_episodes(path: Path, demos: Path, run: Path, episodes: int, *, firs
     """
     if not path.exists():
         task, policy = task_of(locate(str(run))), burnish.load_policy(str(run))
-        seeds = {"first_seed": first, "noise_seed": first}
-        rows = evaluate(policy, task, episodes=episodes, keep_observations=True, **seeds).rows
+        rows = evaluate(
+            policy, task, episodes=episodes, first_seed=first, noise_seed=first, keep_observations=True
+        ).rows
         shown = read_dataset(demos)
         whole = [*episodes_of(shown), *map(played, rows)]
         write_dataset(path, EpisodeDataset.from_episodes(whole, meta=shown.meta), task)
@@ -84,8 +85,15 @@ def played(row: EpisodeRow) -> Episode:
     assert row.observations is not None and row.actions is not None
     rewards = np.zeros(row.length)
     rewards[-1] = row.return_
-    ends = {"terminated": row.terminated, "truncated": row.truncated and not row.terminated}
-    return Episode(row.observations, row.actions, rewards, success=row.success, seed=row.seed, **ends)
+    return Episode(
+        row.observations,
+        row.actions,
+        rewards,
+        terminated=row.terminated,
+        truncated=row.truncated and not row.terminated,
+        success=row.success,
+        seed=row.seed,
+    )
 
 
 def trained(

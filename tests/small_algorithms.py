@@ -54,7 +54,7 @@ SMALL: dict[str, Any] = {
     "critic_dims": (8,),
     "value_dims": (8,),
     "vae_width": 8,
-    "critic_horizon": 3,
+    "critic_horizon": 4,
     "num_ascended": 2,
     "ascent_steps": 2,
 }

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algos.base import Draws, Quantities, Setup
+from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, choosing
 from algos.critics.losses import bce, implicit_loss
 from algos.optim import descend
@@ -137,17 +137,13 @@ class DqcConfig(ChunkCriticConfig):
     def backup_steps(self, policy: Policy) -> int:
         return self.critic_horizon
 
-    def require_trainable(self, setup: Setup, algo: str) -> None:
-        super().require_trainable(setup, algo)
-        rule = (
-            f"0 with algo={algo}, whose chunks are longer than those it executes; algo=qc goes on in a task"
-        )
-        self.require("online_steps", not self.online_steps, rule)
-
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)
         steps = policy.chunk.act_steps
         self.require("critic_horizon", self.critic_horizon >= steps, f"at least policy.act_steps={steps}")
+        is_whole = not self.online_steps or self.critic_horizon % steps == 0
+        rule = f"a multiple of policy.act_steps={steps} with algo.online_steps"
+        self.require("critic_horizon", is_whole, rule)
 
     def learner_of(self, policy: Policy, seed: int) -> DqcLearner:
         return DqcLearner(policy, self)

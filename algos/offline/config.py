@@ -144,7 +144,8 @@ class TransitionsConfig(Checked):
             online = None
             if self.online_steps:
                 rewarding = self.rewarding(data.dataset)
-                online = OnlinePhase(self.online, self.online_steps, setup, policy, data.table, rewarding)
+                parts = (self.online, self.online_steps, setup, policy, data.table, rewarding)
+                online = OnlinePhase(*parts, chunks=self.backup_steps(policy) // policy.chunk.act_steps)
             return OfflineRun(
                 self, setup, learner, data.table, data.dataset,
                 probes=data.probes, ema=ema, online=online, resume_invariants=self.resume_invariants(),

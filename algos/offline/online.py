@@ -3,13 +3,13 @@
 Legend: N environments, B rows, C condition width, A = Ta Da, l <= Ta executed steps. Transitions are those
 of `algos.transitions`: chunks start where the policy decides, reward and discount are those of the run. A
 chunk that ends its episode is stored whole; its steps after the end are masked in `real`. Time limits do
-not end the task.
+not end the task. Transitions longer than a chunk join consecutive ones; one begins with every chunk.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, CheckpointError
 from policies.policy import Policy
 from policies.seeds import seeded_generator
+
+_COLUMNS = tuple(one.name for one in fields(Batch) if "images" not in one.name)
 
 
 @dataclass
@@ -115,6 +117,43 @@ class Experience(TransitionTable):
         self._rows[: self.size] = rows.to(self._rows)
 
 
+class RunningChunks:
+    """Latest chunks of N environments, joined into transitions of a number of chunks.
+
+    A transition is complete with its last chunk, or where the task ends; one cut by a time limit is dropped.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self._running: list[tuple[Batch, Tensor]] = []  # oldest first, with `first` (N,)
+
+    def add(self, batch: Batch, first: Tensor, terminated: Tensor) -> list[Batch]:
+        """Add a chunk of every environment; return the transitions that it completes.
+
+        `first` (N,) says which chunks begin an episode, `terminated` (N,) which end the task.
+        """
+        self._running.append((batch, first))
+        found, goes_on = [], torch.ones_like(first)
+        for start in reversed(range(len(self._running))):
+            parts = [part for part, _ in self._running[start:]]
+            is_complete = torch.full_like(first, len(parts) == self.chunks) | terminated
+            row = (goes_on & is_complete).nonzero().squeeze(1)
+            if len(row):
+                found.append(rows_of(joined(parts, self.chunks), row))
+            goes_on = goes_on & ~self._running[start][1]
+        del self._running[: max(0, len(self._running) + 1 - self.chunks)]
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"running": [{"first": first} | columns_of(part) for part, first in self._running]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._running = [
+            (Batch(**{name: saved[name] for name in _COLUMNS}), saved["first"])
+            for saved in state.get("running", [])
+        ]
+
+
 class OnlinePhase:
     """Environment steps after the gradient steps on the dataset.
 
@@ -125,6 +164,7 @@ class OnlinePhase:
         policy: Its encoding and chunk are those of the transitions.
         table: Transitions of the dataset.
         rewarding: Reward transform.
+        chunks: Executed chunks of a transition.
     """
 
     def __init__(
@@ -135,6 +175,7 @@ class OnlinePhase:
         policy: Policy,
         table: TransitionTable,
         rewarding: Rewarding,
+        chunks: int = 1,
     ) -> None:
         assert setup.env is not None
         config.require("warmup_steps", config.warmup_steps <= total, f"at most algo.online_steps={total}")
@@ -142,6 +183,7 @@ class OnlinePhase:
             raise CapabilityError(f"online steps need a policy in torch.float32; this one is {policy.dtype}.")
         self.config, self.total, self.table, self._rewarding = config, total, table, rewarding
         self.experience = Experience(min(config.buffer_size, total + config.num_envs), table)
+        self._running = RunningChunks(chunks)
         self.pool = RolloutPool(
             match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
@@ -156,7 +198,10 @@ class OnlinePhase:
         """Execute one chunk in every environment; return the number of updates due, and finished episodes."""
         explorer = Explorer(policy.on_cpu(), self.config.exploration_std)
         rollout = self.pool.collect(explorer, 1)
-        self.experience.add(batch_of(rollout, policy, self._rewarding))
+        batch = batch_of(rollout, policy, self._rewarding)
+        first, terminated = (flags[0].to(policy.device) for flags in (rollout.first, rollout.terminated))
+        for transitions in self._running.add(batch, first, terminated):
+            self.experience.add(transitions)
         executed = int(rollout.length.sum())
         self.progress += executed
         if self.progress < self.config.warmup_steps:
@@ -170,7 +215,7 @@ class OnlinePhase:
         """Return n rows, experience first. `row` is -1 for experience."""
         data, own, ratio = len(self.table), len(self.experience), self.config.offline_ratio
         share = data / (data + own) if ratio is None else ratio
-        count = min(round(share * n), n)
+        count = min(round(share * n), n) if own else n
         batches = []
         for table, rows in ((self.experience, n - count), (self.table, count)):
             if rows:
@@ -180,8 +225,8 @@ class OnlinePhase:
                 batches.append(table.gather(row.to(table.device)))
         if n > count:
             batches[0] = replace(batches[0], row=torch.full_like(batches[0].row, -1))
-        columns = {one.name for one in fields(Batch)} - {"images", "next_images"}
-        parts: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in batches]) for name in columns}
+        columns = [columns_of(one) for one in batches]
+        parts: dict[str, Any] = {name: torch.cat([one[name] for one in columns]) for name in _COLUMNS}
         return Batch(**parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,12 +234,14 @@ class OnlinePhase:
             "progress": self.progress,
             "pending": self._pending,
             "experience": self.experience.state_dict(),
+            **self._running.state_dict(),
             "generator": capture_generator(self._generator),
             "pool": self.pool.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.experience.load_state_dict(state["experience"])
+        self._running.load_state_dict(state)
         restore_generator(self._generator, state["generator"])
         self.pool.load_state_dict(state["pool"])
         self.progress, self._pending = int(state["progress"]), float(state["pending"])
@@ -229,4 +276,32 @@ def batch_of(rollout: Rollout, policy: Policy, rewarding: Rewarding) -> Batch:
         plan=plan.flatten(1),
         real=real,
         row=torch.full_like(length, -1),
+    )
+
+
+def columns_of(batch: Batch) -> dict[str, Any]:
+    """Return the tensors of a batch by name."""
+    return {name: getattr(batch, name) for name in _COLUMNS}
+
+
+def rows_of(batch: Batch, row: Tensor) -> Batch:
+    """Return the rows at indices (R,)."""
+    return Batch(**{name: part[row] for name, part in columns_of(batch).items()})
+
+
+def joined(parts: Sequence[Batch], chunks: int) -> Batch:
+    """Return the transitions over consecutive chunks; of fewer than `chunks`, the last action is repeated."""
+    reward, discount, last = parts[0].reward, parts[0].discount, parts[-1]
+    for part in parts[1:]:
+        reward, discount = torch.addcmul(reward, discount, part.reward), discount * part.discount
+    width = last.plan.shape[1] // last.real.shape[1]
+    missing = (chunks - len(parts)) * last.action.shape[1] // width
+    action = torch.cat([*(part.action for part in parts), last.action[:, -width:].repeat(1, missing)], dim=1)
+    return replace(
+        parts[0],
+        action=action,
+        reward=reward,
+        discount=discount,
+        next_cond=last.next_cond,
+        next_action=torch.zeros_like(action),
     )

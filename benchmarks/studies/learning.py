@@ -32,7 +32,7 @@ from benchmarks import pages
 from benchmarks.studies import once
 from benchmarks.studies.definitions import STUDIES, Study
 from benchmarks.studies.milestones import milestones
-from benchmarks.studies.once import trained
+from benchmarks.studies.once import trained, with_own_episodes
 from benchmarks.studies.sight import FRAMES, Blindfolded
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
@@ -45,7 +45,11 @@ from policies.storage.policy_folder import WEIGHTS
 
 RESULTS = Path("docs/results")
 EPISODES = 100
-CRITICS = ("qc", "idql", "fql", "expo", "residual")
+OWN_EPISODES = 600
+"""Episodes of its base, from which a run of `FROM_EPISODES` learns: about 30,000 control steps on `avoid`."""
+FROM_EPISODES = ("recap",)
+"""Runs that end with the data: the demonstrations of their base and its own episodes."""
+CRITICS = ("qc", "idql", "fql", "expo", "residual", "pa_rl", "dqc", "qam", "trqam", *FROM_EPISODES)
 """Runs that learn from the demonstrations of their base too."""
 OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS)
 """Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
@@ -74,6 +78,9 @@ def run_one(
         base = trained(base_path, *recipe(study.bases[algo]), dataset=str(demos), seed=seed)
         wall["clone_s"] = busy(base.directory.metrics_path)
         configuration["clone"] = pages.configuration(base.directory)
+    if algo in FROM_EPISODES:
+        path = place.parent / f"episodes-{base_path.name}.hdf5"
+        demos = with_own_episodes(path, demos, base_path, OWN_EPISODES, first=first(seed))
     values = processes(algo, workers) | ({"dataset": str(demos)} if algo in CRITICS else {})
     tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **values)
     result = burnish.evaluate(
@@ -85,7 +92,7 @@ def run_one(
         "dataset": describe_dataset(demos), "given_clone": None if init is None else about_clone(base_path),
         "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
         "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
-        "curve": list(curve(tuned.directory.metrics_path)),
+        "curve": list(curve(tuned.directory.metrics_path)) or collected(demos),
         "wall": wall | {"tune_s": busy(tuned.directory.metrics_path)},
         "configuration": configuration | {"tune": pages.configuration(tuned.directory)},
         "environment": describe_environment() | {"num_workers": workers},
@@ -109,6 +116,20 @@ def demonstrations(study: Study, seed: int, dataset: str | None, root: Path) -> 
     return once.demonstrations(
         path, study.env, study.demonstrations, *study.options, first=first, noise=study.noise
     )
+
+
+def first(seed: int) -> int:
+    """Return the first of the own episodes of a seed, far from those of evaluation and demonstrations."""
+    return 2_000_000 + 10_000 * seed
+
+
+def collected(path: Path) -> list[dict[str, float]]:
+    """Return what stands for the curve of a run that ends with the data: the own episodes in it."""
+    data = read_dataset(path)
+    own, success = slice(-OWN_EPISODES, None), data.success
+    assert success is not None
+    point = {"return": data.returns[own].mean(), "success": success[own].double().mean()}
+    return [{"step": int(data.lengths[own].sum())} | {key: round(float(v), 4) for key, v in point.items()}]
 
 
 def recipe(experiment: str) -> list[str]:

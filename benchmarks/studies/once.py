@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 import burnish
 import burnish.api
 from burnish.api import overrides_of
+from burnish.runs.locate import locate
+from burnish.runs.tasks import task_of
+from envs.datasets import EpisodeDataset, read_dataset, write_dataset
+from envs.datasets.episode import Episode
+from envs.evaluation.evaluate import evaluate
+from envs.rollouts.episodes import EpisodeRow
 
 _OF_THE_MACHINE = ("num_workers", "num_threads")
 _LENGTHS = ("algo.steps=", "algo.total_steps=")
@@ -37,6 +47,53 @@ def demonstrations(
         path.parent.mkdir(parents=True, exist_ok=True)
         burnish.collect(*options, env=env, episodes=episodes, first_seed=first, noise=noise, out=str(path))
     return path
+
+
+def with_own_episodes(path: Path, demos: Path, run: Path, episodes: int, *, first: int) -> Path:
+    """Record a file of demonstrations and of a run's own episodes, unless it is there; returns it.
+
+    The return of an own episode is the reward of its last step, as in tasks that reward their end alone.
+    """
+    if not path.exists():
+        task, policy = task_of(locate(str(run))), burnish.load_policy(str(run))
+        rows = evaluate(
+            policy, task, episodes=episodes, first_seed=first, noise_seed=first, keep_observations=True
+        ).rows
+        shown = read_dataset(demos)
+        whole = [*episodes_of(shown), *map(played, rows)]
+        write_dataset(path, EpisodeDataset.from_episodes(whole, meta=shown.meta), task)
+    return path
+
+
+def episodes_of(dataset: EpisodeDataset) -> Iterator[Episode]:
+    """Yield the episodes of a dataset, without extras and images."""
+    assert dataset.next_observations is not None and dataset.success is not None
+    for number, (start, end) in enumerate(pairwise(dataset.episode_start.tolist())):
+        last = slice(end - 1, end)
+        yield Episode(
+            torch.cat([dataset.observations[start:end], dataset.next_observations[last]]).numpy(),
+            dataset.actions[start:end].numpy(),
+            dataset.rewards[start:end].numpy(),
+            terminated=bool(dataset.terminated[last]),
+            truncated=bool(dataset.truncated[last]),
+            success=bool(dataset.success[number]),
+        )
+
+
+def played(row: EpisodeRow) -> Episode:
+    """Return the episode of an evaluation that kept observations."""
+    assert row.observations is not None and row.actions is not None
+    rewards = np.zeros(row.length)
+    rewards[-1] = row.return_
+    return Episode(
+        row.observations,
+        row.actions,
+        rewards,
+        terminated=row.terminated,
+        truncated=row.truncated and not row.terminated,
+        success=row.success,
+        seed=row.seed,
+    )
 
 
 def trained(

@@ -31,8 +31,9 @@ from algos.critics.qc import QcConfig
 from algos.critics.residual import ResidualConfig
 from algos.critics.trqam import TrqamConfig
 from algos.offline.loop import OfflineRun
-from algos.offline.online import OnlineConfig
+from algos.offline.online import OnlineConfig, RunningChunks
 from algos.training.serialization import from_plain, to_plain
+from algos.transitions import Batch
 from policies import registry
 from policies.composition.operators import Composition
 from policies.composition.policy import ComposedPolicy
@@ -46,8 +47,7 @@ from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select
 from policies.wrappers.noise_policy import Steering
 
-METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl", "qam", "trqam")
-ON_DATA = ("dqc",)
+METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl", "dqc", "qam", "trqam")
 OFFLINE = ("iql", "td3_bc", "rebrac", "a2pr", "prdc")
 
 
@@ -315,7 +315,7 @@ def test_no_value_gradient_reaches_the_cloned_policy() -> None:
 
 
 def test_without_refit_the_policy_stays_bit_by_bit() -> None:
-    for algo in (*METHODS, *ON_DATA):
+    for algo in METHODS:
         run = finished(begin(replace(small(registry.lookup("algo", algo)), refit=False)))
         assert torch.equal(weights(run.learner.base), weights(init("flow"))), algo
 
@@ -343,6 +343,19 @@ def test_the_student_leaves_the_critics_alone_and_its_value_term_can_be_normalis
         expected = 1 / worth.abs().mean() if normalized else torch.ones(())
         torch.testing.assert_close(scale, expected)
         torch.testing.assert_close(value.detach(), -expected * worth.mean())
+
+
+def test_a_student_that_only_imitates_does_not_depend_on_the_critics() -> None:
+    students = []
+    for value_after in (4, 0):
+        for dims in ((8,), (12,)):
+            run = begin(replace(small(FqlConfig), critic_dims=dims, value_after=value_after))
+            while run.learner.steps < 4:
+                run.advance()
+            students.append(weights(run.snapshot()))
+    assert torch.equal(students[0], students[1])
+    assert not torch.equal(students[0], weights(init("flow")))
+    assert not torch.equal(students[2], students[3])
 
 
 def test_a_student_of_a_deterministic_diffusion_begins_anew_with_its_scales() -> None:
@@ -581,7 +594,7 @@ def later_reward(episodes: int = 200) -> Any:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"online_steps": 5}, "algo.online_steps algo=qc"),
+        ({"online_steps": 5, "critic_horizon": 3}, "algo.critic_horizon act_steps=2 algo.online_steps"),
         ({"critic_horizon": 1}, "algo.critic_horizon policy.act_steps=2"),
     ],
 )
@@ -653,7 +666,7 @@ def test_a_run_is_resumed_bit_by_bit_on_data_and_in_its_task(algo: str, after: i
 def test_a_new_encoder_with_weights_is_refused_and_a_way_is_named() -> None:
     sight = replace(policy_config("flow"), encoder=VitEncoderConfig(width=8, heads=2, features=5))
     seen = replace(dataset(), images={"ahead": torch.zeros(200, 24, 24, 3, dtype=torch.uint8)})
-    for algo in (*METHODS, *ON_DATA):
+    for algo in METHODS:
         config = replace(small(registry.lookup("algo", algo)), refit=True)
         with pytest.raises(
             CapabilityError, match=mentions(f"algo={algo} algo=bc init=<run> algo.encoder=trained")
@@ -678,6 +691,44 @@ def test_transitions_of_experience_are_those_of_the_same_episodes_as_data() -> N
     assert torch.equal(first.plan.view(2, 3, 2)[:, :2].flatten(1), first.action)
     assert torch.equal(first.next_cond, second.cond)
     run.close()
+
+
+def chunk_of(start: float, reward: float, discount: float) -> Batch:
+    """Return a chunk of one environment: two steps of one number, `start` and half more."""
+    one, action = torch.ones(1), torch.tensor([[start, start + 0.5]])
+    return Batch(
+        cond=one[:, None] * start,
+        action=action,
+        reward=one * reward,
+        next_cond=one[:, None] * (start + 1),
+        discount=one * discount,
+        next_action=torch.zeros(1, 2),
+        has_next=torch.zeros(1),
+        plan=action,
+        real=torch.ones(1, 2),
+        row=torch.full((1,), -1),
+    )
+
+
+def test_consecutive_chunks_are_joined_up_to_the_end_of_the_task() -> None:
+    yes, no = torch.tensor([True]), torch.tensor([False])
+    running = RunningChunks(3)
+    assert running.add(chunk_of(0, 1.0, 0.5), yes, no) == [] == running.add(chunk_of(1, 10.0, 0.5), no, no)
+    (whole,) = running.add(chunk_of(2, 100.0, 0.5), no, no)
+    assert (whole.reward.item(), whole.discount.item()) == (1 + 5 + 25, 0.125)
+    assert whole.action.tolist() == [[0, 0.5, 1, 1.5, 2, 2.5]]
+    assert (whole.cond.item(), whole.next_cond.item()) == (0, 3) and whole.plan.tolist() == [[0, 0.5]]
+    other = RunningChunks(3)
+    other.load_state_dict(running.state_dict())
+    for one in (running, other):
+        last, middle, oldest = one.add(chunk_of(3, 8.0, 0.0), no, yes)  # the task ends
+        assert (last.reward.item(), last.action.tolist()) == (8, [[3, 3.5, 3.5, 3.5, 3.5, 3.5]])
+        assert (middle.reward.item(), middle.action.tolist()) == (100 + 4, [[2, 2.5, 3, 3.5, 3.5, 3.5]])
+        assert (oldest.reward.item(), oldest.discount.item()) == (10 + 50 + 2, 0)
+    assert running.add(chunk_of(5, 1.0, 0.5), yes, no) == []  # a new episode, which a limit cuts
+    assert running.add(chunk_of(6, 1.0, 0.5), yes, no) == [] == running.add(chunk_of(7, 1.0, 0.5), no, no)
+    (after,) = running.add(chunk_of(8, 1.0, 0.5), no, no)
+    assert after.cond.item() == 6
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.0, 0), (0.5, 4), (1.0, 8), (None, None)])
@@ -739,7 +790,7 @@ def test_a_deterministic_policy_explores_with_noise_in_the_box() -> None:
 
 
 @pytest.mark.parametrize(
-    "algo", [algo for algo in (*METHODS, *ON_DATA) if algo not in ("residual", "pa_rl")]
+    "algo", [algo for algo in METHODS if algo not in ("residual", "pa_rl")]
 )  # which correct any policy
 def test_every_method_says_which_policy_it_refuses(algo: str) -> None:
     with pytest.raises(CapabilityError, match=mentions(f"algo={algo} process=deterministic")):
@@ -748,6 +799,6 @@ def test_every_method_says_which_policy_it_refuses(algo: str) -> None:
 
 def test_shared_settings_have_one_meaning() -> None:
     assert issubclass(registry.lookup("algo", "qc"), ChunkCriticConfig)
-    for algo in (*METHODS, *ON_DATA):
+    for algo in METHODS:
         wrapper = small(registry.lookup("algo", algo)).wrapper()
         assert wrapper.members == small(registry.lookup("algo", algo)).critics

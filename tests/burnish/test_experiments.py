@@ -300,8 +300,7 @@ def one_tiny_iteration(name: str, cloned: Cloned, tmp_path: Path, *narrow: str) 
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo in CRITICS_OF_CHUNKS:
         few = ["algo.steps=2", "algo.batch_size=8", "algo.critic_dims=[16]", f"dataset={dataset}"]
-        if algo != "dqc":  # which ends with the data
-            few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
+        few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
     elif algo == "recap":
         few = ["algo.steps=2", "algo.value_steps=2", "algo.warmup_steps=0", "algo.batch_size=8"]
         few += [f"dataset={dataset}"]

@@ -118,7 +118,7 @@ def gl_backends() -> tuple[str, ...]:
 
 @contextmanager
 def gl_for_others() -> Iterator[None]:
-    """Set `MUJOCO_GL` for a block to the first kind of `gl_backends`: gymnasium's own choice needs a display."""
+    """Set `MUJOCO_GL` for a block, to a kind of `gl_backends`; gymnasium's own choice needs a display."""
     with_display = bool(os.environ.get("DISPLAY")) or sys.platform != "linux"
     usable = [kind for kind in gl_backends() if kind != "glfw" or with_display]
     if "MUJOCO_GL" in os.environ or not usable:

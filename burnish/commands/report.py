@@ -65,8 +65,8 @@ _log = logging.getLogger(__name__)
 
 INDEX = "index.html"
 _MOST_NAMES, _MOST_KEYS = 3, 8  # names in a title, columns of differing keys
-_CLIPS = 24  # episodes with frames on a page, shared out among its runs
-_CLIP_BYTES = 4 * 2**20  # of all frames on a page
+_SHOWN = 24  # episodes with frames and actions on a page, shared out among its runs
+_PICTURE_BYTES = 9 * 2**19  # of a page, which stays below 8 MB: in its text they take a third more
 PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.(png|webp)")
 _CANNOT_DRAW = (CapabilityError, CheckpointError, ConfigError, MissingExtraError)
 
@@ -380,6 +380,12 @@ class Behaviour:
     summary: str = ""
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """Bytes of its pictures."""
+        pictures = sum(len(one.image) for one in (self.moving, self.paths) if one is not None)
+        return pictures + sum(one.size for one in self.episodes)
+
     def data(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what the page shows of an episode on demand, by its key, in JSON types."""
         for place, one in enumerate(self.episodes):
@@ -400,17 +406,17 @@ class Behaviour:
 def _behaviours(config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, Behaviour]:
     """Run and draw a few episodes per run; on failure the page shows the reason."""
     stage = ReportRollouts(config.episodes, config.first_seed, config.num_workers)
-    clips, left = max(_CLIPS // len(named), 1), _CLIP_BYTES
+    each, left = max(_SHOWN // len(named), 1), _PICTURE_BYTES
     found = {}
     for number, (name, directory) in enumerate(named.items(), 1):
         found[name] = one = Behaviour(name, number)
         if config.episodes:
-            _play(one, stage, directory, clips if left > 0 else 0)
-        left -= sum(episode.size for episode in one.episodes)
+            _play(one, stage, directory, each, left)
+        left -= one.size
     return found
 
 
-def _play(shown: Behaviour, stage: ReportRollouts, directory: RunDirectory, clips: int) -> None:
+def _play(shown: Behaviour, stage: ReportRollouts, directory: RunDirectory, each: int, left: int) -> None:
     try:
         env, shown.played = stage.play(directory)
         own = list(shown.played.values())[-1]
@@ -418,13 +424,16 @@ def _play(shown: Behaviour, stage: ReportRollouts, directory: RunDirectory, clip
             won = sum(row.success for row in own.rows)
             shown.summary = f"{won} of {len(own.rows)} episodes succeed."
         shown.names, shown.hz = env.spec.action_names, env.spec.control_hz
-        shown.paths = draw_paths(env, shown.played)
         for title, one in shown.played.items():
             if ways := describe_modes(env, one.rows):
                 shown.notes.append(f"{title}: {ways}")
-        shown.episodes = grid_of(env, shown.played, 0)
+        shown.episodes = grid_of(env, shown.played, each, 0)
+        if left <= 0:
+            shown.notes.append("No pictures: those of the other runs fill the page. Report this run alone.")
+            return
+        shown.paths = draw_paths(env, shown.played)
         shown.moving = draw_moving(env, shown.played)
-        shown.episodes = grid_of(env, shown.played, clips)
+        shown.episodes = grid_of(env, shown.played, each, left - shown.size)
     except _CANNOT_DRAW as error:
         _log.warning("no pictures of the behaviour of %s: %s", shown.name, error)
         shown.notes.append(f"No pictures: {error}")

@@ -26,7 +26,8 @@ CURVES = (
 )
 """Plottable metrics, most informative first."""
 
-_MOST_POINTS = 240  # drawn per curve
+_MARKS, _FEWEST, _MOST = 12_000, 20, 240  # points of all curves of a page, about; of a curve
+_MOST_MULTIPLES = 24
 _SEVERAL = 10  # runs with colours of the palette
 _PALETTE = (
     *("#3b82c4", "#e07b39", "#2a9d74", "#9468c9", "#d4505a"),
@@ -155,11 +156,11 @@ def learning_charts(
     found = [one for one in found if any(len(curve.steps) > 1 for curve in one[2])][:3]
     colours = run_colours(list(metrics)) if colours is None else colours
     means = {"": list(metrics)} if means is None else means
+    most = min(max(_MARKS // max(sum(len(one[2]) for one in found), 1), _FEWEST), _MOST)
     charts: list[Chart] = []
     for name, title, curves in found:
-        level = (
-            (levels or {}).get(name.rpartition("/")[2]) if name.startswith(("eval/", "rollout/")) else None
-        )
+        component, _, quantity = name.rpartition("/")
+        level = (levels or {}).get(quantity) if component in ("eval", "rollout") else None
         averages = [
             _mean(together, f"mean, {group}" if group and len(means) > 1 else "mean", name, intervals or {})
             for group, labels in means.items()
@@ -167,8 +168,9 @@ def learning_charts(
         ]
         means_drawn = [mean for mean in averages if mean is not None]
         alone = [curve._replace(intervals={}) for curve in curves] if means_drawn else curves
-        whole = [*alone, *means_drawn]
-        charts.append(_chart(title, unit, whole, colours, level, repeats=curves if not charts else ()))
+        whole = [_thinned(curve, most) for curve in (*alone, *means_drawn)]
+        repeated = [_thinned(curve, most) for curve in curves[:_MOST_MULTIPLES]]
+        charts.append(_chart(title, unit, whole, colours, level, repeats=repeated if not charts else ()))
     return charts
 
 
@@ -183,6 +185,12 @@ def _mean(curves: Sequence[Curve], label: str, name: str, intervals: Mapping[str
         return None
     mean = np.mean([np.interp(grid, c.steps, c.values) for c in curves], axis=0)
     return Curve(label, grid, mean, known, is_mean=True)
+
+
+def _thinned(curve: Curve, most: int) -> Curve:
+    """Return a curve with `most` of its points, evenly spaced, at most."""
+    chosen = np.unique(np.linspace(0, len(curve.steps) - 1, most).round().astype(int))
+    return curve._replace(steps=curve.steps[chosen], values=curve.values[chosen])
 
 
 def alike_steps(steps: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -259,8 +267,7 @@ class _Axes:
         return tuple(Tick(self.y(one), self.value(one)) for one in _round_numbers(self.low, self.high, 5))
 
     def line(self, curve: Curve, colour: str) -> Line:
-        chosen = np.unique(np.linspace(0, len(curve.steps) - 1, _MOST_POINTS).round().astype(int))
-        points = [(curve.steps[i], curve.values[i]) for i in chosen]
+        points = list(zip(curve.steps, curve.values, strict=True))
         marks = tuple(Mark(self.x(s), self.y(v), self._text(curve, s, v)) for s, v in points)
         known = [(step, curve.intervals[int(step)]) for step, _ in points if int(step) in curve.intervals]
         ends = [(step, one.high) for step, one in known] + [(step, one.low) for step, one in reversed(known)]

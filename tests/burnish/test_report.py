@@ -16,6 +16,7 @@ from chromium import browser
 from messages import mentions
 
 from algos.training.run_directory import RunDirectory
+from burnish.commands import report as report_module
 from burnish.commands.report import ReportConfig, grouped, report
 from burnish.reports import rollouts
 from burnish.reports.curves import Chart, learning_charts, run_colours
@@ -278,3 +279,20 @@ def test_a_page_is_used_without_a_complaint_and_fits_a_narrow_window(
         tab.run(f"document.querySelector('[data-chart] svg').dispatchEvent({move})")
         assert "2: 100 %" in tab.run("return document.querySelector('#tip').textContent")
         assert not tab.complaints()
+
+
+def test_pictures_of_many_runs_do_not_outgrow_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames of noise are as large as frames can be; every episode is listed all the same."""
+    spec = SimpleNamespace(name="noise", success_rule="arrives", action_names=("a",), control_hz=20.0)
+    frames = np.random.default_rng(0).integers(0, 255, (3, 160, 160, 3), dtype=np.uint8)
+    task = SimpleNamespace(spec=spec, render_frames=lambda seed, actions, *, every: frames)
+    played = {"before": evaluation(1, 6), "after": evaluation(2, 6)}
+    monkeypatch.setattr(ReportRollouts, "play", lambda stage, directory: (task, played))
+    monkeypatch.setattr(report_module, "_PICTURE_BYTES", 2**18)
+    runs = [str(made(tmp_path / str(seed), "bc", {"name": "avoid"}, seed).path) for seed in range(6)]
+    text = report(ReportConfig(run=runs, out=str(tmp_path / "page"))).read_text()
+    assert text.count("data:image/webp") >= 3 and len(text) < 2 * 2**18 + 2**17
+    assert text.count("No pictures: those of the other runs fill the page.") >= 3
+    assert text.count("data-episode=") == 6 * 6

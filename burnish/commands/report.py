@@ -15,11 +15,12 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands.runs import differing_keys, flat_config
 from burnish.config.overrides import RunContext
 from burnish.console import output
-from burnish.reports.curves import MEAN_COLOUR, Chart, learning_charts, run_colours
+from burnish.reports.curves import MEAN_COLOURS, Chart, learning_charts, run_colours
 from burnish.reports.facts import cost_of, facts_of, origin_of
 from burnish.reports.html import render
 from burnish.reports.results import (
     Headline,
+    Row,
     Stored,
     Table,
     Whisker,
@@ -229,30 +230,34 @@ def _comparisons(
     stored: Mapping[str, Stored],
     colours: Mapping[str, str],
 ) -> list[Comparison]:
-    keys = _shown_keys([one for group in groups for one in group.runs.values()])
+    """Lay the runs of every group side by side, best first; groups on one task share a scale."""
     found = []
     for group in groups:
-        rows: list[tuple[Headline, str, tuple[object, ...], bool]] = []
+        keys, rows = _shown_keys(list(group.runs.values())), []
         for name, one in group.runs.items():
             if (head := heads[name]) is not None:
-                level = head.after.named(name)
-                rows.append((head.replaced(level), colours[name], _settings(one, keys), False))
-        if not rows:
-            continue
-        rows.sort(key=lambda row: -row[0].after.interval["value"])
+                shown = head.replaced(head.after.named(name))
+                rows.append(Row(shown, colours[name], _settings(one, keys), False))
+        rows.sort(key=lambda row: -row.head.after.interval["value"])
         together = [stored[name].evaluation for name in group.runs if name in stored]
         if is_one_protocol(together):
             label = f"all runs of {group.title}" if len(groups) > 1 else "all runs"
-            empty = ("",) * len(keys)
-            rows.append((Headline(level_of(label, together)), MEAN_COLOUR, empty, True))
-        note = "Bars: 95 % intervals" + ("; pooled over seeds and episodes." if rows[-1][3] else ".")
-        if any(head.before is not None for head, *_ in rows):
-            note += " Grey marks: the policy before training."
-        quantity = rows[0][0].after.quantity
-        found.append(
-            Comparison(group.title if len(groups) > 1 else "", tuple(keys), quantity, whiskers(rows), note)
-        )
-    return found
+            pooled = Headline(level_of(label, together))
+            rows.append(Row(pooled, MEAN_COLOURS[0], ("",) * len(keys), True))
+        if rows:
+            found.append((group, keys, rows))
+    on_task: dict[str, list[Row]] = {}
+    for group, _, rows in found:
+        on_task.setdefault(group.task, []).extend(rows)
+    return [_comparison(group, keys, rows, on_task[group.task]) for group, keys, rows in found]
+
+
+def _comparison(group: Group, keys: Sequence[str], rows: Sequence[Row], beside: Sequence[Row]) -> Comparison:
+    note = "Bars: 95 % intervals" + ("; pooled over seeds and episodes." if rows[-1].is_pooled else ".")
+    if any(row.head.before is not None for row in rows):
+        note += " Grey marks: the policy before training."
+    quantity = rows[0].head.after.quantity
+    return Comparison(group.title, tuple(keys), quantity, whiskers(rows, beside), note)
 
 
 def _shown_keys(runs: Sequence[RunDirectory]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ _PALETTE = (
     *("#3b82c4", "#e07b39", "#2a9d74", "#9468c9", "#d4505a"),
     *("#2aa3b8", "#a0785a", "#d565a7", "#8f9a2b", "#7d8794"),
 )
-MEAN_COLOUR = "var(--ink)"
+MEAN_COLOURS = ("var(--ink)", "var(--accent)", "var(--lost)", "var(--won)")
 
 Rows = Sequence[Mapping[str, Any]]
 Intervals = Mapping[str, Mapping[int, Interval]]
@@ -81,7 +82,7 @@ class Tick(NamedTuple):
 class Chart:
     """A chart in a view box of width x height; `level` is the height of the policy before training."""
 
-    width, height = 420, 240
+    width, height = 420, 248
     left, right, top, bottom = 46, 400, 12, 208  # plot area
 
     title: str
@@ -91,6 +92,10 @@ class Chart:
     y_ticks: tuple[Tick, ...]
     level: Tick | None
     multiples: tuple[Chart, ...] = ()  # one per run, on the same axes
+
+    @property
+    def has_means(self) -> bool:
+        return any(line.is_mean for line in self.lines)
 
     @property
     def has_bands(self) -> bool:
@@ -215,8 +220,10 @@ def _chart(
     is_share = title.startswith("success")
     axes = _Axes.around(curves, level, is_share)
 
+    of_means = dict(zip((one.label for one in curves if one.is_mean), cycle(MEAN_COLOURS), strict=False))
+
     def chart(heading: str, shown: Sequence[Curve], multiples: tuple[Chart, ...] = ()) -> Chart:
-        lines = tuple(axes.line(one, MEAN_COLOUR if one.is_mean else colours[one.label]) for one in shown)
+        lines = tuple(axes.line(one, (of_means if one.is_mean else colours)[one.label]) for one in shown)
         at = None if level is None else Tick(axes.y(level), axes.value(level))
         return Chart(heading, unit.replace("_", " "), lines, axes.x_ticks(), axes.y_ticks(), at, multiples)
 
@@ -256,7 +263,7 @@ class _Axes:
         )
 
     def value(self, value: float) -> str:
-        return f"{100 * value:.0f} %" if self.is_share else f"{value:.3g}"
+        return f"{100 * value:.0f} %" if self.is_share else short_value(value)
 
     def x_ticks(self) -> tuple[Tick, ...]:
         return tuple(
@@ -282,6 +289,16 @@ class _Axes:
 
 def _path(points: Iterable[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:g},{y:g}" for x, y in points)
+
+
+def short_value(value: float) -> str:
+    """Write a value in three digits, or as a whole number where it is large.
+
+    Example:
+        >>> [short_value(value) for value in (0.01234, 3.14159, 1234.5, -25000.0, 3e7)]
+        ['0.0123', '3.14', '1,234', '-25,000', '3e+07']
+    """
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def short_count(number: float) -> str:

@@ -20,9 +20,11 @@ from burnish.commands import rank as rank_command
 from burnish.commands import report as report_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
+from burnish.commands.runs import tabulate
 from burnish.config.overrides import Overrides, RunContext, quoted, with_home
 from burnish.config.schema import compose_command, compose_config
 from burnish.console import log_lines
+from burnish.reports.html import render
 from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.locate import dated_folder, locate
 from burnish.runs.resolve import resume_directory_error, with_resumed_parts
@@ -55,6 +57,12 @@ class Run:
     def load_policy(self, step: int | None = None) -> Policy:
         """Load the policy of a checkpoint (the last by default)."""
         return locate(self.directory.policy_path(step)).load()
+
+    def _repr_html_(self) -> str:
+        """Return the row of `burnish runs`, for notebooks."""
+        columns, rows = tabulate([self.directory], self.path)
+        table = {"columns": columns, "rows": rows}
+        return render("notebook.html", table=table, comparison=None, clips=())
 
 
 DATASETS = {"dataset", "against"}

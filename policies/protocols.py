@@ -232,7 +232,6 @@ class ChainPolicy(Protocol):
         """
 
 
-@runtime_checkable
 class DensityPolicy(ChainPolicy, Protocol):
     """Policies with a density of the executed chunk in closed form: chains of one step.
 
@@ -245,7 +244,6 @@ class DensityPolicy(ChainPolicy, Protocol):
     has_entropy: bool
 
 
-@runtime_checkable
 class StepwisePolicy(ChainPolicy, Protocol):
     """Policies that evaluate a network once per row of a step table; see `policies.samplers.step_table`.
 
@@ -276,14 +274,20 @@ class Field(Protocol):
         """Return the prediction at x (B, Th, Da), sampling time t (B,), as `kind`."""
 
 
+def _has_members(policy: Any, protocol: type) -> bool:
+    """Whether a policy has what a protocol declares; since Python 3.12 `isinstance` overlooks submodules."""
+    own = {*vars(protocol), *vars(protocol)["__annotations__"]}
+    return all(hasattr(policy, name) for name in own if not name.startswith("_"))
+
+
 def has_steps(policy: Any) -> bool:
     """Whether a network is evaluated step by step, so that noise after the steps gives a chain densities."""
-    return isinstance(policy, StepwisePolicy)
+    return isinstance(policy, ChainPolicy) and _has_members(policy, StepwisePolicy)
 
 
 def has_density(policy: Any) -> bool:
     """Whether the density of chunks is known in closed form."""
-    return isinstance(policy, DensityPolicy)
+    return isinstance(policy, ChainPolicy) and _has_members(policy, DensityPolicy)
 
 
 def has_field(policy: Any) -> bool:

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import gallery
+from policies import registry
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -76,3 +79,11 @@ def test_nothing_is_taken_from_a_network() -> None:
     assert all((ROOT / "docs" / name).is_file() for name in taken)
     assert not re.search(r"(?<!/)//\w|@import|url\(", (ROOT / "docs" / "site.css").read_text())
     assert any("iframe-worker" in name for name in taken), "without it the plugin takes one from a network"
+
+
+def test_the_gallery_shows_the_tasks_that_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names = gallery.drawn()
+    assert "avoid" in names and set(names) <= set(registry.names("env"))
+    assert gallery.PAGE.read_text() == gallery.page(names)
+    assert all((gallery.PICTURES / f"{name}.webp").stat().st_size < 200_000 for name in names)

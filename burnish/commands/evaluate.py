@@ -15,6 +15,7 @@ from algos.training.run_directory import RunDirectory, eval_name
 from burnish.config.evaluate import OF_COMPOSE, EvalConfig
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
+from burnish.reports.html import render
 from burnish.reports.results import SUMMARISED
 from burnish.reports.videos import require_pictures, write_videos
 from burnish.runs.composition import CompositionResult, compose_and_compare
@@ -26,6 +27,8 @@ from envs.evaluation.evaluate import Evaluation
 from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import ConfigError
 from policies.storage.atomic_write import write_text
+
+SUMMARY_COLUMNS = ("policy", "task", "quantity", "mean", "95 % interval", "episodes")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,15 @@ class Result:
     def versus(self) -> Evaluation | None:
         """Former name of `baseline`, for one version."""
         return self.baseline
+
+    def _repr_html_(self) -> str:
+        """Return the summary, the comparison and the videos, for notebooks."""
+        both = [(self.label, self.evaluation)]
+        if self.baseline is not None:
+            both.append(("baseline", self.baseline))
+        summary = {"columns": SUMMARY_COLUMNS, "rows": summary_rows(both)}
+        clips = [(path.name, path.suffix[1:], path.read_bytes()) for path in self.videos]
+        return render("notebook.html", table=summary, comparison=self.comparison, clips=clips)
 
 
 def run(config: EvalConfig, context: RunContext) -> float:
@@ -130,8 +142,13 @@ def evaluate(config: EvalConfig) -> Result:
 
 
 def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
-    """Return a table with one row per policy and quantity: mean, 95 % interval, episodes."""
-    rows = []
+    """Return a table with the columns `SUMMARY_COLUMNS`."""
+    return table("", SUMMARY_COLUMNS, summary_rows(evaluations))
+
+
+def summary_rows(evaluations: Iterable[tuple[str, Evaluation]]) -> list[tuple[object, ...]]:
+    """Return one row per policy and quantity."""
+    rows: list[tuple[object, ...]] = []
     for label, evaluation in evaluations:
         summary = evaluation.summary()
         for name in (*SUMMARISED, NETWORK_CALLS):
@@ -140,7 +157,7 @@ def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
                     (label, summary["env"], name, *format_interval(name, summary[name]), summary["episodes"])
                 )
                 label = ""
-    return table("", ("policy", "task", "quantity", "mean", "95 % interval", "episodes"), rows)
+    return rows
 
 
 def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:

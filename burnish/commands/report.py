@@ -15,11 +15,12 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands.runs import differing_keys, flat_config
 from burnish.config.overrides import RunContext
 from burnish.console import output
-from burnish.reports.curves import MEAN_COLOUR, Chart, learning_charts, run_colours
+from burnish.reports.curves import MEAN_COLOURS, Chart, learning_charts, run_colours
 from burnish.reports.facts import cost_of, facts_of, origin_of
 from burnish.reports.html import render
 from burnish.reports.results import (
     Headline,
+    Row,
     Stored,
     Table,
     Whisker,
@@ -65,8 +66,8 @@ _log = logging.getLogger(__name__)
 
 INDEX = "index.html"
 _MOST_NAMES, _MOST_KEYS = 3, 8  # names in a title, columns of differing keys
-_CLIPS = 24  # episodes with frames on a page, shared out among its runs
-_CLIP_BYTES = 4 * 2**20  # of all frames on a page
+_SHOWN = 24  # episodes with frames and actions on a page, shared out among its runs
+_PICTURE_BYTES = 9 * 2**19  # of a page, which stays below 8 MB: in its text they take a third more
 PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.(png|webp)")
 _CANNOT_DRAW = (CapabilityError, CheckpointError, ConfigError, MissingExtraError)
 
@@ -229,30 +230,34 @@ def _comparisons(
     stored: Mapping[str, Stored],
     colours: Mapping[str, str],
 ) -> list[Comparison]:
-    keys = _shown_keys([one for group in groups for one in group.runs.values()])
+    """Lay the runs of every group side by side, best first; groups on one task share a scale."""
     found = []
     for group in groups:
-        rows: list[tuple[Headline, str, tuple[object, ...], bool]] = []
+        keys, rows = _shown_keys(list(group.runs.values())), []
         for name, one in group.runs.items():
             if (head := heads[name]) is not None:
-                level = head.after.named(name)
-                rows.append((head.replaced(level), colours[name], _settings(one, keys), False))
-        if not rows:
-            continue
-        rows.sort(key=lambda row: -row[0].after.interval["value"])
+                shown = head.replaced(head.after.named(name))
+                rows.append(Row(shown, colours[name], _settings(one, keys), False))
+        rows.sort(key=lambda row: -row.head.after.interval["value"])
         together = [stored[name].evaluation for name in group.runs if name in stored]
         if is_one_protocol(together):
             label = f"all runs of {group.title}" if len(groups) > 1 else "all runs"
-            empty = ("",) * len(keys)
-            rows.append((Headline(level_of(label, together)), MEAN_COLOUR, empty, True))
-        note = "Bars: 95 % intervals" + ("; pooled over seeds and episodes." if rows[-1][3] else ".")
-        if any(head.before is not None for head, *_ in rows):
-            note += " Grey marks: the policy before training."
-        quantity = rows[0][0].after.quantity
-        found.append(
-            Comparison(group.title if len(groups) > 1 else "", tuple(keys), quantity, whiskers(rows), note)
-        )
-    return found
+            pooled = Headline(level_of(label, together))
+            rows.append(Row(pooled, MEAN_COLOURS[0], ("",) * len(keys), True))
+        if rows:
+            found.append((group, keys, rows))
+    on_task: dict[str, list[Row]] = {}
+    for group, _, rows in found:
+        on_task.setdefault(group.task, []).extend(rows)
+    return [_comparison(group, keys, rows, on_task[group.task]) for group, keys, rows in found]
+
+
+def _comparison(group: Group, keys: Sequence[str], rows: Sequence[Row], beside: Sequence[Row]) -> Comparison:
+    note = "Bars: 95 % intervals" + ("; pooled over seeds and episodes." if rows[-1].is_pooled else ".")
+    if any(row.head.before is not None for row in rows):
+        note += " Grey marks: the policy before training."
+    quantity = rows[0].head.after.quantity
+    return Comparison(group.title, tuple(keys), quantity, whiskers(rows, beside), note)
 
 
 def _shown_keys(runs: Sequence[RunDirectory]) -> list[str]:
@@ -380,6 +385,12 @@ class Behaviour:
     summary: str = ""
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """Bytes of its pictures."""
+        pictures = sum(len(one.image) for one in (self.moving, self.paths) if one is not None)
+        return pictures + sum(one.size for one in self.episodes)
+
     def data(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what the page shows of an episode on demand, by its key, in JSON types."""
         for place, one in enumerate(self.episodes):
@@ -400,17 +411,17 @@ class Behaviour:
 def _behaviours(config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, Behaviour]:
     """Run and draw a few episodes per run; on failure the page shows the reason."""
     stage = ReportRollouts(config.episodes, config.first_seed, config.num_workers)
-    clips, left = max(_CLIPS // len(named), 1), _CLIP_BYTES
+    each, left = max(_SHOWN // len(named), 1), _PICTURE_BYTES
     found = {}
     for number, (name, directory) in enumerate(named.items(), 1):
         found[name] = one = Behaviour(name, number)
         if config.episodes:
-            _play(one, stage, directory, clips if left > 0 else 0)
-        left -= sum(episode.size for episode in one.episodes)
+            _play(one, stage, directory, each, left)
+        left -= one.size
     return found
 
 
-def _play(shown: Behaviour, stage: ReportRollouts, directory: RunDirectory, clips: int) -> None:
+def _play(shown: Behaviour, stage: ReportRollouts, directory: RunDirectory, each: int, left: int) -> None:
     try:
         env, shown.played = stage.play(directory)
         own = list(shown.played.values())[-1]
@@ -418,13 +429,16 @@ def _play(shown: Behaviour, stage: ReportRollouts, directory: RunDirectory, clip
             won = sum(row.success for row in own.rows)
             shown.summary = f"{won} of {len(own.rows)} episodes succeed."
         shown.names, shown.hz = env.spec.action_names, env.spec.control_hz
-        shown.paths = draw_paths(env, shown.played)
         for title, one in shown.played.items():
             if ways := describe_modes(env, one.rows):
                 shown.notes.append(f"{title}: {ways}")
-        shown.episodes = grid_of(env, shown.played, 0)
+        shown.episodes = grid_of(env, shown.played, each, 0)
+        if left <= 0:
+            shown.notes.append("No pictures: those of the other runs fill the page. Report this run alone.")
+            return
+        shown.paths = draw_paths(env, shown.played)
         shown.moving = draw_moving(env, shown.played)
-        shown.episodes = grid_of(env, shown.played, clips)
+        shown.episodes = grid_of(env, shown.played, each, left - shown.size)
     except _CANNOT_DRAW as error:
         _log.warning("no pictures of the behaviour of %s: %s", shown.name, error)
         shown.notes.append(f"No pictures: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +27,14 @@ CURVES = (
 )
 """Plottable metrics, most informative first."""
 
-_MOST_POINTS = 240  # drawn per curve
+_MARKS, _FEWEST, _MOST = 12_000, 20, 240  # points of all curves of a page, about; of a curve
+_MOST_MULTIPLES = 24
 _SEVERAL = 10  # runs with colours of the palette
 _PALETTE = (
     *("#3b82c4", "#e07b39", "#2a9d74", "#9468c9", "#d4505a"),
     *("#2aa3b8", "#a0785a", "#d565a7", "#8f9a2b", "#7d8794"),
 )
-MEAN_COLOUR = "var(--ink)"
+MEAN_COLOURS = ("var(--ink)", "var(--accent)", "var(--lost)", "var(--won)")
 
 Rows = Sequence[Mapping[str, Any]]
 Intervals = Mapping[str, Mapping[int, Interval]]
@@ -80,7 +82,7 @@ class Tick(NamedTuple):
 class Chart:
     """A chart in a view box of width x height; `level` is the height of the policy before training."""
 
-    width, height = 420, 240
+    width, height = 420, 248
     left, right, top, bottom = 46, 400, 12, 208  # plot area
 
     title: str
@@ -90,6 +92,10 @@ class Chart:
     y_ticks: tuple[Tick, ...]
     level: Tick | None
     multiples: tuple[Chart, ...] = ()  # one per run, on the same axes
+
+    @property
+    def has_means(self) -> bool:
+        return any(line.is_mean for line in self.lines)
 
     @property
     def has_bands(self) -> bool:
@@ -155,11 +161,11 @@ def learning_charts(
     found = [one for one in found if any(len(curve.steps) > 1 for curve in one[2])][:3]
     colours = run_colours(list(metrics)) if colours is None else colours
     means = {"": list(metrics)} if means is None else means
+    most = min(max(_MARKS // max(sum(len(one[2]) for one in found), 1), _FEWEST), _MOST)
     charts: list[Chart] = []
     for name, title, curves in found:
-        level = (
-            (levels or {}).get(name.rpartition("/")[2]) if name.startswith(("eval/", "rollout/")) else None
-        )
+        component, _, quantity = name.rpartition("/")
+        level = (levels or {}).get(quantity) if component in ("eval", "rollout") else None
         averages = [
             _mean(together, f"mean, {group}" if group and len(means) > 1 else "mean", name, intervals or {})
             for group, labels in means.items()
@@ -167,8 +173,9 @@ def learning_charts(
         ]
         means_drawn = [mean for mean in averages if mean is not None]
         alone = [curve._replace(intervals={}) for curve in curves] if means_drawn else curves
-        whole = [*alone, *means_drawn]
-        charts.append(_chart(title, unit, whole, colours, level, repeats=curves if not charts else ()))
+        whole = [_thinned(curve, most) for curve in (*alone, *means_drawn)]
+        repeated = [_thinned(curve, most) for curve in curves[:_MOST_MULTIPLES]]
+        charts.append(_chart(title, unit, whole, colours, level, repeats=repeated if not charts else ()))
     return charts
 
 
@@ -183,6 +190,12 @@ def _mean(curves: Sequence[Curve], label: str, name: str, intervals: Mapping[str
         return None
     mean = np.mean([np.interp(grid, c.steps, c.values) for c in curves], axis=0)
     return Curve(label, grid, mean, known, is_mean=True)
+
+
+def _thinned(curve: Curve, most: int) -> Curve:
+    """Return a curve with `most` of its points, evenly spaced, at most."""
+    chosen = np.unique(np.linspace(0, len(curve.steps) - 1, most).round().astype(int))
+    return curve._replace(steps=curve.steps[chosen], values=curve.values[chosen])
 
 
 def alike_steps(steps: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -207,8 +220,10 @@ def _chart(
     is_share = title.startswith("success")
     axes = _Axes.around(curves, level, is_share)
 
+    of_means = dict(zip((one.label for one in curves if one.is_mean), cycle(MEAN_COLOURS), strict=False))
+
     def chart(heading: str, shown: Sequence[Curve], multiples: tuple[Chart, ...] = ()) -> Chart:
-        lines = tuple(axes.line(one, MEAN_COLOUR if one.is_mean else colours[one.label]) for one in shown)
+        lines = tuple(axes.line(one, (of_means if one.is_mean else colours)[one.label]) for one in shown)
         at = None if level is None else Tick(axes.y(level), axes.value(level))
         return Chart(heading, unit.replace("_", " "), lines, axes.x_ticks(), axes.y_ticks(), at, multiples)
 
@@ -248,7 +263,7 @@ class _Axes:
         )
 
     def value(self, value: float) -> str:
-        return f"{100 * value:.0f} %" if self.is_share else f"{value:.3g}"
+        return f"{100 * value:.0f} %" if self.is_share else short_value(value)
 
     def x_ticks(self) -> tuple[Tick, ...]:
         return tuple(
@@ -259,8 +274,7 @@ class _Axes:
         return tuple(Tick(self.y(one), self.value(one)) for one in _round_numbers(self.low, self.high, 5))
 
     def line(self, curve: Curve, colour: str) -> Line:
-        chosen = np.unique(np.linspace(0, len(curve.steps) - 1, _MOST_POINTS).round().astype(int))
-        points = [(curve.steps[i], curve.values[i]) for i in chosen]
+        points = list(zip(curve.steps, curve.values, strict=True))
         marks = tuple(Mark(self.x(s), self.y(v), self._text(curve, s, v)) for s, v in points)
         known = [(step, curve.intervals[int(step)]) for step, _ in points if int(step) in curve.intervals]
         ends = [(step, one.high) for step, one in known] + [(step, one.low) for step, one in reversed(known)]
@@ -275,6 +289,16 @@ class _Axes:
 
 def _path(points: Iterable[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:g},{y:g}" for x, y in points)
+
+
+def short_value(value: float) -> str:
+    """Write a value in three digits, or as a whole number where it is large.
+
+    Example:
+        >>> [short_value(value) for value in (0.01234, 3.14159, 1234.5, -25000.0, 3e7)]
+        ['0.0123', '3.14', '1,234', '-25,000', '3e+07']
+    """
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def short_count(number: float) -> str:

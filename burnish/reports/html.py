@@ -23,8 +23,9 @@ def _templates() -> Environment:
 
 
 def data_uri(image: bytes, kind: str) -> str:
-    """Return an image as an address that holds its bytes."""
-    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+    """Return an image, or a video of kind mp4, as an address that holds its bytes."""
+    medium = "video" if kind == "mp4" else "image"
+    return f"data:{medium}/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 def render(template: str, **values: Any) -> str:

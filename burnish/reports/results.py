@@ -236,22 +236,29 @@ def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
     yield row("return_cvar", asdict(conditional_value_at_risk(returns)), returns)
 
 
+class Row(NamedTuple):
+    """A run in a comparison, or several runs together."""
+
+    head: Headline
+    colour: str
+    facts: tuple[object, ...]  # the settings in which the run differs
+    is_pooled: bool
+
+
 class Whisker(NamedTuple):
-    """A level on a common scale, in percent of its width; `before` is where the run began, if known."""
+    """A row on a scale, in percent of its width; `before` is where the run began, if known."""
 
     level: Level
     value: float
     low: float
     high: float
     before: float | None
-    colour: str
-    facts: tuple[object, ...]  # the settings in which the run differs
-    is_pooled: bool
+    row: Row
 
 
-def whiskers(rows: Sequence[tuple[Headline, str, tuple[object, ...], bool]]) -> list[Whisker]:
-    """Lay levels (headline, colour, facts, pooled) with one quantity out on a common scale."""
-    levels = [one for head, *_ in rows for one in (head.after, head.before) if one is not None]
+def whiskers(rows: Sequence[Row], beside: Sequence[Row]) -> list[Whisker]:
+    """Lay rows out on the scale of the rows beside them, which are of one task."""
+    levels = [one for row in beside for one in (row.head.after, row.head.before) if one is not None]
     ends = [level.interval.get(end, level.interval["value"]) for level in levels for end in ("low", "high")]
     low, high = (0.0, 1.0) if levels[0].quantity == "success" else (min(ends), max(ends))
 
@@ -259,9 +266,10 @@ def whiskers(rows: Sequence[tuple[Headline, str, tuple[object, ...], bool]]) -> 
         return round(2 + 96 * (value - low) / ((high - low) or 1.0), 2)
 
     out = []
-    for head, colour, facts, is_pooled in rows:
-        known = head.after.interval
-        value, least, most = (known.get(end, known["value"]) for end in ("value", "low", "high"))
-        before = None if head.before is None else at(head.before.interval["value"])
-        out.append(Whisker(head.after, at(value), at(least), at(most), before, colour, facts, is_pooled))
+    for row in rows:
+        after, before = row.head.after, row.head.before
+        known = after.interval
+        value, least, most = (at(known.get(end, known["value"])) for end in ("value", "low", "high"))
+        began = None if before is None else at(before.interval["value"])
+        out.append(Whisker(after, value, least, most, began, row))
     return out

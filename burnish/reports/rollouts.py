@@ -141,8 +141,14 @@ class Episode:
         return sum(len(clip.sheet.image) for clip in self.clips)
 
 
-def grid_of(env: Any, played: Played, clips: int) -> list[Episode]:
-    """Return the episodes of the last policy, failures and low returns first; `clips` of them with frames.
+def grid_of(env: Any, played: Played, shown: int, size: int) -> list[Episode]:
+    """Return the episodes of the last policy, failures and low returns first.
+
+    Args:
+        env: The task.
+        played: Evaluations by title, of the same episodes.
+        shown: The number of episodes with actions.
+        size: Bytes of the frames of these; the episodes after it is used up have none. 0: no frames.
 
     Raises:
         MissingExtraError: If rendering is unavailable.
@@ -151,12 +157,14 @@ def grid_of(env: Any, played: Played, clips: int) -> list[Episode]:
     position = {row.seed: i for i, row in enumerate(last.rows)}
     episodes = []
     for place, row in enumerate(worst_first(last.rows)):
-        shown = [(own, row), *((title, one.rows[position[row.seed]]) for title, one in others)]
-        drawn = shown if place < clips else []
+        both = [(own, row), *((title, one.rows[position[row.seed]]) for title, one in others)]
+        is_shown = place < shown
+        drawn = both if is_shown and size > 0 else []
         found = tuple(Clip(title, outcome(env, one), one.length, _sheet(env, one)) for title, one in drawn)
         step = max(math.ceil(row.length / _MOST_ACTIONS), 1)
-        actions = [] if row.actions is None else np.round(row.actions[::step], 3).tolist()
+        actions = [] if row.actions is None or not is_shown else np.round(row.actions[::step], 3).tolist()
         episodes.append(Episode(row, outcome(env, row), found, actions, step))
+        size -= episodes[-1].size
     return episodes
 
 

@@ -219,6 +219,12 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
         yield Choice("algo.clip_range", 0.2, "nothing is to be kept")
         yield Choice("algo.log_prob_range", None, "nothing is to be kept")
         yield Choice("algo.log_prob_reduction", "joint", "the density of the whole action")
+    if isinstance(algo, DppoConfig) and facts.has_success and not facts.is_new:
+        few = f"{_ITERATIONS} iterations; the published range is for a thousand"
+        yield Choice("algo.clip_range", 0.03, few)
+        yield Choice("algo.clip_range_base", 0.03, few)
+        yield Choice("algo.critic_warmup_iterations", 2, "the first advantages of a new critic are noise")
+        yield Choice("algo.actor_lr_warmup", 2, "the critic's warm-up comes first")
     if isinstance(algo, ReinFlowConfig):
         yield Choice("algo.clip_state", 1.0, "as published; otherwise means leave the box of actions")
         yield Choice("algo.entropy_coef", 0.0, "the deviations of a clone suffice")

@@ -116,6 +116,21 @@ def gl_backends() -> tuple[str, ...]:
     return ("glfw", "osmesa") if is_software_only else ("egl", "glfw")
 
 
+@contextmanager
+def gl_for_others() -> Iterator[None]:
+    """Set `MUJOCO_GL` for a block, to a kind of `gl_backends`; gymnasium's own choice needs a display."""
+    with_display = bool(os.environ.get("DISPLAY")) or sys.platform != "linux"
+    usable = [kind for kind in gl_backends() if kind != "glfw" or with_display]
+    if "MUJOCO_GL" in os.environ or not usable:
+        yield
+        return
+    os.environ["MUJOCO_GL"] = usable[0]
+    try:
+        yield
+    finally:
+        del os.environ["MUJOCO_GL"]
+
+
 @cache
 def has_library(name: str) -> bool:
     """Return whether a shared library is installed, by its name without `lib`."""

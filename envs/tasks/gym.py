@@ -288,7 +288,10 @@ def _picture(env: Any) -> Array:
     Raises:
         ConfigError: If `render()` gives none.
     """
-    frame = env.render()
+    from envs.engine.rendering import gl_for_others
+
+    with gl_for_others():
+        frame = env.render()
     frame = frame[-1] if isinstance(frame, list) and frame else frame
     if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
         raise ConfigError(

@@ -342,7 +342,11 @@ def test_a_share_may_be_any_number_and_is_drawn_together_with_experience() -> No
 
 @pytest.mark.parametrize(
     ("variant", "make", "steps"),
-    [("na", flow, None), ("na", partial(flow, VPDiffusion(num_levels=10)), 5), ("sac", composed, None)],
+    [
+        ("na", flow, None),
+        ("na", partial(flow, VPDiffusion(num_levels=10, prediction="eps")), 5),
+        ("sac", composed, None),
+    ],
     ids=["na-flow", "na-diffusion", "sac-composed"],
 )
 def test_a_point_is_steered_to_its_goal_by_a_policy_that_never_learned_the_way(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from messages import mentions
 
 import burnish
+from algos.dppo import DppoConfig
 from burnish.config.overrides import Overrides, RunContext, quoted
 from burnish.config.schema import compose_config
 from burnish.runs.auto import Facts, choose
@@ -59,6 +61,15 @@ def test_the_budget_follows_from_a_typed_number_of_environments() -> None:
     assert free["algo.num_envs"] == 2 * 10
     assert typed["algo.env_steps"] * 2 == free["algo.env_steps"]
     assert typed["algo.batch_size"] * 2 == free["algo.batch_size"]
+
+
+def test_a_clone_of_a_task_with_success_may_move_further_once_its_critic_has_learned() -> None:
+    clone, new = values("dppo", replace(SHORT, is_new=False, act_steps=4)), values("dppo", SHORT)
+    published = DppoConfig()
+    assert clone["algo.clip_range"] == clone["algo.clip_range_base"] > published.clip_range
+    assert clone["algo.critic_warmup_iterations"] >= clone["algo.actor_lr_warmup"] > 0
+    for other in (new, values("dppo", TUNED), values("reinflow", replace(SHORT, is_new=False))):
+        assert "algo.clip_range" not in other and "algo.critic_warmup_iterations" not in other
 
 
 def test_more_data_means_more_steps_within_bounds() -> None:

@@ -76,7 +76,7 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["export", "policy=x", "seed=-1"], "seed must be from 0 to"),
         (["eval"], "eval needs policy="),
         (["eval", "policy=x", "start_noise=some"], "start_noise must be random or zero"),
-        (["collect"], "collect needs env=<name>; tasks with an expert: avoid"),
+        (["collect"], "collect needs env=<name>, or policy=<run>; tasks with an expert: avoid"),
         (["collect", "env=ant"], "env=ant has no expert"),
         (["export", "graph=half"], "graph must be one of: whole, step; got 'half'"),
         (["import"], "import needs weights=<checkpoint>"),

@@ -16,12 +16,14 @@ from chromium import browser
 from messages import mentions
 
 from algos.training.run_directory import RunDirectory
+from burnish.commands import report as report_module
 from burnish.commands.report import ReportConfig, grouped, report
 from burnish.reports import rollouts
 from burnish.reports.curves import Chart, learning_charts, run_colours
-from burnish.reports.results import is_same_task
+from burnish.reports.facts import facts_of
+from burnish.reports.results import Stored, headline, is_same_task
 from burnish.reports.rollouts import ReportRollouts, describe_modes, draw_moving
-from envs.evaluation.comparison import Comparison
+from envs.evaluation.comparison import Comparison, compare
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import Interval, success_rate
 from envs.rollouts.episodes import EpisodeRow
@@ -278,3 +280,51 @@ def test_a_page_is_used_without_a_complaint_and_fits_a_narrow_window(
         tab.run(f"document.querySelector('[data-chart] svg').dispatchEvent({move})")
         assert "2: 100 %" in tab.run("return document.querySelector('#tip').textContent")
         assert not tab.complaints()
+
+
+def test_pictures_of_many_runs_do_not_outgrow_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames of noise are as large as frames can be; every episode is listed all the same."""
+    spec = SimpleNamespace(name="noise", success_rule="arrives", action_names=("a",), control_hz=20.0)
+    frames = np.random.default_rng(0).integers(0, 255, (3, 160, 160, 3), dtype=np.uint8)
+    task = SimpleNamespace(spec=spec, render_frames=lambda seed, actions, *, every: frames)
+    played = {"before": evaluation(1, 6), "after": evaluation(2, 6)}
+    monkeypatch.setattr(ReportRollouts, "play", lambda stage, directory: (task, played))
+    monkeypatch.setattr(report_module, "_PICTURE_BYTES", 2**18)
+    runs = [str(made(tmp_path / str(seed), "bc", {"name": "avoid"}, seed).path) for seed in range(6)]
+    text = report(ReportConfig(run=runs, out=str(tmp_path / "page"))).read_text()
+    assert text.count("data:image/webp") >= 3 and len(text) < 2 * 2**18 + 2**17
+    assert text.count("No pictures: those of the other runs fill the page.") >= 3
+    assert text.count("data-episode=") == 6 * 6
+
+
+def test_a_result_begins_with_the_best_known_policy_before(tmp_path: Path) -> None:
+    """The stored comparison, else the episodes of `init`, else those that were played for the page."""
+    run = made(tmp_path / "run", "dppo", {"name": "avoid"})
+    played = {"before": evaluation(4, 24), "after": evaluation(20, 24)}
+    assert headline(run, None, {}) is None
+    own = evaluation(90, 100)
+    alone = headline(run, Stored(own, None), {})
+    assert alone is not None and alone.before is None and alone.after.mean == "90.0 %"
+    shown = headline(run, Stored(own, None), played)
+    assert shown is not None and shown.before is not None and shown.comparison is not None
+    assert (shown.before.episodes, shown.after.episodes, shown.comparison.episodes) == (24, 100, 24)
+    versus = {"policy": "base", **asdict(compare(evaluation(50, 100), own))}
+    stored = headline(run, Stored(own, versus), played)
+    assert stored is not None and stored.before is not None and stored.comparison is not None
+    rate = success_rate(np.arange(100) < 50)
+    assert stored.before.around == f"{100 * rate.low:.1f} to {100 * rate.high:.1f} %"
+    assert stored.difference.startswith("+40 points (+") and stored.comparison.episodes == 100
+
+
+def test_the_command_of_a_run_has_the_last_value_of_every_key(tmp_path: Path) -> None:
+    typed = ["algo=dppo", "init=a run", "algo.env_steps=100", "resume=x", "algo.env_steps=200"]
+    run = RunDirectory.create_at(tmp_path / "run", {"algo": {"name": "dppo"}, "seed": 3}, typed)
+    run.log({"time/elapsed_s": 90.0}, 1000)
+    run.log({"time/elapsed_s": 600.0}, 24000)
+    facts = facts_of(run)
+    assert facts.command == "burnish train algo=dppo 'init=a run' algo.env_steps=200"
+    known = dict(facts.rows)
+    assert (known["algorithm"], known["seed"], known["cost"]) == ("dppo", "3", "24,000 steps in 10 min")
+    assert "torch " in known["versions"] and "task" not in known

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from drawing import require_drawing
 from messages import mentions
 from own_environments import Walk
 
@@ -76,6 +78,15 @@ def test_an_episode_is_drawn_by_its_own_render() -> None:
         Gym(factory="own_environments:Silent", kwargs={"render_mode": "rgb_array"}).render_frames(
             0, np.zeros((1, 1))
         )
+
+
+def test_mujoco_environments_are_drawn_without_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_drawing()
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    task = Gym(id="Reacher-v5", kwargs={"width": 64, "height": 48})
+    frames = task.render_frames(0, np.ones((2, 2)), every=1)
+    assert frames.shape == (3, 48, 64, 3) and frames.std() > 0
+    assert "MUJOCO_GL" not in os.environ
 
 
 @pytest.mark.parametrize(

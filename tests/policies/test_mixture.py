@@ -22,7 +22,7 @@ from policies.networks.heads import Mixture, MixtureHeadConfig
 from policies.policy import PolicyConfig
 from policies.processes.gaussian import GaussianProcess
 from policies.processes.mixture import MixturePolicy, MixtureProcess, ModeMean, drawn_mode, elementwise_nll
-from policies.protocols import Cond, DensityPolicy
+from policies.protocols import Cond, has_density
 from policies.storage.policy_folder import load_policy, save_policy
 
 SHAPE = (4, 3)
@@ -203,7 +203,7 @@ def test_a_saved_mixture_chooses_its_chunks_as_before(tmp_path: Path) -> None:
 
 def test_the_density_of_a_draw_is_that_of_the_executed_rows() -> None:
     policy = small_policy(MixtureProcess(num_modes=3), horizon=4, act_steps=2).double()
-    assert isinstance(policy, MixturePolicy) and isinstance(policy, DensityPolicy)
+    assert isinstance(policy, MixturePolicy) and has_density(policy)
     cond = policy.encode(policy.observation(observations(5)))
     chain = policy.sample_chain(cond, generator=seeded(1))
     mixture = policy.head(cond.vec)

@@ -12,8 +12,7 @@ network evaluation.
 
 Source: FQL, arXiv 2502.02538, released code; on chunks QC-FQL, arXiv 2507.07969. Deviations: those of
 `algos.critics.qc`; the student is a flow of one Euler step that starts as a copy of the teacher, where the
-release starts a plain network anew; from a teacher that is no flow it starts anew; for `value_after`
-updates it only imitates.
+release starts a plain network anew; from a teacher that is no flow it starts anew.
 """
 
 from __future__ import annotations
@@ -106,9 +105,7 @@ class FqlLearner(ChunkCriticLearner):
 
     def update_actor(self, batch: Batch, draws: Draws) -> Quantities:
         distillation, value, _ = self.student_losses(batch, draws["student"])
-        climbs = self.steps > self.config.value_after
-        loss = self.config.alpha * distillation
-        descend(self.actor_optimizer, loss + value if climbs else loss)
+        descend(self.actor_optimizer, self.config.alpha * distillation + value)
         return {"actor/distillation": distillation.detach(), "actor/value_loss": value.detach()}
 
 
@@ -126,7 +123,6 @@ class FqlConfig(ChunkCriticConfig):
 
     alpha: float = bounded(10.0, ge=0)  # weight of the distillation
     normalize_value: bool = False  # divide the value term by its mean magnitude
-    value_after: int = bounded(0, ge=0)  # updates in which the student only imitates
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)

@@ -15,6 +15,7 @@ from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.replanning import WarmStart
 from policies.policy import Policy, PolicyConfig
+from policies.processes import VPDiffusion
 from policies.samplers.ddpm import DDPM
 from policies.wrappers.steering import STRATEGIES, Steering
 
@@ -32,6 +33,7 @@ def way(tmp_path: Path) -> str:
 def policy_of() -> Policy:
     """A real policy that executes four of six rows."""
     config = PolicyConfig(
+        process=VPDiffusion(prediction="eps"),
         backbone=MlpConfig(width=13, time_dim=6),
         sampler=DDPM(steps=4),
         horizon=6,

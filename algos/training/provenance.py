@@ -31,7 +31,8 @@ def describe_environment() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None},
+        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None}
+        | {"torch": str(torch.__version__)},  # with its build, which the index's metadata leaves out
         "commit": _commit(),
         "command": Path(sys.argv[0]).name if sys.argv else None,
     }

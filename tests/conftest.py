@@ -54,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     omegaconf.base.parse = functools.cache(omegaconf.base.parse)
     torch.onnx.export = _with_one_table(torch.onnx.export)
     # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
-    os.fsync = lambda handle: None
+    # That the handle is open is still asked.
+    os.fsync = lambda handle: os.fstat(handle) and None
     # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
     # that is standard error at this moment. While a test captures that, it would be pytest's own file.
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__

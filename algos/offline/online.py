@@ -147,11 +147,12 @@ class RunningChunks:
     def state_dict(self) -> dict[str, Any]:
         return {"running": [{"first": first} | columns_of(part) for part, first in self._running]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._running = [
-            (Batch(**{name: saved[name] for name in _COLUMNS}), saved["first"])
-            for saved in state.get("running", [])
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from `state_dict` with chunks on `device`."""
+        moved = [
+            {name: part.to(device) for name, part in saved.items()} for saved in state.get("running", [])
         ]
+        self._running = [(Batch(**{name: one[name] for name in _COLUMNS}), one["first"]) for one in moved]
 
 
 class OnlinePhase:
@@ -183,7 +184,7 @@ class OnlinePhase:
             raise CapabilityError(f"online steps need a policy in torch.float32; this one is {policy.dtype}.")
         self.config, self.total, self.table, self._rewarding = config, total, table, rewarding
         self.experience = Experience(min(config.buffer_size, total + config.num_envs), table)
-        self._running = RunningChunks(chunks)
+        self._running, self._device = RunningChunks(chunks), policy.device
         self.pool = RolloutPool(
             match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
@@ -199,7 +200,7 @@ class OnlinePhase:
         explorer = Explorer(policy.on_cpu(), self.config.exploration_std)
         rollout = self.pool.collect(explorer, 1)
         batch = batch_of(rollout, policy, self._rewarding)
-        first, terminated = (flags[0].to(policy.device) for flags in (rollout.first, rollout.terminated))
+        first, terminated = (flags[0].to(self._device) for flags in (rollout.first, rollout.terminated))
         for transitions in self._running.add(batch, first, terminated):
             self.experience.add(transitions)
         executed = int(rollout.length.sum())
@@ -241,7 +242,7 @@ class OnlinePhase:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.experience.load_state_dict(state["experience"])
-        self._running.load_state_dict(state)
+        self._running.load_state_dict(state, self._device)
         restore_generator(self._generator, state["generator"])
         self.pool.load_state_dict(state["pool"])
         self.progress, self._pending = int(state["progress"]), float(state["pending"])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import burnish
@@ -18,8 +17,7 @@ from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.datasets.episode import Episode
-from envs.evaluation.evaluate import evaluate
-from envs.rollouts.episodes import EpisodeRow
+from envs.evaluation.policy_episodes import policy_episodes
 
 _OF_THE_MACHINE = ("num_workers", "num_threads")
 _LENGTHS = ("algo.steps=", "algo.total_steps=")
@@ -50,18 +48,13 @@ def demonstrations(
 
 
 def with_own_episodes(path: Path, demos: Path, run: Path, episodes: int, *, first: int) -> Path:
-    """Record a file of demonstrations and of a run's own episodes, unless it is there; returns it.
-
-    The return of an own episode is the reward of its last step, as in tasks that reward their end alone.
-    """
+    """Record a file of demonstrations and of a run's own episodes, unless it is there; returns it."""
     if not path.exists():
-        task, policy = task_of(locate(str(run))), burnish.load_policy(str(run))
-        rows = evaluate(
-            policy, task, episodes=episodes, first_seed=first, noise_seed=first, keep_observations=True
-        ).rows
-        shown = read_dataset(demos)
-        whole = [*episodes_of(shown), *map(played, rows)]
-        write_dataset(path, EpisodeDataset.from_episodes(whole, meta=shown.meta), task)
+        task, policy, shown = task_of(locate(str(run))), burnish.load_policy(str(run)), read_dataset(demos)
+        own = islice(policy_episodes(policy, task, first_seed=first), episodes)
+        dataset = EpisodeDataset.from_episodes([*episodes_of(shown), *own], meta=shown.meta)
+        dataset.meta["attempts"] = shown.meta["attempts"] + episodes
+        write_dataset(path, dataset, task)
     return path
 
 
@@ -77,23 +70,8 @@ def episodes_of(dataset: EpisodeDataset) -> Iterator[Episode]:
             terminated=bool(dataset.terminated[last]),
             truncated=bool(dataset.truncated[last]),
             success=bool(dataset.success[number]),
+            seed=int(dataset.episode_extras["seed"][number]),
         )
-
-
-def played(row: EpisodeRow) -> Episode:
-    """Return the episode of an evaluation that kept observations."""
-    assert row.observations is not None and row.actions is not None
-    rewards = np.zeros(row.length)
-    rewards[-1] = row.return_
-    return Episode(
-        row.observations,
-        row.actions,
-        rewards,
-        terminated=row.terminated,
-        truncated=row.truncated and not row.terminated,
-        success=row.success,
-        seed=row.seed,
-    )
 
 
 def trained(

@@ -32,7 +32,7 @@ class CollectConfig(Checked):
     env: Any = None  # the task; it must have an expert. With policy, null: the policy's own task
     policy: str | None = path_field()  # a run or policy directory that plays instead of the expert
     allow_other_task: bool = False  # record a policy in another task than the one that it was made for
-    episodes: int = bounded(50, ge=1)  # demonstrations in the file
+    episodes: int = bounded(50, ge=1)  # episodes in the file
     out: str = path_field("demonstrations.hdf5")  # file to write; Minari's and LeRobot's formats are folders
     format: str | None = None  # robomimic, minari, d4rl, lerobot; null: minari for out=…-v<n>, else robomimic
     first_seed: int = 1_000_000  # attempt i uses seed first_seed + i; evaluation starts from 0

@@ -58,7 +58,7 @@ from burnish.runs.tasks import task_label
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.settings import check_seeds
 from policies.bounds import Checked, bounded
-from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
+from policies.errors import BurnishError, ConfigError
 from policies.paths import path_field
 from policies.storage.atomic_write import draft_folder, move_into
 
@@ -69,7 +69,6 @@ _MOST_NAMES, _MOST_KEYS = 3, 8  # names in a title, columns of differing keys
 _SHOWN = 24  # episodes with frames and actions on a page, shared out among its runs
 _PICTURE_BYTES = 9 * 2**19  # of a page, which stays below 8 MB: in its text they take a third more
 PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.(png|webp)")
-_CANNOT_DRAW = (CapabilityError, CheckpointError, ConfigError, MissingExtraError)
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def _write(target: Path, page: str, pictures: Mapping[str, bytes]) -> Path:
     with draft_folder(target) as draft:  # an earlier report stays if the disk is full
         for name, image in pictures.items():
             (draft / name).write_bytes(image)
-        (draft / INDEX).write_text(page)
+        (draft / INDEX).write_text(page, encoding="utf-8")
         for path in target.glob("*.*"):
             if PICTURE.fullmatch(path.name):
                 path.unlink()
@@ -439,6 +438,6 @@ def _play(shown: Behaviour, stage: ReportRollouts, directory: RunDirectory, each
         shown.paths = draw_paths(env, shown.played)
         shown.moving = draw_moving(env, shown.played)
         shown.episodes = grid_of(env, shown.played, each, left - shown.size)
-    except _CANNOT_DRAW as error:
+    except BurnishError as error:
         _log.warning("no pictures of the behaviour of %s: %s", shown.name, error)
         shown.notes.append(f"No pictures: {error}")

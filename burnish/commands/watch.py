@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from burnish.config.overrides import RunContext
@@ -43,7 +44,8 @@ def run(config: WatchConfig, context: RunContext) -> None:
     require_task_of(found, env, "policy", allow_other_task=config.allow_other_task)
     try:
         require_display()
-        watch(found.load(), env, open_viewer=open_viewer, first_seed=config.first_seed, on_episode=_told)
+        tell = partial(_tell, bool(env.spec.success_rule))
+        watch(found.load(), env, open_viewer=open_viewer, first_seed=config.first_seed, on_episode=tell)
     except CapabilityError as error:
         raise CapabilityError(
             f"{error} burnish eval policy={config.policy} videos=3 writes moving pictures."
@@ -71,6 +73,6 @@ def open_viewer(model: Any, data: Any) -> AbstractContextManager[Any]:
     return viewer
 
 
-def _told(row: EpisodeRow) -> None:
-    success = "success" if row.success else "no success"
-    output().print(f"seed {row.seed}: {row.length} steps, return {row.return_:.4g}, {success}")
+def _tell(has_success: bool, row: EpisodeRow) -> None:
+    end = (", success" if row.success else ", no success") if has_success else ""
+    output().print(f"seed {row.seed}: {row.length} steps, return {row.return_:.4g}{end}")

@@ -103,7 +103,7 @@ class Chart:
 
     def hover(self) -> list[dict[str, Any]]:
         """Return what is shown under the pointer, in JSON types."""
-        return [{"label": one.label, "colour": one.colour, "marks": one.marks} for one in self.lines]
+        return [{"label": one.label, "marks": one.marks} for one in self.lines]
 
 
 def read_curves(

@@ -68,7 +68,7 @@ def watch(
     )  # fmt: skip
     vector: Any = task.make_vector(1, obs_steps=policy.chunk.obs_steps)
     try:
-        model, data = _scene_of(vector.stepper, env.spec.name)
+        model, data = _scene_of(getattr(vector, "stepper", None), env.spec.name)
         with open_viewer(model, data) as viewer:
             watched = _Watched(runner, vector, model, viewer, clock, sleep)
             for episode in count():

@@ -43,8 +43,8 @@ def _replay_images(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]
     for t, action in enumerate(episode.actions):
         if not np.array_equal(obs, episode.observations[t]):
             raise CapabilityError(
-                f"images of this expert of {vector.spec.name} cannot be recorded: its episodes differ from "
-                f"the task's (seed {episode.seed}, step {t}). Leave env.cameras out, or use another expert."
+                f"images of an episode of {vector.spec.name} cannot be recorded: it differs from the task's "
+                f"(seed {episode.seed}, step {t}). Leave env.cameras out, or let another expert play."
             )
         frames.append(vector.images())
         obs = vector.step_chunk(action[None, None]).obs[0, -1]

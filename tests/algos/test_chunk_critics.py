@@ -733,7 +733,7 @@ def test_consecutive_chunks_are_joined_up_to_the_end_of_the_task() -> None:
     assert whole.action.tolist() == [[0, 0.5, 1, 1.5, 2, 2.5]]
     assert (whole.cond.item(), whole.next_cond.item()) == (0, 3) and whole.plan.tolist() == [[0, 0.5]]
     other = RunningChunks(3)
-    other.load_state_dict(running.state_dict())
+    other.load_state_dict(running.state_dict(), torch.device("cpu"))
     for one in (running, other):
         last, middle, oldest = one.add(chunk_of(3, 8.0, 0.0), no, yes)  # the task ends
         assert (last.reward.item(), last.action.tolist()) == (8, [[3, 3.5, 3.5, 3.5, 3.5, 3.5]])
@@ -743,6 +743,16 @@ def test_consecutive_chunks_are_joined_up_to_the_end_of_the_task() -> None:
     assert running.add(chunk_of(6, 1.0, 0.5), yes, no) == [] == running.add(chunk_of(7, 1.0, 0.5), no, no)
     (after,) = running.add(chunk_of(8, 1.0, 0.5), no, no)
     assert after.cond.item() == 6
+
+
+def test_running_chunks_are_resumed_on_the_device_of_the_run() -> None:
+    """Checkpoints are read to the processor; `meta` stands for another device."""
+    device, (yes, no) = torch.device("meta"), torch.tensor([[True], [False]])
+    running, other = RunningChunks(2), RunningChunks(2)
+    running.add(chunk_of(0, 1.0, 0.5), yes, no)
+    other.load_state_dict(running.state_dict(), device)
+    (saved,) = other.state_dict()["running"]
+    assert {part.device for part in saved.values()} == {device}
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.0, 0), (0.5, 4), (1.0, 8), (None, None)])

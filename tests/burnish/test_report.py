@@ -27,7 +27,7 @@ from envs.evaluation.comparison import Comparison, compare
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import Interval, success_rate
 from envs.rollouts.episodes import EpisodeRow
-from policies.errors import CapabilityError
+from policies.errors import CapabilityError, TrainingError
 
 
 def made(path: Path, algo: str, env: dict[str, Any] | None, seed: int = 0) -> RunDirectory:
@@ -171,6 +171,18 @@ def test_a_task_that_draws_nothing_is_reported_without_pictures(
     text = report(ReportConfig(run=str(run.path))).read_text()
     assert "No pictures: env=pendulum draws nothing" in text
     assert text.count("data-episode=") == 5, "episodes are listed without pictures"
+
+
+def test_a_policy_that_cannot_be_played_is_reported_without_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(stage: ReportRollouts, directory: RunDirectory) -> None:
+        raise TrainingError("an action is not finite.")
+
+    monkeypatch.setattr(ReportRollouts, "play", fail)
+    run = made(tmp_path / "run", "bc", {"name": "avoid"})
+    text = report(ReportConfig(run=str(run.path))).read_text()
+    assert "No pictures: an action is not finite." in text and "What was run" in text
 
 
 def test_policies_are_drawn_as_their_run_evaluates_them(

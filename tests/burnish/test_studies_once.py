@@ -10,11 +10,15 @@ import pytest
 import torch
 from messages import mentions
 
+import burnish
 from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
 from benchmarks.studies.offline import correction_of, rows_of, scores, settings_of
-from benchmarks.studies.once import _compared, demonstrations, first_seed, trained
+from benchmarks.studies.once import _compared, demonstrations, first_seed, trained, with_own_episodes
 from benchmarks.studies.sight import Blindfolded
+from envs.datasets import read_dataset
+from envs.evaluation.evaluate import evaluate
+from envs.tasks.avoid.task import Avoid
 from policies.build import build_policy
 from policies.encoders.vit import VitEncoderConfig
 from policies.normalizer import box_statistics
@@ -48,6 +52,21 @@ def test_a_run_is_made_once_and_by_one_recipe(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=mentions("algo.lr=0.5")):
         trained(place, *TINY, "algo.lr=0.5", dataset=str(demos), seed=3)
     assert trained(place, *TINY, dataset=str(demos), seed=4, indifferent=["seed"]).directory.latest() == 8
+
+
+def test_own_episodes_stand_behind_the_demonstrations_with_their_rewards(tmp_path: Path) -> None:
+    demos, clone = demonstrations(tmp_path / "avoid.hdf5", "avoid", 2, first=50), tmp_path / "run"
+    trained(clone, *TINY, dataset=str(demos))
+    shown = read_dataset(demos)
+    path = with_own_episodes(tmp_path / "both.hdf5", demos, clone, 3, first=900)
+    both = read_dataset(path)
+    assert both.episode_extras["seed"].tolist() == [*shown.episode_extras["seed"].tolist(), 900, 901, 902]
+    assert torch.equal(both.observations[: shown.num_frames], shown.observations)
+    played = evaluate(burnish.load_policy(clone), Avoid(), episodes=3, first_seed=900).rows
+    assert both.lengths[2:].tolist() == [row.length for row in played]
+    assert both.returns[2:].tolist() == pytest.approx([row.return_ for row in played])
+    before = path.read_bytes()
+    assert with_own_episodes(path, demos, clone, 9, first=0).read_bytes() == before
 
 
 def test_a_run_that_was_shorter_goes_on(tmp_path: Path) -> None:

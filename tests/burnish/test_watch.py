@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 from messages import mentions
 
 from burnish.commands.watch import WatchConfig, open_viewer, require_display, run
 from burnish.config.overrides import RunContext
+from envs.rollouts.episodes import EpisodeRow
+from envs.tasks.gym import Gym
 from policies.errors import CapabilityError, ConfigError
 
 OLD = "tests/fixtures/version_0_1/policies/cloned"
@@ -36,3 +39,17 @@ def test_a_display_that_refuses_is_an_error_of_the_machine(monkeypatch: pytest.M
     require_display()
     with pytest.raises(CapabilityError, match=mentions("viewer does not open")):
         open_viewer(None, None)
+
+
+def test_an_episode_has_an_end_to_name_where_the_task_knows_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path
+) -> None:
+    def play(policy: Any, env: Any, *, on_episode: Any, **_: Any) -> None:
+        on_episode(EpisodeRow(7, 0, 1.5, 9, False, False, True))
+
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr("burnish.commands.watch.watch", play)
+    run(WatchConfig(policy=OLD), RunContext(tmp_path))
+    run(WatchConfig(policy=OLD, env=Gym(id="Reacher-v5"), allow_other_task=True), RunContext(tmp_path))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("seed 7: 9 steps, return 1.5, no success") and second.endswith("return 1.5")

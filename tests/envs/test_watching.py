@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,15 @@ def test_an_environment_of_gymnasium_is_shown_where_mujoco_simulates_it() -> Non
     assert window.model.nq == 4 and len(window.shown) == 5 and window.shown[-1][1] > 0
 
 
-def test_a_task_without_a_scene_is_refused() -> None:
-    env = Gym(id="MountainCarContinuous-v0")
+class Bare(Gym):
+    """A task whose vector of environments is not made of steppers."""
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> Any:
+        return SimpleNamespace(close=lambda: None)
+
+
+@pytest.mark.parametrize("kind", [Gym, Bare])
+def test_a_task_without_a_scene_is_refused(kind: type[Gym]) -> None:
+    env = kind(id="MountainCarContinuous-v0")
     with pytest.raises(CapabilityError, match=mentions("env MuJoCo scene")):
         watch(policy_of(env), env, open_viewer=Window(frames=1))

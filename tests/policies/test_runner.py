@@ -35,7 +35,11 @@ LOW, HIGH = (-0.2, -0.3), (0.25, 0.35)
 
 
 def policy_of(stochastic: bool) -> Policy:
-    parts = (VPDiffusion(num_levels=3, prediction="eps"), DDPM()) if stochastic else (RectifiedFlow(), Euler(steps=2))
+    parts = (
+        (VPDiffusion(num_levels=3, prediction="eps"), DDPM())
+        if stochastic
+        else (RectifiedFlow(), Euler(steps=2))
+    )
     return small_policy(*parts, horizon=TH, act_steps=TA, obs_steps=TO, action_start=START)
 
 

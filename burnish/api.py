@@ -205,7 +205,10 @@ def _composed(
         )
     if directory is not None and not isinstance(values.get("dataset"), (str, os.PathLike, type(None))):
         values = values | {"dataset": stored_dataset(values["dataset"], Path(directory).expanduser().parent)}
-    typed = with_resumed_parts(Overrides.parse(overrides_of(overrides, values)))
+    given = Overrides.parse(overrides_of(overrides, values))
+    if (folder := given.value("hydra.run.dir")) is not None:
+        raise ConfigError(f"hydra.run.dir={folder} is a key of commands; in Python give directory=.")
+    typed = with_resumed_parts(given)
     composed = compose_command("train", typed.texts)
     config = composed.config
     if directory is not None and config.resume is not None:

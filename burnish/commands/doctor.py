@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _python() -> Iterator[Finding]:
-    detail = f"{platform.python_version()} on {platform.platform()} (needs 3.11)"
+    detail = f"{platform.python_version()} on {platform.platform()} (needs 3.11 or newer)"
     yield Finding("python", sys.version_info >= (3, 11), detail, True)
     yield Finding("burnish", True, burnish.__version__)
 

@@ -254,7 +254,7 @@ def _comparisons(
 def _comparison(group: Group, keys: Sequence[str], rows: Sequence[Row], beside: Sequence[Row]) -> Comparison:
     note = "Bars: 95 % intervals" + ("; pooled over seeds and episodes." if rows[-1].is_pooled else ".")
     if any(row.head.before is not None for row in rows):
-        note += " Grey marks: the policy before training."
+        note += " Grey marks: the policy before training, or the baseline."
     quantity = rows[0].head.after.quantity
     return Comparison(group.title, tuple(keys), quantity, whiskers(rows, beside), note)
 
@@ -313,7 +313,11 @@ def _panel(
         label = f"mean, {group.title}" if len(groups) > 1 else "mean"
         if len(group.runs) > 1:
             intervals[label] = intervals_over([evaluated[name] for name in group.runs])
-    known = [head.before for name in drawn if (head := heads[name]) is not None and head.before is not None]
+    known = [
+        head.before
+        for name in drawn
+        if (head := heads[name]) and head.before and drawn[name].config.get("init")
+    ]
     befores = {(one.quantity, one.interval["value"]) for one in known}
     levels = dict(befores) if len(befores) == 1 else {}
     metrics = {name: read_jsonl(one.metrics_path) for name, one in drawn.items()}

@@ -92,7 +92,7 @@ _COMMANDS = (
     Command(
         "import",
         "weights",
-        "make a policy of a checkpoint of Diffusion Policy, DPPO or ReinFlow",
+        "make a policy of a checkpoint of another program: DPPO, LeRobot, robomimic, …",
         "weights=state_3000.pt source=dppo normalization=normalization.npz out=imported",
         module="importing",
     ),

@@ -118,15 +118,17 @@ def headline(
     """Return the result of a run; None if it was never evaluated.
 
     The policy before comes from the stored comparison, else from the stored evaluation of `init`, else from
-    the episodes that were played for the report, by title: `before` and the run's own.
+    the episodes that were played for the report, by title: `before` and the run's own. A run that began
+    from nothing has no policy before; the one that it was compared with is called the baseline.
     """
     last = list(played.values())[-1] if played else None
     own = last if stored is None else stored.evaluation
     if own is None:
         return None
-    after, rule = level_of("after", [own]), str(own.protocol["env"]["success_rule"] or "")
+    first, second = ("before", "after") if directory.config.get("init") else ("baseline", "policy")
+    after, rule = level_of(second, [own]), str(own.protocol["env"]["success_rule"] or "")
     if stored is not None and stored.versus:
-        return Headline(after, _level_before(stored.versus), comparison_of(stored.versus), rule)
+        return Headline(after, _level_of_baseline(first, stored.versus), comparison_of(stored.versus), rule)
     for before, beside in ((_evaluation_of_init(directory), own), (played.get("before"), last)):
         if before is None or beside is None:
             continue
@@ -150,12 +152,12 @@ def main_interval(evaluations: Sequence[Evaluation]) -> Interval:
     return success_rate(values) if quantity == "success" else bootstrap_iqm(values)
 
 
-def _level_before(versus: Mapping[str, Any]) -> Level:
+def _level_of_baseline(label: str, versus: Mapping[str, Any]) -> Level:
     quantity, episodes = str(versus["quantity"]), int(versus["episodes"])
     known = versus.get("interval")
     if known is None and quantity == "success":  # of earlier versions
         known = asdict(wilson(round(versus["before"] * episodes), episodes))
-    return Level("before", quantity, known or {"value": float(versus["before"])}, episodes)
+    return Level(label, quantity, known or {"value": float(versus["before"])}, episodes)
 
 
 def comparison_of(versus: Mapping[str, Any]) -> Comparison:

@@ -131,9 +131,14 @@ def _starts(found: Mapping[str, Any], ends: np.ndarray, source: str) -> np.ndarr
     values = np.asarray(found[given[0]]).reshape(-1).astype(np.int64)
     if given == ["episode_start"]:
         return values if values[-1:].tolist() == [count] else np.append(values, count)
-    if given == ["episode"]:
+    if given == ["episode"] and _rows(values, count, "episode", source):
         return np.concatenate([[0], np.flatnonzero(np.diff(values)) + 1, [count]])
-    return np.concatenate([[0], values if given == ["episode_ends"] else np.cumsum(values)])
+    starts = np.concatenate([[0], values if given == ["episode_ends"] else np.cumsum(values)])
+    if starts[-1] != count:
+        raise DatasetError(
+            f"{source}: key '{given[0]}' must divide all {count} rows; the last episode ends at {starts[-1]}."
+        )
+    return starts
 
 
 def _rows(value: Any, count: int, key: str, source: str) -> bool:

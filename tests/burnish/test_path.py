@@ -295,6 +295,11 @@ def test_what_init_replaces_of_an_experiment_is_said(base: Run, caplog: pytest.L
     assert "the policy of init keeps its own process, backbone" in caplog.text
 
 
+def test_the_run_directory_of_commands_is_refused_in_python(demonstrations: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=mentions("hydra.run.dir directory=")):
+        burnish.clone(demonstrations, f"hydra.run.dir={tmp_path}/run")
+
+
 def test_a_run_is_not_overwritten(base: Run, demonstrations: Path) -> None:
     with pytest.raises(CheckpointError, match=mentions("resume=")):
         burnish.clone(demonstrations, directory=base.path, **{"algo.steps": 1, "algo.warmup_steps": 0})

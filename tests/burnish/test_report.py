@@ -328,6 +328,14 @@ def test_a_result_begins_with_the_best_known_policy_before(tmp_path: Path) -> No
     rate = success_rate(np.arange(100) < 50)
     assert stored.before.around == f"{100 * rate.low:.1f} to {100 * rate.high:.1f} %"
     assert stored.difference.startswith("+40 points (+") and stored.comparison.episodes == 100
+    labels = {"": ("baseline", "policy"), "a run": ("before", "after")}
+    for number, (init, expected) in enumerate(labels.items()):
+        config = {"algo": {"name": "dppo"}, "env": {"name": "avoid"}, "seed": 0} | (
+            {"init": init} if init else {}
+        )
+        shown = headline(RunDirectory.create_at(tmp_path / str(number), config, []), Stored(own, versus), {})
+        assert shown is not None and shown.before is not None
+        assert (shown.before.label, shown.after.label) == expected
 
 
 def test_the_command_of_a_run_has_the_last_value_of_every_key(tmp_path: Path) -> None:

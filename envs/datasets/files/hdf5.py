@@ -32,7 +32,7 @@ def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
     """Open a file for reading; a `DatasetError` names a missing, damaged or unsafe file."""
     path = Path(path)
     if not path.is_file():
-        raise DatasetError(f"{path}: expected an HDF5 file; there is no such file. Check the path.")
+        raise DatasetError(f"{path}: expected a dataset; there is no such file. Check the path.")
     with readable(path, "HDF5 file"):
         facts = path.stat()
         _check_content(path.absolute(), (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))

@@ -167,7 +167,7 @@ def test_an_expert_of_another_world_cannot_be_photographed() -> None:
         def demonstrate(self, seed: int) -> Episode:
             return Episode(np.zeros((3, 4)), np.zeros((2, 2)), np.zeros(2), False, True, True, seed)
 
-    with pytest.raises(CapabilityError, match=r"expert of avoid cannot be recorded.*seed 3, step 0"):
+    with pytest.raises(CapabilityError, match=r"episode of avoid cannot be recorded.*seed 3, step 0"):
         collect(Elsewhere(), episodes=1, first_seed=3)
 
 

@@ -282,7 +282,7 @@ def _free_shapes(onnx: Any, graph: Any, source: str) -> None:
         if _follows(shape).sum() == 1:
             values, axis = to_array(constant), int(_follows(shape).argmax())
             one = values.take([0], axis)
-            rounding = 1e-6 if values.dtype.kind == "f" else 0.0  # a product rounds equal rows differently
+            rounding = 1e-5 if values.dtype.kind == "f" else 0.0  # a product rounds equal rows differently
             if np.allclose(values, one, rtol=rounding, atol=rounding):
                 name, size = constant.name, following(shape)
                 constant.CopyFrom(onnx.numpy_helper.from_array(one, f"{name}_one"))

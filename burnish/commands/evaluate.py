@@ -47,6 +47,15 @@ class Result:
         """Former name of `baseline`, for one version."""
         return self.baseline
 
+    def __str__(self) -> str:
+        """Return one line per quantity, and the comparison."""
+        mean = (" ".join(map(str, row[2:5])) for row in summary_rows([(self.label, self.evaluation)]))
+        about = f"{self.label}, {self.evaluation.summary()['episodes']} episodes"
+        compared = [] if self.comparison is None else [str(self.comparison)]
+        return "\n".join([about, *mean, *compared, f"written: {self.path}"])
+
+    __repr__ = __str__  # the episodes are arrays of thousands of numbers
+
     def _repr_html_(self) -> str:
         """Return the summary, the comparison and the videos, for notebooks."""
         both = [(self.label, self.evaluation)]

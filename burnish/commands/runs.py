@@ -20,6 +20,7 @@ from policies.errors import BurnishError
 _log = logging.getLogger(__name__)
 _NOT_COMPARED = ("name", "progress", "num_workers", "init", "dataset")
 _MOST_KEYS = 8  # columns of differing keys
+_FACTS = ("run", "algo", "task", "step", "budget", "last", "best", "hours")
 _BUDGETS = ("steps", "env_steps", "total_steps", "iterations")  # keys of the length of a run
 
 
@@ -33,7 +34,12 @@ def main(arguments: Sequence[str]) -> int:
         output().print(f"no runs below {folder}", markup=False)
         return 0
     columns, rows = tabulate(found, folder)
-    output().print(table("", columns, rows))
+    console, shown = output(), len(columns)
+    while shown > len(_FACTS) and sum(len(name) + 2 for name in columns[:shown]) > console.width:
+        shown -= 1
+    console.print(table("", columns[:shown], [row[:shown] for row in rows]))
+    if hidden := columns[shown:]:
+        console.print(f"In a wider window: {', '.join(hidden)}, in which the runs differ too.", markup=False)
     return 0
 
 
@@ -53,8 +59,7 @@ def readable_runs(paths: Sequence[Path]) -> list[RunDirectory]:
 def tabulate(runs: Sequence[RunDirectory], folder: Path) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
     """Return columns and rows: newest facts of every run, then the keys that differ between them."""
     keys = differing_keys(runs)[:_MOST_KEYS]
-    columns = ("run", "algo", "task", "step", "budget", "last", "best", "hours", *keys)
-    return columns, [_row(run, folder, keys) for run in runs]
+    return (*_FACTS, *keys), [_row(run, folder, keys) for run in runs]
 
 
 def differing_keys(runs: Sequence[RunDirectory]) -> list[str]:

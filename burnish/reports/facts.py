@@ -34,7 +34,7 @@ def facts_of(directory: RunDirectory) -> Facts:
     rows = {
         "algorithm": _name(directory, "algo"),
         "task": task_label(directory),
-        "policy": " · ".join(filter(None, (_name(directory, part) for part in _PARTS))),
+        "policy": " · ".join(filter(None, (_part(directory, part) for part in _PARTS))),
         "from": origin_of(directory),
         "seed": directory.config.get("seed"),
         "cost": cost_of(directory),
@@ -81,6 +81,12 @@ def repeating(directory: RunDirectory) -> str:
 def _name(directory: RunDirectory, group: str) -> str:
     value = directory.config.get(group)
     return str(value.get("name") or "") if isinstance(value, dict) else ""
+
+
+def _part(directory: RunDirectory, group: str) -> str:
+    """Return the name of a part; of a process that can predict several kinds, with the kind."""
+    kind = section.get("prediction") if isinstance(section := directory.config.get(group), dict) else None
+    return f"{_name(directory, group)} ({kind})" if kind else _name(directory, group)
 
 
 def _environment(directory: RunDirectory) -> dict[str, Any]:

@@ -124,6 +124,8 @@ def test_fine_tuning_compares_on_the_same_episodes_and_reports(base: Run, tuned:
         == [row.seed for row in result.baseline.rows]
         == [0, 1, 2]
     )
+    assert len(lines := str(result).splitlines()) < 10 and "3 episodes" in lines[0]
+    assert str(result.comparison) in lines and lines[-1].endswith("json") and repr(result) == str(result)
     difference = result.evaluation.values("success").mean() - result.baseline.values("success").mean()
     assert result.comparison.difference.value == pytest.approx(difference)
     written = json.loads(result.path.read_text())

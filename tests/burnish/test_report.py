@@ -340,11 +340,13 @@ def test_a_result_begins_with_the_best_known_policy_before(tmp_path: Path) -> No
 
 def test_the_command_of_a_run_has_the_last_value_of_every_key(tmp_path: Path) -> None:
     typed = ["algo=dppo", "init=a run", "algo.env_steps=100", "resume=x", "algo.env_steps=200"]
-    run = RunDirectory.create_at(tmp_path / "run", {"algo": {"name": "dppo"}, "seed": 3}, typed)
+    parts = {"process": {"name": "diffusion", "prediction": "x0"}, "backbone": {"name": "mlp"}}
+    run = RunDirectory.create_at(tmp_path / "run", {"algo": {"name": "dppo"}, "seed": 3, **parts}, typed)
     run.log({"time/elapsed_s": 90.0}, 1000)
     run.log({"time/elapsed_s": 600.0}, 24000)
     facts = facts_of(run)
     assert facts.command == "burnish train algo=dppo 'init=a run' algo.env_steps=200"
     known = dict(facts.rows)
     assert (known["algorithm"], known["seed"], known["cost"]) == ("dppo", "3", "24,000 steps in 10 min")
+    assert known["policy"] == "diffusion (x0) · mlp"
     assert "torch " in known["versions"] and "task" not in known

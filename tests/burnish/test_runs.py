@@ -37,7 +37,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_runs_are_found_at_any_depth_and_damaged_ones_left_out(
-    sweep: Path, capsys: pytest.CaptureFixture[str]
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = readable_runs(runs_below(sweep.parent))
     assert [run.path for run in found] == [sweep / "0", sweep / "1"]
@@ -50,6 +50,10 @@ def test_runs_are_found_at_any_depth_and_damaged_ones_left_out(
     assert line["last"].endswith("%") and line["best"].endswith("%") and line["algo.lr"] == "0.0001"
     assert runs_command.main([str(sweep)]) == 0
     assert "algo.lr" in capsys.readouterr().out
+    with monkeypatch.context() as narrow:
+        narrow.setattr("burnish.console.PLAIN_WIDTH", 40)
+        assert runs_command.main([str(sweep)]) == 0
+        assert "wider window: algo.lr" in capsys.readouterr().out
     assert runs_command.main([str(sweep / "0" / "eval")]) == 0
     assert "no runs" in capsys.readouterr().out
 

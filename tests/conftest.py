@@ -69,6 +69,7 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays until the end: garbage is not looked for in it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # compiled graphs stay too: looking at them often takes 7 % of the time
 
 
 def _with_one_table(export: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,6 +83,17 @@ def representatives(values: Iterable[Any], features: Callable[[Any], Sequence[An
     return values if everything else [values[index] for index in covering([features(v) for v in values])]
 
 
+def of_each(values: Iterable[Any], features: Callable[[Any], Sequence[Any]]) -> list[Any]:
+    """Values among which every feature has each of its values once, or all of them with `--all`."""
+    values, met, chosen = list(values), set(), []
+    for value in values:
+        own = {(column, repr(feature)) for column, feature in enumerate(features(value))}
+        if own - met:
+            met |= own
+            chosen.append(value)
+    return values if everything else chosen
+
+
 def each_value(*axes: Sequence[Any]) -> list[Any]:
     """Cases in which every value of every axis occurs, or the product with `--all`.
 

@@ -54,11 +54,6 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "algo.lrr=1"], "algo.lrr"),
-        (["train", "algo.lr=fast"], "algo.lr fast"),
-        (["train", "algo.lr=-1"], "algo.lr -1.0"),
-        (["train", "algo=bc"], "algo=bc dataset="),
-        (["train", "init=nowhere", "algo=dppo", "env=avoid"], "init=nowhere"),
         (["train", "algo.lrr=1"], "unknown key 'algo.lrr'"),
         (["train", "algo.lr=fast"], "algo.lr: Value 'fast'"),
         (["train", "algo.lr=-1"], "algo.lr must be above 0; got -1.0."),

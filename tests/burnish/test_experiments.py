@@ -12,7 +12,7 @@ import pytest
 import yaml
 from dataset_files import write_d4rl_maze
 from omegaconf import OmegaConf
-from pairwise import each_value, representatives
+from pairwise import each_value, of_each, representatives
 
 import configs
 from burnish.commands import train as train_command
@@ -278,7 +278,7 @@ def cloned(tmp_path_factory: pytest.TempPathFactory) -> Cloned:
     return clone
 
 
-@pytest.mark.parametrize("name", representatives(filter(_tunes, experiments()), _parts))
+@pytest.mark.parametrize("name", of_each(filter(_tunes, experiments()), _parts))
 def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, cloned: Cloned, tmp_path: Path) -> None:
     one_tiny_iteration(name, cloned, tmp_path)
 

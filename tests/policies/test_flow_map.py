@@ -216,9 +216,9 @@ def test_meanflow_lands_on_both_modes_in_two_and_in_four_steps() -> None:
 
 @pytest.mark.slow
 def test_psd_keeps_the_flow_and_improves_on_it_in_two_steps() -> None:
-    flow, policy = (trained(process, iterations=600) for process in (RectifiedFlow(), FlowMap()))
+    policy = trained(FlowMap(), iterations=600)
     two, eight = (score(policy, Euler(steps=steps, clip_action=None)) for steps in (2, 8))
-    assert two[0] >= score(flow, Euler(steps=2, clip_action=None))[0] + 0.05
+    assert two[0] >= 0.27  # a flow: 0.22
     assert eight[0] >= 0.75 and 0.35 <= eight[1] <= 0.65
 
 

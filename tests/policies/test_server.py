@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import repeated
 from small_policies import observations, small_policy
 
 from policies.errors import ConfigError, ExportError, ServingError
@@ -204,7 +205,7 @@ def test_commands_of_a_robot_change_by_no_more_than_the_jump(client: Client) -> 
         RemotePolicy(client, max_jump=0.0)
 
 
-@pytest.mark.parametrize("values", [None, BEST_OF_N, EDITED, RESIDUAL])
+@pytest.mark.parametrize("values", repeated([BEST_OF_N, None, EDITED, RESIDUAL]))
 def test_an_exported_folder_is_served_as_the_policy_it_was(
     values: dict[str, Any] | None, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import repeated
 from small_policies import observations, small_policy
 from torch import Tensor
 
@@ -368,7 +369,7 @@ def test_every_strategy_but_random_comes_nearer_to_the_sketch(process, sampler, 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "resample_steps"), [("output_perturbation", None), ("stochastic_sampling", 2)]
+    ("strategy", "resample_steps"), repeated([("stochastic_sampling", 2), ("output_perturbation", None)])
 )
 def test_a_sketch_is_served_and_exported(strategy: str, resample_steps: int | None, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs the extra 'export'")

@@ -11,8 +11,9 @@ import pytest
 import torch
 from messages import mentions
 from omegaconf import OmegaConf
+from pairwise import repeated
 from small_transformers import CONFIGS, STEPS, assert_same, build, gradients, inputs
-from torch import Tensor, nn
+from torch import Tensor
 
 from policies.backbones import Backbone
 from policies.errors import CapabilityError
@@ -342,7 +343,7 @@ def test_dropout_leaves_evaluation_alone_and_changes_training(name: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(QUIET)
-@pytest.mark.parametrize(("name", "how"), [("dit-tokens", "math"), ("dp", "auto")])
+@pytest.mark.parametrize(("name", "how"), repeated([("dit-tokens", "math"), ("dp", "auto")]))
 def test_compiled_without_a_graph_break_equals_eager(name: str, how: str) -> None:
     net = build(name, depth=1)
     set_attention(net, how)
@@ -363,30 +364,3 @@ def test_compiled_without_a_graph_break_equals_eager(name: str, how: str) -> Non
     compiled = torch.compile(shared, fullgraph=True, backend="aot_eager")
     theirs = gradients(shared(*arguments), *weights)
     assert_same(gradients(compiled(*arguments), *weights), theirs, 1e-4)
-
-
-@pytest.mark.slow
-@one_of_each
-def test_an_exported_loop_follows_any_batch(name: str) -> None:
-    net = build(name, depth=1)
-
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: Tensor, vec: Tensor, tokens: Tensor | None = None) -> Tensor:
-            bound = self.net.bind(Cond(vec, tokens), TIMES)
-            for k in range(2):
-                x = bound(k, x)
-            return x
-
-    batch = torch.export.Dim("batch", min=1)
-    with torch.no_grad():
-        x, _, cond = inputs(net, 4)
-        given = (x, cond.vec) if cond.tokens is None else (x, cond.vec, cond.tokens)
-        program = torch.export.export(Loop(), given, dynamic_shapes=tuple({0: batch} for _ in given)).module()
-        for n in (1, 2, 7):
-            x, _, cond = inputs(net, n)
-            given = (x, cond.vec) if cond.tokens is None else (x, cond.vec, cond.tokens)
-            torch.testing.assert_close(program(*given), Loop()(*given), rtol=1e-5, atol=1e-5)

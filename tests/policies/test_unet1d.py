@@ -526,26 +526,3 @@ def test_gradients_of_a_compiled_network_equal_eager_ones() -> None:
 
     compiled = torch.compile(shared, fullgraph=True, backend="aot_eager")
     assert_same(gradients(small, compiled(x, cond.vec)), gradients(small, shared(x, cond.vec)))
-
-
-@pytest.mark.slow
-def test_exported_loop_follows_any_batch() -> None:
-    chunk = (5, 2)  # is padded
-    net, times = built(CONFIGS["bias-residual-encoder"], chunk), steps()
-
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: Tensor, vec: Tensor) -> Tensor:
-            bound = self.net.bind(Cond(vec), times)
-            return bound(1, x)
-
-    batch = torch.export.Dim("batch", min=1)
-    with torch.no_grad():
-        x, _, cond = inputs(4, chunk)
-        program = torch.export.export(Loop(), (x, cond.vec), dynamic_shapes=({0: batch}, {0: batch})).module()
-        for n in (1, 2, 7):
-            x, _, cond = inputs(n, chunk)
-            torch.testing.assert_close(program(x, cond.vec), Loop()(x, cond.vec))

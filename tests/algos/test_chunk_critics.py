@@ -405,11 +405,13 @@ def test_adjoint_matching_moves_both_modes_by_their_value_and_keeps_them() -> No
 
 @pytest.mark.parametrize(
     ("config", "values"),
-    [
-        (IdqlConfig, {"num_candidates": 16}),
-        (PaRlConfig, {"num_candidates": 8, "ascent_lr": 0.05, "temperature": 0.1, "refit_after": 50}),
-        (TrqamConfig, {"divergence_budget": 0.5, "refit": False}),
-    ],
+    repeated(
+        [
+            (PaRlConfig, {"num_candidates": 8, "ascent_lr": 0.05, "temperature": 0.1, "refit_after": 50}),
+            (IdqlConfig, {"num_candidates": 16}),
+            (TrqamConfig, {"divergence_budget": 0.5, "refit": False}),
+        ]
+    ),
 )
 def test_the_better_of_two_modes_becomes_more_frequent_than_in_the_clone(
     config: Any, values: dict[str, Any]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
+from pairwise import repeated
 from point_env import PointEnv
 from point_steering import AS_IT_IS, composed
 from torch import Tensor
@@ -168,7 +169,7 @@ def test_a_new_actor_becomes_better_than_the_data(config: Any) -> None:
     assert regret(run.snapshot()) < 0.25 * float(noise.square().sum(1).mean())
 
 
-@pytest.mark.parametrize("config", [PrdcConfig, Td3BcConfig, A2prConfig], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("config", repeated([PrdcConfig, Td3BcConfig, A2prConfig]), ids=lambda c: c.__name__)
 def test_a_flow_becomes_better_by_gradients_through_its_sampler(config: Any) -> None:
     options = {"actor_lr": 3e-3, "critic_lr": 3e-3, "alpha": 10.0}
     run = run_of(small(config, steps=200, **options), init=flow())

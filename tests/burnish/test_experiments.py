@@ -144,7 +144,7 @@ def _choices_made(name: str) -> tuple[str | None, list[str]]:
     return _choices(name).get("algo"), sorted(_content(name)[1])
 
 
-@pytest.mark.parametrize("name", representatives(experiments(), _choices_made))
+@pytest.mark.parametrize("name", of_each(experiments(), _choices_made))
 def test_an_experiment_composes_to_what_its_files_add_up_to(name: str) -> None:
     assert composed(name) == merged_from_differences(name)
 

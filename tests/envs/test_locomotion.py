@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 from messages import mentions
+from pairwise import each_value
 
 from envs.engine.vector import ChunkVector
 from envs.make import env
@@ -81,8 +82,7 @@ def test_five_hundred_hopper_chunks_equal_gymnasium(dtype: type) -> None:
     assert play("hopper", num_chunks=500, limit=1000, scale=1.5, dtype=dtype)["terminated"] > 50
 
 
-@pytest.mark.parametrize("version", ["v4", "v5"])
-@pytest.mark.parametrize("name", sorted(IDS))
+@pytest.mark.parametrize(("name", "version"), each_value(sorted(IDS), ["v4", "v5"]))
 def test_both_versions_and_time_limits_equal_gymnasium(name: str, version: str) -> None:
     """Robots without versions of their own are the same in both."""
     limit, scale, chunks = LIMITS[name]

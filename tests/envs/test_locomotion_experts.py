@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from messages import mentions
+from pairwise import repeated
 
 from burnish.commands.collect import record
 from burnish.config.schema import compose_config
@@ -28,7 +29,7 @@ def walking(name: str, expert: str = "expert", **options: Any) -> Any:
     return replace(config, expert=replace(config.expert, tier=expert))
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", repeated(TASKS))
 def test_returns_are_ordered_as_the_names_are(name: str) -> None:
     low, high = env(name).spec.reference_scores or (0.0, 1.0)
     scores = {}

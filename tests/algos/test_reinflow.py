@@ -68,7 +68,8 @@ def test_no_gradient_reaches_the_time_embedding_through_the_noise(own_time_dim: 
 
 def test_noise_of_the_state_alone_is_the_same_at_every_step() -> None:
     std = noise_of(NoiseConfig(input="state"))
-    assert torch.equal(std[:, 0], std[:, 1]) and not torch.equal(std[0], std[1])
+    torch.testing.assert_close(std[:, 0], std[:, 1])  # a product of matrices may round its rows differently
+    assert not torch.allclose(std[0], std[1])
 
 
 @given(progress=st.floats(0, 1), hold=st.floats(0, 1), final=st.floats(0, 1))

@@ -189,6 +189,11 @@ def register_configs() -> None:
     OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)
 
 
+_OF_HYDRA = ("launcher", "sweeper", "output", "help", "hydra_help", "hydra_logging", "job_logging")
+_WITHOUT_HYDRA = [f"~hydra/{group}" for group in _OF_HYDRA]
+"""Hydra's settings of itself, a third of the time of a composition from which it removes them afterwards."""
+
+
 class Composed(NamedTuple):
     """Composed configuration of a command, and its overrides (with present key names)."""
 
@@ -211,8 +216,9 @@ def compose_command(command: str, overrides: Sequence[str]) -> Composed:
     name = COMMANDS[command].config_name
 
     def compose_once(typed: Overrides) -> Composed:
+        without = [] if any(item.key.startswith("hydra") for item in typed.items) else _WITHOUT_HYDRA
         with _hydra():
-            return Composed(to_command(compose(config_name=name, overrides=typed.texts)), typed)
+            return Composed(to_command(compose(config_name=name, overrides=[*typed.texts, *without])), typed)
 
     try:
         return compose_renamed(check_overrides(command, overrides), compose_once)

@@ -101,9 +101,10 @@ def run_one(
 
 
 def about_clone(path: Path) -> dict[str, Any]:
-    """Return what identifies a clone that was given: digest of its weights, and the steps it was trained."""
-    facts = json.loads((path / "config.json").read_text())["provenance"]
-    return {"sha256": sha256(path / WEIGHTS), "steps": facts.get("step"), "seed": facts.get("seed")}
+    """Return what identifies a clone, a run too: digest of its weights, and the steps it was trained."""
+    found = locate(path)
+    facts = found.provenance()
+    return {"sha256": sha256(found.path / WEIGHTS), "steps": facts.get("step"), "seed": facts.get("seed")}
 
 
 def demonstrations(study: Study, seed: int, dataset: str | None, root: Path) -> Path:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,13 +34,14 @@ class Browser:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Open a file in a window of a size [pixels]."""
+    def open(self, page: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Open a file or an address in a window of a size [pixels]."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._command("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._command("Emulation.setEmulatedMedia", {"features": [scheme]})
-        self._ask("POST", f"{self._session}/url", {"url": page.resolve().as_uri()})
+        address = page.resolve().as_uri() if isinstance(page, Path) else page
+        self._ask("POST", f"{self._session}/url", {"url": address})
 
     def _command(self, name: str, parameters: Any) -> Any:
         path = f"{self._session}/goog/cdp/execute"
@@ -48,6 +50,20 @@ class Browser:
     def run(self, script: str) -> Any:
         """Return what a script returns."""
         return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": []})
+
+    def wait(self, script: str, seconds: float = 60) -> Any:
+        """Return what a script returns, as soon as that counts as true."""
+        end = time.monotonic() + seconds
+        while not (found := self.run(script)):
+            assert time.monotonic() < end, f"still false: {script}"
+            time.sleep(0.05)
+        return found
+
+    def mouse(self, kind: str, x: float, y: float) -> None:
+        """Press, move or release the left button at a place of the window [pixels]."""
+        name = {"press": "mousePressed", "move": "mouseMoved", "release": "mouseReleased"}[kind]
+        button = {"button": "left", "buttons": 1, "clickCount": 1}
+        self._command("Input.dispatchMouseEvent", {"type": name, "x": x, "y": y, **button})
 
     def complaints(self) -> list[str]:
         """Return what the console holds: errors of scripts, refused addresses."""

@@ -68,6 +68,12 @@ _COMMANDS = (
         config_module="burnish.config.evaluate",
     ),
     Command("watch", "policy", "show a policy in MuJoCo's viewer, in real time", "policy=<run>"),
+    Command(
+        "lab",
+        "policy",
+        "open a local page: a policy acts, follows the mouse, and shows its plans and denoising steps",
+        "policy=<run>",
+    ),
     Command("report", "run", "write one page of runs: result, curves, episodes, what was run", "run=<run>"),
     Command("runs", "", "list runs: last and best evaluation, time, the keys that differ", "runs"),
     Command(

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages from the templates beside this module; every value is escaped."""
+"""HTML pages from the templates beside this module and those of the laboratory; every value is escaped."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import base64
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 
 @cache
 def _templates() -> Environment:
     made = Environment(
-        loader=PackageLoader("burnish.reports"),
+        loader=ChoiceLoader([PackageLoader("burnish.reports"), PackageLoader("burnish.lab")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

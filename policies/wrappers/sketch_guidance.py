@@ -27,7 +27,7 @@ from torch import Tensor
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
-from policies.protocols import Hook, Observation, Step
+from policies.protocols import Hook, Hooks, Observation, Step
 from policies.samplers.step_table import StepTable, resampled
 from policies.wrappers.best_of_n import BestOfN, Selection
 from policies.wrappers.sketches import AnySketch, Sketch, read_sketch
@@ -146,11 +146,12 @@ class SteeredPolicy(BestOfN):
     def guide(self, obs: Observation) -> Tensor:
         return self.policy.normalize_action(self.sketch.guide(obs, self.chunk))
 
-    def plan(self, obs: Observation, noise: Tensor, **_: Any) -> Tensor:
+    def plan(self, obs: Observation, noise: Tensor, *, hooks: Hooks = (), **_: Any) -> Tensor:
+        """Return the chosen plan (B, Th, Da), normalised; `hooks` follow those of the guide."""
         guide = self.guide(obs)
         beside = guide.repeat_interleave(self.recipe.candidates, dim=0)
         start = self._start(beside, noise) if self.recipe.starts_at_guide else None
-        plan = super().plan(obs, noise, start=start, hooks=self._hooks(beside))
+        plan = super().plan(obs, noise, start=start, hooks=[*self._hooks(beside), *hooks])
         if self._guide_rows:
             first = self.chunk.action_start
             plan[:, first : first + self._guide_rows] = guide[:, first : first + self._guide_rows]

@@ -26,6 +26,7 @@ from envs.engine.pixels import HasCameras
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.avoid.expert import AvoidExpert, demonstrate_avoid
 from envs.tasks.avoid.scene import (
+    FINISH_HALF_M,
     SHIFT_M,
     START_SPREAD_M,
     AvoidScene,
@@ -33,6 +34,7 @@ from envs.tasks.avoid.scene import (
     load_movable_model,
     load_scene,
 )
+from envs.tasks.plane import Plane
 from policies.bounds import bounded
 from policies.registry import register
 
@@ -122,6 +124,31 @@ class AvoidStepper(MujocoStepper):
     def scene_of(self, row: int) -> AvoidScene:
         """Return the scene of a running episode."""
         return self.scene.moved(self._shift[row].tolist()) if self._moves_rows else self.scene
+
+    def plane(self, row: int) -> Plane:
+        """Return the scene of a running episode from above; the pace is that of the expert."""
+        scene, reach = self.scene_of(row), MAX_SPEED / CONTROL_HZ
+        return Plane(
+            low=(-scene.half_width, scene.back_y),
+            high=(scene.half_width, scene.finish_y + 2 * FINISH_HALF_M),
+            pillars=tuple((x, y, scene.pillar_radius) for x, y in scene.obstacles),
+            walls=(),
+            finish=(0.0, scene.finish_y + FINISH_HALF_M, scene.half_width, FINISH_HALF_M),
+            radius=scene.disc_radius,
+            pace=AvoidExpert.pace * reach,
+            reach=reach,
+        )
+
+    def place(self, row: int, position: Array) -> Array:
+        """Put a disc at a position (2,) [m] within the walls, with the speed that it has; returns (Do,)."""
+        import mujoco
+
+        scene, room = self.scene, self.scene.disc_radius
+        low = (room - scene.half_width, scene.back_y + room)
+        high = (scene.half_width - room, scene.finish_y)
+        self._position[row] = self._qpos[row][:] = np.clip(position, low, high)
+        mujoco.mj_forward(self.model, self.datas[row])
+        return np.concatenate(self.motion(row))[: self._width]
 
     def simulator(self) -> Array:
         """Return position, velocity and shifts of the rows, (N, 4 + R), scaled to about [-1, 1]."""

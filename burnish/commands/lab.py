@@ -1,0 +1,54 @@
+"""`burnish lab`: a local page on which a policy acts and is steered with the mouse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.config.overrides import RunContext
+from burnish.console import output
+from burnish.lab.controls import Subject
+from burnish.lab.server import Lab, LabServer
+from burnish.runs.locate import locate
+from burnish.runs.tasks import known_task, require_task_of, task_of
+from policies.bounds import Checked, bounded
+from policies.errors import ConfigError
+from policies.paths import path_field
+
+
+@dataclass(frozen=True)
+class LabConfig(Checked):
+    """Configuration of `burnish lab`."""
+
+    policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, or a policy directory
+    compose: Any = path_field()  # instead of policy: two policies that are composed, [a,b]
+    env: Any = None  # null: the policy's own task
+    allow_other_task: bool = False  # show a policy in another task than the one that it was made for
+    port: int = bounded(0, ge=0, lt=65536)  # on this machine; 0: any free port
+
+
+def run(config: LabConfig, context: RunContext) -> None:
+    """Print the address of the page, and serve it until a stop signal."""
+    server = LabServer(Lab(subject_of(config)), config.port)
+    console = output()
+    console.print(f"laboratory: {server.address}", markup=False, soft_wrap=True)
+    console.file.flush()
+    server.run()
+
+
+def subject_of(config: LabConfig) -> Subject:
+    """Load the policy or the two that are composed, and their task.
+
+    Raises:
+        ConfigError: If there is no policy or no task, or they do not fit.
+    """
+    paths = [config.policy] if config.compose is None else config.compose
+    if paths == [None] or (config.policy is not None and config.compose is not None):
+        raise ConfigError("lab needs policy=<run or policy directory>, or compose=[a,b].")
+    if config.compose is not None and (not isinstance(paths, list) or len(paths) != 2):
+        raise ConfigError(f"compose needs two policies, compose=[a,b]; got {config.compose}.")
+    found = tuple(locate(str(path), "policy" if config.compose is None else "compose") for path in paths)
+    env = config.env if config.env is not None else task_of(found[0], " Give env=<name>.")
+    for one in found:
+        require_task_of(one, env, "policy", allow_other_task=config.allow_other_task)
+    return Subject(found, tuple(one.load().eval() for one in found), env, env != known_task(found[0]))

@@ -1,0 +1,280 @@
+"""One visitor's episode: the task, the policy with the visitor's controls, and what is drawn of both.
+
+Legend: N plans, Th horizon, Ta executed steps, R rows of a plan that lie ahead, F frames of a film, M chunks
+in it. All numbers for the page are rounded to tenths of a millimetre.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.lab.controls import MOST_PLANS, START_SEED, STARTS, Controls, Subject, strengths
+from envs.engine.vector import ChunkVector
+from envs.evaluation.evaluate import evaluate
+from envs.evaluation.protocol import prepare_eval
+from envs.evaluation.settings import check_seeds
+from envs.spec import Array, ChunkStep
+from envs.tasks.plane import Plane, PlaneStepper
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.protocols import Hook, Observation, Step
+from policies.registry import name_of
+from policies.storage.strict_json import fits
+from policies.wrappers.best_of_n import BestOfN
+
+_ROW = np.zeros(1, np.int64)
+_DECIMALS = 4  # of a place [m]
+_PATH_POINTS = 120  # most, of an episode that is sent
+
+
+class Recorded(Hook):
+    """Keeps the states of the denoising loop: the inputs of all steps, and the last result."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        self.states.append(x)
+        return x0, eps
+
+    def on_state(self, step: Step, x: Tensor) -> Tensor:
+        if step.k == step.num_steps - 1:
+            self.states.append(x)
+        return x
+
+
+class Session:
+    """An episode of a subject under changing controls.
+
+    Args:
+        subject: Policy and task.
+
+    Raises:
+        ConfigError: If policy and task do not fit.
+        CapabilityError: If the task cannot be seen from above.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.controls = subject, Controls()
+        self.actions = {"seed": self.reset, "controls": self.control, "move": self.move}
+        task = prepare_eval(subject.env, subject.base)
+        vector: Any = task.make_vector(1, obs_steps=subject.base.chunk.obs_steps)
+        if not isinstance(vector, ChunkVector) or not isinstance(vector.stepper, PlaneStepper):
+            vector.close()
+            raise CapabilityError(f"env={subject.env.spec.name} cannot be drawn from above, as avoid can.")
+        self._vector, self._stepper = vector, vector.stepper
+        self._queue = np.zeros((0, subject.env.spec.action_dim))  # actions that are left of the chunk
+        self._ahead = slice(subject.base.chunk.action_start, None)
+        self.reset(0)
+
+    @property
+    def plane(self) -> Plane:
+        """The scene of the episode."""
+        return self._stepper.plane(0)
+
+    @property
+    def position(self) -> Array:
+        """Where the robot is (2,) [m]."""
+        found: Array = self._obs[0, -1, list(self.plane.observed)]
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the page needs once: the controls that the policy has, and the task."""
+        base, spec = self.subject.base, self.subject.env.spec
+        denoises = isinstance(base, DenoisingPolicy)
+        own = name_of("sampler", base.sampler) if denoises else None
+        sliders = strengths(base.chunk) if denoises else {}
+        samplers = {
+            name: {"steps": base.with_sampler(part).table.num_steps, "is_free": hasattr(part, "steps")}
+            for name, part in self.subject.samplers.items()
+        }
+        return {
+            "policies": [one.label for one in self.subject.found],
+            "task": spec.name,
+            "rule": spec.success_rule,
+            "hz": spec.control_hz,
+            "sampler": own,
+            "samplers": samplers,
+            "strengths": {name: one._asdict() for name, one in sliders.items()},
+            "most_plans": MOST_PLANS,
+            "starts": STARTS,
+        }
+
+    # -- what a visitor does --------------------------------------------------------------------------
+
+    def reset(self, seed: Any) -> dict[str, Any]:
+        """Begin the episode of a seed; returns the scene and the first frame.
+
+        Raises:
+            ConfigError: If the seed is no whole number, or beyond those of simulators.
+        """
+        if not fits(seed, int):
+            raise ConfigError("seed must be a whole number.")
+        check_seeds("seed", seed)
+        self._obs, self.seed, self._decisions, self._steps = self._vector.reset([seed]), seed, 0, 0
+        self._end = ""
+        plane = self.plane
+        scene = {
+            "low": plane.low, "high": plane.high, "pillars": plane.pillars, "walls": plane.walls,
+            "finish": plane.finish, "radius": plane.radius,
+        }  # fmt: skip
+        return {"scene": scene, "seed": seed, **self.plan()}
+
+    def control(self, values: Any) -> dict[str, Any]:
+        """Take other controls, and plan again from where the robot is.
+
+        Raises:
+            ConfigError: If they are none, or do not fit the policy; the ones before stay.
+            CapabilityError: If the policy has no such control.
+        """
+        before, self.controls = self.controls, Controls.read(values)
+        try:
+            return self.plan()
+        except Exception:
+            self.controls = before
+            raise
+
+    def move(self, place: Any) -> dict[str, Any]:
+        """Put the robot somewhere else, and plan again from there.
+
+        Raises:
+            ConfigError: If this is no place.
+        """
+        if not fits(place, tuple[float, float]):
+            raise ConfigError("move must be a place: two numbers.")
+        if self._end:
+            return self.frame()
+        position = np.clip(np.array(place, np.float64), self.plane.low, self.plane.high)
+        observation = self._stepper.place(0, position)
+        state = self._vector.state_dict()
+        state["history"][0, -1] = observation
+        self._vector.load_state_dict(state)
+        self._obs = state["history"]
+        return self.plan()
+
+    def step(self) -> dict[str, Any]:
+        """Advance by one control step; where a chunk is used up, plan first.
+
+        An episode that has ended is followed by that of the next seed.
+        """
+        if self._end:
+            return self.reset((self.seed + 1) % 2**32)
+        new = {}
+        if not len(self._queue):
+            self._decisions += 1
+            new = self.plan()
+        action, self._queue = self._queue[0], self._queue[1:]
+        step = self._vector.step_chunk(action[None, None])
+        self._obs = step.obs
+        self._steps += 1
+        if step.done[0]:
+            self._end = _end_of(step, bool(self.subject.env.spec.success_rule))
+        return new | self.frame()
+
+    # -- what is computed -----------------------------------------------------------------------------
+
+    def plan(self) -> dict[str, Any]:
+        """Compute plans from where the robot is; the first one is executed from now on."""
+        started, controls, plane = time.perf_counter(), self.controls, self.plane
+        view = self.subject.view(controls, plane)
+        obs = {"state": torch.from_numpy(self._obs).float()}
+        obs |= {name: torch.from_numpy(value).float() for name, value in self._vector.goals().items()}
+        chunks, film = planned(view, obs, controls, self._noise_seed)
+        actions = view.physical(chunks).numpy()
+        self._queue = actions[0, view.chunk.executed]
+        paths = plane.paths(self.position, actions[:, self._ahead])
+        films = [plane.paths(self.position, view.physical(one).numpy()[:, self._ahead]) for one in film]
+        took = time.perf_counter() - started
+        return {
+            **self.frame(),
+            "plans": _rounded(paths),
+            "executed": len(self._queue),
+            "film": [_rounded(one) for one in films],
+            "took_ms": round(1e3 * took, 1),
+            "calls": getattr(view, "calls", view.table.num_steps if hasattr(view, "table") else 1),
+            "command": self.subject.command(controls, plane),
+            "python": self.subject.python(controls, plane, obs, self._noise_seed),
+        }
+
+    @property
+    def _noise_seed(self) -> int:
+        return 1000 * self.seed + self._decisions
+
+    def frame(self) -> dict[str, Any]:
+        """Return where the robot is."""
+        return {"at": _rounded(self.position), "step": self._steps, "end": self._end}
+
+
+def planned(view: Any, obs: Observation, controls: Controls, noise_seed: int) -> tuple[Tensor, list[Tensor]]:
+    """Return plans (N, Th, Da), and the states of their denoising, F of (M, Th, Da) each; normalised.
+
+    Of plans that are chosen among candidates, the film shows candidates.
+    """
+    seen = {name: one.expand(controls.plans, *one.shape[1:]) for name, one in obs.items()}
+    generator = torch.Generator().manual_seed(noise_seed)
+    noise = controls.noise * view.sample_noise(controls.plans, generator=generator)
+    inner = view.policy if isinstance(view, BestOfN) else view
+    if not controls.film or not isinstance(inner, DenoisingPolicy):
+        with torch.inference_mode():
+            return view.plan(seen, noise), []
+    recorded = Recorded()
+    with torch.inference_mode():
+        if isinstance(view, BestOfN):
+            chunks = view.plan(seen, noise, hooks=[recorded])
+        else:
+            chunks = view.decode(view.encode(seen), noise, hooks=[recorded])
+    return chunks, [state[:MOST_PLANS] for state in recorded.states]
+
+
+def compared(subject: Subject, plane: Plane, controls: Controls) -> dict[str, Any]:
+    """Play the compared starts with these controls, and without steering; the numbers are those of `eval`.
+
+    Returns:
+        By `steered` and `plain`: the share of successes, the mean distance of the paths from the sketch [m],
+        paths and outcomes. Without a sketch only `plain`, and no distance.
+
+    Raises:
+        ConfigError: If the noise is neither as it is nor zero.
+    """
+    if controls.noise not in (0.0, 1.0):
+        raise ConfigError(f"starts are compared with noise x 0 or x 1; got {controls.noise:g}.")
+    kind, found = "random" if controls.noise else "zero", {}
+    both = {"steered": controls} if controls.is_steered else {}
+    line = plane.sketch(controls.sketch) if controls.is_steered else None
+    for name, one in (both | {"plain": replace(controls, strategy="off")}).items():
+        evaluation = evaluate(
+            subject.view(one, plane).clone(), subject.env, episodes=STARTS, first_seed=START_SEED,
+            start_noise=kind, sampling_noise=kind, keep_observations=True,
+        )  # fmt: skip
+        kept = [row.observations for row in evaluation.rows if row.observations is not None]
+        paths = [one[:, list(plane.observed)] for one in kept]
+        found[name] = {
+            "success": float(np.mean(evaluation.values("success"))),
+            "off_m": None if line is None else round(float(np.mean([_distance(line, p) for p in paths])), 5),
+            "paths": [_rounded(path[:: -(-len(path) // _PATH_POINTS)]) for path in paths],
+            "won": [row.success for row in evaluation.rows],
+        }
+    return found
+
+
+def _distance(sketch: Any, path: Array) -> float:
+    """Return the mean distance of a path (L, 2) from a sketch [m]."""
+    line = getattr(sketch, "path", sketch)
+    return float(line.distance(torch.from_numpy(path)).mean())
+
+
+def _end_of(step: ChunkStep, has_success: bool) -> str:
+    if has_success and step.success[0]:
+        return "success"
+    return "failure" if step.terminated[0] else "time limit"
+
+
+def _rounded(values: Array | Sequence[float]) -> Any:
+    return np.round(np.asarray(values, np.float64), _DECIMALS).tolist()

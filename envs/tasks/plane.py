@@ -1,0 +1,80 @@
+"""A task seen from above: what a drawing of it, and a sketch drawn into it, need.
+
+Places are (x, y) in metres, x to the right and y upwards.
+
+Legend: N plans, R rows of a plan that lie ahead, Da action width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from envs.spec import Array
+from policies.wrappers.sketches import AnySketch, PositionSketch, WaypointSketch
+
+Place = tuple[float, float]
+Box = tuple[float, float, float, float]
+"""Centre and half-widths: x, y, half of the extent in x, half of that in y."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A scene from above, and how actions move the robot in it.
+
+    Args:
+        low: Lower left corner of what is drawn.
+        high: Upper right corner.
+        pillars: Round obstacles: x, y, radius.
+        walls: Obstacles with corners.
+        finish: Where an episode succeeds; None: not drawn.
+        radius: Of the robot.
+        pace: Path length that a usual action covers.
+        reach: Change of position by an action of 1; None: actions are places.
+        observed: Entries of the state that hold the position.
+    """
+
+    low: Place
+    high: Place
+    pillars: tuple[tuple[float, float, float], ...]
+    walls: tuple[Box, ...]
+    finish: Box | None
+    radius: float
+    pace: float
+    reach: float | None
+    observed: tuple[int, int] = (0, 1)
+
+    def sketch(self, points: Sequence[Place]) -> AnySketch:
+        """Return the sketch of a line (n, 2).
+
+        Raises:
+            ConfigError: If it has fewer than two different points.
+        """
+        if self.reach is None:
+            return WaypointSketch(tuple(points), self.pace, self.observed)
+        return PositionSketch(tuple(points), self.pace, self.reach, self.observed)
+
+    def paths(self, here: Array, actions: Array) -> Array:
+        """Return the places (N, R + 1, 2) where actions (N, R, Da) aim from a place (2,), which is first.
+
+        Changes of position are summed; the robot itself follows with a delay.
+        """
+        start = np.broadcast_to(here, (len(actions), 1, 2))
+        ahead = actions if self.reach is None else here + self.reach * actions.cumsum(axis=1)
+        return np.concatenate([start, ahead], axis=1)
+
+
+@runtime_checkable
+class PlaneStepper(Protocol):
+    """A simulator whose scene can be seen from above, and whose robot can be moved by hand."""
+
+    def plane(self, row: int) -> Plane:
+        """Return the scene of a running episode."""
+        ...
+
+    def place(self, row: int, position: Array) -> Array:
+        """Put the robot of a row at a position (2,) within the walls; returns the observation (Do,)."""
+        ...

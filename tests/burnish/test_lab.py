@@ -1,0 +1,286 @@
+"""The laboratory without a browser: what is drawn is what the policy plans, and the text reproduces it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from messages import mentions
+
+from burnish.commands.evaluate import evaluate
+from burnish.commands.lab import LabConfig, subject_of
+from burnish.config.schema import compose_config
+from burnish.lab.controls import Controls, Subject, strengths
+from burnish.lab.session import Session, compared
+from envs.tasks.avoid.scene import load_scene
+from envs.tasks.avoid.task import Avoid
+from envs.tasks.gym import Gym
+from policies.errors import CapabilityError, ConfigError
+from policies.wrappers.steering import STRATEGIES
+
+OLD = "tests/fixtures/version_0_1/policies"
+LINE = [[0.0, 0.0], [-0.06, 0.12], [0.0, 0.25], [0.0, 0.7]]
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return subject_of(LabConfig(policy=f"{OLD}/cloned"))
+
+
+@pytest.fixture(scope="module")
+def two() -> Subject:
+    return subject_of(LabConfig(compose=[f"{OLD}/cloned", f"{OLD}/base"]))
+
+
+@pytest.fixture
+def session(subject: Subject) -> Session:
+    return Session(subject)
+
+
+def plans(answer: dict[str, Any]) -> np.ndarray:
+    return np.array(answer["plans"])
+
+
+# -- what is drawn --------------------------------------------------------------------------------------
+
+
+def test_the_scene_is_that_of_the_task(session: Session) -> None:
+    scene, drawn = load_scene(), session.reset(3)["scene"]
+    assert [(x, y) for x, y, _ in drawn["pillars"]] == list(scene.obstacles)
+    assert drawn["low"] == (-scene.half_width, scene.back_y) and drawn["high"][1] > scene.finish_y
+
+
+def test_pillars_that_differ_between_episodes_are_drawn_where_they_are() -> None:
+    task = Avoid(rows="moved")
+    stepper = task.stepper(1)
+    stepper.reset(0, 5)
+    moved = [(x, y) for x, y, _ in stepper.plane(0).pillars]
+    assert moved == list(stepper.scene_of(0).obstacles) != list(load_scene().obstacles)
+
+
+def test_all_plans_begin_where_the_robot_is_and_differ_by_their_noise(session: Session) -> None:
+    answer = session.control({"plans": 5})
+    assert plans(answer).shape == (5, 1 + session.subject.base.chunk.horizon, 2)
+    assert (plans(answer)[:, 0] == answer["at"]).all()
+    assert len(np.unique(plans(answer)[:, -1], axis=0)) == 5
+    assert len(np.unique(plans(session.control({"plans": 5, "noise": 0}))[:, -1], axis=0)) == 1
+
+
+def test_the_first_plan_is_executed(session: Session) -> None:
+    """The disc follows with a delay."""
+    answer = session.control({"plans": 3})
+    aimed = plans(answer)[0, answer["executed"]] - answer["at"]
+    gone = [session.step()["at"] for _ in range(answer["executed"])][-1] - np.array(answer["at"])
+    length, reached = np.linalg.norm(aimed), np.linalg.norm(gone)
+    assert 0.6 < reached / length < 1.05 and aimed @ gone > 0.95 * length * reached
+
+
+def test_a_film_leads_from_noise_to_the_plans(session: Session) -> None:
+    answer = session.control({"plans": 4, "film": True})
+    assert len(answer["film"]) == 1 + answer["calls"] and np.array(answer["film"][0]).shape[0] == 4
+    assert np.abs(np.array(answer["film"][-1]) - plans(answer)).max() < 1e-3
+    assert np.abs(np.array(answer["film"][0]) - plans(answer)).max() > 1e-2
+    assert session.control({"plans": 4})["film"] == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_has_a_film_and_keeps_the_controls_in_bounds(session: Session, strategy: str) -> None:
+    slider = strengths(session.subject.base.chunk).get(strategy)
+    ends = [None] if slider is None else [slider.low, slider.high]
+    for strength in ends:
+        answer = session.control(
+            {"strategy": strategy, "sketch": LINE, "strength": strength, "film": True, "plans": 2}
+        )
+        assert plans(answer).shape[0] == 2 and len(answer["film"]) > 1
+        chosen = session.subject.steering(session.controls)
+        assert slider is None or getattr(chosen, slider.key) == strength
+
+
+def test_a_steered_plan_bends_to_the_sketch(session: Session) -> None:
+    left, right = [[0, 0], [-0.1, 0.1]], [[0, 0], [0.1, 0.1]]
+    ends = [
+        plans(session.control({"strategy": "guided_diffusion", "sketch": line}))[:, -1, 0].mean()
+        for line in (left, right)
+    ]
+    assert ends[0] < ends[1] - 0.02
+
+
+def test_an_episode_ends_and_the_next_seed_follows(session: Session) -> None:
+    session.reset(7)
+    frames = [session.step() for _ in range(110)]
+    end = next(frame for frame in frames if frame["end"])
+    after = frames[frames.index(end) + 1]
+    assert end["end"] in ("failure", "time limit", "success") and after["seed"] == 8 and after["step"] == 0
+
+
+def test_a_moved_robot_goes_on_from_there_and_stays_within_the_walls(session: Session) -> None:
+    answer = session.move([0.05, 0.3])
+    assert answer["at"] == [0.05, 0.3] and (plans(answer)[:, 0] == [0.05, 0.3]).all()
+    assert np.abs(np.array(session.step()["at"]) - [0.05, 0.3]).max() < 0.03
+    scene = load_scene()
+    assert abs(session.move([9.0, 0.3])["at"][0]) < scene.half_width
+
+
+def test_a_robot_put_into_a_pillar_fails(session: Session) -> None:
+    x, y = load_scene().obstacles[1]
+    session.move([x, y])
+    assert session.step()["end"] == "failure"
+    assert session.move([0.0, 0.0])["end"] == "failure", "an episode that has ended is not gone on with"
+
+
+# -- controls -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ([], "controls object"),
+        ({"other": 1}, "controls plans"),
+        ({"plans": 65}, "plans 64"),
+        ({"plans": 2.5}, "plans int"),
+        ({"plans": True}, "plans int"),
+        ({"noise": -1}, "noise -1"),
+        ({"weight": 1.5}, "weight 1.5"),
+        ({"strategy": "other"}, "strategy stochastic_sampling"),
+        ({"sketch": [[0, 0]] * 257}, "sketch 256"),
+        ({"sketch": [[0, 0, 0]]}, "sketch"),
+        ({"sketch": "line"}, "sketch"),
+        ({"steps": 100000}, "steps 128"),
+        ({"sampler": "none"}, "sampler euler"),
+        ({"strategy": "guided_diffusion", "sketch": LINE, "strength": -3}, "scale -3"),
+        ({"steps": 21}, "steps"),
+    ],
+)
+def test_controls_that_do_not_fit_are_refused_and_change_nothing(
+    session: Session, values: Any, named: str
+) -> None:
+    before = session.controls
+    with pytest.raises((ConfigError, CapabilityError), match=mentions(named)):
+        session.control(values)
+    assert session.controls is before
+
+
+@pytest.mark.parametrize("place", [None, [1.0], [0.0, "0"], [0.0, 0.0, 0.0], {}])
+def test_a_move_needs_a_place(session: Session, place: Any) -> None:
+    with pytest.raises(ConfigError, match=mentions("move")):
+        session.move(place)
+
+
+def test_a_seed_beyond_those_of_simulators_is_refused(session: Session) -> None:
+    for seed in (-1, 2**32):
+        with pytest.raises(ConfigError, match=mentions("seed")):
+            session.reset(seed)
+
+
+def test_a_policy_or_two_that_are_composed_are_needed() -> None:
+    for config in (
+        LabConfig(),
+        LabConfig(policy=f"{OLD}/cloned", compose=[f"{OLD}/cloned", f"{OLD}/base"]),
+        LabConfig(compose=[f"{OLD}/cloned"]),
+    ):
+        with pytest.raises(ConfigError, match=mentions("[a,b]")):
+            subject_of(config)
+
+
+def test_a_task_that_cannot_be_seen_from_above_is_refused_by_name() -> None:
+    subject = subject_of(LabConfig(policy=f"{OLD}/cloned"))
+    with pytest.raises(CapabilityError, match=mentions("Reacher-v5 avoid")):
+        Session(Subject(subject.found, (_for(Gym(id="Reacher-v5")),), Gym(id="Reacher-v5")))
+
+
+def _for(task: Any) -> Any:
+    import torch
+
+    from policies.backbones.mlp import MlpConfig
+    from policies.build import build_policy
+    from policies.policy import PolicyConfig
+
+    sizes = {"obs_dim": task.spec.obs_dim, "action_dim": task.spec.action_dim}
+    limits = {
+        name: {"min": -torch.ones(width), "max": torch.ones(width)}
+        for name, width in zip(("state", "action"), sizes.values(), strict=True)
+    }
+    return build_policy(PolicyConfig(backbone=MlpConfig(width=8, time_dim=4)), statistics=limits, **sizes)
+
+
+def test_policies_without_denoising_act_and_have_no_such_controls() -> None:
+    session = Session(subject_of(LabConfig(policy=f"{OLD}/mixture")))
+    facts = session.facts()
+    assert facts["sampler"] is None and not facts["samplers"] and not facts["strengths"]
+    assert len(session.control({"plans": 3, "film": True})["plans"]) == 3
+    with pytest.raises(CapabilityError, match=mentions("steer")):
+        session.control({"strategy": "guided_diffusion", "sketch": LINE})
+
+
+def test_a_weight_moves_a_composition_from_one_policy_to_the_other(two: Subject) -> None:
+    session = Session(two)
+    ends = {weight: plans(session.control({"weight": weight}))[:, -1] for weight in (0.0, 0.5, 1.0)}
+    alone = Session(subject_of(LabConfig(policy=f"{OLD}/cloned")))
+    assert np.abs(ends[1.0] - plans(alone.control({}))[:, -1]).max() < 2e-4
+    assert np.abs(ends[0.0] - ends[1.0]).max() > 1e-3 < np.abs(ends[0.5] - ends[1.0]).max()
+
+
+# -- text that reproduces it ----------------------------------------------------------------------------
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"plans": 3, "noise": 0.5},
+    {"steps": 5},
+    {"sampler": "heun", "steps": 4},
+    *({"strategy": name, "sketch": LINE} for name in STRATEGIES),
+    {"strategy": "guided_diffusion", "sketch": LINE, "strength": 7.5, "sampler": "euler"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("which", ["subject", "two"])
+def test_the_python_lines_give_the_plans_that_are_shown(
+    which: str, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    session = Session(request.getfixturevalue(which))
+    session.reset(4)
+    for _ in range(3):
+        session.step()
+    answer = session.control(settings | ({"weight": 0.3} if which == "two" else {}))
+    made: dict[str, Any] = {}
+    exec(answer["python"], made)
+    paths = session.plane.paths(session.position, made["plans"].numpy())
+    assert np.abs(paths - plans(answer)).max() < 1e-4
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("which", ["subject", "two"])
+def test_the_command_is_one_that_eval_understands(
+    which: str, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    session = Session(request.getfixturevalue(which))
+    command = session.control(settings)["command"].splitlines()[-1]
+    if "noise" in settings or ("sampler" in settings and which == "subject"):
+        assert command.startswith("# ") and "Python" in command
+        return
+    program, name, *words = shlex.split(command)
+    config = compose_config(name, words)
+    assert (program, config.episodes, config.steps) == ("burnish", 20, settings.get("steps"))
+    assert config.steer.strategy == settings.get("strategy")
+
+
+def test_starts_are_compared_as_eval_does(
+    subject: Subject, session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer = session.control({"strategy": "guided_diffusion", "sketch": LINE, "strength": 30})
+    sketch, command = answer["command"].splitlines()
+    content = shlex.split(sketch)[1]
+    (tmp_path / "way.json").write_text(content)
+    words = [word.replace("way.json", str(tmp_path / "way.json")) for word in shlex.split(command)[2:]]
+    result = evaluate(compose_config("eval", [*words, "num_workers=0", f"out={tmp_path}/out.json"]))
+    found = compared(subject, session.plane, session.controls)
+    assert set(found) == {"steered", "plain"} and found["steered"]["off_m"] < found["plain"]["off_m"]
+    assert found["steered"]["won"] == [row.success for row in result.evaluation.rows]
+    assert [len(path) for path in found["steered"]["paths"]] == [
+        row.length + 1 for row in result.evaluation.rows
+    ]
+    with pytest.raises(ConfigError, match=mentions("noise 0.5")):
+        compared(subject, session.plane, Controls(noise=0.5))

@@ -1,0 +1,157 @@
+"""The laboratory in a browser: what is drawn with the mouse changes what the policy does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+from chromium import Browser, browser
+
+from burnish.commands.lab import LabConfig, subject_of
+from burnish.lab.server import Lab, LabServer
+from envs.tasks.avoid.task import Avoid
+from envs.tasks.plane import Place, Plane
+
+OLD = "tests/fixtures/version_0_1/policies"
+LINE = [(0.03, 0.03), (0.06, 0.12), (0.06, 0.2), (0.12, 0.3)]
+
+
+@pytest.fixture(scope="module")
+def plane() -> Plane:
+    stepper = Avoid().stepper(1)
+    stepper.reset(0, 0)
+    return stepper.plane(0)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    server = LabServer(Lab(subject_of(LabConfig(compose=[f"{OLD}/cloned", f"{OLD}/base"]))))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield server.address
+    server.stop()
+    thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+def opened(tab: Browser, address: str, *, width: int = 1280, dark: bool = False) -> None:
+    tab.open(address, width=width, dark=dark)
+    tab.wait("return document.querySelector('#python').textContent.length > 0")
+
+
+def drag(tab: Browser, plane: Plane, places: Sequence[Place]) -> None:
+    """Press the mouse at the first place [m], move it to the others, and release it."""
+    script = "const b = document.querySelector('#scene').getBoundingClientRect();"
+    left, top, width, height = tab.run(f"{script} return [b.left, b.top, b.width, b.height]")
+
+    def pixel(place: Place) -> tuple[float, float]:
+        x, y = (
+            (place[0] - plane.low[0]) / (plane.high[0] - plane.low[0]),
+            (plane.high[1] - place[1]) / (plane.high[1] - plane.low[1]),
+        )
+        return left + x * width, top + y * height
+
+    tab.mouse("press", *pixel(places[0]))
+    for (x0, y0), (x1, y1) in pairwise(places):
+        for share in (0.2, 0.4, 0.6, 0.8, 1.0):
+            tab.mouse("move", *pixel((x0 + share * (x1 - x0), y0 + share * (y1 - y0))))
+    tab.mouse("release", *pixel(places[-1]))
+
+
+def choose(tab: Browser, name: str, value: str) -> None:
+    """Set a control, as a hand does."""
+    script = f"const c = document.querySelector('#{name}'); c.value = '{value}';"
+    tab.run(f"{script} for (const kind of ['input', 'change']) c.dispatchEvent(new Event(kind));")
+
+
+def text_of(tab: Browser, name: str) -> str:
+    return str(tab.run(f"return document.querySelector('#{name}').textContent"))
+
+
+def click(tab: Browser, name: str) -> None:
+    tab.run(f"document.querySelector('#{name}').click()")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
+def test_a_drawn_line_is_followed(tab: Browser, address: str, plane: Plane, width: int, dark: bool) -> None:
+    """Over the compared starts, too: steered paths are nearer to the line than those of the policy alone."""
+    opened(tab, address, width=width, dark=dark)
+    assert tab.run("return document.documentElement.scrollWidth") <= width
+    assert "steer" not in text_of(tab, "command")
+    choose(tab, "strategy", "guided_diffusion")
+    drag(tab, plane, LINE)
+    tab.wait(
+        "return document.querySelector('#command').textContent.includes('steer.scale') ||"
+        "document.querySelector('#command').textContent.includes('guided_diffusion')"
+    )
+    tab.wait("return document.querySelector('#delay').textContent.includes('ms')")
+    click(tab, "compare")
+    tab.wait("return !document.querySelector('#compared').hidden")
+    cell = "parseFloat(document.querySelector('#compared').rows[i].cells[2].textContent)"
+    off = tab.run(f"return [1, 2].map((i) => {cell})")
+    assert off[0] < 0.5 * off[1]
+    assert not tab.complaints()
+
+
+def test_every_control_writes_what_reproduces_it(tab: Browser, address: str) -> None:
+    opened(tab, address)
+    for name, value, written in (
+        ("plans", "5", "sample_noise(5,"),
+        ("noise", "0.5", "noise = 0.5 *"),
+        ("sampler", "euler", "Euler("),
+        ("steps", "7", "steps=7"),
+        ("weight", "0.2", "[0.2, 0.8]"),
+    ):
+        choose(tab, name, value)
+        tab.wait(f"return document.querySelector('#python').textContent.includes('{written}')")
+    choose(tab, "noise", "1")
+    tab.wait("return document.querySelector('#command').textContent.includes('sampler=euler steps=7')")
+    assert "weights=[0.2,0.8]" in text_of(tab, "command")
+    assert not tab.complaints()
+
+
+def test_it_plays_and_shows_the_steps_of_denoising(tab: Browser, address: str) -> None:
+    opened(tab, address)
+    click(tab, "play")
+    tab.wait("return document.querySelector('#rate').textContent.includes('frames/s')")
+    click(tab, "film")
+    tab.wait("return Number(document.querySelector('#frame').max) > 5")
+    assert text_of(tab, "play") == "play", "the episode waits while the steps are shown"
+    before = tab.run("return document.querySelector('#scene').toDataURL()")
+    choose(tab, "frame", "0")
+    tab.wait(f"return document.querySelector('#scene').toDataURL() !== '{before}'")
+    click(tab, "roll")
+    tab.wait("return document.querySelector('#frame').value > 2")
+    click(tab, "film")
+    assert not tab.complaints()
+
+
+def test_the_robot_is_dragged(tab: Browser, address: str, plane: Plane) -> None:
+    opened(tab, address)
+    drag(tab, plane, [(0.0, 0.0), (0.02, 0.05), (0.0, 0.1)])
+    tab.wait(
+        "return document.querySelector('#python').textContent.includes('torch.tensor([[[0.00') ||"
+        "document.querySelector('#python').textContent.includes('torch.tensor([[[-0.00')"
+    )
+    tab.wait(
+        "return Math.abs(Number(document.querySelector('#python').textContent"
+        ".match(/tensor\\(\\[\\[\\[[^,]*, ([^,]*)/)[1]) - 0.1) < 0.003"
+    )
+    assert not tab.complaints()
+
+
+def test_what_is_refused_is_said(tab: Browser, address: str) -> None:
+    opened(tab, address)
+    tab.run("document.querySelector('#steps').max = 400")
+    choose(tab, "steps", "400")
+    tab.wait("return !document.querySelector('#problem').hidden")
+    assert "steps" in text_of(tab, "problem")
+    choose(tab, "steps", "5")
+    tab.wait("return document.querySelector('#problem').hidden")

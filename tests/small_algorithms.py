@@ -53,6 +53,7 @@ SMALL: dict[str, Any] = {
     "hidden_dims": (8,),
     "critic_dims": (8,),
     "value_dims": (8,),
+    "balance_dims": (8,),
     "vae_width": 8,
     "critic_horizon": 4,
     "num_ascended": 2,

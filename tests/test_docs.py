@@ -262,6 +262,7 @@ EXPLAINED_ON = {
     "pa_rl": ["critics"],
     "qam": ["qam", "critics"],
     "trqam": ["qam", "critics"],
+    "famo2o": ["critics"],
 }
 """Where the settings of an algorithm are explained."""
 

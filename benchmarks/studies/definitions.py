@@ -50,6 +50,7 @@ STUDIES = {
             "qam": "avoid_flow_bc",
             "trqam": "avoid_flow_bc",
             "dqc": "avoid_flow_bc",
+            "famo2o": "avoid_flow_bc",
             "recap": "avoid_flow_bc",
         },
         {
@@ -80,6 +81,7 @@ STUDIES = {
             "qam": "avoid_qam",
             "trqam": "avoid_trqam",
             "dqc": "avoid_dqc",
+            "famo2o": "avoid_famo2o",
             "recap": "avoid_recap",
         },
         "success",

@@ -263,6 +263,7 @@ EXPLAINED_ON = {
     "qam": ["qam", "critics"],
     "trqam": ["qam", "critics"],
     "famo2o": ["critics"],
+    "gorl": ["ppo"],
 }
 """Where the settings of an algorithm are explained."""
 

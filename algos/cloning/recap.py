@@ -38,6 +38,7 @@ from algos.optim import descend, load_parts, save_parts
 from algos.training.observations import encode
 from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.windows import DECISION
 from policies.bounds import bounded
 from policies.build import build_policy, complete
 from policies.errors import CapabilityError, ConfigError
@@ -177,9 +178,9 @@ class Recap(Bc):
     def _encoded(self) -> Tensor:
         """Return the features (N, C) of all frames, without label."""
         policy = self.policy
-        windows = WindowSampler(
-            self._dataset.to(policy.device), policy.chunk, pad_end=True, goal_dim=1, cameras=policy.images
-        )
+        extras = {key: value for key, value in self._dataset.extras.items() if key != DECISION}
+        every = replace(self._dataset, extras=extras).to(policy.device)
+        windows = WindowSampler(every, policy.chunk, pad_end=True, goal_dim=1, cameras=policy.images)
         pieces = torch.arange(windows.num, device=windows.device).split(_ENCODED_AT_ONCE)
         return torch.cat([encode(policy, windows.gather(piece).obs).vec[:, :-1] for piece in pieces])
 

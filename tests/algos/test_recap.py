@@ -135,6 +135,15 @@ def test_values_come_first_and_then_all_frames_have_a_label() -> None:
     assert only.labels is not None and set(only.labels.flatten().tolist()) == {0.0, 1.0}
 
 
+def test_values_read_all_frames_and_the_policy_clones_decisions_alone() -> None:
+    decided = torch.arange(200) % 5 % 2 == 0
+    data = replace(dataset(), extras={"decision": decided})
+    run = begin(dataset=data, config=replace(small(RecapConfig), validation_fraction=0.0))
+    finished(run)
+    assert run.labels is not None and run.labels.shape == (200, 1)
+    assert run._features.shape[0] == 200 and run._source.frames.tolist() == decided.nonzero()[:, 0].tolist()
+
+
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_a_run_is_resumed_bit_by_bit_while_values_or_policy_are_fitted(after: int) -> None:
     config = replace(small(RecapConfig), value_steps=4)

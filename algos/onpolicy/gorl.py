@@ -10,11 +10,11 @@ Legend: C condition width, z latent (Th Da), mu and sigma of the encoder, g deco
 After a stage the decoder learns to make the actions of the policy from noise, and the encoder begins anew at
 that noise, N(0, I): what the encoder found becomes the prior of the next stage.
 
-Source: GoRL, arXiv 2512.02581, and its released code. Deviations: the decoder begins as a cloned policy and
-goes on from its weights in a refit, where the release begins with the identity and fits a new decoder every
-time; it may be any policy that is determined by its start noise; standard deviations are exp(l), not
-softplus(l); actions are those of the policy, without a further tanh; values bootstrap where time limits end
-an episode, which the release ignores; the normaliser is that of the clone.
+Source: GoRL, arXiv 2512.02581, and its released code. Deviations: the decoder begins as a cloned policy, or
+as it is drawn, and goes on from its weights in a refit, where the release begins with the identity and fits a
+new decoder every time; it may be any policy that is determined by its start noise; standard deviations are
+exp(l), not softplus(l); actions are those of the policy, without a further tanh; values bootstrap where time
+limits end an episode, which the release ignores; the normaliser is that of the policy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from algos.base import Metrics, Setup
 from algos.cloning.validation import matching_of
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.config import OnPolicyConfig
-from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import RatioEstimator, Rows, Score
+from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.onpolicy.start import starting_policy
 from algos.optim import descend
 from algos.training.observations import encode, encoder_module, mapped
 from policies.bounds import bounded
@@ -122,20 +124,21 @@ class GorlConfig(OnPolicyConfig):
         return fixed and policy.noise_shape == policy.chunk.shape and isinstance(policy, MatchingLoss)
 
     def build(self, setup: Setup) -> Gorl:
-        """Return a run on a copy of the policy `setup.init`, with a new encoder.
+        """Return a run on a copy of the policy `setup.init`, or on a new policy, with a new encoder.
 
         Raises:
-            ConfigError: If policy or environment are missing, or sizes disagree.
+            ConfigError: If the environment is missing, sizes disagree, or a new policy lacks observation
+                statistics.
             CapabilityError: If the policy is not determined by its start noise.
         """
-        init = self.check_policy(check_setup(setup, "gorl"))
+        init, moments = starting_policy(self, setup)
         wrapper = Steering(
             bound=1.0, density="gaussian", hidden_dims=self.hidden_dims, activation="silu", layer_norm=False,
             zero_init=True,
         )  # fmt: skip
         with seeded_weights(derive_seed(setup.seed, "encoder of latents")):
             policy = wrapper.wrap(init.clone()).to(setup.device)
-        return Gorl(self, setup, policy)
+        return Gorl(self, setup, policy, moments)
 
 
 class Gorl(OnPolicy):
@@ -144,11 +147,18 @@ class Gorl(OnPolicy):
     config: GorlConfig
     policy: SteeredPolicy
 
-    def __init__(self, config: GorlConfig, setup: Setup, policy: SteeredPolicy) -> None:
+    def __init__(
+        self,
+        config: GorlConfig,
+        setup: Setup,
+        policy: SteeredPolicy,
+        moments: Mapping[str, RunningMeanStd] | None,
+    ) -> None:
         ratio = LatentRatio(policy, config.latent_weight)
         super().__init__(
-            config, setup, ratio=ratio, trainable=policy.actor, bc_term=None, export_policy=policy.clone
-        )
+            config, setup, ratio=ratio, trainable=policy.actor, bc_term=None, export_policy=policy.clone,
+            moments=moments,
+        )  # fmt: skip
         self._fresh = {name: value.clone() for name, value in policy.actor.state_dict().items()}
         self.stage_number = 0
 

@@ -46,7 +46,7 @@ A cell tells how a clone with the default sampler of its process explores:
 
 CLOSING = """
 Without `init` a new policy learns from the reward alone, under all of them but DSRL
-and GoRL ([from nothing](ppo.md#from-nothing)).
+([from nothing](ppo.md#from-nothing)).
 
 ## What is required
 

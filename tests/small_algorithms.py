@@ -32,6 +32,9 @@ SMALL: dict[str, Any] = {
     "update_epochs": 2,
     "tuned_steps": 2,
     "microbatch_size": 8,
+    "stage_steps": 20,
+    "refit_rollouts": 1,
+    "refit_steps": 2,
     "critic": CriticConfig(width=8),
     # from data
     "steps": 6,
@@ -53,6 +56,7 @@ SMALL: dict[str, Any] = {
     "hidden_dims": (8,),
     "critic_dims": (8,),
     "value_dims": (8,),
+    "balance_dims": (8,),
     "vae_width": 8,
     "critic_horizon": 4,
     "num_ascended": 2,

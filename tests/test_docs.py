@@ -262,6 +262,8 @@ EXPLAINED_ON = {
     "pa_rl": ["critics"],
     "qam": ["qam", "critics"],
     "trqam": ["qam", "critics"],
+    "famo2o": ["critics"],
+    "gorl": ["ppo"],
 }
 """Where the settings of an algorithm are explained."""
 

@@ -38,6 +38,7 @@ from algos.optim import descend, load_parts, save_parts
 from algos.training.observations import encode
 from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.windows import DECISION
 from policies.bounds import bounded
 from policies.build import build_policy, complete
 from policies.errors import CapabilityError, ConfigError
@@ -54,11 +55,12 @@ _ENCODED_AT_ONCE = 65_536
 _PARTS = ("value", "value_optimizer")
 
 
-def with_label(policy: Policy, dropout: float) -> Policy:
-    """Return a copy with a label as goal; its weights are 0, so that the label has no effect yet."""
+def with_goal(policy: Policy, width: int, dropout: float = 0.0) -> Policy:
+    """Return a copy with a new goal; its weights are 0, so that it has no effect yet."""
     described = describe(policy)
     modes = described["normalizer"] | {"goal": "identity"}
-    wide = rebuild(described | {"goal_dim": 1, "goal_dropout": dropout, "guidance": 1.0, "normalizer": modes})
+    given = {"goal_dim": width, "goal_dropout": dropout, "guidance": 1.0, "normalizer": modes}
+    wide = rebuild(described | given)
     own, weights = policy.state_dict(), wide.state_dict()
     for name, value in own.items():
         weights[name] = F.pad(value, (0, weights[name].shape[-1] - value.shape[-1])) if value.ndim else value
@@ -113,7 +115,7 @@ class RecapConfig(BcConfig):
             require_one_policy(init, algo)
             _require_guidance(init, algo, init.base if isinstance(init, AdvantagePolicy) else init)
             if not isinstance(init, AdvantagePolicy):
-                return with_label(init, self.label_dropout)
+                return with_goal(init, 1, self.label_dropout)
             start: Any = init.base.clone()
             start.config = replace(start.config, goal_dropout=self.label_dropout, guidance=1.0)
             return start
@@ -176,9 +178,9 @@ class Recap(Bc):
     def _encoded(self) -> Tensor:
         """Return the features (N, C) of all frames, without label."""
         policy = self.policy
-        windows = WindowSampler(
-            self._dataset.to(policy.device), policy.chunk, pad_end=True, goal_dim=1, cameras=policy.images
-        )
+        extras = {key: value for key, value in self._dataset.extras.items() if key != DECISION}
+        every = replace(self._dataset, extras=extras).to(policy.device)
+        windows = WindowSampler(every, policy.chunk, pad_end=True, goal_dim=1, cameras=policy.images)
         pieces = torch.arange(windows.num, device=windows.device).split(_ENCODED_AT_ONCE)
         return torch.cat([encode(policy, windows.gather(piece).obs).vec[:, :-1] for piece in pieces])
 

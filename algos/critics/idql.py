@@ -19,6 +19,7 @@ effect).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,21 +38,23 @@ WEIGHTS = ("clone", "soft", "hard", "exponential")
 _HARD_MARGIN, _TEMPERATURE, _MOST = 0.01, 3.0, 100.0
 
 
-class IdqlLearner(ChunkCriticLearner):
-    """Q, V, and a policy that Q's target copy chooses from."""
+def exponential_weight(u: Tensor, temperature: float | Tensor) -> Tensor:
+    """Return min(exp(temperature u), 100)."""
+    return (temperature * u).exp().clamp(max=_MOST)
 
-    config: IdqlConfig
+
+class ValueLearner(ChunkCriticLearner):
+    """Q, V, and a policy; V follows recorded chunks, Q follows V, target copies move after the step."""
+
     moves_first = False
-    own_parts = ("value", "value_optimizer")
+    own_parts: ClassVar[tuple[str, ...]] = ("value", "value_optimizer")
 
-    def __init__(self, base: Policy, config: IdqlConfig) -> None:
+    def __init__(self, base: Policy, config: ChunkCriticConfig) -> None:
         cond_dim, width = base.encoder.cond_dim, base.chunk.act_steps * base.chunk.action_dim
         super().__init__(base, config.critic_config().build(cond_dim, width), config)
         value = config.critic_config(members=1).build(cond_dim, 0)
         self.value: Ensemble = value.to(base.device, base.dtype)
         self.value_optimizer = torch.optim.Adam(self.value.parameters(), lr=config.critic_lr, fused=True)
-        wrapper = config.wrapper(num_candidates=config.num_candidates, aggregate="min")
-        self.policy = choosing(base, wrapper, self.target_critic)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         return {}
@@ -60,30 +63,15 @@ class IdqlLearner(ChunkCriticLearner):
         """Return V (B,) of conditions (B, C)."""
         return self.value(cond, cond.new_zeros(len(cond), 0))[0]
 
+    def worth(self, cond: Tensor, action: Tensor) -> Tensor:
+        """Return the least value (B,) by the target critics."""
+        return aggregate(self.target_critic(cond, action), "min")
+
     def advantage(self, batch: Batch) -> Tensor:
         """Return u (B,); the gradient reaches V."""
         with torch.no_grad():
-            best = aggregate(self.target_critic(batch.cond, batch.action), "min")
+            best = self.worth(batch.cond, batch.action)
         return best - self.value_of(batch.cond)
-
-    def weight(self, u: Tensor) -> Tensor:
-        """Return the weights (B,) of rows in the policy's loss."""
-        match self.config.weighting:
-            case "soft":
-                return torch.where(u > 0, self.config.expectile, 1 - self.config.expectile)
-            case "hard":
-                return (u >= -_HARD_MARGIN).to(u)
-            case "exponential":
-                return (_TEMPERATURE * u).exp().clamp(max=_MOST)
-        return torch.ones_like(u)
-
-    def step(self, batch: Batch, draws: Draws) -> Quantities:
-        updates_actor = self.updates_actor
-        u = self.advantage(batch)
-        out = self.update_base(batch, draws, self.weight(u.detach())) if updates_actor else {}
-        loss = descend(self.value_optimizer, value_loss(u, self.config.value_loss, self.config.expectile))
-        found = out | {"value/loss": loss, "actor/advantage": u.detach().mean()}
-        return found | super().step(batch, draws)
 
     def update_base(self, batch: Batch, draws: Draws, weight: Tensor | None = None) -> Quantities:
         """Take one step of the policy; none without weights, after that of the critics."""
@@ -94,6 +82,36 @@ class IdqlLearner(ChunkCriticLearner):
 
     def target(self, batch: Batch, draws: Draws) -> Tensor:
         return torch.addcmul(batch.reward, batch.discount, self.value_of(batch.next_cond))
+
+
+class IdqlLearner(ValueLearner):
+    """Q, V, and a policy that Q's target copy chooses from."""
+
+    config: IdqlConfig
+
+    def __init__(self, base: Policy, config: IdqlConfig) -> None:
+        super().__init__(base, config)
+        wrapper = config.wrapper(num_candidates=config.num_candidates, aggregate="min")
+        self.policy = choosing(base, wrapper, self.target_critic)
+
+    def weight(self, u: Tensor) -> Tensor:
+        """Return the weights (B,) of rows in the policy's loss."""
+        match self.config.weighting:
+            case "soft":
+                return torch.where(u > 0, self.config.expectile, 1 - self.config.expectile)
+            case "hard":
+                return (u >= -_HARD_MARGIN).to(u)
+            case "exponential":
+                return exponential_weight(u, _TEMPERATURE)
+        return torch.ones_like(u)
+
+    def step(self, batch: Batch, draws: Draws) -> Quantities:
+        updates_actor = self.updates_actor
+        u = self.advantage(batch)
+        out = self.update_base(batch, draws, self.weight(u.detach())) if updates_actor else {}
+        loss = descend(self.value_optimizer, value_loss(u, self.config.value_loss, self.config.expectile))
+        found = out | {"value/loss": loss, "actor/advantage": u.detach().mean()}
+        return found | super().step(batch, draws)
 
 
 @register("algo", "idql")

@@ -33,6 +33,7 @@ STUDIES = {
             "fpo++": "avoid_flow_bc",
             "awm": "avoid_flow_bc",
             "policyflow": "avoid_flow_bc",
+            "gorl": "avoid_flow_bc",
             "dsrl": "avoid_flow_bc",
             "dsrl-sac": "avoid_flow_bc",
             "dsrl-diffusion": "avoid_bc",
@@ -50,6 +51,7 @@ STUDIES = {
             "qam": "avoid_flow_bc",
             "trqam": "avoid_flow_bc",
             "dqc": "avoid_flow_bc",
+            "famo2o": "avoid_flow_bc",
             "recap": "avoid_flow_bc",
         },
         {
@@ -61,6 +63,7 @@ STUDIES = {
             "fpo++": "avoid_fpo_plus",
             "awm": "avoid_awm",
             "policyflow": "avoid_policyflow",
+            "gorl": "avoid_gorl",
             "dsrl": "avoid_dsrl",
             "dsrl-sac": "avoid_dsrl algo.variant=sac algo.steering.adapter=row_repeat algo.init_alpha=0.003 "
             "algo.updates_per_step=0.5 algo.gamma=0.99 algo.tau=0.02",
@@ -80,6 +83,7 @@ STUDIES = {
             "qam": "avoid_qam",
             "trqam": "avoid_trqam",
             "dqc": "avoid_dqc",
+            "famo2o": "avoid_famo2o",
             "recap": "avoid_recap",
         },
         "success",

@@ -49,7 +49,7 @@ OWN_EPISODES = 600
 """Episodes of its base, from which a run of `FROM_EPISODES` learns: about 30,000 control steps on `avoid`."""
 FROM_EPISODES = ("recap",)
 """Runs that end with the data: the demonstrations of their base and its own episodes."""
-CRITICS = ("qc", "idql", "fql", "expo", "residual", "pa_rl", "dqc", "qam", "trqam", *FROM_EPISODES)
+CRITICS = ("qc", "idql", "fql", "expo", "residual", "pa_rl", "dqc", "qam", "trqam", "famo2o", *FROM_EPISODES)
 """Runs that learn from the demonstrations of their base too."""
 OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS)
 """Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""

@@ -8,6 +8,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import burnish
@@ -17,6 +18,7 @@ from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.datasets.episode import Episode
+from envs.datasets.windows import DECISION
 from envs.evaluation.policy_episodes import policy_episodes
 
 _OF_THE_MACHINE = ("num_workers", "num_threads")
@@ -59,7 +61,7 @@ def with_own_episodes(path: Path, demos: Path, run: Path, episodes: int, *, firs
 
 
 def episodes_of(dataset: EpisodeDataset) -> Iterator[Episode]:
-    """Yield the episodes of a dataset, without extras and images."""
+    """Yield the episodes of a dataset, decided frame by frame, without other extras and images."""
     assert dataset.next_observations is not None and dataset.success is not None
     for number, (start, end) in enumerate(pairwise(dataset.episode_start.tolist())):
         last = slice(end - 1, end)
@@ -71,6 +73,7 @@ def episodes_of(dataset: EpisodeDataset) -> Iterator[Episode]:
             truncated=bool(dataset.truncated[last]),
             success=bool(dataset.success[number]),
             seed=int(dataset.episode_extras["seed"][number]),
+            extras={DECISION: np.ones(end - start, dtype=bool)},
         )
 
 

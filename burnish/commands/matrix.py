@@ -41,7 +41,7 @@ A cell tells how a clone with the default sampler of its process explores:
 - [FPO and AWM](fpo.md): the quantity whose losses are compared. The policy's own sampler acts.
 - [PPO](ppo.md): it draws from its density. [PolicyFlow](policyflow.md): noise on the end of a flow.
 - [SAC and RLPD](sac.md): it draws from its density. [DSRL](dsrl.md): the start noise is chosen, directly or
-  with that many `algo.denoising_steps`.
+  with that many `algo.denoising_steps`. [GoRL](ppo.md#on-latents-algogorl): the start noise is drawn.
 """
 
 CLOSING = """

@@ -46,7 +46,8 @@ class EpisodeDataset(EpisodeColumns):
         episode_start: (E+1,) int64, first frame of every episode and, last, N.
         next_observations: (N, Do) float32, true successors, or None where the source has none.
         extras: per-frame values, each (N, ...); `goal` (N, Dg) is the input of goal-conditioned policies,
-            `masks` (N,) is 0 where values do not bootstrap although the recording continues.
+            `masks` (N,) is 0 where values do not bootstrap although the recording continues, `decision` (N,)
+            where the recording policy went on with a chunk, so that no window of training begins.
         episode_extras: per-episode values, each (E, ...), e.g. `success` and `seed`.
 
     Args:

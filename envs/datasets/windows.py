@@ -3,7 +3,9 @@
 Legend: N frames, E episodes, W windows, B batch, To observation history, Th horizon, Do and Da widths.
 A window belongs to a frame i, the newest observation of the policy. Its observations are frames
 i-To+1 … i and its actions frames i-s … i-s+Th-1, where s is `ChunkSpec.action_start`: 0 for chunks from the
-newest observation (DPPO), To-1 for chunks from the oldest (Diffusion Policy).
+newest observation (DPPO), To-1 for chunks from the oldest (Diffusion Policy). Where the data say at which
+frames the recording policy decided (extra key `decision`), only these have a window: a chunk across decisions
+joins parts of two plans.
 
 Every episode is stored with copies of its first and last rows, so that each window is contiguous in memory:
 row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the window starting at r, without a copy until a batch is
@@ -26,6 +28,8 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.errors import DatasetError
 from policies.policy_config import ChunkSpec
 
+DECISION = "decision"
+"""Extra key (N,): whether the recording policy decided at this frame, or went on with a chunk."""
 _INDEX_BYTES = 48  # bytes per row of the index computation
 _log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ class Windows:
     Args:
         dataset: Episodes; move it to the device first.
         chunk: Horizons.
-        pad_end: True: every frame has a window; past the end of the episode the last action is repeated
+        pad_end: True: every frame may have a window; past the end of the episode the last action is repeated
             (masked). False (DPPO): only windows whose actions end inside the episode.
         cameras: Cameras of the batch images, which are moved to the windows' device per batch.
 
@@ -136,6 +140,8 @@ class Windows:
         valid = (
             torch.ones_like(frames, dtype=torch.bool) if pad_end else end <= dataset.lengths[self._episode]
         )
+        if DECISION in dataset.extras:
+            valid = valid & dataset.storage.take(dataset.extras[DECISION], frames).to(valid)
         self.frames, self.steps = frames[valid], step[valid]
         counts = torch.bincount(self._episode[valid], minlength=dataset.num_episodes)
         self.short_episodes: list[int] = (counts == 0).nonzero().squeeze(1).tolist()

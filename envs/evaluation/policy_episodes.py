@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.episode import Episode
+from envs.datasets.windows import DECISION
 from envs.evaluation.evaluate import evaluate
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.player import EvaluatedPolicy
@@ -21,7 +22,8 @@ def policy_episodes(policy: EvaluatedPolicy, env: EnvConfig, *, first_seed: int)
     """Play a policy without end, one episode per seed from `first_seed` on.
 
     Actions are those that were executed, inside the task's box. The noise of an episode depends on its place
-    in the order alone. Goals that stand beside the state are stored with every step.
+    in the order alone. Every step is stored with whether the policy decided there or went on with a chunk,
+    and with the goal that stands beside the state, if any.
 
     Raises:
         ConfigError: If policy and task do not fit.
@@ -32,10 +34,10 @@ def policy_episodes(policy: EvaluatedPolicy, env: EnvConfig, *, first_seed: int)
             noise_seed=part, keep_observations=True,
         ).rows  # fmt: skip
         for row in rows:
-            yield _episode(row, env)
+            yield _episode(row, env, policy.chunk.act_steps)
 
 
-def _episode(row: EpisodeRow, env: EnvConfig) -> Episode:
+def _episode(row: EpisodeRow, env: EnvConfig, act_steps: int) -> Episode:
     assert row.observations is not None and row.actions is not None and row.rewards is not None
     return Episode(
         observations=row.observations,
@@ -45,7 +47,7 @@ def _episode(row: EpisodeRow, env: EnvConfig) -> Episode:
         truncated=row.truncated,
         success=row.success,
         seed=row.seed,
-        extras=_goals(row, env),
+        extras={DECISION: np.arange(row.length) % act_steps == 0, **_goals(row, env)},
     )
 
 

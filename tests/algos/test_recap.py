@@ -15,7 +15,7 @@ from messages import mentions
 from small_algorithms import dataset, init, policy_config, setup, small
 from torch import Tensor
 
-from algos.cloning.recap import Recap, RecapConfig, with_label
+from algos.cloning.recap import Recap, RecapConfig, with_goal
 from algos.training.serialization import from_plain, to_plain
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.backbones.mlp import MlpConfig
@@ -45,7 +45,7 @@ def observed(rows: int = 5) -> Tensor:
 
 def labelled(process: str = "flow") -> Any:
     """Return a policy whose label has an effect."""
-    policy = with_label(init(process), 0.1)
+    policy = with_goal(init(process), 1, 0.1)
     with torch.no_grad():
         for weight in policy.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
@@ -90,7 +90,10 @@ def test_a_new_label_changes_nothing(name: str) -> None:
     config = replace(policy_config("flow"), backbone=BACKBONES[name], horizon=4)
     modes = {"state": "identity", "action": "identity"}
     policy = build_policy(replace(config, normalizer=modes), obs_dim=2, action_dim=2, seed=3)
-    wide, noise = with_label(policy, 0.1), policy.sample_noise(5, generator=torch.Generator().manual_seed(1))
+    wide, noise = (
+        with_goal(policy, 1, 0.1),
+        policy.sample_noise(5, generator=torch.Generator().manual_seed(1)),
+    )
     for label in (-1.0, 0.0, 1.0):
         obs = {"state": observed(), "goal": torch.full((5, 1), label)}
         found = wide.act(obs, noise=noise)
@@ -130,6 +133,15 @@ def test_values_come_first_and_then_all_frames_have_a_label() -> None:
     only = begin(config=replace(small(RecapConfig), negative_label=False))
     only.advance()
     assert only.labels is not None and set(only.labels.flatten().tolist()) == {0.0, 1.0}
+
+
+def test_values_read_all_frames_and_the_policy_clones_decisions_alone() -> None:
+    decided = torch.arange(200) % 5 % 2 == 0
+    data = replace(dataset(), extras={"decision": decided})
+    run = begin(dataset=data, config=replace(small(RecapConfig), validation_fraction=0.0))
+    finished(run)
+    assert run.labels is not None and run.labels.shape == (200, 1)
+    assert run._features.shape[0] == 200 and run._source.frames.tolist() == decided.nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])

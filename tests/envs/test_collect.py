@@ -109,6 +109,8 @@ def test_the_episodes_of_a_policy_are_those_that_happened(name: str) -> None:
     )  # fmt: skip
     assert data.meta["attempts"] == data.num_episodes == TOGETHER + 2
     assert data.actions.abs().max() == 1  # what was executed, not what was wanted
+    step = torch.arange(data.num_frames) - data.episode_start[:-1].repeat_interleave(data.lengths)
+    assert torch.equal(data.extras["decision"], step % 4 == 0)
     vector = env.make_vector(1)
     for i in (0, 1, TOGETHER + 1):
         first_frame, end = data.episode_start[i : i + 2].tolist()

@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -37,6 +38,19 @@ def by_item(data, chunk, pad_end):
             mask = [first <= row < end for row in rows]
             out.append((frame, data.observations[history], data.actions[inside], mask))
     return out
+
+
+@pytest.mark.parametrize("pad_end", [True, False])
+def test_windows_begin_where_the_recording_policy_decided(pad_end):
+    data, chunk = make([7, 4]), ChunkSpec(3, 2, 2)
+    decided = np.array([1, 0, 1, 0, 1, 0, 1, 1, 0, 1, 0], bool)
+    some = replace(data, extras={"decision": torch.from_numpy(decided)})
+    windows, every = Windows(some, chunk, pad_end=pad_end), Windows(data, chunk, pad_end=pad_end)
+    kept = [i for i, frame in enumerate(every.frames.tolist()) if decided[frame]]
+    assert windows.frames.tolist() == every.frames[kept].tolist() and len(kept) == (6 if pad_end else 5)
+    found, wanted = windows.gather(torch.arange(len(kept))), every.gather(torch.tensor(kept))
+    for part in ("obs", "action", "mask"):
+        assert torch.equal(getattr(found, part), getattr(wanted, part))
 
 
 @settings(max_examples=60)

@@ -1,0 +1,113 @@
+"""GoRL: PPO on latents, refits of the decoder, stages that resume."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from messages import mentions
+from small_algorithms import init, setup, small
+from torch import Tensor
+
+from algos.onpolicy.gorl import Gorl, GorlConfig
+from algos.training.serialization import from_plain, to_plain
+from policies.errors import CapabilityError, ConfigError
+from policies.wrappers.noise_policy import SteeredPolicy
+
+
+def begin(process: str = "flow", config: GorlConfig | None = None, **changes: Any) -> Gorl:
+    return (config or small(GorlConfig)).build(setup(process, dataset=None, **changes))
+
+
+def finished(run: Gorl) -> Gorl:
+    while run.progress < run.total:
+        run.advance()
+    run.close()
+    return run
+
+
+def observed(rows: int = 5) -> Tensor:
+    return torch.rand(rows, 1, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def weights(module: Any) -> Tensor:
+    return torch.cat([value.detach().flatten().double() for value in module.state_dict().values()])
+
+
+def test_a_run_begins_as_its_clone_bit_by_bit() -> None:
+    run, base = begin(), init("flow")
+    policy = run.snapshot()
+    noise = base.sample_noise(5, generator=torch.Generator().manual_seed(1))
+    assert isinstance(policy, SteeredPolicy)
+    assert torch.equal(policy.act(observed(), noise=noise), base.act(observed(), noise=noise))
+    run.close()
+
+
+def test_the_ratio_is_one_on_fresh_data_and_the_decoder_stays_within_a_stage() -> None:
+    run = begin(config=replace(small(GorlConfig), stage_steps=1000, update_epochs=1, batch_size=1000))
+    before, encoder = weights(run.policy.base), weights(run.policy.actor)
+    first = run.advance()
+    assert float(first["policy/ratio_mean"]) == pytest.approx(1, abs=1e-6)
+    assert float(first["policy/ratio_spread"]) < 1e-6
+    finished(run)
+    assert torch.equal(weights(run.policy.base), before)
+    assert not torch.equal(weights(run.policy.actor), encoder)
+
+
+def test_without_refits_the_run_is_that_of_one_stage_bit_by_bit() -> None:
+    one = finished(begin(config=replace(small(GorlConfig), stage_steps=1000)))
+    other = finished(begin(config=replace(small(GorlConfig), refit_steps=0)))
+    assert torch.equal(weights(one.policy), weights(other.policy))
+
+
+def test_a_refit_moves_the_decoder_and_begins_the_encoder_anew() -> None:
+    run = begin()
+    before, encoder = weights(run.policy.base), weights(run.policy.actor)
+    seen = run.advance()
+    assert "refit/loss" not in seen and not torch.equal(weights(run.policy.actor), encoder)
+    seen = run.advance()
+    assert float(seen["refit/rows"]) == 8 and run.stage_number == 1
+    assert torch.equal(weights(run.policy.actor), encoder) and not run.learner.actor_optimizer.state
+    assert not torch.equal(weights(run.policy.base), before)
+    assert not any(weight.requires_grad for weight in run.policy.base.parameters())
+    run.close()
+
+
+def test_a_refit_makes_what_the_encoder_found_the_prior() -> None:
+    """An encoder that has moved decodes other chunks; after the refit noise alone decodes them."""
+    run = begin(config=replace(small(GorlConfig), refit_steps=800, refit_lr=3e-3, batch_size=256))
+    generator, policy = torch.Generator().manual_seed(1), run.policy
+    vec = policy.encode({"state": observed(2048)}).vec
+    noise = policy.sample_noise(2048, generator=generator)
+    wanted = policy.chunk_of(vec, 1.5 + 0.3 * noise.flatten(1))
+    run.fit_decoder(vec, wanted)
+    fresh = policy.sample_noise(2048, generator=generator)
+    found, before = policy.chunk_of(vec, fresh.flatten(1)), init("flow")
+    old = before.decode(before.condition(vec), fresh)
+    gap, gap_before = ((one.mean(dim=0) - wanted.mean(dim=0)).abs().max() for one in (found, old))
+    assert gap < 0.1 < 0.3 < gap_before
+    run.close()
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_run_is_resumed_bit_by_bit_before_and_after_a_refit(after: int) -> None:
+    one, two = begin(), begin()
+    for _ in range(after):
+        one.advance()
+    file = io.BytesIO()
+    torch.save(to_plain(one.state_dict()), file)
+    file.seek(0)
+    two.load_state_dict(from_plain(torch.load(file, weights_only=True)))
+    assert two.stage_number == one.stage_number
+    assert torch.equal(weights(finished(one).policy), weights(finished(two).policy))
+
+
+def test_what_has_no_latent_is_refused() -> None:
+    with pytest.raises(CapabilityError, match=mentions("algo=gorl GaussianPolicy algo=ppo")):
+        begin("gaussian")
+    for name, value in (("bc_weight", 0.1), ("encoder", "trained")):
+        with pytest.raises(ConfigError, match=mentions(f"algo.{name}")):
+            replace(small(GorlConfig), **{name: value})

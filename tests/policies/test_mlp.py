@@ -30,7 +30,7 @@ CONFIGS = {
     "two-blocks-mish-norm-encoder": MlpConfig(
         width=16, num_blocks=2, time_dim=8, activation="mish", layer_norm=True, cond_dims=(9, 4)
     ),
-    "one-layer-encoder": MlpConfig(width=16, time_dim=8, cond_dims=(4,)),
+    "encoder-of-its-own": MlpConfig(width=16, time_dim=8, cond_dims=(9, 4), cond_activation="tanh"),
     "plain": MlpConfig(residual=False, hidden_dims=(16, 10), time_dim=8),
     "plain-norm": MlpConfig(
         residual=False, hidden_dims=(16, 10), time_dim=8, layer_norm=True, activation="mish"
@@ -67,6 +67,7 @@ def textbook(
 ) -> Tensor:
     """The network written plainly: concatenate, then layer after layer, nothing folded or shared."""
     act = F.relu if net.config.activation == "relu" else F.mish
+    cond_act = torch.tanh if net.config.cond_activation == "tanh" else act
     e = torch.zeros(())
     for embedding, given in ((net.time_embedding, time), (net.second_embedding, second_time)):
         if embedding is not None and given is not None:
@@ -75,7 +76,7 @@ def textbook(
     if isinstance(net.cond_encoder, PlainTrunk):
         s = net.cond_encoder.inlet(s)
         for layer in net.cond_encoder.layers:
-            s = layer(act(s))
+            s = layer(cond_act(s))
     trunk = net.trunk
     h = trunk.inlet(torch.cat([x.flatten(1), e, s], dim=1))
     if isinstance(trunk, PlainTrunk):

@@ -109,6 +109,8 @@ class MlpConfig(TrunkConfig):
 
         They are those of DPPO's `DiffusionMLP`, and of ReinFlow's `ShortCutFlowMLP` where times are joint.
         """
+        if self.expansion is not None:
+            raise ConfigError("DPPO and ReinFlow have no MLP with backbone.expansion; leave it null.")
         time_, cond_, trunk_, places = _JOINT_NAMES if self.times == "joint" else _NAMES
         time = {
             f"{time_}{place}.{kind}": f"time_embedding.{name}.{kind}"

@@ -59,6 +59,8 @@ class Unet1dConfig(UnetConfig):
         rule = "an odd number of equal hidden widths and an output width, e.g. [256,64] or [256,256,256,64]"
         is_plain = not self.cond_dims or self.cond_activation is not None
         self.require("cond_dims", is_plain or is_residual, rule)
+        fits = self.times == "learned" or self.time_dim % 4 == 0
+        self.require("time_dim", fits, "a multiple of 4 for backbone.times=positional")
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
@@ -85,7 +87,7 @@ class Unet1dConfig(UnetConfig):
         if not self.cond_dims:
             return keys
         if program != "dppo" or self.cond_activation is not None:
-            raise ConfigError(f"{program} has no U-Net with backbone.cond_dims; leave them empty.")
+            raise ConfigError(f"{program} has no U-Net with such backbone.cond_dims; leave them empty.")
         if trunk := self._cond_trunk():
             return keys | trunk.official_trunk_keys("cond_mlp.", "cond_encoder.")
         pairs = [f"{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")]

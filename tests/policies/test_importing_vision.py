@@ -24,6 +24,7 @@ from policies.importing.importing import import_policy
 from policies.importing.reinflow_image import ReinflowImageSource
 from policies.importing.reinflow_shortcut_image import ReinflowShortcutImageSource
 from policies.importing.vision import VisionSource
+from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
 
 SOURCES = {
@@ -187,6 +188,14 @@ def test_a_shortcut_flow_on_images_predicts_what_the_released_one_predicts(
         out = loaded.field(arrays["x"], arrays["time"], cond, second_time=arrays["length"])
     torch.testing.assert_close(out, arrays["out"], **TOLERANCE)
     assert conversion.skipped == {} and loaded.chunk.shape == (4, 3)
+
+
+def test_a_shortcut_flow_on_images_can_be_evaluated_as_released(tmp_path: Path) -> None:
+    files, source, arrays = shortcut(tmp_path)
+    policy, _ = import_policy(**files, source=source, sampler=Euler(steps=4, clip_state=1.0))
+    chunk = policy.decode(policy.encode(seen(arrays)), arrays["x"])
+    torch.testing.assert_close(chunk, arrays["chunk"], **TOLERANCE)
+    assert chunk.abs().max() == 1 and chunk.abs().min() < 1
 
 
 def test_each_flow_of_reinflow_on_images_needs_its_source(tmp_path: Path) -> None:

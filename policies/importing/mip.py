@@ -129,19 +129,29 @@ def _encoder(tensors: Tensors) -> list[Layer]:
         some = next(name for name in tensors.left if name.startswith(_ENCODER))
         raise CapabilityError(f"'{some}': only encoder_type=mlp and identity, on states, can be imported.")
     names = (f"{_ENCODER}mlp.mlp.{i}" for i in count())
-    hidden = [
-        layer(tensors, f"{name}.0") for name in takewhile(lambda name: f"{name}.0.weight" in tensors, names)
-    ]
-    return [*hidden, layer(tensors, f"{_ENCODER}mlp.mlp.{len(hidden)}")]
+    hidden = [f"{name}.0" for name in takewhile(lambda name: f"{name}.0.weight" in tensors, names)]
+    return [_layer(tensors, name) for name in (*hidden, f"{_ENCODER}mlp.mlp.{len(hidden)}")]
+
+
+def _layer(tensors: Tensors, name: str) -> Layer:
+    """Take a linear layer whose shapes are those of one."""
+    out, _ = shape(tensors.left, f"{name}.weight", 2)
+    if shape(tensors.left, f"{name}.bias", 1) != (out,):
+        raise CheckpointError(f"'{name}.bias' must have {out} numbers, the rows of '{name}.weight'.")
+    return layer(tensors, name)
 
 
 def _mlp(weights: Mapping[str, Tensor], encoder: Sequence[Layer]) -> tuple[MlpConfig, dict[str, Tensor], int]:
     """Read its MLP: our configuration, weights by our names, width of the condition."""
     (frequencies,), (width, inputs) = shape(weights, "frequencies", 1), shape(weights, "input_proj.weight", 2)
-    if not torch.equal(weights["frequencies"], torch.linspace(0, 100, frequencies)):
+    if not torch.allclose(weights["frequencies"], torch.linspace(0, 100, frequencies)):
         raise CapabilityError("only frequencies of times from 0 to 100 (max_freq) can be imported.")
     chunk_size = shape(weights, "main_output.weight", 2)[0]
     cond_dim = inputs - chunk_size - 4 * frequencies
+    if cond_dim < 1:
+        raise CheckpointError(
+            f"'input_proj.weight' must read chunk, two times and condition; got {inputs} columns."
+        )
     names = {"input_proj": "inlet", "input_norm": "norm", "final_norm": "last_norm", "main_output": "outlet"}
     blocks = len(outputs(weights, "residual_blocks.{}.linear1.weight"))
     for i, part in product(range(blocks), ("norm1", "linear1", "norm2", "linear2")):
@@ -169,7 +179,7 @@ def _unet(
     rest = Tensors(weights)
     if not rest.under("global_cond_encoder."):
         raise CapabilityError("only a ChiUNet with obs_as_global_cond=true can be imported.")
-    stack = [*encoder[:-1], _product(layer(rest, "global_cond_encoder"), *encoder[-1:])]
+    stack = [*encoder[:-1], _product(_layer(rest, "global_cond_encoder"), *encoder[-1:])]
     renamed = {_renamed(name): value for name, value in rest.left.items()}
     network = unet(renamed, "diffusion_policy", groups=_GROUPS, activation="gelu_erf")
     if network.backbone.widths[0] < 4 * _GROUPS:
@@ -192,6 +202,10 @@ def _product(last: Layer, before: Layer | None = None) -> Layer:
     if before is None:
         return last
     (weight, bias), (inner, offset) = last, before
+    if weight.shape[1] != len(offset):
+        raise CheckpointError(
+            f"'global_cond_encoder.weight' must have {len(offset)} columns; got {weight.shape[1]}."
+        )
     return weight @ inner, bias + weight @ offset
 
 
@@ -203,5 +217,7 @@ def _cond(stack: Sequence[Layer]) -> dict[str, Any]:
 
 def _quotient(what: str, whole: int, rows: str, width: int) -> int:
     if whole % width:
-        raise ConfigError(f"its {what} has {whole} numbers; those of the statistics' {rows} are {width}.")
+        raise ConfigError(
+            f"its {what} of {whole} numbers must be whole {rows} of {width}, as in the statistics."
+        )
     return whole // width

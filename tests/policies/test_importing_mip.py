@@ -114,12 +114,24 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path) -> None:
     for change, error, message in (
         ({"net.frequencies": 2 * arrays["frequencies"]}, CapabilityError, "max_freq"),
         ({"net.extra.weight": torch.zeros(2)}, CheckpointError, "extra.weight"),
+        ({"net.input_proj.weight": torch.zeros(16, 40)}, CheckpointError, "input_proj.weight 40"),
+        ({"net.input_proj.weight": torch.zeros(16, 73)}, CheckpointError, "trunk.inlet.weight"),
     ):
         files, _ = written("mlp", tmp_path, flow_map_ema=model | change)
         with pytest.raises(error, match=mentions(message)):
             import_policy(**files, source=SOURCE)
     for entry, change, message in (
         ("encoder_ema", {"key_model_map.rgb.weight": torch.zeros(2)}, "key_model_map encoder_type=mlp"),
+        (
+            "encoder_ema",
+            {"mlp.mlp.0.weight": torch.zeros(2), "mlp.mlp.0.bias": torch.zeros(2)},
+            "mlp.mlp.0.weight 2",
+        ),
+        (
+            "encoder_ema",
+            {"mlp.mlp.0.weight": torch.zeros(2, 2), "mlp.mlp.0.bias": torch.zeros(3)},
+            "mlp.mlp.0.bias 2",
+        ),
         ("flow_map_ema", {"net.mlp.0.weight": torch.zeros(2)}, "MLP ChiUNet"),
     ):
         files, _ = written("mlp", tmp_path, **{entry: change})

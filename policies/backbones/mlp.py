@@ -23,13 +23,32 @@ from torch import Tensor, nn
 
 from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.embeddings import JointEmbedding, OctaveEmbedding, TimeEmbedding, embed_times
-from policies.networks.mlp_blocks import Fold, PlainTrunk, TrunkConfig, official_plain_keys
+from policies.networks.activations import ACTIVATIONS
+from policies.networks.embeddings import (
+    JointEmbedding,
+    OctaveEmbedding,
+    TimeEmbedding,
+    UniformEmbedding,
+    embed_times,
+)
+from policies.networks.mlp_blocks import (
+    ExpandedTrunk,
+    Fold,
+    PlainTrunk,
+    Trunk,
+    TrunkConfig,
+    official_plain_keys,
+)
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
-EMBEDDINGS = {"learned": TimeEmbedding, "octaves": OctaveEmbedding, "joint": JointEmbedding}
+EMBEDDINGS = {
+    "learned": TimeEmbedding,
+    "octaves": OctaveEmbedding,
+    "uniform": UniformEmbedding,
+    "joint": JointEmbedding,
+}
 _NAMES = ("time_embedding.", "cond_mlp.", "mlp_mean.", (1, 3))  # of DPPO's network
 _JOINT_NAMES = ("t_emb.", "cond_emb.", "vel_head.", (0, 2))  # of ReinFlow's shortcut network
 _FEW_NUMBERS = 1 << 17  # up to this many, the first layer's offsets of all steps are computed before the loop
@@ -41,8 +60,10 @@ class MlpConfig(TrunkConfig):
     """Residual or plain MLP over the flattened chunk.
 
     Attributes:
-        times: Embedding of the network time: `learned`; `octaves`, which fits process.time_scale=1; `joint`
-            of both times, for processes that learn steps.
+        times: Embedding of the network time: `learned`; `octaves` and `uniform`, which fit
+            process.time_scale=1; `joint` of both times, for processes that learn steps.
+        expansion: Blocks as MIP's, which widen inside by this factor; null: as DPPO's.
+        cond_activation: Of the condition encoder; null: as `activation`.
         add_cond: Add the encoded condition to the embedded time, whose width `time_dim` it then has, instead
             of concatenating them.
     """
@@ -50,7 +71,14 @@ class MlpConfig(TrunkConfig):
     time_dim: int = bounded(16, ge=4, even=True)  # width of the time embedding
     times: str = bounded("learned", choices=tuple(EMBEDDINGS))
     cond_dims: tuple[int, ...] = bounded((), ge=1)  # widths of a condition encoder, output last; empty: none
+    expansion: int | None = bounded(None, ge=1)
+    cond_activation: str | None = bounded(None, choices=tuple(ACTIVATIONS))
     add_cond: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = self.expansion is None or (self.residual and self.layer_norm)
+        self.require("expansion", fits, "null without residual=true and layer_norm=true")
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
@@ -71,11 +99,18 @@ class MlpConfig(TrunkConfig):
             )
         return MlpBackbone(self, chunk_shape, cond_dim, second_time=second_time)
 
+    def build_trunk(self, in_dim: int, out_dim: int) -> Trunk:
+        if self.expansion is None:
+            return super().build_trunk(in_dim, out_dim)
+        return ExpandedTrunk((in_dim, self.width, out_dim), self.num_blocks, self.expansion, self.activation)
+
     def official_keys(self) -> dict[str, str]:
         """Map the parameter names of a released network to ours.
 
         They are those of DPPO's `DiffusionMLP`, and of ReinFlow's `ShortCutFlowMLP` where times are joint.
         """
+        if self.expansion is not None:
+            raise ConfigError("DPPO and ReinFlow have no MLP with backbone.expansion; leave it null.")
         time_, cond_, trunk_, places = _JOINT_NAMES if self.times == "joint" else _NAMES
         time = {
             f"{time_}{place}.{kind}": f"time_embedding.{name}.{kind}"
@@ -98,8 +133,8 @@ class _Plan(NamedTuple):
 class MlpBackbone(nn.Module):
     """See `MlpConfig`; satisfies `policies.backbones.Backbone`.
 
-    Source: DPPO (arXiv 2409.00588), `DiffusionMLP`, and ReinFlow (arXiv 2505.22094), `ShortCutFlowMLP` of the
-    released code; equal up to rounding.
+    Source: DPPO (arXiv 2409.00588), `DiffusionMLP`, ReinFlow (arXiv 2505.22094), `ShortCutFlowMLP`, and MIP
+    (arXiv 2512.01809), `MLP` of the released code; equal up to rounding.
     """
 
     def __init__(
@@ -113,7 +148,8 @@ class MlpBackbone(nn.Module):
         own = second_time and config.times != "joint"
         self.second_embedding = TimeEmbedding(config.time_dim) if own else None
         cond_dims = (cond_dim, *config.cond_dims)
-        self.cond_encoder = PlainTrunk(cond_dims, config.activation) if config.cond_dims else nn.Identity()
+        activation = config.cond_activation or config.activation
+        self.cond_encoder = PlainTrunk(cond_dims, activation) if config.cond_dims else nn.Identity()
         self.part_dims = (chunk, config.time_dim, *([] if config.add_cond else [cond_dims[-1]]))
         self.trunk = config.build_trunk(sum(self.part_dims), chunk)
         self._cache: WeightCache[_Plan] = WeightCache()

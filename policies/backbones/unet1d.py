@@ -18,14 +18,16 @@ from torch import Tensor, nn
 
 from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.embeddings import TimeEmbedding, embed_times
-from policies.networks.mlp_blocks import TrunkConfig
+from policies.networks.activations import ACTIVATIONS
+from policies.networks.embeddings import PositionalEmbedding, TimeEmbedding, embed_times
+from policies.networks.mlp_blocks import PlainTrunk, TrunkConfig
 from policies.networks.unet import Evaluate, Modulation, TemporalUnet, UnetConfig
 from policies.networks.unet_keys import official_unet_keys
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
+EMBEDDINGS = {"learned": TimeEmbedding, "positional": PositionalEmbedding}
 _FEW_NUMBERS = 1 << 20  # up to this many, the modulations of all steps are computed before the loop
 
 
@@ -38,20 +40,27 @@ class Unet1dConfig(UnetConfig):
     of Diffusion Policy and DPPO require `film` `scale` or `bias`; Diffusion Policy also `final_groups` 8.
 
     Attributes:
-        cond_dims: Layer widths of a residual condition encoder before all blocks: an odd number of equal
-            hidden widths, then its output; empty: no encoder.
+        times: Embedding of the network time: `learned`, or `positional`, which is MIP's.
+        cond_dims: Layer widths of a condition encoder before all blocks, output last; empty: no encoder.
+        cond_activation: Of a plain condition encoder; null: it is residual, and `cond_dims` are an odd number
+            of equal hidden widths, then its output.
     """
 
     time_dim: int = bounded(64, ge=4, even=True)  # width of the time embedding; published: 256, 128 and 16
     time_expansion: int = bounded(4, ge=1)  # width inside the time embedding over its width
+    times: str = bounded("learned", choices=tuple(EMBEDDINGS))
     cond_dims: tuple[int, ...] = bounded((), ge=1)
+    cond_activation: str | None = bounded(None, choices=tuple(ACTIVATIONS))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         hidden = self.cond_dims[:-1]
         is_residual = len(hidden) % 2 == 1 and len(set(hidden)) == 1
         rule = "an odd number of equal hidden widths and an output width, e.g. [256,64] or [256,256,256,64]"
-        self.require("cond_dims", not self.cond_dims or is_residual, rule)
+        is_plain = not self.cond_dims or self.cond_activation is not None
+        self.require("cond_dims", is_plain or is_residual, rule)
+        fits = self.times == "learned" or self.time_dim % 4 == 0
+        self.require("time_dim", fits, "a multiple of 4 for backbone.times=positional")
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
@@ -77,8 +86,8 @@ class Unet1dConfig(UnetConfig):
         )
         if not self.cond_dims:
             return keys
-        if program != "dppo":
-            raise ConfigError(f"{program} has no U-Net with backbone.cond_dims; leave them empty.")
+        if program != "dppo" or self.cond_activation is not None:
+            raise ConfigError(f"{program} has no U-Net with such backbone.cond_dims; leave them empty.")
         if trunk := self._cond_trunk():
             return keys | trunk.official_trunk_keys("cond_mlp.", "cond_encoder.")
         pairs = [f"{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")]
@@ -87,6 +96,8 @@ class Unet1dConfig(UnetConfig):
     def build_cond_encoder(self, cond_dim: int) -> nn.Module:
         if not self.cond_dims:
             return nn.Identity()
+        if self.cond_activation is not None:
+            return PlainTrunk((cond_dim, *self.cond_dims), self.cond_activation)
         width, *_, out = self.cond_dims
         if trunk := self._cond_trunk():
             return trunk.build_trunk(cond_dim, out)
@@ -106,10 +117,11 @@ class Unet1dBackbone(nn.Module):
     A time per row of the chunk, (M, Th), modulates every row by its own; at coarser levels rows share the
     mean of their embedded times.
 
-    Source: Diffusion Policy (arXiv 2303.04137), `ConditionalUnet1D`, and DPPO (arXiv 2409.00588), `Unet1D`,
-    of the released code; equal up to rounding where their weights fit. Deviations: any horizon is accepted;
-    by default the scale is 1 + a linear layer, so that blocks start out unscaled, and the last convolution
-    has as many groups as the others, not always 8. Diffusion Policy's conditions per row are left out.
+    Source: Diffusion Policy (arXiv 2303.04137), `ConditionalUnet1D`, DPPO (arXiv 2409.00588), `Unet1D`, and
+    MIP (arXiv 2512.01809), `ChiUNet`, of the released code; equal up to rounding where their weights fit.
+    Deviations: any horizon is accepted; by default the scale is 1 + a linear layer, so that blocks start out
+    unscaled, and the last convolution has as many groups as the others, not always 8. Diffusion Policy's
+    conditions per row are left out.
     """
 
     def __init__(
@@ -119,7 +131,7 @@ class Unet1dBackbone(nn.Module):
         self.config = config
         self.chunk_shape = tuple(chunk_shape)
         time, expansion = config.time_dim, config.time_expansion
-        self.time_embedding = TimeEmbedding(time, expansion=expansion)
+        self.time_embedding = EMBEDDINGS[config.times](time, expansion=expansion)
         self.second_embedding = TimeEmbedding(time, expansion=expansion) if second_time else None
         self.cond_encoder = config.build_cond_encoder(cond_dim)
         parts = (time, config.cond_dims[-1] if config.cond_dims else cond_dim)

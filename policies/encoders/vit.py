@@ -7,7 +7,8 @@
 Legend: B batch, To observation history, P patches, D width of a patch, F features.
 
 Source: DPPO (arXiv 2409.00588), `VitEncoder` and `SpatialEmb` of the released code, which are IBRL's
-(arXiv 2311.02198); equal up to rounding. Deviation: one encoder runs once per action; DPPO's is inside each
+(arXiv 2311.02198); equal up to rounding. The state encoder is that of ReinFlow's `ShortCutFlowViT`
+(arXiv 2505.22094). Deviation: one encoder runs once per action; DPPO's is inside each
 of its two networks and runs at every denoising step.
 """
 
@@ -26,6 +27,7 @@ from policies.encoders.images import chosen, in_unit_range, pixels, random_shift
 from policies.encoders.state import encoded_state, with_goal
 from policies.errors import ConfigError
 from policies.networks.attention import Attention, FeedForward, LayerNorm, check_heads
+from policies.networks.mlp_blocks import PlainTrunk, official_plain_keys
 from policies.normalizer import Normalizer
 from policies.protocols import Cond, Observation, Rng
 from policies.registry import register
@@ -48,6 +50,7 @@ class VitEncoderConfig(Checked):
     depth: int = bounded(1, ge=1)  # layers
     heads: int = bounded(4, ge=1)  # attention heads; must divide the width
     features: int = bounded(128, ge=1)  # features per camera
+    state_dims: tuple[int, ...] = bounded((), ge=1)  # widths of a state encoder, output last; empty: none
     tokens: bool = False  # also return patches as tokens for attention backbones
 
     def __post_init__(self) -> None:
@@ -58,7 +61,7 @@ class VitEncoderConfig(Checked):
         return VitEncoder(self, sizes)
 
     def official_keys(self, num_cameras: int = 1) -> dict[str, str]:
-        """Map the parameter names of the encoder within DPPO's released networks to ours."""
+        """Map the parameter names of the encoder within the released networks to ours."""
         heads = ("compress",) if num_cameras == 1 else [f"compress{i + 1}" for i in range(num_cameras)]
         modules = {"patch_embed.embed.0": "stem1", "patch_embed.embed.3": "stem2", "norm": "norm"}
         for i in range(self.depth):
@@ -68,6 +71,7 @@ class VitEncoderConfig(Checked):
             names |= {f"{head}.input_proj.0": f"heads.{i}.inlet", f"{head}.input_proj.1": f"heads.{i}.norm"}
         keys = {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in names.items() for kind in _KINDS}
         keys |= {f"{head}.weight": f"heads.{i}.weight" for i, head in enumerate(heads)}
+        keys |= official_plain_keys(len(self.state_dims), "prop_emb.", "state_encoder.")
         return keys | {"backbone.vit.pos_embed": "vit.positions"}
 
 
@@ -75,7 +79,8 @@ class VitEncoder(nn.Module):
     """See `VitEncoderConfig`; satisfies `policies.encoders.Encoder`.
 
     All cameras share the transformer; each has its own spatial embedding. The images of a history are stacked
-    as channels. The condition is [features, state history, goal].
+    as channels. The condition is [features, state history, goal]. `state_dims` encode its state history, not
+    that which the spatial embedding reads.
     """
 
     def __init__(self, config: VitEncoderConfig, sizes: ObservationSizes) -> None:
@@ -88,10 +93,9 @@ class VitEncoder(nn.Module):
             SpatialEmbedding(self.vit.positions.shape[1], config.width, self.state_dim, config.features)
             for _ in self.sizes.images
         )
-
-    @property
-    def cond_dim(self) -> int:
-        return len(self.heads) * self.config.features + self.state_dim + self.sizes.goal_dim
+        dims = (self.state_dim, *config.state_dims)
+        self.state_encoder = PlainTrunk(dims, "mish") if config.state_dims else nn.Identity()
+        self.cond_dim = len(self.heads) * config.features + dims[-1] + sizes.goal_dim
 
     @property
     def token_dim(self) -> int:
@@ -104,7 +108,8 @@ class VitEncoder(nn.Module):
             for camera in self.sizes.images
         ]
         features = [head(seen, state) for head, seen in zip(self.heads, patches, strict=True)]
-        vec = with_goal(torch.cat([*features, state], dim=-1), obs, normalizer, self.sizes)
+        known = torch.cat([*features, self.state_encoder(state)], dim=-1)
+        vec = with_goal(known, obs, normalizer, self.sizes)
         return Cond(vec, torch.cat(patches, dim=1) if self.config.tokens else None)
 
     def _patches(self, images: Tensor, dtype: torch.dtype, generator: Rng) -> Tensor:

@@ -55,6 +55,7 @@ def stacked(stack: Sequence[Layer], prefix: str) -> dict[str, Tensor]:
 def activation_of(name: str) -> str:
     """Return our name of an activation, given its class or its text, e.g. `<class 'torch.nn…ReLU'>`."""
     short = name.strip("<>'() ").rpartition(".")[2].lower()
+    short = {"gelu": "gelu_erf", "leakyrelu": "leaky_relu"}.get(short, short)
     if short not in ACTIVATIONS:
         raise CapabilityError(f"activation {short} cannot be imported; {', '.join(ACTIVATIONS)} can.")
     return short

@@ -88,6 +88,14 @@ def limits_of(statistics: Mapping[str, np.ndarray]) -> dict[str, AffineMap]:
     Raises:
         ConfigError: If an array is missing, is no vector, or is not finite.
     """
+    limits = limits_in(statistics)
+    span = limits["action_max"] - limits["action_min"]
+    obs_range = limits["obs_max"] - limits["obs_min"] + _RANGE_EPS
+    return maps_of(limits, obs_range, np.where(span == 0, _RANGE_EPS, span))
+
+
+def limits_in(statistics: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return `obs_min`, `obs_max`, `action_min` and `action_max` in float64, checked as `limits_of` says."""
     limits = {}
     for name in ("obs_min", "obs_max", "action_min", "action_max"):
         if name not in statistics:
@@ -96,12 +104,16 @@ def limits_of(statistics: Mapping[str, np.ndarray]) -> dict[str, AffineMap]:
         limits[name] = np.asarray(statistics[name], dtype=np.float64)
         if limits[name].ndim != 1 or not np.isfinite(limits[name]).all():
             raise ConfigError(f"'{name}' must be a finite vector; got shape {limits[name].shape}.")
-    span = limits["action_max"] - limits["action_min"]
-    ranges = {"obs": limits["obs_max"] - limits["obs_min"] + _RANGE_EPS}
-    ranges["action"] = np.where(span == 0, _RANGE_EPS, span)
+    return limits
+
+
+def maps_of(
+    limits: Mapping[str, np.ndarray], obs_range: np.ndarray, action_range: np.ndarray
+) -> dict[str, AffineMap]:
+    """Return the maps x -> 2 (x - min) / range - 1."""
     maps = {}
-    for theirs, ours in (("obs", "state"), ("action", "action")):
-        scale = 2.0 / ranges[theirs]
+    for theirs, ours, size in (("obs", "state", obs_range), ("action", "action", action_range)):
+        scale = 2.0 / size
         offset = -1.0 - scale * limits[f"{theirs}_min"]
         maps[ours] = (torch.from_numpy(scale).float(), torch.from_numpy(offset).float())
     return maps

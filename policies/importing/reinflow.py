@@ -31,8 +31,8 @@ class ReinflowSource(ForeignSource):
 
     Source:
         The released code: names of the tensors, `normalization.npz`, times in [0, 1] from noise to action.
-        Deviation: step k is at k / steps; the released evaluation spreads its times to 1 inclusive, as
-        `Euler(released_times=True)` does.
+        Deviation: step k is at k / steps, and only the chunk is bounded; the released evaluation is that of
+        `Euler(released_times=True, clip_state=1.0)`.
     """
 
     activation: str | None = None

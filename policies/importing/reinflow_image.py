@@ -12,8 +12,8 @@ from policies.processes.flow import RectifiedFlow
 from policies.registry import register
 from policies.samplers.ode import Euler
 
-_TUNED = "actor_ft.policy."
-_FROZEN = {
+TUNED = "actor_ft.policy."
+FROZEN = {
     "actor_ft.explore_noise_net.": "actor_ft, of training", "actor_old.": "actor_old, of training",
     "critic.": "critic, of training",
 }  # fmt: skip
@@ -32,4 +32,4 @@ class ReinflowImageSource(VisionSource):
 
     def read(self, files: Files) -> Description:
         process = RectifiedFlow(time_scale=1.0)
-        return describe_vision(self, files, _TUNED, _FROZEN, process, Euler(steps=self.steps))
+        return describe_vision(self, files, TUNED, FROZEN, process, Euler(steps=self.steps))

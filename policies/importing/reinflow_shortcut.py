@@ -47,21 +47,28 @@ class ReinflowShortcutSource(ReinflowSource):
             raise ConfigError(
                 "source.activation is in no tensor; give the one that the weights were trained with."
             )
-        time_dim = shape(weights, "t_emb.2.weight", 2)[0]
-        cond_dims = outputs(weights, "cond_emb.moduleList.{}.linear_1.weight")
-        trunk, first, chunk_size = trunk_of(weights, "vel_head.")
-        if shape(weights, first, 2)[1] != chunk_size + time_dim:
-            raise CapabilityError(
-                "only shortcut networks that add the condition to the times can be imported "
-                "(embed_combination_type: add)."
-            )
-        encoder = "cond_emb.moduleList.0.linear_1.weight"
-        cond_dim = shape(weights, encoder, 2)[1] if cond_dims else time_dim
-        config = MlpConfig(
-            activation=self.activation, time_dim=time_dim, times="joint", cond_dims=cond_dims, add_cond=True,
-            **trunk,
-        )  # fmt: skip
-        return Network(config, config.official_keys(), cond_dim, chunk_size=chunk_size)
+        return shortcut_mlp(weights, self.activation)
 
     def parts(self) -> tuple[Any, Any]:
         return Shortcut(time_scale=1.0, max_steps=self.max_steps), Euler(steps=self.steps)
+
+
+def shortcut_mlp(
+    weights: Mapping[str, Tensor], activation: str, *, cond_activation: str | None = None
+) -> Network:
+    """Read the MLP of a shortcut network, by the names of `ShortCutFlowMLP`."""
+    time_dim = shape(weights, "t_emb.2.weight", 2)[0]
+    cond_dims = outputs(weights, "cond_emb.moduleList.{}.linear_1.weight")
+    trunk, first, chunk_size = trunk_of(weights, "vel_head.")
+    if shape(weights, first, 2)[1] != chunk_size + time_dim:
+        raise CapabilityError(
+            "only shortcut networks that add the condition to the times can be imported "
+            "(embed_combination_type: add)."
+        )
+    encoder = "cond_emb.moduleList.0.linear_1.weight"
+    cond_dim = shape(weights, encoder, 2)[1] if cond_dims else time_dim
+    config = MlpConfig(
+        activation=activation, time_dim=time_dim, times="joint", cond_dims=cond_dims,
+        cond_activation=cond_activation, add_cond=True, **trunk,
+    )  # fmt: skip
+    return Network(config, config.official_keys(), cond_dim, chunk_size=chunk_size)

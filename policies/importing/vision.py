@@ -14,7 +14,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.importing.dppo import limits_of
 from policies.importing.files import Files, Tensors, read_statistics
 from policies.importing.formats import Description, Network, PolicySource
-from policies.importing.networks import mlp, shape, unet
+from policies.importing.networks import mlp, outputs, shape, unet
 from policies.policy_config import PolicyConfig
 
 
@@ -42,6 +42,16 @@ class VisionSource(PolicySource):
         super().__post_init__()
         self.require("images", len(self.images) == 2, "height and width")
 
+    def network(self, weights: Mapping[str, Tensor]) -> Network:
+        """Read the network's sizes from its tensors, those of the encoder left out."""
+        if any(name.startswith("mlp_mean.") for name in weights):
+            return mlp(weights, self.activation)
+        if any(name.startswith("vel_head.") for name in weights):
+            raise CapabilityError("this shortcut network is imported with source=reinflow_shortcut_image.")
+        if any(name.startswith("cond_mlp.") for name in weights):
+            raise CapabilityError("a vision U-Net with a state encoder (cond_mlp) cannot be imported.")
+        return unet(weights, "dppo", groups=self.groups, activation=self.activation)
+
 
 def describe_vision(
     source: VisionSource, files: Files, tuned: str, frozen: Mapping[str, str], process: Any, sampler: Any
@@ -68,11 +78,11 @@ def describe_vision(
     released = tensors.cut(tuned if is_tuned else "network.")
     encoder, rest = _encoder(source, released), Tensors(released)
     weights = rest.taken(encoder.official_keys(len(source.cameras)), "encoder.")
-    network = _network(source, rest.left)
-    width = len(source.cameras) * encoder.features + source.obs_steps * obs_dim
-    if network.cond_dim != width:
-        asked = f"the statistics and source.obs_steps={source.obs_steps} ask for {width}"
-        raise ConfigError(f"the network reads {network.cond_dim} numbers; {asked}.")
+    network = source.network(rest.left)
+    width = _state_width(encoder, released, network.cond_dim)
+    if width != source.obs_steps * obs_dim:
+        asked = f"the statistics have {obs_dim}, and source.obs_steps={source.obs_steps}"
+        raise ConfigError(f"the network reads {width} numbers of the state; {asked}.")
     horizon = _horizon(source, network, action_dim)
     weights |= network.placed(rest.left, "field.")
     config = PolicyConfig(
@@ -84,12 +94,11 @@ def describe_vision(
     return Description(config, obs_dim, action_dim, weights, tensors, maps, images, entry)
 
 
-def _network(source: VisionSource, weights: Mapping[str, Tensor]) -> Network:
-    if any(name.startswith("mlp_mean.") for name in weights):
-        return mlp(weights, source.activation)
-    if any(name.startswith("cond_mlp.") for name in weights):
-        raise CapabilityError("a vision U-Net with an encoder of the state (cond_mlp) cannot be imported.")
-    return unet(weights, "dppo", groups=source.groups, activation=source.activation)
+def _state_width(encoder: VitEncoderConfig, weights: Mapping[str, Tensor], cond_dim: int) -> int:
+    """Return how many numbers of the state history the networks read."""
+    if encoder.state_dims:
+        return shape(weights, "prop_emb.moduleList.0.linear_1.weight", 2)[1]
+    return cond_dim - len(encoder.cameras) * encoder.features
 
 
 def _horizon(source: VisionSource, network: Network, action_dim: int) -> int:
@@ -116,4 +125,5 @@ def _encoder(source: VisionSource, weights: Mapping[str, Tensor]) -> VitEncoderC
         depth=len(layers),
         heads=source.heads,
         features=shape(weights, heads[0], 3)[2],
+        state_dims=outputs(weights, "prop_emb.moduleList.{}.linear_1.weight"),
     )

@@ -88,5 +88,7 @@ ACTIVATIONS: dict[str, tuple[Activation, Activation]] = {
     "tanh": (torch.tanh, torch.tanh_),
     "silu": (F.silu, F.silu),
     "gelu": (gelu, gelu),
+    "gelu_erf": (F.gelu, F.gelu),
+    "leaky_relu": (F.leaky_relu, F.leaky_relu),
 }
 """Name -> (function, the same function allowed to overwrite its argument)."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.errors import CapabilityError
@@ -53,6 +54,42 @@ class OctaveEmbedding(nn.Module):
     def forward(self, time: Tensor) -> Tensor:
         angle = time.unsqueeze(-1).to(self.frequency.dtype) * self.frequency
         return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
+class UniformEmbedding(nn.Module):
+    """Sines, then cosines of dim / 2 frequencies from 0 to 100: for times in [0, 1], and without weights.
+
+    Source: MIP (arXiv 2512.01809), `MLP` of the released code.
+    """
+
+    frequency: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("frequency", torch.linspace(0, 100, dim // 2), persistent=False)
+
+    def forward(self, time: Tensor) -> Tensor:
+        angle = time.unsqueeze(-1).to(self.frequency.dtype) * self.frequency
+        return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+class PositionalEmbedding(nn.Module):
+    """Cosines, then sines of dim / 4 frequencies 10000^(-4 j / dim); Linear, GELU, Linear to dim.
+
+    Source: MIP (arXiv 2512.01809), `ChiUNet` of the released code. Deviation: one time instead of two equal
+    ones.
+    """
+
+    def __init__(self, dim: int, *, expansion: int = 4) -> None:
+        super().__init__()
+        self.linear1 = nn.Linear(dim // 2, expansion * dim)
+        self.linear2 = nn.Linear(expansion * dim, dim)
+
+    def forward(self, time: Tensor) -> Tensor:
+        weight = self.linear1.weight
+        index = torch.arange(weight.shape[1] // 2, device=weight.device, dtype=weight.dtype)
+        angle = time.unsqueeze(-1).to(weight.dtype) * 10000.0 ** (-2 * index / weight.shape[1])
+        return self.linear2(F.gelu(self.linear1(torch.cat([angle.cos(), angle.sin()], dim=-1))))
 
 
 class JointEmbedding(nn.Module):

@@ -228,4 +228,55 @@ class PlainTrunk(nn.Module):
         return self.finish_of(self.fold())(self.inlet(inputs))
 
 
-Trunk = ResidualTrunk | PlainTrunk
+class ExpandedBlock(nn.Module):
+    """h + W2 n(a(W1 n(h))), wider inside by a factor."""
+
+    def __init__(self, width: int, expansion: int, activation: str) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(width)
+        self.linear1 = nn.Linear(width, expansion * width)
+        self.norm2 = LayerNorm(expansion * width)
+        self.linear2 = nn.Linear(expansion * width, width)
+        self.activate, _ = ACTIVATIONS[activation]
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.linear2(self.norm2(self.activate(self.linear1(self.norm1(h)))))
+
+
+class ExpandedTrunk(nn.Module):
+    """Residual network that normalises throughout.
+
+    h_0 = a(n(W s + b)), then expanded blocks, out = Wo n(h_N) + bo.
+
+    Source: MIP (arXiv 2512.01809), `MLP` of the released code. Deviation: no dropout.
+    """
+
+    def __init__(self, dims: tuple[int, int, int], num_blocks: int, expansion: int, activation: str) -> None:
+        super().__init__()
+        in_dim, width, out_dim = dims
+        self.inlet = nn.Linear(in_dim, width)
+        self.norm = LayerNorm(width)
+        self.blocks = nn.ModuleList(ExpandedBlock(width, expansion, activation) for _ in range(num_blocks))
+        self.last_norm = LayerNorm(width)
+        self.outlet = nn.Linear(width, out_dim)
+        self.activate, _ = ACTIVATIONS[activation]
+
+    def fold(self) -> Fold:
+        return Fold(self.inlet.weight, self.inlet.bias)
+
+    def finish_of(self, fold: Fold) -> Finish:
+        """Return the function z (B, H) -> out (B, out)."""
+
+        def finish(z: Tensor) -> Tensor:
+            h = self.activate(self.norm(z))
+            for block in self.blocks:
+                h = block(h)
+            return self.outlet(self.last_norm(h))
+
+        return finish
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.finish_of(self.fold())(self.inlet(inputs))
+
+
+Trunk = ResidualTrunk | PlainTrunk | ExpandedTrunk

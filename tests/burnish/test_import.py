@@ -7,11 +7,12 @@ import json
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from foreign_checkpoints import TOLERANCE, example, write
 from messages import mentions
-from released import weights_of
+from released import recorded, weights_of
 
 import burnish
 from burnish.commands import importing as command
@@ -96,3 +97,27 @@ def test_an_imported_actor_is_evaluated_and_fine_tuned_by_ppo(tmp_path: Path) ->
     run = burnish.train("algo=ppo", "env=avoid", *few, init=policy, directory=tmp_path / "run")
     tuned = run.load_policy()
     assert not torch.equal(tuned.head.log_var, weights_of(shapes)["log_std"] * 2)
+
+
+def test_an_imported_mip_is_evaluated_and_fine_tuned_by_reinflow(tmp_path: Path) -> None:
+    """Its MLP with the widths of `avoid`: two observations of 4 numbers, 8 actions of 2."""
+    facts, arrays = recorded("mip_mlp")
+    network, encoder = facts["shapes"]["flow_map"], facts["shapes"]["encoder"]
+    encoder["mlp.mlp.0.0.weight"][1] = 2 * 4
+    network["net.input_proj.weight"][1] -= 8
+    network["net.main_output.weight"][0] = network["net.main_output.bias"][0] = 8 * 2
+    weights = weights_of(network) | {"net.frequencies": arrays["frequencies"]}
+    torch.save({"flow_map_ema": weights, "encoder_ema": weights_of(encoder)}, tmp_path / "model.pt")
+    limits = {f"{name}_{end}": sign * np.ones(width) for name, width in (("obs", 4), ("action", 2))
+              for end, sign in (("min", -1), ("max", 1))}  # fmt: skip
+    np.savez(tmp_path / "limits.npz", **limits)
+    given = ["source=mip", f"normalization={tmp_path / 'limits.npz'}"]
+    policy = burnish.import_policy(tmp_path / "model.pt", *given, out=tmp_path / "policy")
+    assert len(burnish.evaluate(policy, env="avoid", episodes=2).evaluation.rows) == 2
+    few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.batch_size=4", "algo.critic.width=16"]
+    few += ["algo.iterations=1", "algo.env_steps=null", "evaluation.episodes=2"]
+    run = burnish.train("algo=reinflow", "env=avoid", *few, init=policy, directory=tmp_path / "run")
+    before, after = (
+        one.field.trunk.outlet.weight for one in (burnish.load_policy(policy), run.load_policy())
+    )
+    assert not torch.equal(before, after)

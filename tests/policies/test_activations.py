@@ -71,5 +71,5 @@ def test_both_forms_of_an_activation_agree(name: str) -> None:
 
 
 def test_unknown_activation_lists_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"activation must be .*gelu; got 'swish'"):
+    with pytest.raises(ConfigError, match=r"activation must be .*gelu, .*; got 'swish'"):
         TrunkConfig(activation="swish")

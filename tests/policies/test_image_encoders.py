@@ -41,7 +41,7 @@ ENCODERS: dict[str, Any] = {
     "resnet": RESNET,
     "resnet-shared": replace(RESNET, shared=True),
     "vit": VIT,
-    "vit-tokens": replace(VIT, tokens=True),
+    "vit-tokens": replace(VIT, tokens=True, state_dims=(7, 5)),
 }
 every_encoder = pytest.mark.parametrize("encoder", ENCODERS.values(), ids=ENCODERS.keys())
 every_image_encoder = pytest.mark.parametrize(

@@ -241,14 +241,20 @@ def test_a_shortcut_is_told_from_a_rectified_flow(tmp_path: Path) -> None:
         imported(of, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["reinflow_reflow_loss", "reinflow_shortcut_loss"])
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_an_imported_flow_can_be_evaluated_on_the_released_grid(steps: int, tmp_path: Path) -> None:
-    of = reinflow("reinflow_reflow_loss")
-    policy, _ = imported(of, tmp_path, sampler=Euler(steps=steps, released_times=True))
+@pytest.mark.parametrize("bound", [None, 1.0])
+def test_an_imported_flow_can_be_evaluated_as_released(
+    name: str, steps: int, bound: float | None, tmp_path: Path
+) -> None:
+    of = example(name)
+    sampler = Euler(steps=steps, released_times=name == "reinflow_reflow_loss", clip_state=bound)
+    policy, _ = imported(of, tmp_path, sampler=sampler)
     loaded = load_policy(save_policy(policy, tmp_path / "policy"))
     assert isinstance(loaded, DenoisingPolicy)
     chunk = loaded.decode(Cond(of.obs.flatten(1)), of.extras["z"])
-    torch.testing.assert_close(chunk, of.extras[f"sample_official_K{steps}_clip0"], **TOLERANCE)
+    expected = of.extras[f"sample_official_K{steps}_clip{int(bound is not None)}"]
+    torch.testing.assert_close(chunk, expected, **TOLERANCE)
 
 
 def test_executed_rows_begin_at_the_newest_observation_of_diffusion_policy_only(tmp_path: Path) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from messages import mentions
 from released import FOLDER, recorded
 
 from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.importing.actors import activation_of
 from policies.importing.importing import import_policy
 from policies.importing.sb3 import Sb3Source
+from policies.networks.activations import ACTIVATIONS
 from policies.processes.gaussian import GaussianPolicy
 from policies.storage.policy_folder import load_policy, save_policy
 
@@ -48,6 +51,13 @@ def test_an_import_chooses_what_the_program_chooses(name: str, tmp_path: Path) -
     actions = loaded.act(arrays["obs"].unsqueeze(1))
     torch.testing.assert_close(actions.squeeze(1), arrays["out"], rtol=1e-5, atol=1e-5)
     assert conversion.normalizer["state"] == "file of statistics"
+
+
+@pytest.mark.parametrize(("theirs", "formula"), [("GELU", F.gelu), ("LeakyReLU", F.leaky_relu)])
+def test_an_activation_is_that_of_torch(theirs: str, formula: Any) -> None:
+    x = torch.linspace(-4, 4, 101)
+    name = activation_of(f"<class 'torch.nn.modules.activation.{theirs}'>")
+    torch.testing.assert_close(ACTIVATIONS[name][0](x), formula(x), rtol=0, atol=0)
 
 
 def test_the_deviations_of_an_on_policy_actor_come_along(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The vision networks of DPPO and ReinFlow: the reference files hold released networks of DPPO.
+"""The vision networks of DPPO and ReinFlow: the reference files hold released networks of both.
 
-ReinFlow's MLP has the same names and layers; the test gives it the same weights.
+ReinFlow's MLP has the same names and layers as DPPO's; the test gives it the same weights.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.importing.dppo_image import DppoImageSource
 from policies.importing.importing import import_policy
 from policies.importing.reinflow_image import ReinflowImageSource
+from policies.importing.reinflow_shortcut_image import ReinflowShortcutImageSource
 from policies.importing.vision import VisionSource
+from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
 
-SOURCES = {"dppo": DppoImageSource, "reinflow": ReinflowImageSource}
+SOURCES = {
+    "dppo": DppoImageSource,
+    "reinflow": ReinflowImageSource,
+    "shortcut": ReinflowShortcutImageSource,
+}
 TUNED = {"dppo": "actor_ft.", "reinflow": "actor_ft.policy."}
 
 
@@ -54,7 +60,7 @@ def written(of: Example, folder: Path, model: dict[str, Tensor]) -> dict[str, An
     return {"path": folder / "state_3.pt", "normalization": folder / "normalization.npz"}
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", TUNED)
 @pytest.mark.parametrize("tuned", [False, True])
 def test_a_loaded_import_predicts_what_the_released_network_predicts(
     kind: str, tuned: bool, tmp_path: Path
@@ -118,13 +124,24 @@ def test_missing_tensors_are_named(name: str, message: str, tmp_path: Path) -> N
         import_policy(**written(of, tmp_path, under("network.", of.weights)), source=of.source("dppo"))
 
 
-def unet(folder: Path) -> tuple[dict[str, Any], DppoImageSource, dict[str, Tensor]]:
-    """Write DPPO's U-Net on two cameras; returns its files, its source and the recorded arrays."""
-    facts, arrays = recorded("dppo_image_unet")
+def two_cameras(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Write a recorded network on two cameras; returns its files and the recorded arrays."""
+    facts, arrays = recorded(name)
     of = Example()
     of.limits = {f"{name}_{end}": sign * np.ones(width) for name, width in (("obs", 5), ("action", 3))
                  for end, sign in (("min", -1), ("max", 1))}  # fmt: skip
-    files = written(of, folder, under("network.", weights_of(facts["shapes"])))
+    return written(of, folder, under("network.", weights_of(facts["shapes"]))), arrays
+
+
+def seen(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the observation of a recorded network on two cameras."""
+    front, wrist = arrays["rgb"].unflatten(2, (2, 3)).permute(2, 0, 1, 4, 5, 3)
+    return {"state": arrays["state"], "front": front, "wrist": wrist}
+
+
+def unet(folder: Path) -> tuple[dict[str, Any], DppoImageSource, dict[str, Tensor]]:
+    """Write DPPO's U-Net on two cameras; returns its files, its source and the recorded arrays."""
+    files, arrays = two_cameras("dppo_image_unet", folder)
     return files, DppoImageSource(cameras=("front", "wrist"), images=(48, 48), horizon=4), arrays
 
 
@@ -133,10 +150,8 @@ def test_a_unet_on_images_predicts_what_the_released_one_predicts(tmp_path: Path
     policy, conversion = import_policy(**files, source=source)
     loaded = load_policy(save_policy(policy, tmp_path / "policy", provenance=conversion.facts()))
     assert isinstance(loaded, DenoisingPolicy)
-    front, wrist = arrays["rgb"].unflatten(2, (2, 3)).permute(2, 0, 1, 4, 5, 3)
-    cond = loaded.encode({"state": arrays["state"], "front": front, "wrist": wrist})
     with torch.no_grad():
-        out = loaded.field(arrays["x"], arrays["time"].float(), cond)
+        out = loaded.field(arrays["x"], arrays["time"].float(), loaded.encode(seen(arrays)))
     torch.testing.assert_close(out, arrays["out"], **TOLERANCE)
     assert conversion.skipped == {} and loaded.chunk.shape == (4, 3)
 
@@ -149,3 +164,50 @@ def test_a_unet_on_images_needs_its_horizon_and_no_encoder_of_the_state(tmp_path
     torch.save({"model": model | {"network.cond_mlp.layers.0.weight": torch.zeros(2, 2)}}, files["path"])
     with pytest.raises(CapabilityError, match=mentions("cond_mlp")):
         import_policy(**files, source=source)
+
+
+def shortcut(folder: Path) -> tuple[dict[str, Any], ReinflowShortcutImageSource, dict[str, Tensor]]:
+    """Write ReinFlow's shortcut flow on two cameras; returns its files, its source and the arrays."""
+    files, arrays = two_cameras("reinflow_image_shortcut", folder)
+    return files, ReinflowShortcutImageSource(cameras=("front", "wrist"), images=(48, 48)), arrays
+
+
+@pytest.mark.parametrize("prefix", ["network.", "actor_ft.policy."])
+def test_a_shortcut_flow_on_images_predicts_what_the_released_one_predicts(
+    prefix: str, tmp_path: Path
+) -> None:
+    files, source, arrays = shortcut(tmp_path)
+    model = torch.load(files["path"], weights_only=True)["model"]
+    model = {name.replace("network.", prefix): value for name, value in model.items()}
+    torch.save({"model": model}, files["path"])
+    policy, conversion = import_policy(**files, source=source)
+    loaded = load_policy(save_policy(policy, tmp_path / "policy", provenance=conversion.facts()))
+    assert isinstance(loaded, DenoisingPolicy)
+    with torch.no_grad():
+        cond = loaded.encode(seen(arrays))
+        out = loaded.field(arrays["x"], arrays["time"], cond, second_time=arrays["length"])
+    torch.testing.assert_close(out, arrays["out"], **TOLERANCE)
+    assert conversion.skipped == {} and loaded.chunk.shape == (4, 3)
+
+
+def test_a_shortcut_flow_on_images_can_be_evaluated_as_released(tmp_path: Path) -> None:
+    files, source, arrays = shortcut(tmp_path)
+    policy, _ = import_policy(**files, source=source, sampler=Euler(steps=4, clip_state=1.0))
+    chunk = policy.decode(policy.encode(seen(arrays)), arrays["x"])
+    torch.testing.assert_close(chunk, arrays["chunk"], **TOLERANCE)
+    assert chunk.abs().max() == 1 and chunk.abs().min() < 1
+
+
+def test_each_flow_of_reinflow_on_images_needs_its_source(tmp_path: Path) -> None:
+    files, source, _ = shortcut(tmp_path)
+    rectified = ReinflowImageSource(cameras=source.cameras, images=source.images)
+    with pytest.raises(CapabilityError, match=mentions("source=reinflow_shortcut_image")):
+        import_policy(**files, source=rectified)
+    with pytest.raises(ConfigError, match=mentions("source.obs_steps=2")):
+        import_policy(**files, source=replace(source, obs_steps=2))
+    with pytest.raises(ConfigError, match=mentions("max_steps source.steps=4")):
+        replace(source, max_steps=4)
+    of = Example()
+    files = written(of, tmp_path, under("network.", of.weights))
+    with pytest.raises(CheckpointError, match=mentions("ShortCutFlowViT")):
+        import_policy(**files, source=of.source("shortcut"))

@@ -17,7 +17,7 @@ from policies.backbones import Backbone
 from policies.backbones.mlp import MlpBackbone, MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.embeddings import sinusoid
-from policies.networks.mlp_blocks import PlainTrunk
+from policies.networks.mlp_blocks import ExpandedTrunk, PlainTrunk
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
 
@@ -30,10 +30,13 @@ CONFIGS = {
     "two-blocks-mish-norm-encoder": MlpConfig(
         width=16, num_blocks=2, time_dim=8, activation="mish", layer_norm=True, cond_dims=(9, 4)
     ),
-    "one-layer-encoder": MlpConfig(width=16, time_dim=8, cond_dims=(4,)),
+    "encoder-of-its-own": MlpConfig(width=16, time_dim=8, cond_dims=(9, 4), cond_activation="tanh"),
     "plain": MlpConfig(residual=False, hidden_dims=(16, 10), time_dim=8),
     "plain-norm": MlpConfig(
         residual=False, hidden_dims=(16, 10), time_dim=8, layer_norm=True, activation="mish"
+    ),
+    "expanded": MlpConfig(
+        width=16, num_blocks=2, time_dim=8, activation="mish", layer_norm=True, expansion=2
     ),
     "narrower-than-the-chunk": MlpConfig(width=8, time_dim=4),
 }
@@ -67,6 +70,7 @@ def textbook(
 ) -> Tensor:
     """The network written plainly: concatenate, then layer after layer, nothing folded or shared."""
     act = F.relu if net.config.activation == "relu" else F.mish
+    cond_act = torch.tanh if net.config.cond_activation == "tanh" else act
     e = torch.zeros(())
     for embedding, given in ((net.time_embedding, time), (net.second_embedding, second_time)):
         if embedding is not None and given is not None:
@@ -75,13 +79,18 @@ def textbook(
     if isinstance(net.cond_encoder, PlainTrunk):
         s = net.cond_encoder.inlet(s)
         for layer in net.cond_encoder.layers:
-            s = layer(act(s))
+            s = layer(cond_act(s))
     trunk = net.trunk
     h = trunk.inlet(torch.cat([x.flatten(1), e, s], dim=1))
     if isinstance(trunk, PlainTrunk):
         for i, layer in enumerate(trunk.layers):
             h = layer(act(h if trunk.norms is None else trunk.norms[i](h)))
         return h.view_as(x)
+    if isinstance(trunk, ExpandedTrunk):
+        h = act(trunk.norm(h))
+        for block in trunk.blocks:
+            h = h + block.linear2(block.norm2(act(block.linear1(block.norm1(h)))))
+        return trunk.outlet(trunk.last_norm(h)).view_as(x)
     for block in trunk.blocks:
         norm1, norm2 = block.norm1 or nn.Identity(), block.norm2 or nn.Identity()
         h = h + block.linear2(act(norm2(block.linear1(act(norm1(h))))))
@@ -273,6 +282,10 @@ def test_copies_pickles_and_state_carry_no_tables(one_block: MlpBackbone) -> Non
 
 
 def test_official_keys_name_every_parameter_once(net: MlpBackbone) -> None:
+    if net.config.expansion is not None:  # of MIP, whose names its source has
+        with pytest.raises(ConfigError, match=r"no MLP with backbone.expansion"):
+            net.config.official_keys()
+        return
     assert sorted(net.config.official_keys().values()) == sorted(dict(net.named_parameters()))
 
 
@@ -291,8 +304,12 @@ def test_backbone_satisfies_the_protocol(one_block: MlpBackbone) -> None:
     [
         ({"width": 0}, "width must be at least 1; got 0"),
         ({"num_blocks": 0}, "num_blocks must be at least 1; got 0"),
-        ({"activation": "swish"}, "activation must be one of relu, mish, tanh, silu, gelu; got 'swish'"),
-        ({"times": "waves"}, "backbone.times must be one of learned, octaves, joint; got 'waves'"),
+        (
+            {"activation": "swish"},
+            "activation must be one of relu, mish, tanh, silu, gelu, gelu_erf, leaky_relu; got 'swish'",
+        ),
+        ({"expansion": 2}, "backbone.expansion must be null without residual=true and layer_norm=true"),
+        ({"times": "waves"}, "backbone.times must be one of learned, octaves, uniform, joint; got 'waves'"),
         ({"time_dim": 7}, "time_dim must be even and at least 4; got 7"),
         ({"time_dim": 2}, "time_dim must be even and at least 4; got 2"),
         ({"cond_dims": (4, 0)}, "cond_dims must be at least 1"),

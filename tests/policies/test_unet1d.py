@@ -16,7 +16,7 @@ import policies.backbones.unet1d as module
 from policies.backbones import Backbone
 from policies.backbones.unet1d import Unet1dBackbone, Unet1dConfig
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.embeddings import sinusoid
+from policies.networks.embeddings import PositionalEmbedding, sinusoid
 from policies.networks.mlp_blocks import ResidualTrunk
 from policies.networks.unet import ConvBlock, ResidualBlock, UnetConfig
 from policies.protocols import Cond
@@ -36,6 +36,15 @@ CONFIGS = {
         widths=(8, 16), groups=0, final_groups=2, cond_dims=(6, 4), time_dim=8, time_expansion=1
     ),
     "one-level": Unet1dConfig(widths=(8,), groups=2, time_dim=4, film="bias", film_layers=3),
+    "positional-plain-encoder": Unet1dConfig(
+        widths=(8, 16),
+        groups=2,
+        film="scale",
+        times="positional",
+        time_dim=8,
+        cond_dims=(6, 4),
+        cond_activation="tanh",
+    ),
 }
 
 
@@ -103,7 +112,9 @@ class Textbook:
     def embed(self, time: Tensor, second_time: Tensor | None) -> Tensor:
         e = torch.zeros(())
         for part, given in ((self.net.time_embedding, time), (self.net.second_embedding, second_time)):
-            if part is not None and given is not None:
+            if isinstance(part, PositionalEmbedding):
+                e = e + part(given)
+            elif part is not None and given is not None:
                 e = e + part.linear2(F.mish(part.linear1(sinusoid(given, part.dim))))
         return e
 
@@ -438,6 +449,10 @@ def test_sizes_of_dppo_have_the_recorded_number_of_weights(
 
 
 def test_official_keys_name_every_parameter_once(net: Unet1dBackbone) -> None:
+    if net.config.cond_activation is not None:  # of MIP, whose names its source has
+        with pytest.raises(ConfigError, match=r"no U-Net with such backbone.cond_dims"):
+            net.config.official_keys()
+        return
     keys = net.config.official_keys(action_dim=CHUNK[1])
     assert sorted(keys.values()) == sorted(dict(net.named_parameters()))
 
@@ -461,7 +476,11 @@ def test_official_keys_of_diffusion_policy_name_every_parameter_once() -> None:
     ("name", "program", "message"),
     [
         ("scale-deep-relu", "diffusion_policy", "no U-Net with backbone.film_layers=3; use 1"),
-        ("bias-residual-encoder", "diffusion_policy", "no U-Net with backbone.cond_dims; leave them empty"),
+        (
+            "bias-residual-encoder",
+            "diffusion_policy",
+            "no U-Net with such backbone.cond_dims; leave them empty",
+        ),
         ("one-level", "robomimic", "program must be one of diffusion_policy, dppo; got 'robomimic'"),
     ],
 )
@@ -497,7 +516,14 @@ def test_backbone_satisfies_the_protocol(small: Unet1dBackbone) -> None:
         ({"cond_dims": (4,)}, "cond_dims must be an odd number of equal hidden widths and an output width"),
         ({"cond_dims": (4, 5, 4, 3)}, "an odd number of equal hidden widths"),
         ({"cond_dims": (4, 0)}, "cond_dims must be at least 1"),
-        ({"activation": "swish"}, "activation must be one of relu, mish, tanh, silu, gelu; got 'swish'"),
+        (
+            {"times": "positional", "time_dim": 6},
+            "time_dim must be a multiple of 4 for backbone.times=positional",
+        ),
+        (
+            {"activation": "swish"},
+            "activation must be one of relu, mish, tanh, silu, gelu, gelu_erf, leaky_relu; got 'swish'",
+        ),
     ],
 )
 def test_impossible_configurations_are_refused(fields: dict[str, object], message: str) -> None:

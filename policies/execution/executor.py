@@ -1,7 +1,7 @@
 """Plan execution under inference latency: receding horizon, one command per control step.
 
 A decision uses the observation of step s; its plan arrives at step s + d, while earlier plans are executed.
-`policies.runner.Track` maps rows to control steps.
+`policies.runner.Track` maps rows to control steps, and `policies.runner.Limits` clips each command.
 
 Legend: B lanes (robots, episodes), To observation history, Th predicted horizon, R rows of a plan from the
 newest observation on, Da action width, n control steps between decisions, d of latency. Rows are counted from

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import secrets
 import socket
@@ -18,12 +19,12 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.resources import files
-from pathlib import Path
 from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from burnish.lab.controls import Subject
+from burnish.lab.runs import RunFolder
 from burnish.lab.session import Session, compared
 from burnish.reports.html import render
 from policies.errors import BurnishError, ConfigError
@@ -45,7 +46,6 @@ HEADERS = {
     "cache-control": "no-store",
 }
 _PAUSE_S = 1.0  # between the end of an episode and the next one
-_MEDIA = {".css": "text/css", ".js": "text/javascript"}
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -144,10 +144,13 @@ class Lab:
 
     Args:
         subject: Policy and task; None: runs only.
+        runs: Runs that are shown as they grow; None: none.
     """
 
-    def __init__(self, subject: Subject | None) -> None:
-        self.subject = subject
+    def __init__(self, subject: Subject | None, runs: RunFolder | None = None) -> None:
+        self.subject, self.runs = subject, runs
+        used = {"lab.js": subject is not None, "runs.js": runs is not None}
+        self._scripts = [name for name, is_used in used.items() if is_used]
         self.token = secrets.token_urlsafe(24)
         self._visitors = 0
         self._computing = ThreadPoolExecutor(1, "lab")  # policies share what they cache
@@ -159,19 +162,33 @@ class Lab:
         routing: Any = require("starlette.routing", extra="lab")
         routes = [
             routing.Route("/", self._page),
+            routing.Route("/runs", self._runs),
+            routing.Route("/run", self._run_shown),
             routing.Route("/{name}", self._asset),
             routing.WebSocketRoute("/live", self._live),
         ]
         return Guard(starlette.Starlette(routes=routes), self.token)
 
     async def _page(self, request: Any) -> Any:
-        return _response(render("lab.html", token=self.token), "text/html")
+        return _response(render("lab.html", token=self.token, scripts=self._scripts), "text/html")
 
     async def _asset(self, request: Any) -> Any:
         name = request.path_params["name"]
-        if name not in ("lab.css", "lab.js"):
-            return _response("there is no such page\n", "text/plain", 404)
-        return _response(render(name) if name == "lab.css" else _text(name), _MEDIA[Path(name).suffix])
+        if name == "lab.css":
+            return _response(render(name), "text/css")
+        if name in self._scripts:
+            text = (files("burnish.lab") / "templates" / name).read_text(encoding="utf-8")
+            return _response(text, "text/javascript")
+        return _response("there is no such page\n", "text/plain", 404)
+
+    async def _runs(self, request: Any) -> Any:
+        found = [] if self.runs is None else await self._run(self.runs.listed)
+        return _response(json.dumps(found), "application/json")
+
+    async def _run_shown(self, request: Any) -> Any:
+        name, version = (request.query_params.get(key, "") for key in ("name", "version"))
+        found = None if self.runs is None else await self._run(self.runs.shown, name, version)
+        return _response(json.dumps(found), "application/json", 404 if found is None else 200)
 
     # -- a visitor ------------------------------------------------------------------------------------
 
@@ -256,10 +273,6 @@ async def _read(socket: Any, inbox: Inbox) -> None:
 def _response(content: str, media: str, status: int = 200) -> Any:
     responses: Any = require("starlette.responses", extra="lab")
     return responses.Response(content, status, media_type=media)
-
-
-def _text(name: str) -> str:
-    return (files("burnish.lab") / "templates" / name).read_text(encoding="utf-8")
 
 
 class LabServer:

@@ -57,7 +57,7 @@ class RunFolder:
 
     def listed(self) -> list[dict[str, Any]]:
         """Return name, algorithm, task, newest checkpoint and age [s] of every run, the youngest first."""
-        rows = []
+        rows: list[dict[str, Any]] = []
         for name, run in self.runs().items():
             with suppress(BurnishError, OSError, ValueError):
                 facts = {"algo": str(run.section("algo").get("name", "")), "task": task_label(run)}

@@ -154,6 +154,7 @@ class Lab:
         self.token = secrets.token_urlsafe(24)
         self._visitors = 0
         self._computing = ThreadPoolExecutor(1, "lab")  # policies share what they cache
+        self._reading = ThreadPoolExecutor(1, "lab-runs")
         self._comparing = Lock()
 
     def app(self) -> Guard:
@@ -182,12 +183,12 @@ class Lab:
         return _response("there is no such page\n", "text/plain", 404)
 
     async def _runs(self, request: Any) -> Any:
-        found = [] if self.runs is None else await self._run(self.runs.listed)
+        found = [] if self.runs is None else await self._read(self.runs.listed)
         return _response(json.dumps(found), "application/json")
 
     async def _run_shown(self, request: Any) -> Any:
         name, version = (request.query_params.get(key, "") for key in ("name", "version"))
-        found = None if self.runs is None else await self._run(self.runs.shown, name, version)
+        found = None if self.runs is None else await self._read(self.runs.shown, name, version)
         return _response(json.dumps(found), "application/json", 404 if found is None else 200)
 
     # -- a visitor ------------------------------------------------------------------------------------
@@ -201,14 +202,14 @@ class Lab:
             return
         self._visitors += 1
         inbox = Inbox()
-        reading = asyncio.create_task(_read(socket, inbox))
+        receiving = asyncio.create_task(_receive(socket, inbox))
         left: Any = require("starlette.websockets", extra="lab").WebSocketDisconnect
         try:
             with suppress(left):
                 await self._visit(socket, inbox, self.subject)
         finally:
             self._visitors -= 1
-            reading.cancel()
+            receiving.cancel()
 
     async def _visit(self, socket: Any, inbox: Inbox, subject: Subject) -> None:
         session = await self._run(Session, subject)
@@ -255,8 +256,11 @@ class Lab:
     async def _run(self, do: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._computing, do, *arguments)
 
+    async def _read(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._reading, do, *arguments)
 
-async def _read(socket: Any, inbox: Inbox) -> None:
+
+async def _receive(socket: Any, inbox: Inbox) -> None:
     """Put the messages of a visitor into the inbox until the connection ends."""
     try:
         async for text in socket.iter_text():

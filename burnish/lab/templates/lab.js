@@ -109,7 +109,7 @@
     $("weight").value = 0.5;
     $("weight-row").hidden = facts.policies.length < 2;
     $("compare-title").textContent = `${facts.starts} starts`;
-    $("compare").textContent = "play them, steered and not";
+    showCompared({});
     ownSteps();
     strength();
     $("bench").hidden = false;
@@ -153,7 +153,7 @@
     for (const id of ["strength", "plans", "noise", "weight", "steps", "frame"]) {
       $(`${id}-value`).textContent = id === "noise" ? `× ${$(id).value}` : $(id).value;
     }
-    $("frame-value").textContent = `${$("frame").value} of ${$("frame").max}`;
+    $("frame-value").textContent = `${$("frame").value} / ${$("frame").max}`;
     $("play").textContent = playing ? "pause" : "play";
     $("roll").textContent = rolling ? "stop" : "film";
   }
@@ -180,6 +180,7 @@
   $("restart").addEventListener("click", () => send({ seed: Number($("seed").value) }));
   $("compare").addEventListener("click", () => {
     $("compare").disabled = true;
+    $("compare").textContent = "playing …";
     send({ controls: controls(), compare: true });
   });
   $("film").addEventListener("change", (event) => {
@@ -213,6 +214,7 @@
   function showCompared(found) {
     compared = found;
     $("compare").disabled = false;
+    $("compare").textContent = "play them, steered and not";
     const table = $("compared");
     table.replaceChildren();
     table.hidden = !Object.keys(found).length;
@@ -332,7 +334,7 @@
   function resize() {
     const [wide, high] = [scene.high[0] - scene.low[0], scene.high[1] - scene.low[1]];
     const room = canvas.parentElement.clientWidth || 380;
-    const height = Math.min((room * high) / wide, Math.max(innerHeight * 0.78, 320));
+    const height = Math.min((room * high) / wide, Math.max(innerHeight * 0.7, 320));
     const ratio = devicePixelRatio || 1;
     canvas.style.width = `${(height * wide) / high}px`;
     canvas.style.height = `${height}px`;

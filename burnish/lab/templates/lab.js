@@ -378,6 +378,7 @@
     pen.lineJoin = pen.lineCap = "round";
     pen.clearRect(0, 0, canvas.width, canvas.height);
     if (scene.finish) finish(scene.finish, colour, box);
+    if (scene.goal) disc(...scene.goal, colour("won"), 0.35);
     for (const [x, y, r] of scene.pillars) disc(x, y, r, colour("pillar"));
     for (const one of scene.walls) box(one, colour("pillar"));
     for (const [name, one] of Object.entries(compared)) {

@@ -39,6 +39,7 @@
     if (message.scene) {
       scene = message.scene;
       episode = { trail: [], seed: message.seed };
+      arrivals.length = 0;
       if (document.activeElement !== $("seed")) $("seed").value = message.seed;
       resize();
     }
@@ -98,7 +99,7 @@
     $("subject").textContent = `${facts.policies.join(" + ")} on ${facts.task}. Success: ${facts.rule}.`;
     for (const name of Object.keys(NAMES)) $("strategy").add(new Option(NAMES[name], name));
     const denoises = facts.sampler !== null;
-    $("strategy").value = denoises ? "stochastic_sampling" : "off";
+    $("strategy").value = denoises ? "guided_diffusion" : "off";
     $("strategy").disabled = !denoises;
     $("denoising").disabled = !denoises;
     for (const name of Object.keys(facts.samplers)) $("sampler").add(new Option(name, name));

@@ -203,9 +203,8 @@ class Lab:
         self._visitors += 1
         inbox = Inbox()
         receiving = asyncio.create_task(_receive(socket, inbox))
-        left: Any = require("starlette.websockets", extra="lab").WebSocketDisconnect
         try:
-            with suppress(left):
+            with suppress(_ended()):
                 await self._visit(socket, inbox, self.subject)
         finally:
             self._visitors -= 1
@@ -244,10 +243,13 @@ class Lab:
         """Play the compared starts beside the episode, one comparison at a time."""
         controls, plane, subject = session.controls, session.plane, session.subject
         try:
-            found = await asyncio.to_thread(self._compared, subject, plane, controls)
-            await socket.send_json({"compared": found})
+            answer: dict[str, Any] = {
+                "compared": await asyncio.to_thread(self._compared, subject, plane, controls)
+            }
         except BurnishError as error:
-            await socket.send_json({"error": str(error), "compared": {}})
+            answer = {"error": str(error), "compared": {}}
+        with suppress(_ended(), RuntimeError):  # the latter from Starlette, once it has seen the end
+            await socket.send_json(answer)
 
     def _compared(self, *arguments: Any) -> dict[str, Any]:
         with self._comparing:
@@ -258,6 +260,12 @@ class Lab:
 
     async def _read(self, do: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reading, do, *arguments)
+
+
+def _ended() -> type[Exception]:
+    """Return what sending raises when the visitor has left."""
+    kind: type[Exception] = require("starlette.websockets", extra="lab").WebSocketDisconnect
+    return kind
 
 
 async def _receive(socket: Any, inbox: Inbox) -> None:

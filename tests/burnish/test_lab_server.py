@@ -5,8 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -255,3 +259,14 @@ def test_a_thousand_hostile_requests_leave_it_alive(server: LabServer) -> None:
 def test_a_port_that_is_taken_is_named(server: LabServer) -> None:
     with pytest.raises(ConfigError, match=mentions(f"port={server.port}")):
         LabServer(Lab(None), server.port)
+
+
+def test_the_command_prints_the_address_and_ends_by_a_signal() -> None:
+    command = [sys.executable, "-m", "burnish", "lab", f"policy={OLD}", "runs=null"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("laboratory: ").strip()
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert b"burnish lab" in answer.read()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)

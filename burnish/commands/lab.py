@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.lab.controls import Subject
+from burnish.lab.runs import RunFolder
 from burnish.lab.server import Lab, LabServer
 from burnish.runs.locate import locate
 from burnish.runs.tasks import known_task, require_task_of, task_of
@@ -24,12 +26,21 @@ class LabConfig(Checked):
     compose: Any = path_field()  # instead of policy: two policies that are composed, [a,b]
     env: Any = None  # null: the policy's own task
     allow_other_task: bool = False  # show a policy in another task than the one that it was made for
+    runs: str | None = path_field("runs")  # folder whose runs are shown as they grow, if it exists
     port: int = bounded(0, ge=0, lt=65536)  # on this machine; 0: any free port
 
 
 def run(config: LabConfig, context: RunContext) -> None:
-    """Print the address of the page, and serve it until a stop signal."""
-    server = LabServer(Lab(subject_of(config)), config.port)
+    """Print the address of the page, and serve it until a stop signal.
+
+    Raises:
+        ConfigError: If there is nothing to show, or policy and task do not fit.
+    """
+    folder = None if config.runs is None else Path(config.runs)
+    runs = RunFolder(folder) if folder is not None and folder.is_dir() else None
+    has_policy = config.policy is not None or config.compose is not None
+    subject = subject_of(config) if has_policy or runs is None else None
+    server = LabServer(Lab(subject, runs), config.port)
     console = output()
     console.print(f"laboratory: {server.address}", markup=False, soft_wrap=True)
     console.file.flush()
@@ -44,7 +55,7 @@ def subject_of(config: LabConfig) -> Subject:
     """
     paths = [config.policy] if config.compose is None else config.compose
     if paths == [None] or (config.policy is not None and config.compose is not None):
-        raise ConfigError("lab needs policy=<run or policy directory>, or compose=[a,b].")
+        raise ConfigError("lab needs policy=<run or policy directory>, compose=[a,b], or runs=<folder>.")
     if config.compose is not None and (not isinstance(paths, list) or len(paths) != 2):
         raise ConfigError(f"compose needs two policies, compose=[a,b]; got {config.compose}.")
     found = tuple(locate(str(path), "policy" if config.compose is None else "compose") for path in paths)

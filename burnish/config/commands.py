@@ -71,7 +71,7 @@ _COMMANDS = (
     Command(
         "lab",
         "policy",
-        "open a local page: a policy acts, follows the mouse, and shows its plans and denoising steps",
+        "open a local page: a policy acts and follows the mouse, runs grow",
         "policy=<run>",
     ),
     Command("report", "run", "write one page of runs: result, curves, episodes, what was run", "run=<run>"),

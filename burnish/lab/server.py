@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import secrets
 import socket
@@ -18,12 +19,12 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.resources import files
-from pathlib import Path
 from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from burnish.lab.controls import Subject
+from burnish.lab.runs import RunFolder
 from burnish.lab.session import Session, compared
 from burnish.reports.html import render
 from policies.errors import BurnishError, ConfigError
@@ -45,7 +46,6 @@ HEADERS = {
     "cache-control": "no-store",
 }
 _PAUSE_S = 1.0  # between the end of an episode and the next one
-_MEDIA = {".css": "text/css", ".js": "text/javascript"}
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -144,13 +144,17 @@ class Lab:
 
     Args:
         subject: Policy and task; None: runs only.
+        runs: Runs that are shown as they grow; None: none.
     """
 
-    def __init__(self, subject: Subject | None) -> None:
-        self.subject = subject
+    def __init__(self, subject: Subject | None, runs: RunFolder | None = None) -> None:
+        self.subject, self.runs = subject, runs
+        used = {"lab.js": subject is not None, "runs.js": runs is not None}
+        self._scripts = [name for name, is_used in used.items() if is_used]
         self.token = secrets.token_urlsafe(24)
         self._visitors = 0
         self._computing = ThreadPoolExecutor(1, "lab")  # policies share what they cache
+        self._reading = ThreadPoolExecutor(1, "lab-runs")
         self._comparing = Lock()
 
     def app(self) -> Guard:
@@ -159,19 +163,33 @@ class Lab:
         routing: Any = require("starlette.routing", extra="lab")
         routes = [
             routing.Route("/", self._page),
+            routing.Route("/runs", self._runs),
+            routing.Route("/run", self._run_shown),
             routing.Route("/{name}", self._asset),
             routing.WebSocketRoute("/live", self._live),
         ]
         return Guard(starlette.Starlette(routes=routes), self.token)
 
     async def _page(self, request: Any) -> Any:
-        return _response(render("lab.html", token=self.token), "text/html")
+        return _response(render("lab.html", token=self.token, scripts=self._scripts), "text/html")
 
     async def _asset(self, request: Any) -> Any:
         name = request.path_params["name"]
-        if name not in ("lab.css", "lab.js"):
-            return _response("there is no such page\n", "text/plain", 404)
-        return _response(render(name) if name == "lab.css" else _text(name), _MEDIA[Path(name).suffix])
+        if name == "lab.css":
+            return _response(render(name), "text/css")
+        if name in self._scripts:
+            text = (files("burnish.lab") / "templates" / name).read_text(encoding="utf-8")
+            return _response(text, "text/javascript")
+        return _response("there is no such page\n", "text/plain", 404)
+
+    async def _runs(self, request: Any) -> Any:
+        found = [] if self.runs is None else await self._read(self.runs.listed)
+        return _response(json.dumps(found), "application/json")
+
+    async def _run_shown(self, request: Any) -> Any:
+        name, version = (request.query_params.get(key, "") for key in ("name", "version"))
+        found = None if self.runs is None else await self._read(self.runs.shown, name, version)
+        return _response(json.dumps(found), "application/json", 404 if found is None else 200)
 
     # -- a visitor ------------------------------------------------------------------------------------
 
@@ -184,14 +202,13 @@ class Lab:
             return
         self._visitors += 1
         inbox = Inbox()
-        reading = asyncio.create_task(_read(socket, inbox))
-        left: Any = require("starlette.websockets", extra="lab").WebSocketDisconnect
+        receiving = asyncio.create_task(_receive(socket, inbox))
         try:
-            with suppress(left):
+            with suppress(_ended()):
                 await self._visit(socket, inbox, self.subject)
         finally:
             self._visitors -= 1
-            reading.cancel()
+            receiving.cancel()
 
     async def _visit(self, socket: Any, inbox: Inbox, subject: Subject) -> None:
         session = await self._run(Session, subject)
@@ -226,10 +243,13 @@ class Lab:
         """Play the compared starts beside the episode, one comparison at a time."""
         controls, plane, subject = session.controls, session.plane, session.subject
         try:
-            found = await asyncio.to_thread(self._compared, subject, plane, controls)
-            await socket.send_json({"compared": found})
+            answer: dict[str, Any] = {
+                "compared": await asyncio.to_thread(self._compared, subject, plane, controls)
+            }
         except BurnishError as error:
-            await socket.send_json({"error": str(error), "compared": {}})
+            answer = {"error": str(error), "compared": {}}
+        with suppress(_ended(), RuntimeError):  # the latter from Starlette, once it has seen the end
+            await socket.send_json(answer)
 
     def _compared(self, *arguments: Any) -> dict[str, Any]:
         with self._comparing:
@@ -238,8 +258,17 @@ class Lab:
     async def _run(self, do: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._computing, do, *arguments)
 
+    async def _read(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._reading, do, *arguments)
 
-async def _read(socket: Any, inbox: Inbox) -> None:
+
+def _ended() -> type[Exception]:
+    """Return what sending raises when the visitor has left."""
+    kind: type[Exception] = require("starlette.websockets", extra="lab").WebSocketDisconnect
+    return kind
+
+
+async def _receive(socket: Any, inbox: Inbox) -> None:
     """Put the messages of a visitor into the inbox until the connection ends."""
     try:
         async for text in socket.iter_text():
@@ -256,10 +285,6 @@ async def _read(socket: Any, inbox: Inbox) -> None:
 def _response(content: str, media: str, status: int = 200) -> Any:
     responses: Any = require("starlette.responses", extra="lab")
     return responses.Response(content, status, media_type=media)
-
-
-def _text(name: str) -> str:
-    return (files("burnish.lab") / "templates" / name).read_text(encoding="utf-8")
 
 
 class LabServer:

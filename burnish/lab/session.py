@@ -68,7 +68,10 @@ class Session:
         vector: Any = task.make_vector(1, obs_steps=subject.base.chunk.obs_steps)
         if not isinstance(vector, ChunkVector) or not isinstance(vector.stepper, PlaneStepper):
             vector.close()
-            raise CapabilityError(f"env={subject.env.spec.name} cannot be drawn from above, as avoid can.")
+            raise CapabilityError(
+                f"env={subject.env.spec.name} cannot be drawn from above; avoid can, and point mazes with "
+                f"env.control=waypoint."
+            )
         self._vector, self._stepper = vector, vector.stepper
         self._queue = np.zeros((0, subject.env.spec.action_dim))  # actions that are left of the chunk
         self._ahead = slice(subject.base.chunk.action_start, None)
@@ -123,7 +126,7 @@ class Session:
         plane = self.plane
         scene = {
             "low": plane.low, "high": plane.high, "pillars": plane.pillars, "walls": plane.walls,
-            "finish": plane.finish, "radius": plane.radius,
+            "finish": plane.finish, "goal": plane.goal, "radius": plane.radius,
         }  # fmt: skip
         return {"scene": scene, "seed": seed, **self.plan()}
 

@@ -30,7 +30,8 @@ class Plane:
         high: Upper right corner.
         pillars: Round obstacles: x, y, radius.
         walls: Obstacles with corners.
-        finish: Where an episode succeeds; None: not drawn.
+        finish: Line at which an episode succeeds; None: there is none.
+        goal: Where it succeeds otherwise: x, y, radius; None: nowhere.
         radius: Of the robot.
         pace: Path length that a usual action covers.
         reach: Change of position by an action of 1; None: actions are places.
@@ -42,6 +43,7 @@ class Plane:
     pillars: tuple[tuple[float, float, float], ...]
     walls: tuple[Box, ...]
     finish: Box | None
+    goal: tuple[float, float, float] | None
     radius: float
     pace: float
     reach: float | None

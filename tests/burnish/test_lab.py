@@ -18,6 +18,7 @@ from burnish.lab.session import Session, compared
 from envs.tasks.avoid.scene import load_scene
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.gym import Gym
+from envs.tasks.mazes.d4rl import PointmazeLarge
 from policies.errors import CapabilityError, ConfigError
 from policies.wrappers.steering import STRATEGIES
 
@@ -198,11 +199,10 @@ def _for(task: Any) -> Any:
     from policies.build import build_policy
     from policies.policy import PolicyConfig
 
-    sizes = {"obs_dim": task.spec.obs_dim, "action_dim": task.spec.action_dim}
-    limits = {
-        name: {"min": -torch.ones(width), "max": torch.ones(width)}
-        for name, width in zip(("state", "action"), sizes.values(), strict=True)
-    }
+    spec = task.spec
+    box = {"min": torch.tensor(spec.action_low), "max": torch.tensor(spec.action_high)}
+    limits = {"state": {"min": -torch.ones(spec.obs_dim), "max": torch.ones(spec.obs_dim)}, "action": box}
+    sizes = {"obs_dim": spec.obs_dim, "action_dim": spec.action_dim}
     return build_policy(PolicyConfig(backbone=MlpConfig(width=8, time_dim=4)), statistics=limits, **sizes)
 
 
@@ -213,6 +213,20 @@ def test_policies_without_denoising_act_and_have_no_such_controls() -> None:
     assert len(session.control({"plans": 3, "film": True})["plans"]) == 3
     with pytest.raises(CapabilityError, match=mentions("steer")):
         session.control({"strategy": "guided_diffusion", "sketch": LINE})
+
+
+def test_plans_of_places_are_drawn_as_they_are_and_follow_a_line_through_a_maze() -> None:
+    task = PointmazeLarge(control="waypoint", hold=10)
+    session = Session(Subject(subject_of(LabConfig(policy=f"{OLD}/cloned")).found, (_for(task),), task))
+    scene = session.reset(1)["scene"]
+    assert scene["goal"] is not None and len(scene["walls"]) > 20
+    x, y = session.plan()["at"]
+    line = [[x, y], [x + 1.0, y], [x + 1.0, y + 1.0]]
+    answer = session.control({"strategy": "guided_diffusion", "sketch": line, "plans": 3, "film": True})
+    ends = plans(answer)[:, -1]
+    assert (np.linalg.norm(ends - [x, y], axis=1) < 1.5).all(), "on the line, not anywhere in the maze"
+    assert "waypoints" in answer["command"] and "WaypointSketch(" in answer["python"]
+    assert session.step()["step"] == 1
 
 
 def test_a_weight_moves_a_composition_from_one_policy_to_the_other(two: Subject) -> None:

@@ -9,7 +9,9 @@ from itertools import pairwise
 import pytest
 from chromium import Browser, browser
 
+from algos.training.run_directory import RunDirectory
 from burnish.commands.lab import LabConfig, subject_of
+from burnish.lab.runs import RunFolder
 from burnish.lab.server import Lab, LabServer
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.plane import Place, Plane
@@ -26,8 +28,15 @@ def plane() -> Plane:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    server = LabServer(Lab(subject_of(LabConfig(compose=[f"{OLD}/cloned", f"{OLD}/base"]))))
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    folder = tmp_path_factory.mktemp("runs") / "trained"
+    return RunDirectory.create_at(folder, {"algo": {"name": "bc"}, "env": {"name": "avoid"}}, [])
+
+
+@pytest.fixture(scope="module")
+def address(run: RunDirectory) -> Iterator[str]:
+    subject = subject_of(LabConfig(compose=[f"{OLD}/cloned", f"{OLD}/base"]))
+    server = LabServer(Lab(subject, RunFolder(run.path.parent)))
     thread = threading.Thread(target=server.run)
     thread.start()
     yield server.address
@@ -155,3 +164,34 @@ def test_what_is_refused_is_said(tab: Browser, address: str) -> None:
     assert "steps" in text_of(tab, "problem")
     choose(tab, "steps", "5")
     tab.wait("return document.querySelector('#problem').hidden")
+
+
+def test_a_run_that_trains_shows_new_points_without_a_reload(
+    tab: Browser, address: str, run: RunDirectory
+) -> None:
+    points = "return document.querySelectorAll('#run circle').length"
+    with run.claim():
+        for step in (1, 2):
+            run.log({"policy/loss": 1 / step}, step)
+        opened(tab, address)
+        tab.run("window.marked = true")
+        tab.wait(f"{points} === 2")
+        for step in (3, 4, 5):
+            run.log({"policy/loss": 1 / step}, step)
+        tab.wait(f"{points} === 5")
+    assert tab.run("return window.marked") and "trained" in text_of(tab, "run-list")
+    assert not tab.complaints()
+
+
+def test_runs_are_shown_without_a_policy(tab: Browser, run: RunDirectory) -> None:
+    server = LabServer(Lab(None, RunFolder(run.path.parent)))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        tab.open(server.address, width=400)
+        tab.wait("return document.querySelectorAll('#run svg').length > 0")
+        assert tab.run("return document.documentElement.scrollWidth") <= 400
+        assert not tab.complaints()
+    finally:
+        server.stop()
+        thread.join(30)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -76,7 +80,7 @@ def test_nothing_listens_beyond_this_machine(server: LabServer) -> None:
     assert server._socket.getsockname()[0] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("path", ["/", "/lab.js", "/lab.css", "/live", "/other"])
+@pytest.mark.parametrize("path", ["/", "/lab.js", "/lab.css", "/live", "/runs", "/run", "/other"])
 @pytest.mark.parametrize("token", [None, "x", "é" * 9])
 def test_without_the_token_there_is_no_data(server: LabServer, path: str, token: str | None) -> None:
     asked = None if token is None else "".join(f"%{byte:02x}" for byte in token.encode())
@@ -91,7 +95,7 @@ def test_pages_come_with_a_policy_that_forbids_everything_else(server: LabServer
         assert status == 200 and headers["content-type"].startswith(media)
         assert HEADERS.items() <= headers.items() and "unsafe" not in headers["content-security-policy"]
         assert not any(word in text for word in ("style=", "onclick", "https://", "eval("))
-    assert ask(server, "/other")[0] == 404
+    assert ask(server, "/other")[0] == ask(server, "/runs.js")[0] == 404
 
 
 @pytest.mark.parametrize(
@@ -112,6 +116,13 @@ def test_pages_of_others_are_kept_out(server: LabServer, headers: dict[str, str]
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "OTHER"])
 def test_pages_are_only_read(server: LabServer, method: str) -> None:
     assert ask(server, "/", method=method)[0] == 405
+
+
+def test_a_run_is_given_by_its_name_alone(server: LabServer) -> None:
+    assert ask(server, "/runs")[2] == "[]"
+    token = token_of(server)
+    for name in ("..", "../../etc", "%2e%2e", "/etc/passwd", "", "run%00"):
+        assert ask(server, "/run", token=f"{token}&name={name}")[0] == 404
 
 
 def test_a_visitor_needs_the_token_and_the_page_of_this_server(server: LabServer) -> None:
@@ -248,3 +259,14 @@ def test_a_thousand_hostile_requests_leave_it_alive(server: LabServer) -> None:
 def test_a_port_that_is_taken_is_named(server: LabServer) -> None:
     with pytest.raises(ConfigError, match=mentions(f"port={server.port}")):
         LabServer(Lab(None), server.port)
+
+
+def test_the_command_prints_the_address_and_ends_by_a_signal() -> None:
+    command = [sys.executable, "-m", "burnish", "lab", f"policy={OLD}", "runs=null"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("laboratory: ").strip()
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert b"burnish lab" in answer.read()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)

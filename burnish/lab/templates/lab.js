@@ -39,6 +39,7 @@
     if (message.scene) {
       scene = message.scene;
       episode = { trail: [], seed: message.seed };
+      arrivals.length = 0;
       if (document.activeElement !== $("seed")) $("seed").value = message.seed;
       resize();
     }
@@ -98,7 +99,7 @@
     $("subject").textContent = `${facts.policies.join(" + ")} on ${facts.task}. Success: ${facts.rule}.`;
     for (const name of Object.keys(NAMES)) $("strategy").add(new Option(NAMES[name], name));
     const denoises = facts.sampler !== null;
-    $("strategy").value = denoises ? "stochastic_sampling" : "off";
+    $("strategy").value = denoises ? "guided_diffusion" : "off";
     $("strategy").disabled = !denoises;
     $("denoising").disabled = !denoises;
     for (const name of Object.keys(facts.samplers)) $("sampler").add(new Option(name, name));
@@ -109,7 +110,7 @@
     $("weight").value = 0.5;
     $("weight-row").hidden = facts.policies.length < 2;
     $("compare-title").textContent = `${facts.starts} starts`;
-    $("compare").textContent = "play them, steered and not";
+    showCompared({});
     ownSteps();
     strength();
     $("bench").hidden = false;
@@ -153,7 +154,7 @@
     for (const id of ["strength", "plans", "noise", "weight", "steps", "frame"]) {
       $(`${id}-value`).textContent = id === "noise" ? `× ${$(id).value}` : $(id).value;
     }
-    $("frame-value").textContent = `${$("frame").value} of ${$("frame").max}`;
+    $("frame-value").textContent = `${$("frame").value} / ${$("frame").max}`;
     $("play").textContent = playing ? "pause" : "play";
     $("roll").textContent = rolling ? "stop" : "film";
   }
@@ -180,6 +181,7 @@
   $("restart").addEventListener("click", () => send({ seed: Number($("seed").value) }));
   $("compare").addEventListener("click", () => {
     $("compare").disabled = true;
+    $("compare").textContent = "playing …";
     send({ controls: controls(), compare: true });
   });
   $("film").addEventListener("change", (event) => {
@@ -213,6 +215,7 @@
   function showCompared(found) {
     compared = found;
     $("compare").disabled = false;
+    $("compare").textContent = "play them, steered and not";
     const table = $("compared");
     table.replaceChildren();
     table.hidden = !Object.keys(found).length;
@@ -332,7 +335,7 @@
   function resize() {
     const [wide, high] = [scene.high[0] - scene.low[0], scene.high[1] - scene.low[1]];
     const room = canvas.parentElement.clientWidth || 380;
-    const height = Math.min((room * high) / wide, Math.max(innerHeight * 0.78, 320));
+    const height = Math.min((room * high) / wide, Math.max(innerHeight * 0.7, 320));
     const ratio = devicePixelRatio || 1;
     canvas.style.width = `${(height * wide) / high}px`;
     canvas.style.height = `${height}px`;
@@ -376,6 +379,7 @@
     pen.lineJoin = pen.lineCap = "round";
     pen.clearRect(0, 0, canvas.width, canvas.height);
     if (scene.finish) finish(scene.finish, colour, box);
+    if (scene.goal) disc(...scene.goal, colour("won"), 0.35);
     for (const [x, y, r] of scene.pillars) disc(x, y, r, colour("pillar"));
     for (const one of scene.walls) box(one, colour("pillar"));
     for (const [name, one] of Object.entries(compared)) {

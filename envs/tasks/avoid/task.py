@@ -134,6 +134,7 @@ class AvoidStepper(MujocoStepper):
             pillars=tuple((x, y, scene.pillar_radius) for x, y in scene.obstacles),
             walls=(),
             finish=(0.0, scene.finish_y + FINISH_HALF_M, scene.half_width, FINISH_HALF_M),
+            goal=None,
             radius=scene.disc_radius,
             pace=AvoidExpert.pace * reach,
             reach=reach,

@@ -21,6 +21,7 @@ from envs.spec import Array, EnvSpec, StepResult
 from envs.tasks.mazes.expert import FORCE_CONTROL, MazeExpert, demonstrate_maze, pd_force, position_control
 from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
 from envs.tasks.mazes.stepper import ANT_NAMES, MazeRows, MazeTask, ant_torques
+from envs.tasks.plane import Plane
 from policies.bounds import bounded
 from policies.registry import variant
 
@@ -67,6 +68,40 @@ class MazeStepper(MazeRows):
         data = self.datas[row]
         goal = () if self.task.goal == "separate" else self._goal[row]
         return np.concatenate([data.qpos, data.qvel, goal])
+
+
+class WaypointStepper(MazeStepper):
+    """Points that are sent to places, which can be drawn and moved by hand."""
+
+    task: _PointMaze
+
+    def plane(self, row: int) -> Plane:
+        """Return the maze from above; the pace is that of the expert."""
+        maze, half = self.maze, self.maze.cell_m / 2
+        x, y = maze.half_size.tolist()
+        return Plane(
+            low=(-x, -y),
+            high=(x, y),
+            pillars=(),
+            walls=tuple((*maze.center(cell).tolist(), half, half) for cell in maze.walls),
+            finish=None,
+            goal=(*self._goal[row].tolist(), RADIUS_M),
+            radius=float(self.model.geom("particle_geom").size[0]),
+            pace=0.01 * self.task.hold * self.task.expert.pace,
+            reach=None,
+        )
+
+    def place(self, row: int, position: Array) -> Array:
+        """Put a point at the free place (2,) [m] nearest to a position, at rest; returns (Do,)."""
+        import mujoco
+
+        room = self.maze.cell_m / 2 - float(self.model.geom("particle_geom").size[0])
+        center, data = self.maze.center(self.maze.cell(position)), self.datas[row]
+        inside = self.maze.is_free(position[None])[0]
+        data.qpos[:2] = position if inside else np.clip(position, center - room, center + room)
+        data.qvel[:] = 0.0
+        mujoco.mj_forward(self.model, data)
+        return self._observe(row)
 
 
 def _distance(states: Array, goals: Array) -> Array:
@@ -170,6 +205,10 @@ class _PointMaze(_Maze):
         else:
             limit, names = np.ones(2), ("x force [100 N]", "y force [100 N]")
         return self.describe(_POINT_NAMES, names, limit, hz=100.0 / self.hold, radius_m=RADIUS_M)
+
+    def stepper(self, num_envs: int) -> MazeStepper:
+        kind = WaypointStepper if self.control == "waypoint" else MazeStepper
+        return kind(self, num_envs)
 
     def demonstrate(self, seed: int) -> Episode:
         """Record one demonstration; with a separate goal every step stores it as extra key `goal`."""

@@ -146,7 +146,8 @@ def test_the_robot_is_dragged(tab: Browser, address: str, plane: Plane) -> None:
     opened(tab, address)
     drag(tab, plane, [(0.0, 0.0), (0.02, 0.05), (0.0, 0.1)])
     tab.wait(
-        "const state = document.querySelector('#python').textContent.match(/tensor\\(\\[\\[\\[([^,]*), ([^,]*)/);"
+        "const shown = document.querySelector('#python').textContent;"
+        "const state = shown.match(/tensor\\(\\[\\[\\[([^,]*), ([^,]*)/);"
         "return Math.abs(state[1]) < 0.003 && Math.abs(state[2] - 0.1) < 0.003"
     )
     assert not tab.complaints()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from envs.spec import Array
-from policies.wrappers.sketches import AnySketch, PositionSketch, WaypointSketch
+
+if TYPE_CHECKING:
+    from policies.wrappers.sketches import AnySketch
 
 Place = tuple[float, float]
 Box = tuple[float, float, float, float]
@@ -55,6 +57,11 @@ class Plane:
         Raises:
             ConfigError: If it has fewer than two different points.
         """
+        from policies.wrappers.sketches import (
+            PositionSketch,
+            WaypointSketch,
+        )  # tasks are listed without torch
+
         if self.reach is None:
             return WaypointSketch(tuple(points), self.pace, self.observed)
         return PositionSketch(tuple(points), self.pace, self.reach, self.observed)

@@ -32,8 +32,8 @@ from torch import Tensor
 from algos.base import Setup
 from algos.onpolicy import samplers
 from algos.onpolicy.frozen_copy import tunable_copy
-from algos.onpolicy.functional import clip_ranges, denoising_discounts
 from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.losses import clip_ranges, denoising_discounts
 from algos.onpolicy.ratios import CloningTerm
 from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from algos.onpolicy.frozen_copy import tunable_copy
-from algos.onpolicy.functional import denoising_discounts, gae, normalize_advantage
+from algos.onpolicy.losses import denoising_discounts, gae, normalize_advantage
 from algos.optim import descend
 from envs.spec import EnvConfig
 from envs.tasks.avoid.task import Avoid

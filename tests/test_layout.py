@@ -448,7 +448,7 @@ def test_an_algorithm_or_process_says_where_its_equations_are_from() -> None:
 
 def test_a_file_of_equations_names_its_papers() -> None:
     files = {*python_files("policies/processes"), REPOSITORY / "policies/samplers/ddpm.py"}
-    files |= {REPOSITORY / "algos/onpolicy/functional.py"}
+    files |= {REPOSITORY / "algos/onpolicy/losses.py"}
     named = {name_of(path): PAPER.search(docstrings(parse(path))) for path in files}
     assert not [name for name, paper in named.items() if paper is None and not name.endswith("__init__.py")]
 

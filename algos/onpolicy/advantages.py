@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from algos.onpolicy.functional import RewardScaler, gae, successor_values
+from algos.onpolicy.losses import RewardScaler, gae, successor_values
 from algos.training.observations import IMAGE_ROWS, EncodedWhenRead, Record, encode, mapped
 from envs.rollouts.rollout import Rollout
 from policies.policy import Policy

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.onpolicy.advantages import CRITIC_INPUTS
-from algos.onpolicy.functional import SURROGATES
+from algos.onpolicy.losses import SURROGATES
 from algos.onpolicy.requirements import require
 from algos.optim import check_schedule
 from algos.training.observations import ENCODERS

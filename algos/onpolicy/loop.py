@@ -14,7 +14,7 @@ from torch import nn
 from algos.base import Metrics, Setup
 from algos.onpolicy.advantages import AdvantageEstimator, Experience
 from algos.onpolicy.config import OnPolicyConfig
-from algos.onpolicy.functional import RewardScaler, explained_variance
+from algos.onpolicy.losses import RewardScaler, explained_variance
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd

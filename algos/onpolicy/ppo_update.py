@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from algos.base import Quantities
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.config import OnPolicyConfig
-from algos.onpolicy.functional import (
+from algos.onpolicy.losses import (
     SURROGATES,
     approx_kl,
     clip_to_quantiles,

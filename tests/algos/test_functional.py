@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import mentions
 
-from algos.onpolicy.functional import (
+from algos.onpolicy.losses import (
     RewardScaler,
     approx_kl,
     clip_ranges,

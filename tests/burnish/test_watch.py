@@ -10,8 +10,8 @@ from messages import mentions
 
 from burnish.commands.watch import WatchConfig, open_viewer, require_display, run
 from burnish.config.overrides import RunContext
+from burnish.config.schema import compose_config
 from envs.rollouts.episodes import EpisodeRow
-from envs.tasks.gym import Gym
 from policies.errors import CapabilityError, ConfigError
 
 OLD = "tests/fixtures/version_0_1/policies/cloned"
@@ -50,6 +50,7 @@ def test_an_episode_has_an_end_to_name_where_the_task_knows_success(
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.setattr("burnish.commands.watch.watch", play)
     run(WatchConfig(policy=OLD), RunContext(tmp_path))
-    run(WatchConfig(policy=OLD, env=Gym(id="Reacher-v5"), allow_other_task=True), RunContext(tmp_path))
+    other = [f"policy={OLD}", "env=gym", "env.id=Reacher-v5", "allow_other_task=true"]
+    run(compose_config("watch", other), RunContext(tmp_path))
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("seed 7: 9 steps, return 1.5, no success") and second.endswith("return 1.5")

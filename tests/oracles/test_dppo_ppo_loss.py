@@ -15,7 +15,7 @@ from torch import Tensor
 from algos.dppo import DppoConfig
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.frozen_copy import tunable_copy
-from algos.onpolicy.functional import policy_losses
+from algos.onpolicy.losses import policy_losses
 from algos.onpolicy.ppo_update import PpoUpdate
 from algos.onpolicy.ratios import CloningTerm, Rows
 from policies.build import build_policy

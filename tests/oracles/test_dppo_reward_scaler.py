@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from algos.onpolicy.functional import RewardScaler
+from algos.onpolicy.losses import RewardScaler
 
 
 def _time_first(array: np.ndarray) -> torch.Tensor:

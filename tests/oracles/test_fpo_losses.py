@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from algos.fpo import FpoConfig
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.fpo_ratio import FpoRatio, Matching, time_of
-from algos.onpolicy.functional import SURROGATES, gae
+from algos.onpolicy.losses import SURROGATES, gae
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import Rows
 from algos.onpolicy.running_normalizer import RunningMeanStd

@@ -14,8 +14,8 @@ from official_critics import CLOSE
 from torch import Tensor, nn
 
 from algos.onpolicy.advantages import Experience
-from algos.onpolicy.functional import SURROGATES, normalize_advantage
 from algos.onpolicy.gorl import LatentRatio, log_density
+from algos.onpolicy.losses import SURROGATES, normalize_advantage
 from algos.onpolicy.ratios import Rows
 from algos.optim import descend
 from policies.build import build_policy

@@ -12,7 +12,7 @@ import pytest
 import torch
 from official_networks import read
 
-from algos.onpolicy.functional import RewardScaler, gae, successor_values
+from algos.onpolicy.losses import RewardScaler, gae, successor_values
 from algos.onpolicy.reinflow_ratio import NoiseConfig
 from algos.optim import warmup_cosine
 

@@ -1,4 +1,4 @@
-"""Pure mathematics of on-policy learning: advantages, clipping, reward scaling.
+"""Pure mathematics of on-policy learning: advantages, clip ranges, losses, reward scaling.
 
 Legend: T chunk steps of a rollout, N environments, B rows of a minibatch, S fine-tuned denoising steps (inner
 steps): s = 0 is the noisiest, the output of s = S-1 is executed.

@@ -209,9 +209,9 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
     yield Choice("algo.update_epochs", 10, "few iterations, used well")
     yield Choice("algo.gamma", _discount(decisions, 0.99), f"{decisions} decisions")
     rate, least, reason = 1e-4, 1e-5, "a task without success"
-    if facts.is_new or facts.has_success or isinstance(algo, DppoConfig):
+    if facts.is_new or facts.has_success:
         rate, least = 3e-4, 3e-5
-        reason = "a new policy" if facts.is_new else f"{_ITERATIONS} iterations"
+        reason = "a new policy" if facts.is_new else "a task with success"
     yield Choice("algo.actor_lr", rate, reason)
     yield Choice("algo.actor_min_lr", least, "the rate falls to a tenth")
     yield Choice("algo.actor_lr_cycle", _ITERATIONS + 5, "iterations, about the length of the run")
@@ -219,7 +219,7 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
         yield Choice("algo.clip_range", 0.2, "nothing is to be kept")
         yield Choice("algo.log_prob_range", None, "nothing is to be kept")
         yield Choice("algo.log_prob_reduction", "joint", "the density of the whole action")
-    if isinstance(algo, DppoConfig) and not facts.is_new:
+    if isinstance(algo, DppoConfig) and facts.has_success and not facts.is_new:
         few = f"{_ITERATIONS} iterations; the published range is for a thousand"
         yield Choice("algo.clip_range", 0.03, few)
         yield Choice("algo.clip_range_base", 0.03, few)

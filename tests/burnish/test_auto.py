@@ -63,11 +63,12 @@ def test_the_budget_follows_from_a_typed_number_of_environments() -> None:
     assert typed["algo.batch_size"] * 2 == free["algo.batch_size"]
 
 
-def test_a_clone_may_move_further_once_its_critic_has_learned() -> None:
-    for clone in (values("dppo", replace(SHORT, is_new=False, act_steps=4)), values("dppo", TUNED)):
-        assert clone["algo.clip_range"] == clone["algo.clip_range_base"] > DppoConfig().clip_range
-        assert clone["algo.critic_warmup_iterations"] >= clone["algo.actor_lr_warmup"] > 0
-    for other in (values("dppo", SHORT), values("reinflow", replace(SHORT, is_new=False))):
+def test_a_clone_of_a_task_with_success_may_move_further_once_its_critic_has_learned() -> None:
+    clone, new = values("dppo", replace(SHORT, is_new=False, act_steps=4)), values("dppo", SHORT)
+    published = DppoConfig()
+    assert clone["algo.clip_range"] == clone["algo.clip_range_base"] > published.clip_range
+    assert clone["algo.critic_warmup_iterations"] >= clone["algo.actor_lr_warmup"] > 0
+    for other in (new, values("dppo", TUNED), values("reinflow", replace(SHORT, is_new=False))):
         assert "algo.clip_range" not in other and "algo.critic_warmup_iterations" not in other
 
 

@@ -51,6 +51,7 @@ class ChunkCriticConfig(TransitionsConfig):
     """Settings shared by algorithms with critics of chunks."""
 
     needs_noise: ClassVar[bool] = True  # the policy must sample different chunks
+    may_keep: ClassVar[bool] = True  # whether the policy may stay as it is, by refit=false
 
     steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
@@ -97,9 +98,10 @@ class ChunkCriticConfig(TransitionsConfig):
             )
         is_trained = isinstance(policy, MatchingLoss) and not isinstance(policy, ComposedPolicy)
         if self.refit and not is_trained:
+            without = "Set algo.refit=false, or use" if self.may_keep else "Use"
             raise CapabilityError(
                 f"algo={algo} trains the policy by its matching loss, and {type(policy).__name__} "
-                f"(process={process}) has none. Set algo.refit=false, or use {ways(policy)}."
+                f"(process={process}) has none. {without} {ways(policy)}."
             )
 
     def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:

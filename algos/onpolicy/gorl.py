@@ -42,6 +42,7 @@ from policies.policy import Policy
 from policies.protocols import MatchingLoss
 from policies.registry import register
 from policies.seeds import derive_seed, seeded_weights
+from policies.threads import torch_threads
 from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 
@@ -137,7 +138,7 @@ class GorlConfig(OnPolicyConfig):
             zero_init=True,
         )  # fmt: skip
         with seeded_weights(derive_seed(setup.seed, "encoder of latents")):
-            policy = wrapper.wrap(init.clone()).to(setup.device)
+            policy = wrapper.wrap(init.clone().eval()).to(setup.device)
         return Gorl(self, setup, policy, moments)
 
 
@@ -160,17 +161,21 @@ class Gorl(OnPolicy):
             moments=moments,
         )  # fmt: skip
         self._fresh = {name: value.clone() for name, value in policy.actor.state_dict().items()}
-        self.stage_number = 0
+        self.stage_start = 0  # control steps
 
     def advance(self) -> Metrics:
-        """Run one iteration; at the end of a stage that is not the last, refit the decoder too."""
+        """Run one iteration; at the end of a stage, refit the decoder too, if another iteration follows."""
         metrics = super().advance()
-        ended = self.progress >= (self.stage_number + 1) * self.config.stage_steps
-        if ended and self.progress < self.total and self.config.refit_steps:
-            self.stage_number = self.progress // self.config.stage_steps
+        config = self.config
+        chunks = config.refit_rollouts * config.num_envs * config.steps_per_iteration
+        after = self.progress + chunks * self.policy.chunk.act_steps
+        ended = self.progress - self.stage_start >= config.stage_steps
+        if ended and config.refit_steps and (config.env_steps is None or after < self.total):
             metrics |= self.refit()
+            self.stage_start = self.progress
         return metrics
 
+    @torch_threads(1)
     def refit(self) -> Metrics:
         """Fit the decoder to chunks of the policy, and begin the encoder anew at its noise."""
         conds, chunks = [], []
@@ -197,12 +202,12 @@ class Gorl(OnPolicy):
             te = matching.sample_te(size, generator=generator)
             losses = matching.matching_loss(decoder.condition(vec[row]), chunk[row], te, reduce="sample")
             loss = loss + descend(optimizer, losses.mean())
-        decoder.requires_grad_(False)
+        decoder.eval().requires_grad_(False)
         return {"refit/loss": loss / self.config.refit_steps, "refit/rows": float(len(vec))}
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"stage": self.stage_number}
+        return super().state_dict() | {"stage_start": self.stage_start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.stage_number = int(state["stage"])
+        self.stage_start = int(state["stage_start"])

@@ -14,6 +14,7 @@ import torch
 from envs.datasets.array_storage import MEMORY, ArrayStorage
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.windows import DECISION
 from policies.errors import DatasetError
 
 KEYS = {
@@ -160,6 +161,17 @@ def _array(value: Any, where: str) -> np.ndarray:
     return array
 
 
+def _common_extras(parts: Sequence[EpisodeDataset]) -> list[str]:
+    """Return the extra keys that all parts have, and `decision` where one has it; others decide always."""
+    common = [key for key in parts[0].extras if all(key in one.extras for one in parts)]
+    decided = any(DECISION in one.extras for one in parts) and DECISION not in common
+    return [*common, DECISION] if decided else common
+
+
+def _extra(one: EpisodeDataset, key: str) -> np.ndarray:
+    return one.extras[key].numpy() if key in one.extras else np.ones(one.num_frames, dtype=bool)
+
+
 def _joined(parts: Sequence[EpisodeDataset], source: str) -> EpisodeDataset:
     """Concatenate datasets of equal widths."""
     first = parts[0]
@@ -186,11 +198,7 @@ def _joined(parts: Sequence[EpisodeDataset], source: str) -> EpisodeDataset:
         column("truncated"),
         np.concatenate([*starts, offsets[-1:]]),
         next_observations=followed,
-        extras={
-            key: np.concatenate([one.extras[key].numpy() for one in parts])
-            for key in first.extras
-            if all(key in one.extras for one in parts)
-        },
+        extras={key: np.concatenate([_extra(one, key) for one in parts]) for key in _common_extras(parts)},
         images={
             camera: np.concatenate(
                 [one.images[camera][torch.arange(one.num_frames)].numpy() for one in parts]

@@ -5,7 +5,7 @@ A window belongs to a frame i, the newest observation of the policy. Its observa
 i-To+1 … i and its actions frames i-s … i-s+Th-1, where s is `ChunkSpec.action_start`: 0 for chunks from the
 newest observation (DPPO), To-1 for chunks from the oldest (Diffusion Policy). Where the data say at which
 frames the recording policy decided (extra key `decision`), only these have a window: a chunk across decisions
-joins parts of two plans.
+joins parts of two plans, as one that is longer than the executed part of a plan still does.
 
 Every episode is stored with copies of its first and last rows, so that each window is contiguous in memory:
 row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the window starting at r, without a copy until a batch is
@@ -141,7 +141,10 @@ class Windows:
             torch.ones_like(frames, dtype=torch.bool) if pad_end else end <= dataset.lengths[self._episode]
         )
         if DECISION in dataset.extras:
-            valid = valid & dataset.storage.take(dataset.extras[DECISION], frames).to(valid)
+            decided = dataset.storage.take(dataset.extras[DECISION], frames).to(valid)
+            if decided.ndim != 1 or not bool(decided.any()):
+                raise DatasetError(f"{dataset.source}: '{DECISION}' must be (N,) and true at some frame.")
+            valid = valid & decided
         self.frames, self.steps = frames[valid], step[valid]
         counts = torch.bincount(self._episode[valid], minlength=dataset.num_episodes)
         self.short_episodes: list[int] = (counts == 0).nonzero().squeeze(1).tolist()

@@ -69,10 +69,23 @@ def test_a_refit_moves_the_decoder_and_begins_the_encoder_anew() -> None:
     seen = run.advance()
     assert "refit/loss" not in seen and not torch.equal(weights(run.policy.actor), encoder)
     seen = run.advance()
-    assert float(seen["refit/rows"]) == 8 and run.stage_number == 1
+    assert float(seen["refit/rows"]) == 8 and run.stage_start == run.progress
     assert torch.equal(weights(run.policy.actor), encoder) and not run.learner.actor_optimizer.state
     assert not torch.equal(weights(run.policy.base), before)
     assert not any(weight.requires_grad for weight in run.policy.base.parameters())
+    assert not any(module.training for module in run.policy.base.modules())
+    run.close()
+
+
+def test_no_refit_ends_a_run_and_stages_are_counted_from_the_end_of_a_refit() -> None:
+    run = begin()
+    run.advance()
+    run.advance()
+    assert "refit/loss" not in run.advance(), "the refit took no steps of the next stage"
+    run.close()
+    run = begin(config=replace(small(GorlConfig), env_steps=run.config.stage_steps + 1))
+    while run.progress < run.total:
+        assert "refit/loss" not in run.advance()
     run.close()
 
 
@@ -101,7 +114,7 @@ def test_a_run_is_resumed_bit_by_bit_before_and_after_a_refit(after: int) -> Non
     torch.save(to_plain(one.state_dict()), file)
     file.seek(0)
     two.load_state_dict(from_plain(torch.load(file, weights_only=True)))
-    assert two.stage_number == one.stage_number
+    assert two.stage_start == one.stage_start
     assert torch.equal(weights(finished(one).policy), weights(finished(two).policy))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ def test_ends_rewards_and_successors_are_kept() -> None:
     torch.testing.assert_close(longer.next_observations[-1], torch.tensor(OBS[8]).float())
     episode = Episode(OBS, ACTIONS[:8], np.zeros(8), True, False)
     assert as_dataset([episode, episode]).lengths.tolist() == [8, 8]
+    played = replace(episode, extras={"decision": np.arange(8) % 4 == 0})
+    found = as_dataset([as_dataset([episode]), as_dataset([played])]).extras["decision"]
+    assert found.tolist() == [True] * 8 + [True, False, False, False] * 2, "others decide at every frame"
 
 
 def test_a_dict_of_observations_is_joined_by_name_and_its_pictures_are_cameras() -> None:

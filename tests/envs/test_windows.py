@@ -51,6 +51,9 @@ def test_windows_begin_where_the_recording_policy_decided(pad_end):
     found, wanted = windows.gather(torch.arange(len(kept))), every.gather(torch.tensor(kept))
     for part in ("obs", "action", "mask"):
         assert torch.equal(getattr(found, part), getattr(wanted, part))
+    for wrong in (torch.zeros(len(decided)), torch.ones(len(decided), 1)):
+        with pytest.raises(DatasetError, match="decision"):
+            Windows(replace(data, extras={"decision": wrong}), chunk, pad_end=pad_end)
 
 
 @settings(max_examples=60)

@@ -11,6 +11,7 @@ from burnish.console import output
 from burnish.lab.controls import Subject
 from burnish.lab.runs import RunFolder
 from burnish.lab.server import Lab, LabServer
+from burnish.lab.session import Session
 from burnish.runs.locate import locate
 from burnish.runs.tasks import known_task, require_task_of, task_of
 from policies.bounds import Checked, bounded
@@ -35,11 +36,16 @@ def run(config: LabConfig, context: RunContext) -> None:
 
     Raises:
         ConfigError: If there is nothing to show, or policy and task do not fit.
+        CapabilityError: If the task cannot be seen from above.
     """
     folder = None if config.runs is None else Path(config.runs)
     runs = RunFolder(folder) if folder is not None and folder.is_dir() else None
+    if runs is None and config.runs not in (None, LabConfig.runs):
+        raise ConfigError(f"runs={config.runs}: there is no such folder.")
     has_policy = config.policy is not None or config.compose is not None
     subject = subject_of(config) if has_policy or runs is None else None
+    if subject is not None:
+        Session(subject).close()  # raises here, not when a page is opened
     server = LabServer(Lab(subject, runs), config.port)
     console = output()
     console.print(f"laboratory: {server.address}", markup=False, soft_wrap=True)

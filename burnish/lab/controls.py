@@ -158,10 +158,15 @@ class Subject:
         return part if controls.steps is None else replace(part, steps=controls.steps)
 
     def steering(self, controls: Controls) -> Steering:
-        """Return the settings of the chosen strategy."""
+        """Return the settings of the chosen strategy (ConfigError: the strength is beyond its slider)."""
         slider = strengths(self.base.chunk).get(controls.strategy)
         if slider is None or controls.strength is None:
             return Steering(controls.strategy)
+        if not slider.low <= controls.strength <= slider.high:
+            raise ConfigError(
+                f"strength ({slider.key}) must be within {slider.low:g} and {slider.high:g}; "
+                f"got {controls.strength:g}."
+            )
         value: Any = (
             int(controls.strength) if slider.key in ("guide_rows", "candidates") else controls.strength
         )
@@ -210,7 +215,7 @@ class Subject:
 
     def python(self, controls: Controls, plane: Plane, obs: Mapping[str, Any], noise_seed: int) -> str:
         """Return Python lines whose `plans` (N, Th, Da) are the physical plans that are shown."""
-        places = [f'burnish.load_policy("{one.path}")' for one in self.found]
+        places = [f"burnish.load_policy({str(one.path)!r})" for one in self.found]
         names, lines = {"import burnish", "import torch"}, []
         if self.is_composed:
             names.add("from policies.composition.policy import compose")

@@ -72,7 +72,7 @@ class Guard:
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) != 1 or _host_of(f"//{hosts[0]}") not in LOOPBACK:
             return 421
-        if any(urlsplit(value).netloc != hosts[0] for name, value in headers if name == b"origin"):
+        if any(value != f"http://{hosts[0]}" for name, value in headers if name == b"origin"):
             return 403
         try:
             query = parse_qs(scope["query_string"].decode("ascii"), max_num_fields=8)
@@ -212,8 +212,14 @@ class Lab:
 
     async def _visit(self, socket: Any, inbox: Inbox, subject: Subject) -> None:
         session = await self._run(Session, subject)
-        await socket.send_json({"facts": session.facts(), **await self._run(session.reset, 0)})
-        playing, due, period = False, 0.0, 1.0 / subject.env.spec.control_hz
+        try:
+            await socket.send_json({"facts": session.facts(), **await self._run(session.reset, 0)})
+            await self._converse(socket, inbox, session)
+        finally:
+            await self._run(session.close)
+
+    async def _converse(self, socket: Any, inbox: Inbox, session: Session) -> None:
+        playing, due, period = False, 0.0, 1.0 / session.subject.env.spec.control_hz
         comparison: asyncio.Task[Any] | None = None
         while True:
             message = await inbox.take(due if playing else None)
@@ -226,30 +232,32 @@ class Lab:
                         answer |= await self._run(do, message[kind])
                 if "play" in message:
                     playing, due = message["play"] is True, time.monotonic()
-                if "compare" in message and (comparison is None or comparison.done()):
-                    comparison = asyncio.create_task(self._compare(socket, session))
                 if "step" in message or (playing and time.monotonic() >= due):
                     frame = await self._run(session.step)
                     answer |= frame
                     due = max(due + period, time.monotonic() - period)
                     if frame["end"]:
                         due = time.monotonic() + _PAUSE_S
+                if "compare" in message and (comparison is None or comparison.done()):
+                    comparison = asyncio.create_task(self._compare(socket, session, message["compare"]))
             except (BurnishError, ValueError) as error:
                 answer["error"] = str(error)
+                if "compare" in message:
+                    answer |= {"compared": {}, "round": message["compare"]}
             if answer:
                 await socket.send_json(answer)
 
-    async def _compare(self, socket: Any, session: Session) -> None:
-        """Play the compared starts beside the episode, one comparison at a time."""
+    async def _compare(self, socket: Any, session: Session, number: Any) -> None:
+        """Play the compared starts beside the episode, one comparison at a time; the answer has a number."""
         controls, plane, subject = session.controls, session.plane, session.subject
         try:
             answer: dict[str, Any] = {
                 "compared": await asyncio.to_thread(self._compared, subject, plane, controls)
             }
-        except BurnishError as error:
+        except (BurnishError, ValueError) as error:
             answer = {"error": str(error), "compared": {}}
         with suppress(_ended(), RuntimeError):  # the latter from Starlette, once it has seen the end
-            await socket.send_json(answer)
+            await socket.send_json(answer | {"round": number})
 
     def _compared(self, *arguments: Any) -> dict[str, Any]:
         with self._comparing:
@@ -314,7 +322,7 @@ class LabServer:
         self.address = f"http://{LOOPBACK[0]}:{self.port}/?token={lab.token}"
         self._server = uvicorn.Server(uvicorn.Config(
             lab.app(), log_level="warning", access_log=False, server_header=False, date_header=False,
-            ws="websockets-sansio", ws_max_size=MESSAGE_BYTES, ws_max_queue=8, ws_per_message_deflate=False,
+            ws="websockets-sansio", ws_max_size=MESSAGE_BYTES, ws_per_message_deflate=False,
             limit_concurrency=MOST_CONNECTIONS, h11_max_incomplete_event_size=2**14,
             timeout_graceful_shutdown=2, http="h11",
         ))  # fmt: skip

@@ -77,6 +77,10 @@ class Session:
         self._ahead = slice(subject.base.chunk.action_start, None)
         self.reset(0)
 
+    def close(self) -> None:
+        """End the task."""
+        self._vector.close()
+
     @property
     def plane(self) -> Plane:
         """The scene of the episode."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from messages import mentions
 
+from burnish.commands import lab
 from burnish.commands.evaluate import evaluate
 from burnish.commands.lab import LabConfig, subject_of
+from burnish.config.overrides import RunContext
 from burnish.config.schema import compose_config
 from burnish.lab.controls import Controls, Subject, strengths
 from burnish.lab.session import Session, compared
@@ -152,6 +155,7 @@ def test_a_robot_put_into_a_pillar_fails(session: Session) -> None:
         ({"steps": 100000}, "steps 128"),
         ({"sampler": "none"}, "sampler euler"),
         ({"strategy": "guided_diffusion", "sketch": LINE, "strength": -3}, "scale -3"),
+        ({"strategy": "post_hoc_ranking", "sketch": LINE, "strength": 1e9}, "candidates 64 1e+09"),
         ({"steps": 21}, "steps"),
     ],
 )
@@ -190,6 +194,26 @@ def test_a_task_that_cannot_be_seen_from_above_is_refused_by_name() -> None:
     subject = subject_of(LabConfig(policy=f"{OLD}/cloned"))
     with pytest.raises(CapabilityError, match=mentions("Reacher-v5 avoid")):
         Session(Subject(subject.found, (_for(Gym(id="Reacher-v5")),), Gym(id="Reacher-v5")))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (LabConfig(policy=f"{OLD}/cloned", env=Gym(id="Reacher-v5"), allow_other_task=True), "Reacher-v5"),
+        (LabConfig(compose=[f"{OLD}/cloned", f"{OLD}/mixture"]), "MixturePolicy"),
+        (LabConfig(runs="absent"), "runs=absent"),
+        (LabConfig(policy=f"{OLD}/cloned", runs="absent"), "runs=absent"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_before_a_page_is_offered(
+    config: LabConfig, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def offered(*_: Any) -> Any:
+        raise AssertionError("a page is offered")
+
+    monkeypatch.setattr(lab, "LabServer", offered)
+    with pytest.raises((ConfigError, CapabilityError), match=mentions(named)):
+        lab.run(config, RunContext(tmp_path))
 
 
 def _for(task: Any) -> Any:
@@ -263,6 +287,12 @@ def test_the_python_lines_give_the_plans_that_are_shown(
     exec(answer["python"], made)
     paths = session.plane.paths(session.position, made["plans"].numpy())
     assert np.abs(paths - plans(answer)).max() < 1e-4
+
+
+def test_the_python_lines_are_right_in_a_folder_of_any_name(subject: Subject) -> None:
+    found = replace(subject.found[0], path=Path('a "b" c'))
+    text = Session(replace(subject, found=(found,))).plan()["python"]
+    assert "load_policy('a \"b\" c')" in text
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

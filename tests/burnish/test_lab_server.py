@@ -107,6 +107,9 @@ def test_pages_come_with_a_policy_that_forbids_everything_else(server: LabServer
         ({"Host": "localhost:1"}, 200),
         ({"Origin": "http://example.org"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://[evil"}, 403),
+        ({"Host": "localhost:1", "Origin": "https://localhost:1"}, 403),
+        ({"Host": "localhost:1", "Origin": "http://localhost:1"}, 200),
     ],
 )
 def test_pages_of_others_are_kept_out(server: LabServer, headers: dict[str, str], status: int) -> None:
@@ -162,6 +165,14 @@ def test_starts_are_compared_while_the_episode_goes_on(server: LabServer) -> Non
         while not kinds or "compared" not in kinds[-1]:
             kinds.append(set(json.loads(visitor.recv(timeout=60))))
         assert len(kinds) > 3
+
+
+def test_a_comparison_that_is_refused_is_answered(server: LabServer) -> None:
+    with visit(server) as visitor:
+        answer = talk(visitor, {"controls": {"plans": 99}, "compare": 7}, "compared")
+        assert answer["compared"] == {} and answer["round"] == 7 and "plans" in answer["error"]
+        answer = talk(visitor, {"controls": {"noise": 0.5}, "compare": 8}, "compared")
+        assert answer["compared"] == {} and answer["round"] == 8 and "noise" in answer["error"]
 
 
 @pytest.mark.parametrize(

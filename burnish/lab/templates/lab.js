@@ -45,17 +45,21 @@
     }
     if (message.error) problem(message.error);
     if (message.at) take(message);
-    if (message.compared) showCompared(message.compared);
+    if (message.compared) {
+      compares(false);
+      if (message.round === round) showCompared(message.compared);
+    }
     if (message.id !== undefined) answered(message);
     redraw();
   });
 
   function take(message) {
     episode.at = message.at;
-    if (episode.step !== message.step || !episode.trail.length) arrivals.push(performance.now());
+    const last = episode.trail.at(-1);
+    if (episode.step !== message.step) arrivals.push(performance.now());
+    if (episode.step !== message.step || apart(last, message.at) > 0) episode.trail.push(message.at);
     episode.step = message.step;
     episode.end = message.end;
-    episode.trail.push(message.at);
     if (message.plans) {
       ({ plans, film, executed } = message);
       $("command").textContent = message.command;
@@ -110,6 +114,7 @@
     $("weight").value = 0.5;
     $("weight-row").hidden = facts.policies.length < 2;
     $("compare-title").textContent = `${facts.starts} starts`;
+    compares(false);
     showCompared({});
     ownSteps();
     strength();
@@ -175,14 +180,14 @@
   $("steps").addEventListener("input", (event) => { steps = Number($("steps").value); changed(event); });
   $("sampler").addEventListener("change", (event) => { ownSteps(); changed(event); });
   $("strategy").addEventListener("change", (event) => { strength(); changed(event); });
-  $("clear").addEventListener("click", (event) => { sketch = []; compared = {}; showCompared({}); changed(event); });
+  $("clear").addEventListener("click", (event) => { sketch = []; round += 1; showCompared({}); changed(event); });
   $("play").addEventListener("click", () => play(!playing));
   $("step").addEventListener("click", () => { if (playing) play(false); send({ step: true }); });
   $("restart").addEventListener("click", () => send({ seed: Number($("seed").value) }));
   $("compare").addEventListener("click", () => {
-    $("compare").disabled = true;
-    $("compare").textContent = "playing …";
-    send({ controls: controls(), compare: true });
+    compares(true);
+    round += 1;
+    send({ controls: controls(), compare: round });
   });
   $("film").addEventListener("change", (event) => {
     const on = $("film").checked;
@@ -212,10 +217,14 @@
     showValues();
   }
 
+  let round = 0; // of the comparison that is shown, or will be; another line makes answers of earlier ones void
+  function compares(on) {
+    $("compare").disabled = on;
+    $("compare").textContent = on ? "playing …" : "play them, steered and not";
+  }
+
   function showCompared(found) {
     compared = found;
-    $("compare").disabled = false;
-    $("compare").textContent = "play them, steered and not";
     const table = $("compared");
     table.replaceChildren();
     table.hidden = !Object.keys(found).length;
@@ -276,6 +285,7 @@
       drawing = true;
       sketch = [at];
       if (episode.end) send({ seed: episode.seed });
+      round += 1;
       if (compared.steered) showCompared({});
     }
     redraw();

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.resources import files
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -211,14 +211,15 @@ class Lab:
             receiving.cancel()
 
     async def _visit(self, socket: Any, inbox: Inbox, subject: Subject) -> None:
-        session = await self._run(Session, subject)
+        session, left = await self._run(Session, subject), Event()
         try:
             await socket.send_json({"facts": session.facts(), **await self._run(session.reset, 0)})
-            await self._converse(socket, inbox, session)
+            await self._converse(socket, inbox, session, left)
         finally:
+            left.set()
             await self._run(session.close)
 
-    async def _converse(self, socket: Any, inbox: Inbox, session: Session) -> None:
+    async def _converse(self, socket: Any, inbox: Inbox, session: Session, left: Event) -> None:
         playing, due, period = False, 0.0, 1.0 / session.subject.env.spec.control_hz
         comparison: asyncio.Task[Any] | None = None
         while True:
@@ -239,7 +240,8 @@ class Lab:
                     if frame["end"]:
                         due = time.monotonic() + _PAUSE_S
                 if "compare" in message and (comparison is None or comparison.done()):
-                    comparison = asyncio.create_task(self._compare(socket, session, message["compare"]))
+                    doing = self._compare(socket, session, left, message["compare"])
+                    comparison = asyncio.create_task(doing)
             except (BurnishError, ValueError) as error:
                 answer["error"] = str(error)
                 if "compare" in message:
@@ -247,12 +249,12 @@ class Lab:
             if answer:
                 await socket.send_json(answer)
 
-    async def _compare(self, socket: Any, session: Session, number: Any) -> None:
+    async def _compare(self, socket: Any, session: Session, left: Event, number: Any) -> None:
         """Play the compared starts beside the episode, one comparison at a time; the answer has a number."""
         controls, plane, subject = session.controls, session.plane, session.subject
         try:
             answer: dict[str, Any] = {
-                "compared": await asyncio.to_thread(self._compared, subject, plane, controls)
+                "compared": await asyncio.to_thread(self._compared, subject, plane, controls, left)
             }
         except (BurnishError, ValueError) as error:
             answer = {"error": str(error), "compared": {}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -240,8 +241,10 @@ def planned(view: Any, obs: Observation, controls: Controls, noise_seed: int) ->
     return chunks, [state[:MOST_PLANS] for state in recorded.states]
 
 
-def compared(subject: Subject, plane: Plane, controls: Controls) -> dict[str, Any]:
+def compared(subject: Subject, plane: Plane, controls: Controls, left: Event | None = None) -> dict[str, Any]:
     """Play the compared starts with these controls, and without steering; the numbers are those of `eval`.
+
+    Neither is begun once the visitor has `left`.
 
     Returns:
         By `steered` and `plain`: the share of successes, the mean distance of the paths from the sketch [m],
@@ -256,6 +259,8 @@ def compared(subject: Subject, plane: Plane, controls: Controls) -> dict[str, An
     both = {"steered": controls} if controls.is_steered else {}
     line = plane.sketch(controls.sketch) if controls.is_steered else None
     for name, one in (both | {"plain": replace(controls, strategy="off")}).items():
+        if left is not None and left.is_set():
+            break
         evaluation = evaluate(
             subject.view(one, plane).clone(), subject.env, episodes=STARTS, first_seed=START_SEED,
             start_noise=kind, sampling_noise=kind, keep_observations=True,

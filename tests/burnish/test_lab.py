@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -326,5 +327,8 @@ def test_starts_are_compared_as_eval_does(
     assert [len(path) for path in found["steered"]["paths"]] == [
         row.length + 1 for row in result.evaluation.rows
     ]
+    left = Event()
+    left.set()
+    assert compared(subject, session.plane, session.controls, left) == {}, "nobody waits for it"
     with pytest.raises(ConfigError, match=mentions("noise 0.5")):
         compared(subject, session.plane, Controls(noise=0.5))

@@ -164,7 +164,7 @@ def test_starts_are_compared_while_the_episode_goes_on(server: LabServer) -> Non
         kinds = []
         while not kinds or "compared" not in kinds[-1]:
             kinds.append(set(json.loads(visitor.recv(timeout=60))))
-        assert len(kinds) > 3
+        assert any("step" in kind for kind in kinds[:-1])  # a server that waits would answer "compared" first
 
 
 def test_a_comparison_that_is_refused_is_answered(server: LabServer) -> None:

@@ -265,6 +265,10 @@ class ImageHistory(Protocol):
 
     def add(self, rows: Iterable[int]) -> None: ...
 
+    def renew(self, row: int) -> None:
+        """Replace the newest images of a row, whose simulator was changed between steps."""
+        ...
+
     def images(self, rows: Iterable[int]) -> dict[str, Array]:
         """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
         ...

@@ -44,3 +44,12 @@ def small_policy(process: Any = None, sampler: Any = None, *, goal_dim: int = 0,
 def observations(batch: int, obs_steps: int = 1, seed: int = 0) -> torch.Tensor:
     """Draw physical observations (B, To, Do)."""
     return 3.0 + torch.randn(batch, obs_steps, OBS_DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def policy_for(task: Any) -> Policy:
+    """A small policy for the state and the actions of a task."""
+    spec = task.spec
+    box = {"min": torch.tensor(spec.action_low), "max": torch.tensor(spec.action_high)}
+    limits = {"state": {"min": -torch.ones(spec.obs_dim), "max": torch.ones(spec.obs_dim)}, "action": box}
+    sizes = {"obs_dim": spec.obs_dim, "action_dim": spec.action_dim}
+    return build_policy(PolicyConfig(backbone=MlpConfig(width=8, time_dim=4)), statistics=limits, **sizes)

@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import pickle
+import platform
 import re
 import shutil
 import uuid
@@ -39,12 +40,12 @@ from policies.policy import Policy
 from policies.storage.atomic_write import atomic_file, sync, sync_tree, write_errors, write_text
 from policies.storage.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.storage.policy_folder import save_policy
-from policies.storage.strict_json import MAX_DEPTH, depth_of, own_file, read_small
+from policies.storage.strict_json import MAX_DEPTH, depth_of, fits, own_file, read_small
 
 STATE_FORMAT = 1
 _CONFIG, _OVERRIDES, _ENVIRONMENT = "config.yaml", "overrides.txt", "environment.json"
 _METRICS, _LOCK = "metrics.jsonl", ".lock"
-_CONFIG_BYTES = 2**18
+_CONFIG_BYTES, _LOCK_BYTES = 2**18, 2**10
 _CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
 _EVAL, _EVAL_NAME = "eval", re.compile(r"step-(\d+)(-.+)?")
 _STATE_FILE = Path("training_state") / "state.pt"
@@ -192,7 +193,7 @@ class RunDirectory:
             yield
 
     def _take_lock(self) -> IO[str]:
-        lock = (self.path / _LOCK).open("w")
+        lock = (self.path / _LOCK).open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -200,7 +201,23 @@ class RunDirectory:
             raise CheckpointError(
                 f"{self.path} is being written by another process. Wait for it, or start another run."
             ) from None
+        lock.truncate(0)
+        lock.write(json.dumps({"pid": os.getpid(), "host": platform.node()}))
+        lock.flush()
         return lock
+
+    def writer(self) -> int | None:
+        """Return the number of the process of this machine that holds the write lock; None: there is none."""
+        try:
+            with own_file(self.path / _LOCK).open() as lock:
+                held = json.loads(lock.read(_LOCK_BYTES) or "{}")
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_here = isinstance(held, dict) and held.get("host") == platform.node()
+            return held["pid"] if is_here and fits(held.get("pid"), int) and held["pid"] > 1 else None
+        except (OSError, ValueError):
+            pass
+        return None
 
     def checkpoints(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""

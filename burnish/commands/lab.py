@@ -9,6 +9,7 @@ from typing import Any
 from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.lab.controls import Subject
+from burnish.lab.run_control import RunControl
 from burnish.lab.runs import RunFolder
 from burnish.lab.server import Lab, LabServer
 from burnish.lab.session import Session
@@ -28,6 +29,7 @@ class LabConfig(Checked):
     env: Any = None  # null: the policy's own task
     allow_other_task: bool = False  # show a policy in another task than the one that it was made for
     runs: str | None = path_field("runs")  # folder whose runs are shown as they grow, if it exists
+    control_runs: bool = False  # whether they can be stopped and continued from the page
     port: int = bounded(0, ge=0, lt=65536)  # on this machine; 0: any free port
 
 
@@ -46,7 +48,8 @@ def run(config: LabConfig, context: RunContext) -> None:
     subject = subject_of(config) if has_policy or runs is None else None
     if subject is not None:
         Session(subject).close()  # raises here, not when a page is opened
-    server = LabServer(Lab(subject, runs), config.port)
+    control = RunControl(runs) if config.control_runs and runs is not None else None
+    server = LabServer(Lab(subject, runs, control), config.port)
     console = output()
     console.print(f"laboratory: {server.address}", markup=False, soft_wrap=True)
     console.file.flush()

@@ -128,17 +128,17 @@ class Subject:
                     found[name] = part
         return found
 
-    def view(self, controls: Controls, plane: Plane) -> Any:
+    def view(self, controls: Controls, plane: Plane | None) -> Any:
         """Return the policy with these controls.
 
         Raises:
             ConfigError: If a value does not fit the policy, or the sampler does not take as many steps.
-            CapabilityError: If the policy has no such control.
+            CapabilityError: If policy or task have no such control.
         """
         policy = self.plain(controls)
         if not controls.is_steered:
             return policy
-        return SteeredPolicy(policy, plane.sketch(controls.sketch), self.steering(controls))
+        return SteeredPolicy(policy, _sketch(controls, plane), self.steering(controls))
 
     def plain(self, controls: Controls) -> Any:
         """Return the policy with all controls but steering."""
@@ -174,7 +174,7 @@ class Subject:
 
     # -- text that reproduces what is shown -----------------------------------------------------------
 
-    def command(self, controls: Controls, plane: Plane) -> str:
+    def command(self, controls: Controls, plane: Plane | None) -> str:
         """Return the shell command that plays the compared starts with these controls.
 
         A comment says what the command line has no key for.
@@ -188,7 +188,7 @@ class Subject:
             return f"# burnish eval has no key for {' and '.join(lacks)}: see Python"
         lines = []
         if controls.is_steered:
-            content = json.dumps(_changed(plane.sketch(controls.sketch)))
+            content = json.dumps(_changed(_sketch(controls, plane)))
             lines.append(f"echo {shlex.quote(content)} > {SKETCH_FILE}")
         return "\n".join([*lines, " ".join(["burnish eval", *self._words(controls)])])
 
@@ -213,8 +213,13 @@ class Subject:
             yield f"steer.sketch={SKETCH_FILE}"
         yield f"first_seed={START_SEED} episodes={STARTS}"
 
-    def python(self, controls: Controls, plane: Plane, obs: Mapping[str, Any], noise_seed: int) -> str:
-        """Return Python lines whose `plans` (N, Th, Da) are the physical plans that are shown."""
+    def python(self, controls: Controls, plane: Plane | None, obs: Mapping[str, Any], noise_seed: int) -> str:
+        """Return Python lines whose `plans` (N, Th, Da) are the physical plans that are shown.
+
+        A comment instead where the observation holds images.
+        """
+        if images := [name for name, value in obs.items() if not value.is_floating_point()]:
+            return f"# the observation holds images ({', '.join(images)}), which are not written out"
         places = [f"burnish.load_policy({str(one.path)!r})" for one in self.found]
         names, lines = {"import burnish", "import torch"}, []
         if self.is_composed:
@@ -230,7 +235,7 @@ class Subject:
             names.add(_import(sampler))
             lines.append(f"policy = policy.with_sampler({_call(sampler)})")
         if controls.is_steered:
-            sketch, steering = plane.sketch(controls.sketch), self.steering(controls)
+            sketch, steering = _sketch(controls, plane), self.steering(controls)
             names |= {_import(sketch), _import(steering)}
             names.add("from policies.wrappers.sketch_guidance import SteeredPolicy")
             lines.append(f"sketch = {_call(sketch)}")
@@ -245,6 +250,12 @@ class Subject:
             "    plans = policy.physical(policy.plan(obs, noise))",
         ]
         return "\n".join([*sorted(names, key=lambda line: (line.startswith("from"), line)), "", *lines])
+
+
+def _sketch(controls: Controls, plane: Plane | None) -> Any:
+    if plane is None:
+        raise CapabilityError("a line can be drawn where the task is seen from above.")
+    return plane.sketch(controls.sketch)
 
 
 def weights(controls: Controls) -> tuple[float, float]:

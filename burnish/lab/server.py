@@ -1,7 +1,8 @@
 """The server of the page: on this machine only, with a token in the address.
 
 Everything is refused without the token, which is compared in constant time; under a host name other than that
-of this machine, which keeps out pages that resolve their name to it; and with any method but GET. A message
+of this machine, which keeps out pages that resolve their name to it; and with any method but GET, except for
+POST to /run where runs may be stopped and continued. A message
 of a visitor has at most `MESSAGE_BYTES`, of which the newest of each kind is kept, and there are at most
 `MOST_VISITORS`. Pages take nothing from elsewhere and run no script but the one that comes with them.
 """
@@ -24,6 +25,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from burnish.lab.controls import Subject
+from burnish.lab.run_control import RunControl
 from burnish.lab.runs import RunFolder
 from burnish.lab.session import Session, compared
 from burnish.reports.html import render
@@ -35,7 +37,7 @@ from policies.storage.strict_json import parse_json
 _log = logging.getLogger(__name__)
 
 MESSAGE_BYTES, MOST_VISITORS, MOST_CONNECTIONS = 2**15, 4, 64
-KINDS = ("controls", "play", "seed", "move", "step", "compare")
+KINDS = ("controls", "play", "seed", "move", "slide", "step", "compare")
 """Kinds of messages: the keys of the object that a visitor sends, beside its number `id`."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -55,8 +57,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 class Guard:
     """Answers what is allowed, and refuses the rest before anything reads it."""
 
-    def __init__(self, app: Any, token: str) -> None:
-        self._app, self._token = app, token.encode()
+    def __init__(self, app: Any, token: str, *, may_write: bool = False) -> None:
+        self._app, self._token, self._may_write = app, token.encode(), may_write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -81,7 +83,9 @@ class Guard:
         given = query.get("token", [])
         if len(given) != 1 or not hmac.compare_digest(given[0].encode(), self._token):
             return 403
-        return 0 if scope["type"] == "websocket" or scope["method"] == "GET" else 405
+        if scope["type"] == "websocket" or scope["method"] == "GET":
+            return 0
+        return 0 if self._may_write and (scope["method"], scope["path"]) == ("POST", "/run") else 405
 
 
 def _host_of(address: str) -> str | None:
@@ -145,10 +149,13 @@ class Lab:
     Args:
         subject: Policy and task; None: runs only.
         runs: Runs that are shown as they grow; None: none.
+        control: Stops and continues them; None: they are only shown.
     """
 
-    def __init__(self, subject: Subject | None, runs: RunFolder | None = None) -> None:
-        self.subject, self.runs = subject, runs
+    def __init__(
+        self, subject: Subject | None, runs: RunFolder | None = None, control: RunControl | None = None
+    ) -> None:
+        self.subject, self.runs, self.control = subject, runs, control
         used = {"lab.js": subject is not None, "runs.js": runs is not None}
         self._scripts = [name for name, is_used in used.items() if is_used]
         self.token = secrets.token_urlsafe(24)
@@ -164,11 +171,12 @@ class Lab:
         routes = [
             routing.Route("/", self._page),
             routing.Route("/runs", self._runs),
-            routing.Route("/run", self._run_shown),
+            routing.Route("/run", self._run_shown, methods=["GET"]),
+            routing.Route("/run", self._run_changed, methods=["POST"]),
             routing.Route("/{name}", self._asset),
             routing.WebSocketRoute("/live", self._live),
         ]
-        return Guard(starlette.Starlette(routes=routes), self.token)
+        return Guard(starlette.Starlette(routes=routes), self.token, may_write=self.control is not None)
 
     async def _page(self, request: Any) -> Any:
         return _response(render("lab.html", token=self.token, scripts=self._scripts), "text/html")
@@ -189,7 +197,19 @@ class Lab:
     async def _run_shown(self, request: Any) -> Any:
         name, version = (request.query_params.get(key, "") for key in ("name", "version"))
         found = None if self.runs is None else await self._read(self.runs.shown, name, version)
+        if found is not None and self.control is not None:
+            with suppress(ConfigError):  # the run has gone
+                found |= await self._read(self.control.state, name)
         return _response(json.dumps(found), "application/json", 404 if found is None else 200)
+
+    async def _run_changed(self, request: Any) -> Any:
+        name, do = (request.query_params.get(key, "") for key in ("name", "do"))
+        try:
+            assert self.control is not None
+            await self._read(self.control.change, name, do)
+        except ConfigError as error:
+            return _response(f"{error}\n", "text/plain", 409)
+        return _response("", "text/plain")
 
     # -- a visitor ------------------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 """One visitor's episode: the task, the policy with the visitor's controls, and what is drawn of both.
 
 Legend: N plans, Th horizon, Ta executed steps, R rows of a plan that lie ahead, F frames of a film, M chunks
-in it. All numbers for the page are rounded to tenths of a millimetre.
+in it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from threading import Event
 from typing import Any
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 
 from burnish.lab.controls import MOST_PLANS, START_SEED, STARTS, Controls, Subject, strengths
-from envs.engine.vector import ChunkVector
+from burnish.lab.views import rounded, view_of
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.protocol import prepare_eval
 from envs.evaluation.settings import check_seeds
 from envs.spec import Array, ChunkStep
-from envs.tasks.plane import Plane, PlaneStepper
+from envs.tasks.plane import Plane, PlaneStepper, SlidingStepper
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.protocols import Hook, Observation, Step
@@ -30,8 +29,6 @@ from policies.registry import name_of
 from policies.storage.strict_json import fits
 from policies.wrappers.best_of_n import BestOfN
 
-_ROW = np.zeros(1, np.int64)
-_DECIMALS = 4  # of a place [m]
 _PATH_POINTS = 120  # most, of an episode that is sent
 
 
@@ -59,39 +56,38 @@ class Session:
 
     Raises:
         ConfigError: If policy and task do not fit.
-        CapabilityError: If the task cannot be seen from above.
+        CapabilityError: If the task cannot be drawn.
+        MissingExtraError: If the task is drawn by MuJoCo, and no GL context can be made.
     """
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.controls = subject, Controls()
-        self.actions = {"seed": self.reset, "controls": self.control, "move": self.move}
+        self.actions = {
+            "seed": self.reset,
+            "controls": self.control,
+            "move": self.move,
+            "slide": self.slide,
+        }
         task = prepare_eval(subject.env, subject.base)
-        vector: Any = task.make_vector(1, obs_steps=subject.base.chunk.obs_steps)
-        if not isinstance(vector, ChunkVector) or not isinstance(vector.stepper, PlaneStepper):
-            vector.close()
-            raise CapabilityError(
-                f"env={subject.env.spec.name} cannot be drawn from above; avoid can, and point mazes with "
-                f"env.control=waypoint."
-            )
-        self._vector, self._stepper = vector, vector.stepper
+        self._vector: Any = task.make_vector(1, obs_steps=subject.base.chunk.obs_steps)
+        try:
+            self.view = view_of(task, self._vector)
+        except CapabilityError:
+            self._vector.close()
+            raise
         self._queue = np.zeros((0, subject.env.spec.action_dim))  # actions that are left of the chunk
         self._ahead = slice(subject.base.chunk.action_start, None)
         self.reset(0)
 
     def close(self) -> None:
         """End the task."""
+        self.view.close()
         self._vector.close()
 
     @property
-    def plane(self) -> Plane:
-        """The scene of the episode."""
-        return self._stepper.plane(0)
-
-    @property
-    def position(self) -> Array:
-        """Where the robot is (2,) [m]."""
-        found: Array = self._obs[0, -1, list(self.plane.observed)]
-        return found
+    def plane(self) -> Plane | None:
+        """The scene from above; None: the task is seen through a camera."""
+        return self.view.plane
 
     def facts(self) -> dict[str, Any]:
         """Return what the page needs once: the controls that the policy has, and the task."""
@@ -107,6 +103,7 @@ class Session:
             "policies": [one.label for one in self.subject.found],
             "task": spec.name,
             "rule": spec.success_rule,
+            "quantity": spec.quantity,
             "hz": spec.control_hz,
             "sampler": own,
             "samplers": samplers,
@@ -128,12 +125,7 @@ class Session:
         check_seeds("seed", seed)
         self._obs, self.seed, self._decisions, self._steps = self._vector.reset([seed]), seed, 0, 0
         self._end = ""
-        plane = self.plane
-        scene = {
-            "low": plane.low, "high": plane.high, "pillars": plane.pillars, "walls": plane.walls,
-            "finish": plane.finish, "goal": plane.goal, "radius": plane.radius,
-        }  # fmt: skip
-        return {"scene": scene, "seed": seed, **self.plan()}
+        return {"scene": self.view.scene(), "seed": seed, **self.plan()}
 
     def control(self, values: Any) -> dict[str, Any]:
         """Take other controls, and plan again from where the robot is.
@@ -154,18 +146,35 @@ class Session:
 
         Raises:
             ConfigError: If this is no place.
+            CapabilityError: If the task is not seen from above.
         """
         if not fits(place, tuple[float, float]):
             raise ConfigError("move must be a place: two numbers.")
+        stepper, plane = self._vector.stepper, self.plane
+        if plane is None or not isinstance(stepper, PlaneStepper):
+            raise CapabilityError("a robot can be moved where it is seen from above.")
         if self._end:
             return self.frame()
-        position = np.clip(np.array(place, np.float64), self.plane.low, self.plane.high)
-        observation = self._stepper.place(0, position)
-        state = self._vector.state_dict()
-        state["history"][0, -1] = observation
-        self._vector.load_state_dict(state)
-        self._obs = state["history"]
+        position = np.clip(np.array(place, np.float64), plane.low, plane.high)
+        self._obs = self._vector.observe_again(0, stepper.place(0, position))
         return self.plan()
+
+    def slide(self, pillar: Any) -> dict[str, Any]:
+        """Move a pillar, given by its number and x [m], sideways, and plan again; returns the scene too.
+
+        Raises:
+            ConfigError: If there is no such pillar.
+            CapabilityError: If pillars do not move in this task.
+        """
+        stepper, plane = self._vector.stepper, self.plane
+        if plane is None or not plane.slides or not isinstance(stepper, SlidingStepper):
+            raise CapabilityError("pillars can be moved under env.rows=moved of avoid.")
+        if not fits(pillar, tuple[int, float]) or not 0 <= pillar[0] < len(plane.pillars):
+            raise ConfigError("slide must be the number of a pillar and a place x.")
+        if self._end:
+            return self.frame()
+        self._obs = self._vector.observe_again(0, stepper.slide(0, *pillar))
+        return {"scene": self.view.scene(), **self.plan()}
 
     def step(self) -> dict[str, Any]:
         """Advance by one control step; where a chunk is used up, plan first.
@@ -191,33 +200,40 @@ class Session:
     def plan(self) -> dict[str, Any]:
         """Compute plans from where the robot is; the first one is executed from now on."""
         started, controls, plane = time.perf_counter(), self.controls, self.plane
-        view = self.subject.view(controls, plane)
-        obs = {"state": torch.from_numpy(self._obs).float()}
-        obs |= {name: torch.from_numpy(value).float() for name, value in self._vector.goals().items()}
-        chunks, film = planned(view, obs, controls, self._noise_seed)
-        actions = view.physical(chunks).numpy()
-        self._queue = actions[0, view.chunk.executed]
-        paths = plane.paths(self.position, actions[:, self._ahead])
-        films = [plane.paths(self.position, view.physical(one).numpy()[:, self._ahead]) for one in film]
+        policy = self.subject.view(controls, plane)
+        obs = self._observation()
+        chunks, film = planned(policy, obs, controls, self._noise_seed)
+        actions = policy.physical(chunks).numpy()
+        self._queue = actions[0, policy.chunk.executed]
+        drawn = [self._drawn(one) for one in (actions, *(policy.physical(one).numpy() for one in film))]
         took = time.perf_counter() - started
         return {
             **self.frame(),
-            "plans": _rounded(paths),
+            "plans": drawn[0],
             "executed": len(self._queue),
-            "film": [_rounded(one) for one in films],
+            "film": drawn[1:],
             "took_ms": round(1e3 * took, 1),
-            "calls": getattr(view, "calls", view.table.num_steps if hasattr(view, "table") else 1),
+            "calls": getattr(policy, "calls", policy.table.num_steps if hasattr(policy, "table") else 1),
             "command": self.subject.command(controls, plane),
             "python": self.subject.python(controls, plane, obs, self._noise_seed),
         }
+
+    def _observation(self) -> Observation:
+        goals, images = self._vector.goals(), self._vector.images()
+        numbers = {"state": self._obs, **goals}
+        seen = {name: torch.from_numpy(value).float() for name, value in numbers.items()}
+        return seen | {name: torch.from_numpy(value) for name, value in images.items()}
+
+    def _drawn(self, actions: Array) -> Any:
+        return self.view.drawn(self._obs, actions[:, self._ahead])
 
     @property
     def _noise_seed(self) -> int:
         return 1000 * self.seed + self._decisions
 
     def frame(self) -> dict[str, Any]:
-        """Return where the robot is."""
-        return {"at": _rounded(self.position), "step": self._steps, "end": self._end}
+        """Return what is seen now."""
+        return {**self.view.frame(self._obs), "step": self._steps, "end": self._end}
 
 
 def planned(view: Any, obs: Observation, controls: Controls, noise_seed: int) -> tuple[Tensor, list[Tensor]]:
@@ -241,14 +257,16 @@ def planned(view: Any, obs: Observation, controls: Controls, noise_seed: int) ->
     return chunks, [state[:MOST_PLANS] for state in recorded.states]
 
 
-def compared(subject: Subject, plane: Plane, controls: Controls, left: Event | None = None) -> dict[str, Any]:
+def compared(
+    subject: Subject, plane: Plane | None, controls: Controls, left: Event | None = None
+) -> dict[str, Any]:
     """Play the compared starts with these controls, and without steering; the numbers are those of `eval`.
 
     Neither is begun once the visitor has `left`.
 
     Returns:
-        By `steered` and `plain`: the share of successes, the mean distance of the paths from the sketch [m],
-        paths and outcomes. Without a sketch only `plain`, and no distance.
+        By `steered` and `plain`: the mean success or return, the mean distance of the paths from the sketch
+        [m], paths and outcomes. Without a sketch only `plain`, and no distance; paths only from above.
 
     Raises:
         ConfigError: If the noise is neither as it is nor zero.
@@ -257,20 +275,20 @@ def compared(subject: Subject, plane: Plane, controls: Controls, left: Event | N
         raise ConfigError(f"starts are compared with noise x 0 or x 1; got {controls.noise:g}.")
     kind, found = "random" if controls.noise else "zero", {}
     both = {"steered": controls} if controls.is_steered else {}
-    line = plane.sketch(controls.sketch) if controls.is_steered else None
+    line = plane.sketch(controls.sketch) if plane is not None and controls.is_steered else None
     for name, one in (both | {"plain": replace(controls, strategy="off")}).items():
         if left is not None and left.is_set():
             break
         evaluation = evaluate(
             subject.view(one, plane).clone(), subject.env, episodes=STARTS, first_seed=START_SEED,
-            start_noise=kind, sampling_noise=kind, keep_observations=True,
+            start_noise=kind, sampling_noise=kind, keep_observations=plane is not None,
         )  # fmt: skip
         kept = [row.observations for row in evaluation.rows if row.observations is not None]
-        paths = [one[:, list(plane.observed)] for one in kept]
+        paths = [] if plane is None else [one[:, list(plane.observed)] for one in kept]
         found[name] = {
-            "success": float(np.mean(evaluation.values("success"))),
+            "value": float(np.mean(evaluation.values(evaluation.quantity))),
             "off_m": None if line is None else round(float(np.mean([_distance(line, p) for p in paths])), 5),
-            "paths": [_rounded(path[:: -(-len(path) // _PATH_POINTS)]) for path in paths],
+            "paths": [rounded(path[:: -(-len(path) // _PATH_POINTS)]) for path in paths],
             "won": [row.success for row in evaluation.rows],
         }
     return found
@@ -286,7 +304,3 @@ def _end_of(step: ChunkStep, has_success: bool) -> str:
     if has_success and step.success[0]:
         return "success"
     return "failure" if step.terminated[0] else "time limit"
-
-
-def _rounded(values: Array | Sequence[float]) -> Any:
-    return np.round(np.asarray(values, np.float64), _DECIMALS).tolist()

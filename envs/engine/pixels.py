@@ -235,6 +235,9 @@ class FrameHistory:
         for row in rows:
             self._states[row].append(self._renderer.capture(row))
 
+    def renew(self, row: int) -> None:
+        self._states[row][-1] = self._renderer.capture(row)
+
     def images(self, rows: Iterable[int]) -> dict[str, Array]:
         """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
         histories = [[self._renderer.render(state) for state in self._states[row]] for row in rows]

@@ -140,6 +140,17 @@ class ChunkVector:
         obs = self._history.copy()
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
 
+    def observe_again(self, row: int, obs: Array) -> Array:
+        """Replace the newest observation (Do,) of a row whose simulator was changed between steps.
+
+        Returns:
+            (1, To, Do) the history of the row.
+        """
+        self._history[row, -1] = obs
+        if self._image_history is not None:
+            self._image_history.renew(row)
+        return self._history[[row]]
+
     def images(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
         """Render the camera images of some rows (default: all) at the steps of the observation history.
 

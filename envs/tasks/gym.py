@@ -236,6 +236,9 @@ class _Images:
         for row in rows:
             self._rows[row].append(self._seen(row))
 
+    def renew(self, row: int) -> None:
+        self._rows[row][-1] = self._seen(row)
+
     def images(self, rows: Iterable[int]) -> dict[str, Array]:
         """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
         chosen = [self._rows[row] for row in rows]

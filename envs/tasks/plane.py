@@ -38,6 +38,7 @@ class Plane:
         pace: Path length that a usual action covers.
         reach: Change of position by an action of 1; None: actions are places.
         observed: Entries of the state that hold the position.
+        slides: Whether pillars can be moved sideways by hand; see `SlidingStepper`.
     """
 
     low: Place
@@ -50,6 +51,7 @@ class Plane:
     pace: float
     reach: float | None
     observed: tuple[int, int] = (0, 1)
+    slides: bool = False
 
     def sketch(self, points: Sequence[Place]) -> AnySketch:
         """Return the sketch of a line (n, 2).
@@ -86,4 +88,16 @@ class PlaneStepper(Protocol):
 
     def place(self, row: int, position: Array) -> Array:
         """Put the robot of a row at a position (2,) within the walls; returns the observation (Do,)."""
+        ...
+
+
+@runtime_checkable
+class SlidingStepper(PlaneStepper, Protocol):
+    """One whose pillars can be moved by hand, where `Plane.slides`."""
+
+    def slide(self, row: int, pillar: int, x: float) -> Array:
+        """Move a pillar, by its place in `Plane.pillars`, and those fixed to it, sideways to x [m].
+
+        They stay within the places of episodes. Returns the observation (Do,).
+        """
         ...

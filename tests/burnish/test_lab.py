@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawing import require_drawing
 from messages import mentions
+from PIL import Image
+from small_policies import policy_for
 
 from burnish.commands import lab
 from burnish.commands.evaluate import evaluate
@@ -19,11 +24,12 @@ from burnish.config.overrides import RunContext
 from burnish.config.schema import compose_config
 from burnish.lab.controls import Controls, Subject, strengths
 from burnish.lab.session import Session, compared
-from envs.tasks.avoid.scene import load_scene
+from envs.tasks.avoid.scene import SHIFT_M, load_scene
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.gym import Gym
 from envs.tasks.mazes.d4rl import PointmazeLarge
 from policies.errors import CapabilityError, ConfigError
+from policies.storage.policy_folder import save_policy
 from policies.wrappers.steering import STRATEGIES
 
 OLD = "tests/fixtures/version_0_1/policies"
@@ -191,16 +197,61 @@ def test_a_policy_or_two_that_are_composed_are_needed() -> None:
             subject_of(config)
 
 
-def test_a_task_that_cannot_be_seen_from_above_is_refused_by_name() -> None:
-    subject = subject_of(LabConfig(policy=f"{OLD}/cloned"))
-    with pytest.raises(CapabilityError, match=mentions("Reacher-v5 avoid")):
-        Session(Subject(subject.found, (_for(Gym(id="Reacher-v5")),), Gym(id="Reacher-v5")))
+def test_a_task_that_cannot_be_drawn_is_refused_by_name(subject: Subject) -> None:
+    with pytest.raises(CapabilityError, match=mentions("Pendulum-v1 MuJoCo")):
+        Session(Subject(subject.found, (policy_for(Gym(id="Pendulum-v1")),), Gym(id="Pendulum-v1")))
+
+
+def test_a_task_of_mujoco_is_seen_through_a_camera_and_its_plans_are_actions(tmp_path: Path) -> None:
+    require_drawing()
+    task = Gym(id="Reacher-v5")
+    save_policy(policy_for(task), tmp_path / "policy")
+    session = Session(subject_of(LabConfig(policy=str(tmp_path / "policy"), env=task)))
+    answer = session.reset(1)
+    assert answer["scene"]["actions"] == task.spec.action_names and answer["scene"]["lows"] == [-1.0, -1.0]
+    pictures = [session.step()["picture"] for _ in range(2)]
+    assert pictures[0] != pictures[1]
+    image = Image.open(io.BytesIO(base64.b64decode(pictures[1].partition(",")[2])))
+    assert image.size == answer["scene"]["picture"][::-1] and np.ptp(np.asarray(image)) > 100
+    answer = session.control({"plans": 5, "film": True})
+    made: dict[str, Any] = {}
+    exec(answer["python"], made)
+    chunk = session.subject.base.chunk
+    assert np.abs(made["plans"].numpy()[:, chunk.action_start :] - plans(answer)).max() < 1e-4
+    assert np.array(answer["film"]).shape[1:] == plans(answer).shape == (5, chunk.horizon, 2)
+    for refused in (lambda: session.move([0.0, 0.0]), lambda: session.slide([0, 0.0])):
+        with pytest.raises(CapabilityError):
+            refused()
+    with pytest.raises(CapabilityError, match=mentions("above")):
+        session.control({"strategy": "guided_diffusion", "sketch": LINE})
+    session.close()
+
+
+def test_a_row_of_pillars_moves_as_far_as_in_episodes(subject: Subject) -> None:
+    task = Avoid(rows="moved")
+    session = Session(Subject(subject.found, (policy_for(task),), task))
+    before = session.reset(3)["scene"]["pillars"]
+    (x, y, _), moved = before[4], session.slide([4, before[4][0] + 0.002])["scene"]["pillars"]
+    others = [(a[0] - b[0], a[1] == y) for a, b in zip(moved, before, strict=True)]
+    assert all(off == pytest.approx(0.002 if in_row else 0.0, abs=1e-9) for off, in_row in others)
+    centre = load_scene().obstacles[4][0]
+    assert session.slide([4, 9.0])["scene"]["pillars"][4][0] == pytest.approx(centre + SHIFT_M)
+    for pillar in ([len(before), 0.0], [-1, 0.0], [0], ["0", 0.0]):
+        with pytest.raises(ConfigError, match=mentions("slide")):
+            session.slide(pillar)
+    session.move(session.slide([4, x])["scene"]["pillars"][4][:2])
+    assert session.step()["end"] == "failure", "the simulator has the pillar where it is drawn"
+
+
+def test_pillars_that_stay_cannot_be_moved(session: Session) -> None:
+    with pytest.raises(CapabilityError, match=mentions("rows=moved")):
+        session.slide([0, 0.0])
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (LabConfig(policy=f"{OLD}/cloned", env=Gym(id="Reacher-v5"), allow_other_task=True), "Reacher-v5"),
+        (LabConfig(policy=f"{OLD}/cloned", env=Gym(id="Pendulum-v1"), allow_other_task=True), "Pendulum-v1"),
         (LabConfig(compose=[f"{OLD}/cloned", f"{OLD}/mixture"]), "MixturePolicy"),
         (LabConfig(runs="absent"), "runs=absent"),
         (LabConfig(policy=f"{OLD}/cloned", runs="absent"), "runs=absent"),
@@ -217,20 +268,6 @@ def test_what_cannot_be_shown_is_refused_before_a_page_is_offered(
         lab.run(config, RunContext(tmp_path))
 
 
-def _for(task: Any) -> Any:
-    import torch
-
-    from policies.backbones.mlp import MlpConfig
-    from policies.build import build_policy
-    from policies.policy import PolicyConfig
-
-    spec = task.spec
-    box = {"min": torch.tensor(spec.action_low), "max": torch.tensor(spec.action_high)}
-    limits = {"state": {"min": -torch.ones(spec.obs_dim), "max": torch.ones(spec.obs_dim)}, "action": box}
-    sizes = {"obs_dim": spec.obs_dim, "action_dim": spec.action_dim}
-    return build_policy(PolicyConfig(backbone=MlpConfig(width=8, time_dim=4)), statistics=limits, **sizes)
-
-
 def test_policies_without_denoising_act_and_have_no_such_controls() -> None:
     session = Session(subject_of(LabConfig(policy=f"{OLD}/mixture")))
     facts = session.facts()
@@ -242,7 +279,7 @@ def test_policies_without_denoising_act_and_have_no_such_controls() -> None:
 
 def test_plans_of_places_are_drawn_as_they_are_and_follow_a_line_through_a_maze() -> None:
     task = PointmazeLarge(control="waypoint", hold=10)
-    session = Session(Subject(subject_of(LabConfig(policy=f"{OLD}/cloned")).found, (_for(task),), task))
+    session = Session(Subject(subject_of(LabConfig(policy=f"{OLD}/cloned")).found, (policy_for(task),), task))
     scene = session.reset(1)["scene"]
     assert scene["goal"] is not None and len(scene["walls"]) > 20
     x, y = session.plan()["at"]
@@ -286,8 +323,9 @@ def test_the_python_lines_give_the_plans_that_are_shown(
     answer = session.control(settings | ({"weight": 0.3} if which == "two" else {}))
     made: dict[str, Any] = {}
     exec(answer["python"], made)
-    paths = session.plane.paths(session.position, made["plans"].numpy())
-    assert np.abs(paths - plans(answer)).max() < 1e-4
+    assert session.plane is not None
+    paths = session.plane.paths(np.array(answer["at"]), made["plans"].numpy())
+    assert np.abs(paths - plans(answer)).max() < 2e-4
 
 
 def test_the_python_lines_are_right_in_a_folder_of_any_name(subject: Subject) -> None:

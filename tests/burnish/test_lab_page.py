@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from chromium import Browser, browser
+from drawing import require_drawing
+from small_policies import policy_for
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands.lab import LabConfig, subject_of
+from burnish.lab.controls import Subject
+from burnish.lab.run_control import RunControl
 from burnish.lab.runs import RunFolder
 from burnish.lab.server import Lab, LabServer
+from burnish.runs.locate import Located
 from envs.tasks.avoid.task import Avoid
+from envs.tasks.gym import Gym
 from envs.tasks.plane import Place, Plane
 
 OLD = "tests/fixtures/version_0_1/policies"
@@ -180,15 +189,66 @@ def test_a_run_that_trains_shows_new_points_without_a_reload(
     assert not tab.complaints()
 
 
-def test_runs_are_shown_without_a_policy(tab: Browser, run: RunDirectory) -> None:
-    server = LabServer(Lab(None, RunFolder(run.path.parent)))
+@contextmanager
+def served(lab: Lab) -> Iterator[str]:
+    """Serve a laboratory; yields its address."""
+    server = LabServer(lab)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        tab.open(server.address, width=400)
-        tab.wait("return document.querySelectorAll('#run svg').length > 0")
-        assert tab.run("return document.documentElement.scrollWidth") <= 400
-        assert not tab.complaints()
+        yield server.address
     finally:
         server.stop()
         thread.join(30)
+
+
+def test_runs_are_shown_without_a_policy(tab: Browser, run: RunDirectory) -> None:
+    with served(Lab(None, RunFolder(run.path.parent))) as address:
+        tab.open(address, width=400)
+        tab.wait("return document.querySelectorAll('#run svg').length > 0")
+        assert tab.run("return document.documentElement.scrollWidth") <= 400
+        assert tab.run("return document.querySelector('#run-control').hidden"), "nothing is changed unasked"
+        assert not tab.complaints()
+
+
+def test_a_run_is_continued_from_the_page(
+    tab: Browser, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/cat")  # complains of its options and ends
+    runs = RunFolder(run.path.parent)
+    with served(Lab(None, runs, RunControl(runs))) as address:
+        tab.open(address)
+        tab.wait("return !document.querySelector('#run-control').hidden")
+        assert tab.run("return document.querySelector('#stop').disabled")
+        click(tab, "continue")
+        tab.wait("return document.querySelector('#run-state').textContent.includes('cat')")
+        assert not tab.complaints()
+
+
+def test_a_task_of_mujoco_is_seen_through_a_camera(tab: Browser) -> None:
+    require_drawing()
+    task = Gym(id="Reacher-v5")
+    with served(Lab(Subject((Located(Path("policy")),), (policy_for(task),), task))) as address:
+        opened(tab, address, width=400)
+        first = tab.wait("return document.querySelector('#picture').src.slice(0, 5000)")
+        click(tab, "play")
+        tab.wait(f"return document.querySelector('#picture').src.slice(0, 5000) !== '{first}'")
+        click(tab, "film")
+        tab.wait("return Number(document.querySelector('#frame').max) > 5")
+        assert tab.run("return document.querySelector('#sketching').hidden")
+        assert tab.run("return document.documentElement.scrollWidth") <= 400
+        assert not tab.complaints()
+
+
+def test_a_row_of_pillars_is_dragged(tab: Browser) -> None:
+    task = Avoid(rows="moved")
+    stepper = task.stepper(1)
+    stepper.reset(0, 0)
+    scene = stepper.plane(0)
+    x, y, _ = scene.pillars[4]
+    with served(Lab(Subject((Located(Path("policy")),), (policy_for(task),), task))) as address:
+        opened(tab, address)
+        before = tab.run("return document.querySelector('#scene').toDataURL()")
+        drag(tab, scene, [(x, y), (x - 0.01, y), (x - 0.02, y)])
+        tab.wait(f"return document.querySelector('#scene').toDataURL() !== '{before}'")
+        assert not text_of(tab, "problem") and not tab.complaints()

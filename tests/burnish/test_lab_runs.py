@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from entry import exit_code
+from messages import mentions
 
 from algos.training.run_directory import RunDirectory
+from burnish.lab.run_control import LOG, RunControl
 from burnish.lab.runs import RunFolder
 from envs.evaluation.evaluate import Evaluation
 from envs.rollouts.episodes import EpisodeRow
+from policies.errors import ConfigError
 from policies.storage.policy_folder import load_policy
 
+DATA = "tests/fixtures/version_0_1/demonstrations.h5"
 OLD = "tests/fixtures/version_0_1/policies/cloned"
 
 
@@ -123,6 +131,49 @@ def test_a_damaged_run_is_shown_as_such_and_never_as_markup(tmp_path: Path, line
     (run.path / "eval" / "step-1.json").write_text('{"rows": "<script>"}')
     html = shown(RunFolder(tmp_path), "run")["html"]
     assert "<script>" not in html and "<b>" not in html
+
+
+def test_a_run_is_continued_and_stopped_with_a_checkpoint(tmp_path: Path) -> None:
+    path, data = tmp_path / "runs" / "run", Path(DATA).resolve()
+    sizes = ["algo.steps=1000000", "algo.batch_size=8", "backbone.width=8", "evaluation.episodes=0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunDirectory, "log", lambda *_: signal.raise_signal(signal.SIGTERM))
+        ended = exit_code("train", "algo=bc", f"dataset={data}", *sizes, f"hydra.run.dir={path}")
+    run, control = RunDirectory.open(path), RunControl(RunFolder(path.parent))
+    saved = run.latest()
+    assert ended == 128 + signal.SIGTERM and saved
+    with pytest.raises(ConfigError, match=mentions("run running")):
+        control.change("run", "stop")
+    control.change("run", "continue")
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not run.metrics_path.exists():
+        time.sleep(0.02)
+    assert control.state("run") == {"is_running": True, "problem": ""}
+    with pytest.raises(ConfigError, match=mentions("run running")):
+        control.change("run", "continue")
+    control.change("run", "stop")
+    assert control._started["run"].wait(60) == 128 + signal.SIGTERM
+    assert not control.state("run")["is_running"] and run.latest() > saved
+
+
+def test_only_runs_of_the_folder_are_changed_and_a_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(tmp_path / "runs" / "run", (1, 0.5))
+    (tmp_path / "log").write_text("kept")
+    control = RunControl(RunFolder(tmp_path / "runs"))
+    for name, do in (("..", "stop"), ("", "continue"), ("run", "delete"), ("run", "stop")):
+        with pytest.raises(ConfigError):
+            control.change(name, do)
+    (run.path / LOG).symlink_to(tmp_path / "log")
+    with pytest.raises(ConfigError, match=mentions("run")):
+        control.change("run", "continue")
+    assert (tmp_path / "log").read_text() == "kept"
+    (run.path / LOG).unlink()
+    monkeypatch.setattr(sys, "executable", "/bin/cat")  # complains of its options and ends
+    control.change("run", "continue")
+    control._started["run"].wait(60)
+    assert "cat" in control.state("run")["problem"]
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:

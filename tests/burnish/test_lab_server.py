@@ -13,6 +13,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from burnish.commands.lab import LabConfig, subject_of
-from burnish.lab.server import HEADERS, MESSAGE_BYTES, MOST_VISITORS, Lab, LabServer
+from burnish.lab.run_control import RunControl
+from burnish.lab.runs import RunFolder
+from burnish.lab.server import HEADERS, MESSAGE_BYTES, MOST_VISITORS, Guard, Lab, LabServer
 from policies.errors import ConfigError
 from policies.serving.metrics import resident_mb
 
@@ -30,7 +33,13 @@ OLD = "tests/fixtures/version_0_1/policies/cloned"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LabServer]:
-    made = LabServer(Lab(subject_of(LabConfig(policy=OLD))))
+    with serving(Lab(subject_of(LabConfig(policy=OLD)))) as made:
+        yield made
+
+
+@contextmanager
+def serving(lab: Lab) -> Iterator[LabServer]:
+    made = LabServer(lab)
     thread = threading.Thread(target=made.run)
     thread.start()
     yield made
@@ -119,6 +128,27 @@ def test_pages_of_others_are_kept_out(server: LabServer, headers: dict[str, str]
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "OTHER"])
 def test_pages_are_only_read(server: LabServer, method: str) -> None:
     assert ask(server, "/", method=method)[0] == 405
+
+
+def test_runs_are_changed_where_that_was_asked_for_and_by_this_page_alone(tmp_path: Path) -> None:
+    assert Guard(None, "t").refusal(asked("POST", "/run")) == 405
+    guard = Guard(None, "t", may_write=True)
+    assert guard.refusal(asked("POST", "/run")) == 0
+    assert guard.refusal(asked("POST", "/run", token="x")) == 403
+    assert guard.refusal(asked("POST", "/run", origin="http://example.org")) == 403
+    assert guard.refusal(asked("POST", "/")) == guard.refusal(asked("PUT", "/run")) == 405
+    runs = RunFolder(tmp_path)
+    with serving(Lab(None, runs, RunControl(runs))) as server:
+        for query in ("name=..&do=stop", "name=&do=continue", "name=run&do=x", ""):
+            token = f"{token_of(server)}&{query}"
+            assert ask(server, "/run", method="POST", token=token)[0] == 409
+
+
+def asked(method: str, path: str, *, token: str = "t", origin: str = "http://localhost") -> dict[str, Any]:
+    """A request as the guard sees it."""
+    headers = [(b"host", b"localhost"), (b"origin", origin.encode())]
+    query = f"token={token}".encode()
+    return {"type": "http", "method": method, "path": path, "headers": headers, "query_string": query}
 
 
 def test_a_run_is_given_by_its_name_alone(server: LabServer) -> None:

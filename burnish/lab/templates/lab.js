@@ -7,10 +7,11 @@
   const STROKE_PX = 3; // least distance of two points of a drawn line
   const OFF_PX = 1; // most distance of points that are left out from the line
   const MOST_POINTS = 256;
+  const CHART_PX = 64; // height of the chart of one entry of an action
 
   // what is known: facts of the policy, the scene, the episode, what was computed for it
   let facts = null, scene = null, episode = null, plans = [], film = [], executed = 0, compared = {};
-  let sketch = [], drawing = false, dragging = null, playing = false, rolling = null;
+  let sketch = [], drawing = false, dragging = false, sliding = null, playing = false, rolling = null;
 
   // -- messages: one of a kind is on its way at a time, and the newest follows it ------------------------
 
@@ -35,16 +36,19 @@
   socket.addEventListener("close", () => problem("The laboratory has ended. Start burnish lab again."));
   socket.addEventListener("message", (event) => {
     const message = JSON.parse(event.data);
+    if (message.scene) scene = message.scene;
     if (message.facts) begin(message.facts);
     if (message.scene) {
-      scene = message.scene;
-      episode = { trail: [], seed: message.seed };
-      arrivals.length = 0;
-      if (document.activeElement !== $("seed")) $("seed").value = message.seed;
+      if (message.seed !== undefined) {
+        episode = { trail: [], seed: message.seed };
+        arrivals.length = 0;
+        if (document.activeElement !== $("seed")) $("seed").value = message.seed;
+        show();
+      }
       resize();
     }
     if (message.error) problem(message.error);
-    if (message.at) take(message);
+    if (message.step !== undefined) take(message);
     if (message.compared) {
       compares(false);
       if (message.round === round) showCompared(message.compared);
@@ -54,10 +58,14 @@
   });
 
   function take(message) {
-    episode.at = message.at;
-    const last = episode.trail.at(-1);
-    if (episode.step !== message.step) arrivals.push(performance.now());
-    if (episode.step !== message.step || apart(last, message.at) > 0) episode.trail.push(message.at);
+    const isNew = episode.step !== message.step;
+    if (isNew) arrivals.push(performance.now());
+    if (message.at) {
+      if (isNew || apart(episode.trail.at(-1), message.at) > 0) episode.trail.push(message.at);
+      episode.at = message.at;
+    } else {
+      $("picture").src = message.picture;
+    }
     episode.step = message.step;
     episode.end = message.end;
     if (message.plans) {
@@ -100,7 +108,8 @@
 
   function begin(found) {
     facts = found;
-    $("subject").textContent = `${facts.policies.join(" + ")} on ${facts.task}. Success: ${facts.rule}.`;
+    const rule = facts.rule ? ` Success: ${facts.rule}.` : "";
+    $("subject").textContent = `${facts.policies.join(" + ")} on ${facts.task}.${rule}`;
     for (const name of Object.keys(NAMES)) $("strategy").add(new Option(NAMES[name], name));
     const denoises = facts.sampler !== null;
     $("strategy").value = denoises ? "guided_diffusion" : "off";
@@ -119,6 +128,19 @@
     ownSteps();
     strength();
     $("bench").hidden = false;
+  }
+
+  // the stage of a task: a drawing from above, or a picture over charts of actions
+  function show() {
+    const isPicture = scene.picture !== undefined;
+    $("picture").hidden = !isPicture;
+    $("sketching").hidden = isPicture;
+    canvas.classList.toggle("charts", isPicture);
+    if (isPicture) $("strategy").value = "off";
+    $("hint").textContent = isPicture ? "Planned actions over time; the shaded ones are executed."
+      : (facts.sampler ? "Draw a line and the policy follows it. " : "")
+        + "Drag the disc and it goes on from there."
+        + (scene.slides ? " Drag a pillar and its row moves sideways." : "");
   }
 
   // the steps of the chosen sampler as it is, until the slider is moved
@@ -145,7 +167,7 @@
     return {
       strategy: $("strategy").value,
       strength: slider ? Number($("strength").value) : null,
-      sketch: simplified(sketch, OFF_PX * metresPerPixel()),
+      sketch: scene.picture ? [] : simplified(sketch, OFF_PX * metresPerPixel()),
       sampler: facts.sampler === null || $("sampler").value === facts.sampler ? null : $("sampler").value,
       steps,
       noise: Number($("noise").value),
@@ -220,7 +242,8 @@
   let round = 0; // of the comparison that is shown, or will be; another line makes answers of earlier ones void
   function compares(on) {
     $("compare").disabled = on;
-    $("compare").textContent = on ? "playing …" : "play them, steered and not";
+    const what = scene.picture === undefined && facts.sampler ? "play them, steered and not" : "play them";
+    $("compare").textContent = on ? "playing …" : what;
   }
 
   function showCompared(found) {
@@ -238,10 +261,12 @@
         line.cells[0].prepend(swatch);
       }
     };
-    row(["", "success", "off the line"]);
+    const isShare = facts.quantity === "success", isPicture = scene.picture !== undefined;
+    row(["", facts.quantity, ...(isPicture ? [] : ["off the line"])]);
     for (const [name, one] of Object.entries(found)) {
       const off = one.off_m === null ? "–" : `${(1000 * one.off_m).toFixed(1)} mm`;
-      row([name === "plain" ? "the policy alone" : "steered", `${Math.round(100 * one.success)} %`, off], name);
+      const value = isShare ? `${Math.round(100 * one.value)} %` : one.value.toFixed(1);
+      row([name === "plain" ? "the policy alone" : "steered", value, ...(isPicture ? [] : [off])], name);
     }
   }
 
@@ -274,13 +299,16 @@
 
   const apart = (a, b) => Math.hypot(a[0] - b[0], a[1] - b[1]);
   const isOver = (at) => !episode.end && apart(at, episode.at) < 1.5 * scene.radius;
+  const pillarAt = (at) => (scene.slides && !episode.end ? scene.pillars.findIndex((one) => apart(at, one) < one[2]) : -1);
 
   canvas.addEventListener("pointerdown", (event) => {
-    if (!scene) return;
+    if (!scene || scene.picture) return;
     canvas.setPointerCapture(event.pointerId);
     const at = place(event);
     if (isOver(at)) {
-      dragging = at;
+      dragging = true;
+    } else if (pillarAt(at) >= 0) {
+      sliding = { pillar: pillarAt(at), off: at[0] - scene.pillars[pillarAt(at)][0] };
     } else {
       drawing = true;
       sketch = [at];
@@ -291,24 +319,26 @@
     redraw();
   });
   canvas.addEventListener("pointermove", (event) => {
-    if (!scene) return;
+    if (!scene || scene.picture) return;
     const at = place(event);
     if (dragging) {
       send({ move: at }, event.timeStamp);
+    } else if (sliding) {
+      send({ slide: [sliding.pillar, at[0] - sliding.off] }, event.timeStamp);
     } else if (drawing) {
       if (apart(at, sketch.at(-1)) < STROKE_PX * metresPerPixel() || sketch.length >= MOST_POINTS) return;
       sketch.push(at);
       changed(event);
       redraw();
     } else {
-      canvas.classList.toggle("over", isOver(at));
+      canvas.classList.toggle("over", isOver(at) || pillarAt(at) >= 0);
     }
   });
   for (const end of ["pointerup", "pointercancel"]) {
     canvas.addEventListener(end, (event) => {
       if (drawing && sketch.length < 2) { sketch = []; changed(event); }
-      drawing = false;
-      dragging = null;
+      drawing = dragging = false;
+      sliding = null;
       redraw();
     });
   }
@@ -323,7 +353,7 @@
     isDue = true;
     requestAnimationFrame(() => {
       isDue = false;
-      if (scene) draw();
+      if (scene) (scene.picture ? charts : draw)();
       measure();
     });
   }
@@ -343,13 +373,21 @@
   }
 
   function resize() {
+    if (scene.picture) {
+      size(canvas.parentElement.clientWidth || 380, CHART_PX * scene.actions.length);
+      return;
+    }
     const [wide, high] = [scene.high[0] - scene.low[0], scene.high[1] - scene.low[1]];
     const room = canvas.parentElement.clientWidth || 380;
     const height = Math.min((room * high) / wide, Math.max(innerHeight * 0.7, 320));
+    size((height * wide) / high, height);
+  }
+
+  function size(width, height) {
     const ratio = devicePixelRatio || 1;
-    canvas.style.width = `${(height * wide) / high}px`;
+    canvas.style.width = `${width}px`;
     canvas.style.height = `${height}px`;
-    canvas.width = Math.round(((height * wide) / high) * ratio);
+    canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
     redraw();
   }
@@ -406,6 +444,41 @@
     }
     const end = { success: colour("won"), failure: colour("lost"), "time limit": colour("lost") }[episode.end];
     disc(...episode.at, scene.radius, end ?? colour("body"));
+  }
+
+  // the plans, or a frame of the film, as one chart per entry of the action
+  function charts() {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    const ratio = devicePixelRatio || 1, high = CHART_PX * ratio, edge = 4 * ratio, head = 16 * ratio;
+    const filmed = $("film").checked && film.length;
+    const shown = filmed ? film[Math.min(Number($("frame").value), film.length - 1)] : plans;
+    if (!shown.length) return;
+    const rows = shown[0].length, X = (i) => ((i + 0.5) / rows) * canvas.width;
+    pen.clearRect(0, 0, canvas.width, canvas.height);
+    pen.font = `${12 * ratio}px system-ui, sans-serif`;
+    pen.textBaseline = "top";
+    scene.actions.forEach((name, entry) => {
+      const top = entry * high, values = shown.flatMap((plan) => plan.map((row) => row[entry]));
+      const [low, up] = [scene.lows[entry] ?? Math.min(...values), scene.highs[entry] ?? Math.max(...values)];
+      const Y = (value) => top + high - edge - ((value - low) / (up - low || 1)) * (high - head - 2 * edge);
+      if (!filmed) {
+        pen.fillStyle = colour("rule");
+        pen.fillRect(0, top + head, (executed / rows) * canvas.width, high - head - edge);
+      }
+      pen.fillStyle = colour("quiet");
+      pen.fillText(name, edge, top + 1);
+      pen.strokeStyle = colour("accent");
+      [...shown].reverse().forEach((plan, i) => {
+        const isFirst = !filmed && i === shown.length - 1;
+        pen.globalAlpha = isFirst ? 1 : Math.max(0.2, 4 / shown.length);
+        pen.lineWidth = (isFirst ? 2.6 : 1.3) * ratio;
+        pen.beginPath();
+        plan.forEach((row, j) => pen[j ? "lineTo" : "moveTo"](X(j), Y(row[entry])));
+        pen.stroke();
+      });
+      pen.globalAlpha = 1;
+    });
   }
 
   function finish([x, y, a, b], colour, box) {

@@ -13,6 +13,27 @@
     return answer.json();
   }
 
+  // where runs may be stopped and continued; both take a moment, after which the page says so by itself
+  let isStopping = false;
+  function showControl(found) {
+    const [stop, proceed] = ["stop", "continue"].map((id) => document.getElementById(id));
+    document.getElementById("run-control").hidden = found.is_running === undefined;
+    isStopping &&= found.is_running;
+    stop.disabled = !found.is_running || isStopping;
+    proceed.disabled = found.is_running;
+    const state = isStopping ? "ends after its iteration, with a checkpoint …" : found.is_running ? "running" : "";
+    document.getElementById("run-state").textContent = found.problem || state;
+  }
+
+  for (const id of ["stop", "continue"]) {
+    document.getElementById(id).addEventListener("click", async () => {
+      const answer = await fetch(`run?${new URLSearchParams({ token, name: chosen, do: id })}`, { method: "POST" });
+      isStopping = id === "stop" && answer.ok;
+      await update();
+      if (!answer.ok) document.getElementById("run-state").textContent = await answer.text();
+    });
+  }
+
   function age(seconds) {
     for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
       if (seconds >= size) return `${Math.floor(seconds / size)} ${unit} ago`;
@@ -23,6 +44,7 @@
   function choose(name) {
     chosen = name;
     version = "";
+    isStopping = false;
     update();
   }
 
@@ -52,7 +74,10 @@
         const name = chosen;
         const found = await ask("run", { name, version });
         if (found.html !== undefined && name === chosen) shown.innerHTML = found.html;
-        if (name === chosen) version = found.version;
+        if (name === chosen) {
+          version = found.version;
+          showControl(found);
+        }
       }
       lost.hidden = true;
     } catch {

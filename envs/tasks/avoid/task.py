@@ -138,6 +138,7 @@ class AvoidStepper(MujocoStepper):
             radius=scene.disc_radius,
             pace=AvoidExpert.pace * reach,
             reach=reach,
+            slides=self._moves_rows,
         )
 
     def place(self, row: int, position: Array) -> Array:
@@ -148,6 +149,17 @@ class AvoidStepper(MujocoStepper):
         low = (room - scene.half_width, scene.back_y + room)
         high = (scene.half_width - room, scene.finish_y)
         self._position[row] = self._qpos[row][:] = np.clip(position, low, high)
+        mujoco.mj_forward(self.model, self.datas[row])
+        return np.concatenate(self.motion(row))[: self._width]
+
+    def slide(self, row: int, pillar: int, x: float) -> Array:
+        """Shift the row of pillars that holds one of `AvoidScene.obstacles`; returns (Do,)."""
+        import mujoco
+
+        at_rest, y = self.scene.obstacles[pillar]
+        number = self.scene.row_y.index(y)
+        self._shift[row, number] = np.clip(x - at_rest, -SHIFT_M, SHIFT_M)
+        self.datas[row].mocap_pos[number, 0] = self._shift[row, number]
         mujoco.mj_forward(self.model, self.datas[row])
         return np.concatenate(self.motion(row))[: self._width]
 

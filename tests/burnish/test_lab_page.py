@@ -39,7 +39,9 @@ def plane() -> Plane:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("runs") / "trained"
-    return RunDirectory.create_at(folder, {"algo": {"name": "bc"}, "env": {"name": "avoid"}}, [])
+    made = RunDirectory.create_at(folder, {"algo": {"name": "bc"}, "env": {"name": "avoid"}}, [])
+    with made.claim():
+        return made  # and nobody writes to it
 
 
 @pytest.fixture(scope="module")

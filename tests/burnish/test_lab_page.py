@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from drawing import require_drawing
 from small_policies import policy_for
 
 from algos.training.run_directory import RunDirectory
+from benchmarks.studies.lab import between, choose, click, drag, opened
 from burnish.commands.lab import LabConfig, subject_of
 from burnish.lab.controls import Subject
 from burnish.lab.run_control import RunControl
@@ -23,7 +23,7 @@ from burnish.lab.server import Lab, LabServer
 from burnish.runs.locate import Located
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.gym import Gym
-from envs.tasks.plane import Place, Plane
+from envs.tasks.plane import Plane
 
 OLD = "tests/fixtures/version_0_1/policies"
 LINE = [(0.03, 0.03), (0.06, 0.12), (0.06, 0.2), (0.12, 0.3)]
@@ -61,42 +61,8 @@ def tab() -> Iterator[Browser]:
         yield found
 
 
-def opened(tab: Browser, address: str, *, width: int = 1280, dark: bool = False) -> None:
-    tab.open(address, width=width, dark=dark)
-    tab.wait("return document.querySelector('#python').textContent.length > 0")
-
-
-def drag(tab: Browser, plane: Plane, places: Sequence[Place]) -> None:
-    """Press the mouse at the first place [m], move it to the others, and release it."""
-    script = "const b = document.querySelector('#scene').getBoundingClientRect();"
-    left, top, width, height = tab.run(f"{script} return [b.left, b.top, b.width, b.height]")
-
-    def pixel(place: Place) -> tuple[float, float]:
-        x, y = (
-            (place[0] - plane.low[0]) / (plane.high[0] - plane.low[0]),
-            (plane.high[1] - place[1]) / (plane.high[1] - plane.low[1]),
-        )
-        return left + x * width, top + y * height
-
-    tab.mouse("press", *pixel(places[0]))
-    for (x0, y0), (x1, y1) in pairwise(places):
-        for share in (0.2, 0.4, 0.6, 0.8, 1.0):
-            tab.mouse("move", *pixel((x0 + share * (x1 - x0), y0 + share * (y1 - y0))))
-    tab.mouse("release", *pixel(places[-1]))
-
-
-def choose(tab: Browser, name: str, value: str) -> None:
-    """Set a control, as a hand does."""
-    script = f"const c = document.querySelector('#{name}'); c.value = '{value}';"
-    tab.run(f"{script} for (const kind of ['input', 'change']) c.dispatchEvent(new Event(kind));")
-
-
 def text_of(tab: Browser, name: str) -> str:
     return str(tab.run(f"return document.querySelector('#{name}').textContent"))
-
-
-def click(tab: Browser, name: str) -> None:
-    tab.run(f"document.querySelector('#{name}').click()")
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
@@ -106,7 +72,7 @@ def test_a_drawn_line_is_followed(tab: Browser, address: str, plane: Plane, widt
     assert tab.run("return document.documentElement.scrollWidth") <= width
     assert "steer" not in text_of(tab, "command")
     choose(tab, "strategy", "guided_diffusion")
-    drag(tab, plane, LINE)
+    drag(tab, plane, between(LINE, 15))
     tab.wait(
         "return document.querySelector('#command').textContent.includes('steer.scale') ||"
         "document.querySelector('#command').textContent.includes('guided_diffusion')"

@@ -158,9 +158,8 @@ def page(content: dict[str, Any]) -> list[str]:
     return [
         "# The laboratory in a browser",
         "",
-        f"`burnish lab` with {content['policy']} on `avoid`, in Chromium without a window on the same machine.",
-        f"A line of {MOVES} mouse moves, one in {1000 * PACE_S:.0f} ms, is drawn while the policy acts and 16",
-        "plans are shown.",
+        f"`burnish lab` with {content['policy']} on `avoid`, in Chromium without a window. A line of",
+        f"{MOVES} mouse moves, one in {1000 * PACE_S:.0f} ms, is drawn while the policy acts with 16 plans.",
         "",
         *pages.table(
             (

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from algos.training.ranks import current
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_dataset_of, require_fit
@@ -180,6 +181,8 @@ class AlgoConfig(Protocol):
 def device_of(name: str) -> torch.device:
     """Return the torch device of a name; ConfigError if it is unsupported or unavailable."""
     device: torch.device | None = None
+    if name == "cuda" and current().world > 1:
+        name = f"cuda:{current().local_rank}"
     with suppress(RuntimeError):
         device = torch.device(name)
     if device is None or device.type not in ("cpu", "cuda"):

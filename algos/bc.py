@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,16 @@ from algos.base import Metrics, Setup, dataset_of, goal_dim_of, require_one_poli
 from algos.cloning.batches import CloningBatch, Shuffle, WindowSampler
 from algos.cloning.distillation import Teacher
 from algos.cloning.validation import Validation, masked_mean, matching_of
-from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
+from algos.optim import (
+    DecayRule,
+    DelayedDecay,
+    Ema,
+    PowerDecay,
+    average_gradients,
+    restore_optimizer,
+    warmup_cosine,
+)
+from algos.training.ranks import current
 from algos.training.resume_checks import facts_of, init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
@@ -59,6 +68,8 @@ class BcConfig(Checked):
     Source:
         Diffusion Policy (arXiv 2303.04137) and the pre-training of DPPO (arXiv 2409.00588).
     """
+
+    splits_batches: ClassVar[bool] = True  # over the processes of a run
 
     steps: int = bounded(20_000, ge=1)  # gradient steps
     epochs: float | None = bounded(None, gt=0)  # passes over the data; replaces `steps`
@@ -162,7 +173,8 @@ class Bc:
         loss = torch.zeros((), device=self._source.device)
         for _ in range(count):
             self._set_lr()
-            loss += self._step(self._source.gather(self._shuffle.take(self.config.batch_size)))
+            index = current().own(self._shuffle.take(self.config.batch_size))
+            loss += self._step(self._source.gather(index))
             self._done += 1
         return {
             "policy/loss": loss / count,
@@ -176,6 +188,7 @@ class Bc:
         loss = self._loss(batch)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        average_gradients(self._optimizer)
         if self.config.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
         self._optimizer.step()
@@ -184,8 +197,10 @@ class Bc:
 
     def _loss(self, batch: CloningBatch) -> Tensor:
         """Return the matching loss, averaged over recorded entries."""
-        te = self._matching.sample_te(len(batch.action), generator=self._generator)
-        cond = self.policy.encode(batch.obs, generator=self._generator)
+        ranks = current()
+        te = self._matching.sample_te(self.config.batch_size, generator=self._generator)
+        te = te if ranks.world == 1 else te.rows(slice(ranks.rank, None, ranks.world))
+        cond = self.policy.encode(batch.obs, generator=ranks.own_generator(self._generator))
         action = self.policy.normalize_action(batch.action)
         if self._teacher is not None:
             te = self._teacher.add_targets(batch.obs, action, te)

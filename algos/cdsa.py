@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from algos.base import Setup, dataset_of, goal_dim_of
 from algos.offline.config import warn_of_clipped_actions
 from algos.offline.loop import THREADS, OfflineRun
-from algos.optim import restore_optimizer, warmup_cosine
+from algos.optim import average_gradients, restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
@@ -81,6 +81,7 @@ class CorrectionLearner:
         dynamics_loss = F.mse_loss(policy.dynamics(state, successor), batch.action)
         self.optimizer.zero_grad(set_to_none=True)
         (score_loss + dynamics_loss).backward()
+        average_gradients(self.optimizer)
         nn.utils.clip_grad_norm_(self._trained, 10.0, foreach=True)
         self.optimizer.step()
         return {"score/loss": score_loss.detach(), "dynamics/loss": dynamics_loss.detach()}
@@ -105,6 +106,7 @@ class CdsaConfig(Checked):
     """
 
     fixed_length: ClassVar[bool] = True  # the learning-rate schedule depends on `steps`
+    splits_batches: ClassVar[bool] = True  # over the processes of a run
 
     steps: int = bounded(20_000, ge=1)  # gradient steps
     batch_size: int = bounded(256, ge=1)  # transitions

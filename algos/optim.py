@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from algos.training.ranks import current
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
@@ -53,8 +54,17 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
     """Take one optimiser step on a loss; several losses are summed. Returns the loss, detached."""
     optimizer.zero_grad(set_to_none=True)
     (loss.sum() if loss.ndim else loss).backward()
+    average_gradients(optimizer)
     optimizer.step()
     return loss.detach()
+
+
+def average_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Replace gradients by their means over the ranks of the run; nothing for one."""
+    ranks = current()
+    if ranks.world > 1:
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        ranks.mean_([weight.grad for weight in weights if weight.grad is not None])
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from algos.base import Draws, Quantities, Setup
 from algos.offline.neighbor_autotune import SEARCHES, Load, Rows, build_search
 from algos.offline.neighbors import Search
 from algos.offline.td3_update import Actor, ConstrainedTd3Config, Regulariser, mean_square
+from algos.training.ranks import current
 from algos.transitions import Batch, TransitionTable, deviations
 from policies.bounds import bounded
 from policies.networks.critics import Ensemble
@@ -137,4 +138,7 @@ class PrdcConfig(ConstrainedTd3Config):
             generator=seeded_generator(setup.seed, "neighbour search"),
         )
         other = build if self.search == "auto" else None
-        return NearestRow(build(search), rows.action, other, scale=scale, state=rows.state)
+        found = build(search)
+        if found.name != (name := current().share(found.name)):  # timed otherwise on another rank
+            found = build(name)
+        return NearestRow(found, rows.action, other, scale=scale, state=rows.state)

@@ -22,6 +22,7 @@ from burnish.config.commands import COMMANDS
 from burnish.config.errors import USER_ERRORS, error_message
 from burnish.config.overrides import Overrides, RunContext, check_arguments, quoted, with_home
 from burnish.config.schema import compose_renamed, register_configs, to_command
+from policies.errors import ConfigError
 
 EXIT_USER_ERROR = 2
 
@@ -59,6 +60,8 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
     register_configs()
     words = [with_home(text) for text in with_main_key(command, arguments)]
     typed = check_arguments(command, words)
+    if command == "train" and "WORLD_SIZE" in os.environ:
+        _join(words)
     logging.raiseExceptions = False  # a full disk must not stop a run or print a traceback of logging
     os.environ["HYDRA_FULL_ERROR"] = "1"  # `main` formats errors in one line
     program, name = sys.argv[0], COMMANDS[command].config_name
@@ -73,6 +76,14 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
         app()
 
     compose_renamed(typed, start)
+
+
+def _join(words: Sequence[str]) -> None:
+    """Meet the other processes of `torchrun`, if any."""
+    from algos.training.ranks import join
+
+    if join().world > 1 and any(word in ("-m", "--multirun") for word in words):
+        raise ConfigError("--multirun starts runs of one process each; leave torchrun or --multirun out.")
 
 
 def with_main_key(command: str, arguments: Sequence[str]) -> list[str]:
@@ -93,10 +104,13 @@ class NewFolders(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         HydraConfig.instance().set_config(config)  # as Hydra does next; the folder name may refer to it
+        if _follows(config):
+            return
         folder = Path(config.hydra.run.dir).absolute()
         self.noted[:] = [place for place in (folder, *folder.parents) if not place.exists()]
         if (made := _numbered(config, "run")) is not None:
             self.noted[:] = [made.absolute(), *(place for place in self.noted if place != folder)]
+        _tell_followers(config)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Give two sweeps that start in the same second separate folders."""
@@ -117,6 +131,24 @@ class NewFolders(Callback):
                     item.unlink()
             for folder in cls.noted:
                 folder.rmdir()
+
+
+def _tell_followers(config: DictConfig) -> None:
+    from algos.training.ranks import current
+
+    current().share(str(config.hydra.run.dir))
+
+
+def _follows(config: DictConfig) -> bool:
+    """Return whether this process follows another one: it gets its folder, and logs errors only."""
+    from algos.training.ranks import current
+
+    if current().rank == 0:
+        return False
+    silent = {"version": 1, "root": {"level": "ERROR"}, "disable_existing_loggers": True}
+    with flag_override(config.hydra, ["readonly", "struct"], False):
+        config.hydra.run.dir, config.hydra.job_logging = current().share(""), silent
+    return True
 
 
 def _numbered(config: DictConfig, kind: str) -> Path | None:

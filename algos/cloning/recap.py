@@ -36,6 +36,7 @@ from algos.cloning.batches import WindowSampler
 from algos.onpolicy.requirements import ways
 from algos.optim import descend, load_parts, save_parts
 from algos.training.observations import encode
+from algos.training.ranks import current
 from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.windows import DECISION
@@ -209,6 +210,7 @@ class Recap(Bc):
     def _value_step(self) -> Tensor:
         rows, device = self._value_rows, self._value_rows.device
         row = torch.randint(len(self._to_go), (self.config.batch_size,), generator=rows, device=device)
+        row = current().own(row)
         wanted = two_hot(self._to_go[row], self._atoms)
         loss = -(wanted * self.value(self._features[row]).log_softmax(dim=1)).sum(dim=1).mean()
         return descend(self.value_optimizer, loss)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from algos.base import Metrics
 from algos.cloning.batches import WindowSampler
+from algos.training.ranks import current
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import MatchingLoss
@@ -73,5 +74,8 @@ def matching_of(policy: Policy) -> MatchingLoss:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Average values (B, Th) over the true entries of a mask (B, Th), at least one."""
-    return (values * mask).sum() / mask.sum()
+    """Average values (B, Th) over the true entries of a mask (B, Th), at least one.
+
+    The mean over ranks is that over the entries of all of them.
+    """
+    return (values * mask).sum() / current().mean(mask.sum().to(values.dtype))

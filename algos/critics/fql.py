@@ -27,6 +27,7 @@ from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner
 from algos.onpolicy.requirements import ways
 from algos.optim import descend
+from algos.training.ranks import current
 from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.build import build_policy
@@ -100,7 +101,7 @@ class FqlLearner(ChunkCriticLearner):
         value = self.critic(batch.cond, action, frozen=True).mean(dim=0)
         scale = torch.ones_like(value[0])
         if self.config.normalize_value:
-            scale = 1 / value.detach().abs().mean()
+            scale = 1 / current().mean(value.detach().abs().mean())
         return distillation, -scale * value.mean(), scale
 
     def update_actor(self, batch: Batch, draws: Draws) -> Quantities:

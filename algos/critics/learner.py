@@ -148,6 +148,8 @@ class ChunkCriticLearner(ABC):
     policy: Policy
     moves_first: ClassVar[bool] = True  # target copies move towards the critics of before the step
     critic_first: ClassVar[bool] = True  # actors use the critics of after their step
+    row_axes: ClassVar[Mapping[str, int | None]] = {"subset": None, "choosing": None}
+    """Axis of the rows of draws, if not the first; None: shared by the rows."""
 
     def __init__(self, base: Policy, critic: Ensemble, config: ChunkCriticConfig) -> None:
         self.base, self.config, self.steps = base, config, 0

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, choosing
 from algos.onpolicy.requirements import has_straight_paths, ways
+from algos.optim import average_gradients
 from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
@@ -50,6 +52,7 @@ class QamLearner(ChunkCriticLearner):
     config: QamConfig
     critic_first = False
     own_parts = ("base", "target_base", "actor_optimizer")
+    row_axes: ClassVar[Mapping[str, int | None]] = {**ChunkCriticLearner.row_axes, "chain": 1}
 
     def __init__(self, base: DenoisingPolicy, config: QamConfig) -> None:
         width = base.chunk.act_steps * base.chunk.action_dim
@@ -140,6 +143,7 @@ class QamLearner(ChunkCriticLearner):
         loss = self.matching_sum(difference, adjoint)
         self.actor_optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        average_gradients(self.actor_optimizer)
         found = {"actor/loss": loss.detach(), "actor/adjoint": adjoint[-1].abs().mean()}
         if self.config.max_grad_norm is not None:
             limit = self.config.max_grad_norm

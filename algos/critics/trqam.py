@@ -26,6 +26,7 @@ from torch import Tensor
 
 from algos.base import Quantities
 from algos.critics.qam import QamConfig, QamLearner
+from algos.training.ranks import current
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.policy import Policy
@@ -53,7 +54,7 @@ class TrqamLearner(QamLearner):
 
     def measured(self, difference: Tensor) -> Quantities:
         found = super().measured(difference)
-        self.adapt(found["actor/path_kl"] / difference.shape[2])
+        self.adapt(current().mean(found["actor/path_kl"]) / difference.shape[2])
         return found | {"actor/weight": self.weight, "actor/divergence": self.divergence}
 
     def adapt(self, divergence: Tensor) -> None:

@@ -51,6 +51,7 @@ class TransitionsConfig(Checked):
     """Settings shared by algorithms that learn from recorded rewards, then from new experience."""
 
     fixed_length: ClassVar[bool] = False  # whether a schedule depends on `steps`
+    splits_batches: ClassVar[bool] = True  # over the processes of a run
 
     steps: int = bounded(1_000_000, ge=1)  # gradient steps of the critic
     batch_size: int = bounded(256, ge=1)  # transitions

@@ -26,6 +26,7 @@ from algos.offline.online import OnlinePhase
 from algos.optim import Ema
 from algos.training.experience import summary
 from algos.training.metrics import Means
+from algos.training.ranks import current
 from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable
@@ -165,10 +166,11 @@ class OfflineRun:
             )
 
     def draw(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the rows (B,) and random numbers of the next step."""
+        """Return the rows (B,) and random numbers of the next step, of several ranks the own ones."""
         size, device = self.config.batch_size, self._index.device
         row = torch.randint(len(self.table), (size,), generator=self._index, device=device)
-        return row, self.learner.draw(size, self._noise)
+        draws, axes = self.learner.draw(size, self._noise), getattr(self.learner, "row_axes", {})
+        return current().own(row), current().own_draws(draws, axes)
 
     def count_step(self) -> None:
         """Count a gradient step and update the EMA weights."""

@@ -33,6 +33,7 @@ from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline.config import OfflineConfig, warn_of_clipped_actions
 from algos.offline.loop import precision
 from algos.optim import descend, load_parts, save_parts
+from algos.training.ranks import current
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
@@ -222,7 +223,7 @@ class Td3Learner:
         with self._precision(batch):
             action = self.actor(batch.cond, draws["start"]).to(batch.action)
             value = self.actor_value(batch, action)
-        scale = self.config.alpha / value.detach().abs().mean(dim=-1)  # lambda
+        scale = self.config.alpha / current().mean(value.detach().abs().mean(dim=-1))  # lambda
         value_loss = -scale * value.mean(dim=-1)
         penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
         descend(self.actor_optimizer, value_loss + penalty)

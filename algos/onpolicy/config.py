@@ -31,6 +31,7 @@ class OnPolicyConfig(Checked):
     """
 
     takes_dataset: ClassVar[bool] = False  # experience comes from the environment
+    splits_batches: ClassVar[bool] = True  # over the processes of a run
     requires: ClassVar[str]  # of a policy, quoted in errors
 
     # budget

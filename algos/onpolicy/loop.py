@@ -19,6 +19,7 @@ from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
 from algos.training.observations import EncodingCritic, encode, mapped, shifted, trained_encoder
+from algos.training.ranks import current
 from algos.training.resume_checks import init_facts, require_unchanged
 from envs.engine.pixels import match_cameras
 from envs.fit import require_fit
@@ -121,6 +122,7 @@ class OnPolicy:
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
             records_simulator=config.critic_input == "simulator",
+            shared_by=current(),
         )
         self.draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
         self._init_facts = init_facts(setup.init, policy)
@@ -228,7 +230,7 @@ class OnPolicy:
         self.executed = 0
 
         def count(chunks: int) -> None:
-            self.executed = chunks
+            self.executed = chunks * current().world
 
         actor, reset = self.ratio.on_cpu(), self.config.reset_each_iteration
         rollout = self.pool.collect(actor, self.steps_per_iteration, reset=reset, on_progress=count)

@@ -15,6 +15,7 @@ the numbers; unused evaluations of the frozen network are skipped.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from algos.onpolicy.losses import (
 from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows, Score
 from algos.optim import load_parts, save_parts, warmup_cosine
 from algos.training.observations import EncodedWhenRead
+from algos.training.ranks import current
 from policies.protocols import Cond
 from policies.threads import torch_threads
 
@@ -71,14 +73,22 @@ class GradientThreads:
         self._pool = pool(num_threads, "gradient") if num_threads > 1 else None
 
     def sum(self, tasks: Sequence[Task]) -> tuple[list[Tensor], Tensor]:
-        """Return summed gradients and metrics of tasks that share their parameters."""
+        """Return summed gradients and metrics of tasks that share their parameters, over all ranks."""
+        ranks = current()
+        own = ranks.own(tasks)
         with torch_threads(1):
-            results = map(Task.run, tasks) if self._pool is None else self._pool.map(Task.run, tasks)
+            mine = own or tasks[:1]
+            results = map(Task.run, mine) if self._pool is None else self._pool.map(Task.run, mine)
             first, metrics = next(results)
             grads = [grad.clone() for grad in first]
             for more, part in results:
                 torch._foreach_add_(grads, list(more))
                 metrics = metrics + part
+        if ranks.world > 1:
+            found = [*grads, metrics := metrics.clone()]
+            if not own:  # fewer tasks than ranks
+                torch._foreach_zero_(found)
+            ranks.sum_(found)
         return grads, metrics
 
     def close(self) -> None:
@@ -292,7 +302,7 @@ class PpoUpdate:
     def critic_gradient(self, experience: Experience, index: Tensor) -> tuple[list[Tensor], Tensor]:
         index = index.to(experience.advantage.device).sort().values
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
-        size = self.microbatch_size(index)
+        size = self.microbatch_size(rows.state)
         tasks = [
             Task(self.critic_params, partial(self.value_loss, experience, state, count, len(index)))
             for state, count in zip(rows.state.split(size), rows.count.split(size), strict=True)
@@ -312,10 +322,11 @@ class PpoUpdate:
         return self.config.vf_coef * loss, loss
 
     def microbatch_size(self, index: Tensor) -> int:
-        """Return the rows of a microbatch: cache-sized on a CPU, the whole minibatch elsewhere."""
+        """Return the rows of a microbatch: cache-sized on a CPU, a rank's whole share elsewhere."""
+        share = math.ceil(len(index) / current().world)
         if index.device.type != "cpu":
-            return len(index)
-        return max(1, self.config.microbatch_size // self.ratio.evaluations)
+            return share
+        return min(max(1, self.config.microbatch_size // self.ratio.evaluations), max(1, share))
 
     def close(self) -> None:
         self.threads.close()

@@ -382,6 +382,26 @@ class RunDirectory:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+class FollowedRun(RunDirectory):
+    """A run that another process writes: reading works, writing does nothing."""
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        yield
+
+    def save_checkpoint(self, step: int, policy: Policy, *_: Any, **__: Any) -> Path:
+        return self.path / _CHECKPOINTS / str(step)
+
+    def amend(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+        """Do nothing; so do the others."""
+
+    def keep_newest(self, count: int) -> None: ...
+
+    def rewind(self, step: int | None, *, metrics_bytes: int = 0) -> None: ...
+
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+
 class _PlainLoader(get_yaml_loader()):  # type: ignore[misc]
     """YAML of scalars, lists and mappings; aliases are refused, as they can expand a short text."""
 

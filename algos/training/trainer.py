@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from algos.base import Algorithm, Metrics
 from algos.training.loggers import MetricLogger, open_logger
 from algos.training.metrics import Scalars, broken, read_jsonl, read_out
 from algos.training.progress import LONG_ITERATION_S, LONG_S, Bar, Lines, announced, open_display, planned
+from algos.training.ranks import current
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import capture_global_rng, restore_global_rng
 from algos.training.settings import TrainerSettings
@@ -45,9 +46,10 @@ def train(
 ) -> None:
     """Train to the end, from the newest checkpoint of the run if present.
 
-    A resumed run takes the same steps as an uninterrupted one, bitwise on the CPU. The first SIGINT or
-    SIGTERM stops the run after the iteration, with a checkpoint and `Interrupted`; the second stops
-    immediately. The caller closes the algorithm.
+    A resumed run takes the same steps as an uninterrupted one, bitwise on the CPU and in as many processes.
+    The first SIGINT or SIGTERM stops the run after the iteration, with a checkpoint and `Interrupted`; the
+    second stops immediately. The caller closes the algorithm. Of several processes (see
+    `algos.training.ranks`), all call this; those that do not write have a `FollowedRun` and no evaluator.
 
     Args:
         algorithm: Built from the configuration of the run.
@@ -106,12 +108,14 @@ def train_together(
         progress: See `train`.
         clock: See `train`.
     """
-    settings = settings or TrainerSettings()
+    settings, ranks = settings or TrainerSettings(), current()
+    if ranks.rank:
+        settings = replace(settings, tensorboard=False, loggers=())
     with ExitStack() as held:
         for member in members:
             held.enter_context(member.run.claim())
         names = sorted(member.run.path.name for member in members) if len(members) > 1 else None
-        steps = _resume_steps(members, names)
+        steps = ranks.share(_resume_steps(members, names) if ranks.rank == 0 else [])
         sessions = [
             _Session(member, settings, step, names, clock)
             for member, step in zip(members, steps, strict=True)
@@ -167,14 +171,13 @@ class _Loop:
         for session in self.sessions:
             session.log_if_finished()
         while True:
-            if stop.number is not None:
-                self._save_and_stop(stop.number)
-            if any([session.checkpoint_if_due() for session in self.sessions]):
-                self._remove_old_checkpoints()
-            try:
-                self._evaluate(stop)
-            except Interrupted as signalled:
-                self._save_and_stop(signalled.number)
+            if stop.number is None:
+                if any([session.checkpoint_if_due() for session in self.sessions]):
+                    self._remove_old_checkpoints()
+                with suppress(Interrupted):
+                    self._evaluate(stop)
+            if (number := current().first(stop.number)) is not None:  # a signal that reached any process
+                self._save_and_stop(number)
             self._show()
             if all(session.is_finished for session in self.sessions):
                 return
@@ -244,7 +247,7 @@ class _Loop:
         for session, done, values in zip(self.sessions, before, found, strict=True):
             if session.algorithm.progress > done:
                 try:
-                    session.report(done, read_out(values))
+                    session.report(done, current().average(read_out(values)))
                 except TrainingError as error:  # raised after all runs are recorded
                     errors.append(error)
         if errors:
@@ -318,6 +321,7 @@ class _Session:
         self.elapsed_s, self.started = 0.0, clock()
         self.evaluation_s, self.last_evaluation_s = 0.0, _UNKNOWN_S
         self._has_skipped = False
+        self._processes = [(0, current().world)]  # number of processes from each step on
         self.evaluated = -1 if settings.eval_first else 0
         self.saved, self._metrics_bytes, self._names = 0, 0, names
         if step is not None:
@@ -337,6 +341,7 @@ class _Session:
             self._metrics_bytes = trainer["metrics_bytes"]
             self.evaluation_s = trainer.get("evaluation_s", 0.0)
             self.last_evaluation_s = trainer.get("last_evaluation_s", _UNKNOWN_S)
+            self._count_processes(step, trainer.get("processes", [(0, 1)]))
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, BurnishError):
                 raise
@@ -346,6 +351,16 @@ class _Session:
                 f"Resume with the configuration and data that the run was started with."
             ) from error
         self.saved = step
+
+    def _count_processes(self, step: int, before: Sequence[tuple[int, int]]) -> None:
+        """Record a change of the number of processes, after which numbers differ in their last bits."""
+        self._processes, (_, world) = list(before), before[-1]
+        if world != (now := current().world):
+            self._processes.append((step, now))
+            _log.warning(
+                "the run used %d processes, now %d: from here on, numbers differ in their last bits from a "
+                "run that was not stopped.", world, now,
+            )  # fmt: skip
 
     def rewind(self) -> None:
         """Remove results of an earlier attempt after the resume checkpoint."""
@@ -439,8 +454,11 @@ class _Session:
         policy = algorithm.snapshot()
         if not all_finite(policy):
             raise self._diverged("the weights must be finite; they are not")
+        own = algorithm.state_dict()
+        current().require_equal(own, f"weights and random states after {step} {algorithm.unit}")
+        is_alone = self._processes == [(0, 1)]
         state = {
-            "algorithm": algorithm.state_dict(),
+            "algorithm": own,
             "global_rng": capture_global_rng(),
             "trainer": {
                 "evaluated": self.evaluated,
@@ -449,9 +467,11 @@ class _Session:
                 "last_evaluation_s": self.last_evaluation_s,
                 "metrics_bytes": self.run.metrics_bytes,
                 "together": self._names,
+                **({} if is_alone else {"processes": self._processes}),
             },
         }
         facts = {"unit": algorithm.unit, **self.member.provenance}
+        facts |= {} if is_alone else {"processes": self._processes}
         self.run.save_checkpoint(step, policy, state, provenance=facts)
         self.saved = step
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from algos.training.provenance import processor_name
+from algos.training.ranks import current, join
 from algos.training.run_directory import RunDirectory, eval_name
 from algos.training.signals import Interrupted
 from algos.training.trainer import Member, train_together
@@ -43,7 +44,8 @@ class TrainResult:
 def run(config: TrainConfig, context: RunContext) -> float | None:
     """Train or resume, print the path; return the last success rate or return, averaged over seeds."""
     results = train_seeds(config, context) if has_seeds(config) else [train(config, context)]
-    output().print(report_lines(results), "")
+    if current().rank == 0:
+        output().print(report_lines(results), "")
     return main_number(results)
 
 
@@ -60,6 +62,7 @@ def train_seeds(config: TrainConfig, context: RunContext) -> list[TrainResult]:
 
 def launch(run: ResolvedRun) -> list[TrainResult]:
     """Build and train a resolved run, or resume it; return a result per seed, in the requested order."""
+    join()
     built, first = build(run), run.config
     directories: list[RunDirectory] = []
     found: list[dict[str, float]] = [{} for _ in run.configs]
@@ -165,7 +168,7 @@ def _resume_advised(directories: Sequence[RunDirectory]) -> Iterator[None]:
 def _evaluator(
     config: TrainConfig, directory: RunDirectory, last: dict[str, float]
 ) -> Callable[[Policy, int], Mapping[str, float]] | None:
-    if config.env is None or config.evaluation.episodes == 0:
+    if config.env is None or config.evaluation.episodes == 0 or current().rank:
         return None
 
     def evaluate(policy: Policy, step: int) -> Mapping[str, float]:

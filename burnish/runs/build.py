@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 
 from algos.base import Algorithm, Metrics, Setup
-from algos.training.run_directory import RunDirectory, new_folder
+from algos.training.ranks import current
+from algos.training.run_directory import FollowedRun, RunDirectory, new_folder
 from burnish.config.schema import describe
 from burnish.config.train import TrainConfig
 from burnish.runs.locate import folder_of, seed_folders
@@ -110,7 +112,12 @@ def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:
 @contextmanager
 def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Iterator[None]:
     """Append the created or opened run directories to a list; new ones still bare at the end are removed."""
-    place = run.folder
+    place, ranks = run.folder, current()
+    if ranks.rank:
+        paths: list[Path] = []
+        directories += [FollowedRun(path) for path in ranks.share(paths)]
+        yield
+        return
     directories += run.continued
     try:
         if not run.continued:
@@ -121,6 +128,7 @@ def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Ite
                 folder = folder_of(place, config.seed) if run.has_folders else place
                 directories.append(RunDirectory.create_at(folder, describe(config), typed.texts))
                 record_code(directories[-1].path, config.env)
+        ranks.share([directory.path for directory in directories])
         yield
     except BaseException:
         if not run.continued:

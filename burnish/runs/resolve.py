@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from algos.base import device_of
+from algos.training.ranks import current
 from algos.training.run_directory import RunDirectory
 from burnish.config.overrides import Overrides, RunContext
 from burnish.config.schema import GROUPS, compose_config, restore, restore_part
@@ -247,6 +248,7 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
     if config.algo is None:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.names('algo'))}.")
     device = device_of(config.device)
+    _require_parallel(config)
     check_seeds("seed", config.seed)
     algo = registry.name_of("algo", config.algo)
     if config.dataset is not None and not getattr(config.algo, "takes_dataset", True):
@@ -267,6 +269,25 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
     if config.requires_init and config.init is None:
         _log.warning("these settings tune a policy: give init=<policy>. Without it a new one is trained.")
     return device
+
+
+def _require_parallel(config: TrainConfig) -> None:
+    """Refuse what several processes cannot train."""
+    world, algo = current().world, registry.name_of("algo", config.algo)
+    if world == 1:
+        return
+    if config.seeds is not None or has_seeds(config):
+        raise ConfigError(f"seeds are trained in one process; got {world}. Leave seeds or torchrun out.")
+    online = getattr(config.algo, "online_steps", None)
+    if online or not getattr(config.algo, "splits_batches", False):
+        given = " with algo.online_steps" if online else ""
+        raise ConfigError(
+            f"algo={algo}{given} is trained in one process; got {world}. Leave torchrun out; num_workers "
+            "are processes that act."
+        )
+    size = config.algo.batch_size
+    if size % world and getattr(config.algo, "takes_dataset", True):
+        raise ConfigError(f"algo.batch_size must be a multiple of the {world} processes; got {size}.")
 
 
 def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:

@@ -35,6 +35,24 @@ class Actor(Protocol):
         ...
 
 
+class Processes(Protocol):
+    """The processes of a run, of which each collects a part; see `algos.training.ranks`."""
+
+    rank: int
+    world: int
+
+    def gather(self, value: list[Any]) -> list[list[Any]]:
+        """Return the values of all processes, in order."""
+        ...
+
+
+class _Single:
+    rank, world = 0, 1
+
+    def gather(self, value: list[Any]) -> list[list[Any]]:
+        return [value]
+
+
 @dataclass
 class Rollout:
     """T chunks of N environments, and the episodes that ended in them.
@@ -75,6 +93,9 @@ class RolloutPool:
     `num_workers=0` runs in this process with the numbers of one worker. With `records_simulator`,
     observations have the part `simulator` (..., Ds), for critics; with `records_path`, rollouts have `path`.
 
+    Of a run of several processes (`shared_by`), each has `num_workers` workers with its part of the
+    environments, and receives the rollouts of all: W processes with n workers collect what one with W n does.
+
     Raises:
         ConfigError: If there are fewer environments than workers.
         MissingExtraError, WorkerError: If the simulator cannot be built.
@@ -90,17 +111,23 @@ class RolloutPool:
         seed: int = 0,
         records_simulator: bool = False,
         records_path: bool = False,
+        shared_by: Processes | None = None,
     ) -> None:
-        if num_workers < 0 or num_envs < max(1, num_workers):
+        self._processes = shared_by or _Single()
+        per_process, world = max(1, num_workers), self._processes.world
+        if num_workers < 0 or num_envs < per_process * world:
+            several = "" if world == 1 else f" in each of {world} processes"
             raise ConfigError(
                 f"num_envs must be at least num_workers, and both positive (num_workers=0: no processes); "
-                f"got num_envs={num_envs}, num_workers={num_workers}."
+                f"got num_envs={num_envs}, num_workers={num_workers}{several}."
             )
         self.env = env
         self.num_envs = num_envs
-        rows = np.array_split(np.arange(num_envs), max(1, num_workers))
+        self._rows = np.array_split(np.arange(num_envs), per_process * world)
+        first = self._processes.rank * per_process
+        self._own = slice(first, first + per_process)
         options = (obs_steps, seed, records_simulator, records_path)
-        arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(rows)]
+        arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(self._rows)][self._own]
         self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
 
     def collect(
@@ -131,26 +158,39 @@ class RolloutPool:
                 on_progress(done)
 
         arguments = [(actor, num_steps, reset)] * len(self._workers)
-        return _join(self._workers.call("collect", arguments, on_message=count))
+        return _join(self._gathered(self._workers.call("collect", arguments, on_message=count)))
+
+    def _gathered(self, own: list[Any]) -> list[Any]:
+        """Return the results of the workers of all processes."""
+        return [part for parts in self._processes.gather(own) for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that determines the next collection: tensors and plain values.
 
         Simulators that cannot save their state start new episodes on loading.
         """
-        states = self._workers.call("state", [()] * len(self._workers))
-        return {"num_envs": self.num_envs, "workers": _map_leaves(states, _to_tensor)}
+        states = self._gathered(self._workers.call("state", [()] * len(self._workers)))
+        processes = {} if self._processes.world == 1 else {"processes": self._processes.world}
+        return {"num_envs": self.num_envs, "workers": _map_leaves(states, _to_tensor), **processes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; numbers of environments and workers must agree (CheckpointError)."""
-        saved = (state["num_envs"], len(state["workers"]))
-        if saved != (self.num_envs, len(self._workers)):
-            raise CheckpointError(
-                f"the saved rollout had (num_envs, workers) = {saved}; this one has "
-                f"{(self.num_envs, len(self._workers))}. Resume with the saved numbers."
-            )
-        arrays = _map_leaves(state["workers"], _to_array)
-        self._workers.call("load", [(part,) for part in arrays])
+        """Continue from `state_dict`.
+
+        With another number of processes, and thereby of workers, new episodes start.
+
+        Raises:
+            CheckpointError: If the number of environments or, in as many processes, of workers differs.
+        """
+        workers = _map_leaves(state["workers"], _to_array)
+        saved, present = (state["num_envs"], len(workers)), (self.num_envs, len(self._rows))
+        if saved != present:
+            if saved[0] != present[0] or state.get("processes", 1) == self._processes.world:
+                raise CheckpointError(
+                    f"the saved rollout had (num_envs, workers) = {saved}; this one has {present}. Resume "
+                    "with the saved numbers."
+                )
+            workers = _dealt_again(workers, self._rows)
+        self._workers.call("load", [(part,) for part in workers[self._own]])
 
     def close(self) -> None:
         self._workers.close()
@@ -228,7 +268,8 @@ class Collector:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore `state`; starts new episodes if the simulator could not save."""
-        self._generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
+        if state["generator"] is not None:
+            self._generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
         self._next_episode = np.array(state["next_episode"], np.int64)
         self._obs = None
         if state["vector"] is not None:
@@ -333,6 +374,14 @@ def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
         record=beside("record"),
         episodes=[row for part in parts for row in part["episodes"]],
     )
+
+
+def _dealt_again(workers: Sequence[Mapping[str, Any]], rows: Sequence[Array]) -> list[dict[str, Any]]:
+    """Return states of other workers: episodes are counted on, and start anew; None: the own generator."""
+    counted = np.concatenate([worker["next_episode"] for worker in workers])
+    known = [worker["generator"] for worker in workers] + [None] * len(rows)
+    fresh = {"vector": None, "obs": None, "tally": None}
+    return [{"generator": known[i], "next_episode": counted[part], **fresh} for i, part in enumerate(rows)]
 
 
 def _joined(arrays: Sequence[Array], axis: int) -> Tensor:

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import pairwise
 import pytest
 import torch
 from messages import mentions
-from small_algorithms import ALGOS, PROCESSES, accepts, dataset, init, setup, small
+from rank_process import processes, train_in
+from small_algorithms import ALGOS, PROCESSES, accepts, dataset, setup, small
 from small_cloning import weights
 
 from algos.onpolicy.config import OnPolicyConfig
-from algos.training.ranks import ALONE, Ranks, _current, digest
-from algos.training.run_directory import FollowedRun, RunDirectory
+from algos.training.ranks import Ranks, _current, current, digest
+from algos.training.run_directory import RunDirectory
 from algos.training.serialization import to_plain
+from algos.training.settings import TrainerSettings
 from algos.training.trainer import train
 from burnish.config.train import TrainConfig
 from burnish.runs.resolve import _require_parallel
+from envs.engine.workers import LocalWorkers
+from envs.rollouts import rollout
 from policies import registry
-from policies.errors import ConfigError, TrainingError
+from policies.errors import CheckpointError, ConfigError, TrainingError
 
 
 class Meeting:
@@ -37,7 +46,8 @@ class Meeting:
             return list(self._values)
         self._barrier.wait()
         found = list(self._values)
-        self._barrier.wait()
+        with suppress(threading.BrokenBarrierError):  # another rank had an error since
+            self._barrier.wait()
         return found
 
     def leave(self) -> None:
@@ -79,12 +89,14 @@ def in_ranks(world: int, build: Callable[[], Any], work: Callable[[Any], Any]) -
 # -- one gradient ---------------------------------------------------------------------------------------
 
 DIVIDED = [name for name in ALGOS if getattr(registry.lookup("algo", name), "splits_batches", False)]
-FAVOURITES = ("flow", "diffusion", "deterministic", *PROCESSES)
+ON_POLICY = [name for name in DIVIDED if issubclass(registry.lookup("algo", name), OnPolicyConfig)]
+COMPARED = DIVIDED if pairwise.everything else ["bc", "cdsa", "fql", "prdc", "td3_bc", "trqam"]
+"""Of the loops and of the statistics of batches, each once."""
 
 
-def built(algo: str) -> Any:
-    process = next(one for one in FAVOURITES if one in PROCESSES and accepts(algo, one))
-    return small(registry.lookup("algo", algo), process).build(setup(process, dataset=dataset()))
+def built(algo: str, **changes: Any) -> Any:
+    process = next(one for one in ("flow", "diffusion", "deterministic", *PROCESSES) if accepts(algo, one))
+    return small(registry.lookup("algo", algo), process).build(setup(process, dataset=dataset(), **changes))
 
 
 def first_iteration(run: Any) -> tuple[torch.Tensor, dict[str, float], str]:
@@ -99,11 +111,99 @@ def test_every_algorithm_but_those_with_a_replay_is_divided() -> None:
     assert set(ALGOS) - set(DIVIDED) == {"sac", "rlpd", "dsrl"}
 
 
-@pytest.mark.parametrize("algo", DIVIDED)
+@pytest.mark.parametrize("algo", COMPARED)
 def test_two_ranks_take_the_steps_of_one(algo: str) -> None:
     parts = in_ranks(2, lambda: built(algo), first_iteration)
     assert parts[0][2] == parts[1][2], "the whole state of the ranks is equal, bit by bit"
-    if issubclass(registry.lookup("algo", algo), OnPolicyConfig):
-        return  # each rank acts with noise of its own: compared below
+    if algo in ON_POLICY:
+        return  # a rank acts with noise of its own: see the next law
     alone = first_iteration(built(algo))
     torch.testing.assert_close(parts[0][0], alone[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("algo", ON_POLICY if pairwise.everything else ["dppo", "gorl"])
+def test_two_ranks_collect_and_learn_what_one_with_two_workers_does(
+    algo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = lambda factory, arguments, processes: LocalWorkers(factory, arguments)  # noqa: E731
+    monkeypatch.setattr(rollout, "start_workers", local)
+    weights_alone, metrics_alone, _ = first_iteration(built(algo, num_workers=2))
+    parts = in_ranks(2, lambda: built(algo, num_workers=1), first_iteration)
+    torch.testing.assert_close(parts[0][0], weights_alone, rtol=0, atol=1e-5)
+    for name, value in metrics_alone.items():
+        if not name.startswith("time/"):
+            assert parts[0][1][name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), name
+
+
+def test_with_other_processes_an_episode_starts_anew_and_seeds_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = in_ranks(2, lambda: built("dppo"), lambda run: (run.advance(), run.state_dict())[1])[0]
+    run = built("dppo")
+    run.load_state_dict(saved)
+    assert run.iteration == 1
+    counted = [worker["next_episode"] for worker in saved["pool"]["workers"]]
+    run.advance()
+    run.pool.state_dict()
+    now = run.pool.state_dict()["workers"][0]["next_episode"]
+    assert (now > torch.cat(counted)).all()
+    saved["pool"]["processes"] = 1
+    with pytest.raises(CheckpointError, match=mentions("workers (2, 2) (2, 1)")):
+        built("dppo").load_state_dict(saved)
+
+
+# -- processes ------------------------------------------------------------------------------------------
+
+
+def new_run(folder: Path) -> Path:
+    RunDirectory.create_at(folder, {"seed": 5})
+    return folder
+
+
+def state_of(folder: Path) -> str:
+    state = RunDirectory(folder).load_training_state()
+    return digest(to_plain(state["algorithm"]))
+
+
+@pytest.mark.parametrize("algo", ["bc", "dppo", "iql"] if pairwise.everything else ["dppo"])
+def test_two_processes_resume_bit_by_bit_and_one_goes_on_after_a_kill(algo: str, tmp_path: Path) -> None:
+    whole, resumed, killed = (new_run(tmp_path / name) for name in ("whole", "resumed", "killed"))
+    with processes(2) as ranks:
+        assert train_in(ranks, algo, whole) == ["", ""]
+        middle = RunDirectory(whole).checkpoints()[0]
+        shutil.copytree(RunDirectory(whole).checkpoint_path(middle), resumed / "checkpoints" / str(middle))
+        assert train_in(ranks, algo, resumed) == ["", ""]
+        assert state_of(resumed) == state_of(whole)
+        found = train_in(ranks, algo, killed, middle)
+    assert found[1] == "killed" and re.search(mentions("rank 0 resume"), found[0])
+    assert RunDirectory(killed).checkpoints() == [middle]
+    run = small(registry.lookup("algo", algo)).build(setup("flow", dataset=dataset()))
+    train(run, RunDirectory(killed), TrainerSettings(checkpoint_every=2), progress=False)
+    assert run.progress >= run.total
+    state = RunDirectory(killed).load_training_state()["trainer"]
+    assert state["processes"] == [(0, 2), (middle, 1)], "other last bits from there on"
+
+
+def test_states_that_differ_between_ranks_stop_a_run() -> None:
+    def check(_: None) -> None:
+        current().require_equal({"weights": torch.tensor([current().rank])}, "weights after 3 steps")
+
+    with pytest.raises(TrainingError, match=mentions("weights 3 2 processes [1]")):
+        in_ranks(2, lambda: None, check)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algo": {"batch_size": 7}}, "algo.batch_size multiple 2 7"),
+        ({"algo": "sac"}, "sac one process 2"),
+        ({"algo": {"online_steps": 5}}, "algo.online_steps 2"),
+        ({"seeds": [1, 2]}, "seeds 2"),
+    ],
+)
+def test_what_several_processes_cannot_train_is_refused(changes: dict[str, Any], message: str) -> None:
+    algo = changes.pop("algo", {})
+    name = algo if isinstance(algo, str) else "iql" if "online_steps" in algo else "bc"
+    config = TrainConfig(algo=small(registry.lookup("algo", name)), **changes)
+    for key, value in {} if isinstance(algo, str) else algo.items():
+        setattr(config.algo, key, value)
+    with pytest.raises(ConfigError, match=mentions(message)):
+        in_ranks(2, lambda: None, lambda _: _require_parallel(config))

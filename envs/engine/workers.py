@@ -186,7 +186,7 @@ class ProcessWorkers:
         )
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
     """Pickle tensors as arrays, whose memory is sent outside the pickle stream."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -211,7 +211,7 @@ def send(link: Connection, message: Any) -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
     head.write(bytes(8))
-    _Pickler(head, protocol=5, buffer_callback=buffers.append).dump(message)
+    Pickler(head, protocol=5, buffer_callback=buffers.append).dump(message)
     head.getbuffer()[:8] = len(buffers).to_bytes(8, "little")
     link.send_bytes(head.getbuffer())
     for buffer in buffers:

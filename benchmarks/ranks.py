@@ -1,0 +1,206 @@
+"""What a second rank brings on this machine: one step of three runs, in one process and in two.
+
+    python -m benchmarks.ranks [--rounds 9]
+
+writes docs/results/scale/ranks.json and the table in docs/scale.md. The variants take turns: one process with
+one thread, the same with two, and two ranks with a thread each. Beside the time on the wall stands the
+processor time of one process, which other programs on the machine lengthen less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from algos.base import Setup
+from algos.bc import BcConfig
+from algos.training import ranks
+from benchmarks.pages import keep, kept
+from benchmarks.speed.cases_learning import synthetic_experience
+from benchmarks.speed.sides import dppo_run
+from envs.datasets.episodes import EpisodeDataset
+from envs.engine.workers import ProcessWorkers
+from policies.backbones.unet1d import Unet1dConfig
+from policies.encoders.resnet import ResNetEncoderConfig
+from policies.policy import PolicyConfig
+from policies.processes.diffusion import VPDiffusion
+from policies.threads import torch_threads
+
+PAGE = "docs/scale.md"
+PORT = 29_641
+Step = Callable[[int], None]  # one step with a number of threads
+
+
+def episodes(frames: int, images: bool) -> EpisodeDataset:
+    """Return random episodes of 50 frames."""
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.zeros(frames, dtype=torch.bool)
+    ends[49::50] = True
+    seen = torch.randint(256, (frames, 96, 96, 3), generator=generator, dtype=torch.uint8)
+    return EpisodeDataset(
+        observations=torch.rand(frames, 11, generator=generator),
+        actions=torch.rand(frames, 3, generator=generator) * 2 - 1,
+        rewards=torch.zeros(frames),
+        terminated=torch.zeros_like(ends),
+        truncated=ends,
+        episode_start=torch.arange(0, frames + 1, 50),
+        images={"front": seen.numpy()} if images else {},
+    )
+
+
+def cloning(policy: PolicyConfig, batch: int, images: bool = False) -> Step:
+    """Return a step of cloning."""
+    config = BcConfig(
+        steps=10**9,
+        batch_size=batch,
+        log_every=1,
+        validation_fraction=0.0,
+        validation_every=0,
+        warmup_steps=1,
+    )
+    run = config.build(Setup(policy=policy, dataset=episodes(2000, images)))
+
+    def step(threads: int) -> None:
+        run._num_threads = threads
+        run.advance()
+
+    return step
+
+
+def update() -> Step:
+    """Return an update of actor and critic with one minibatch."""
+    runs = {threads: dppo_run(0, threads, 1) for threads in (1, 2)}
+    experience = synthetic_experience(runs[1], 20_000)
+    index = torch.randperm(200_000, generator=torch.Generator().manual_seed(4))[:50_000]
+
+    def step(threads: int) -> None:
+        run = runs[threads]
+        run.learner.step(experience, index, draws=run.draws, train_actor=True)
+
+    return step
+
+
+PROCESS = VPDiffusion(num_levels=20)
+UNET = Unet1dConfig(widths=(64, 128, 256))
+CASES: dict[str, Callable[[], Step]] = {
+    "DPPO update, 50,000 rows": update,
+    "BC step, MLP, batch 256": lambda: cloning(PolicyConfig(process=PROCESS, horizon=4), 256),
+    "BC step, U-Net, batch 64": lambda: cloning(PolicyConfig(process=PROCESS, horizon=16, backbone=UNET), 64),
+    "BC step, images 96 × 96, batch 16": lambda: cloning(
+        PolicyConfig(process=PROCESS, horizon=16, encoder=ResNetEncoderConfig(width=32)), 16, images=True
+    ),
+}
+
+
+class Side:
+    """One of two processes; see `envs.engine.workers`."""
+
+    def __init__(self, rank: int) -> None:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
+        os.environ.update(place, RANK=str(rank), WORLD_SIZE="2")
+        self._ranks = ranks.join()
+
+    def prepare(self, case: str) -> None:
+        self._step = self._as(self._ranks, CASES[case])
+        self.time("ranks"), self.rank() or (self.time("one"), self.time("two"))
+
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    def time(self, variant: str) -> tuple[float, float]:
+        """Return seconds on the wall and of the processor of one step."""
+        who = self._ranks if variant == "ranks" else ranks.ALONE
+        start, used = time.perf_counter(), time.process_time()
+        with torch_threads(1):
+            self._as(who, lambda: self._step(2 if variant == "two" else 1))
+        return time.perf_counter() - start, time.process_time() - used
+
+    def _as(self, who: ranks.Ranks, call: Callable[[], Any]) -> Any:
+        token = ranks._current.set(who)
+        try:
+            return call()
+        finally:
+            ranks._current.reset(token)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Return medians of seconds by case and variant."""
+    with ThreadPoolExecutor(2) as pool:
+        sides = list(pool.map(lambda rank: ProcessWorkers(Side, [(rank,)]), range(2)))
+
+        def both(method: str, argument: str) -> list[Any]:
+            return list(pool.map(lambda side: side.call(method, [(argument,)])[0], sides))
+
+        found: dict[str, Any] = {}
+        for case in CASES:
+            both("prepare", case)
+            times: dict[str, list[tuple[float, float]]] = {"one": [], "two": [], "ranks": []}
+            for _ in range(rounds):
+                for variant, taken in times.items():
+                    called = both if variant == "ranks" else lambda *a: sides[0].call(a[0], [(a[1],)])
+                    taken.append(called("time", variant)[0])
+            found[case] = {
+                variant: {"wall_s": statistics.median(w), "processor_s": statistics.median(c)}
+                for variant, taken in times.items()
+                for w, c in [zip(*taken, strict=True)]
+            }
+        for side in sides:
+            side.close()
+    return found
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Return the rows of the page."""
+    cases, load = found["cases"], found["load"]
+    lines = [
+        f"`python -m benchmarks.ranks --rounds {found['rounds']}`, medians of interleaved steps in ms "
+        f"on the wall, in brackets of one process's processor time; {os.cpu_count()} cores, load {load:.1f}:",
+        "",
+        "| step | one process | with 2 threads | 2 ranks | against one process | against 2 threads |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, sides in cases.items():
+        one, two, pair = (sides[name]["wall_s"] for name in ("one", "two", "ranks"))
+        cells = [
+            f"{1000 * sides[name]['wall_s']:.4g} ({1000 * sides[name]['processor_s']:.4g})"
+            for name in ("one", "two", "ranks")
+        ]
+        lines.append(f"| {case} | {' | '.join(cells)} | **{one / pair:.2f}** | {two / pair:.2f} |")
+    return lines
+
+
+def write_page() -> None:
+    """Replace the table of the page."""
+    text = Path(PAGE).read_text(encoding="utf-8")
+    head, _, rest = text.partition("<!-- results: ranks -->\n")
+    _, _, tail = rest.partition("<!-- /results: ranks -->")
+    lines = "\n".join(table(kept("scale", "ranks.json")[0]))
+    text = f"{head}<!-- results: ranks -->\n{lines}\n<!-- /results: ranks -->{tail}"
+    Path(PAGE).write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Measure, keep, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    load = os.getloadavg()[0]
+    keep("scale", "ranks", {"rounds": rounds, "load": load, "cases": measure(rounds)}, indent=1)
+    write_page()
+
+
+if __name__ == "__main__":
+    from benchmarks import ranks as importable  # processes get its classes by this name
+
+    importable.main()

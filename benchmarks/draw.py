@@ -3,7 +3,7 @@
     python -m benchmarks.draw <run>
     python -m benchmarks.draw picture
 
-writes the policy of a run with its graphs and what the page has to know of both, or a picture of the page that
+writes the policy of a run, its graphs and what the page has to know of both; or a picture of the page that
 `make site` has made, in docs/pictures; the latter needs Chromium.
 """
 

@@ -1,8 +1,8 @@
 """Hooks of MkDocs (`make site`): pages outside of docs/, the reference of docstrings, and links of both.
 
 The page on which a policy runs in the browser is made of the templates of `burnish lab`, docs/draw, and two
-npm packages beside the environment of the site. Packages and graphs become scripts, compressed and as text, since
-a page that is opened from a file can load nothing else.
+npm packages beside the environment of the site. Packages and graphs become scripts that hold them as text: a
+page that is opened from a file can load nothing else.
 """
 
 from __future__ import annotations

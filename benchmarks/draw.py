@@ -1,23 +1,21 @@
 """What docs/draw.md shows: a policy for `avoid`, and all that its page needs to run it in a browser.
 
-    python -m benchmarks.draw <run>
-    python -m benchmarks.draw picture
-
-writes the policy of a run, its graphs and what the page has to know of both; or a picture of the page that
-`make site` has made, in docs/pictures; the latter needs Chromium.
+    python -m benchmarks.draw <run>                 the policy, its graphs, and what the page must know
+    python -m benchmarks.draw docs/draw/cloned      the same of the policy that is there
+    python -m benchmarks.draw picture               site/draw, with a drawn line; needs Chromium
 """
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chromium import browser
+from benchmarks.studies.lab import LINE, MOVES, between, click, drag, write_picture
 from burnish.lab.controls import START_SEED, Subject
 from burnish.lab.session import Session
 from burnish.runs.locate import Located, locate
@@ -34,9 +32,6 @@ from policies.wrappers.steering import STRATEGIES, Steering
 FOLDER = Path("docs/draw")
 POLICY, GRAPHS, FACTS = FOLDER / "cloned", FOLDER / "graphs", FOLDER / "graphs" / "facts.json"
 PICTURE, PAGE = Path("docs/pictures/draw.webp"), Path("site/draw/index.html")
-LINE = [(0.0, 0.04), (0.06, 0.12), (0.06, 0.17), (0.0, 0.27), (-0.06, 0.38), (-0.06, 0.43)]
-LINE += [(-0.12, 0.51), (-0.12, 0.62)]
-"""The drawn line of the picture [m]."""
 
 
 def write(found: Located) -> None:
@@ -54,7 +49,7 @@ def write(found: Located) -> None:
         ):
             target.mkdir(parents=True, exist_ok=True)
             for file in files:
-                shutil.copyfile(source / file, target / file)
+                (target / file).write_bytes((source / file).read_bytes())
     FACTS.write_text(json.dumps(facts(locate(POLICY)), indent=1) + "\n")
 
 
@@ -123,19 +118,13 @@ def _require_known(policy: Any) -> None:
 
 def picture() -> None:
     """Draw a line on the page, compare the starts, and keep what is seen."""
-    from PIL import Image
-
-    from tests.chromium import browser
-
     with browser() as tab:
         tab.open(PAGE, width=1040, height=760)
         tab.wait("return document.querySelector('#command').textContent.length > 0")
-        plane = Avoid().stepper(1).plane(0)
-        wide, high = (b - a for a, b in zip(plane.low, plane.high, strict=True))
-        tab.drag("#scene", [((x - plane.low[0]) / wide, (plane.high[1] - y) / high) for x, y in LINE])
-        tab.run("document.querySelector('#compare').click()")
+        drag(tab, Avoid().stepper(1).plane(0), between(LINE, MOVES))
+        click(tab, "compare")
         tab.wait("return !document.querySelector('#compared').hidden")
-        Image.open(io.BytesIO(tab.picture())).save(PICTURE, format="WEBP", quality=80)
+        write_picture(tab, PICTURE)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -463,7 +463,7 @@ globalThis.draw = (() => {
         const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
         const thin = (path) => path.filter((_, i) => i % Math.ceil(path.length / PATH_POINTS) === 0);
         found[name] = {
-          success: mean(episodes.map(({ end }) => Number(end === "success"))),
+          value: mean(episodes.map(({ end }) => Number(end === "success"))),
           off_m: sketch && mean(episodes.map(({ path }) => mean(path.map((one) => sketch.distance(one))))),
           paths: episodes.map(({ path }) => rounded(thin(path))),
           won: episodes.map(({ end }) => end === "success"),

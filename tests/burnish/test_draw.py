@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from chromium import Browser, browser
-from test_lab_page import click, drag, text_of
 from test_site import HOOKS
 
 from benchmarks import draw
+from benchmarks.studies.lab import LINE, between, click, drag
 from burnish.runs.locate import locate
 from envs.spec import Array
 from envs.tasks.avoid.task import Avoid
@@ -88,12 +88,12 @@ def test_the_page_computes_what_python_does(policy: Any, plane: Plane, states: A
     for strategy, settings in {"off": {}, **STRENGTHS}.items():
         view = policy
         if strategy != "off":
-            view = SteeredPolicy(policy, plane.sketch(draw.LINE), Steering(strategy, **settings))
+            view = SteeredPolicy(policy, plane.sketch(LINE), Steering(strategy, **settings))
         noise = view.sample_noise(len(states), generator=generator)
         with torch.inference_mode():
             expected.append(view.plan(obs, noise).flatten(1).numpy())
         asked.append({
-            "strategy": strategy, "strength": next(iter(settings.values()), None), "line": draw.LINE,
+            "strategy": strategy, "strength": next(iter(settings.values()), None), "line": LINE,
             "observations": states.tolist(), "noise": noise.flatten().tolist(),
         })  # fmt: skip
     through, into = Avoid().demonstrate(3).actions.tolist(), [[0.0, 1.0]] * 60
@@ -128,7 +128,7 @@ def test_a_drawn_line_is_followed_without_a_server(page: Path, plane: Plane, tab
     tab.wait("return document.querySelector('#command').textContent.length > 0")
     assert tab.run("return document.documentElement.scrollWidth") <= 400
     assert tab.run("return document.querySelector('#python-box').hidden")
-    drag(tab, plane, draw.LINE)
+    drag(tab, plane, between(LINE, 15))
     tab.wait("return document.querySelector('#command').textContent.includes('guided_diffusion')")
     click(tab, "compare")
     tab.wait("return !document.querySelector('#compared').hidden")
@@ -137,7 +137,7 @@ def test_a_drawn_line_is_followed_without_a_server(page: Path, plane: Plane, tab
     assert off[0] < 0.5 * off[1]
     click(tab, "play")
     tab.wait("return document.querySelector('#rate').textContent.includes('frames/s')")
-    assert text_of(tab, "problem") == "" and not tab.complaints()
+    assert tab.run("return document.querySelector('#problem').hidden") and not tab.complaints()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
     python -m benchmarks.draw <run>                 the policy, its graphs, and what the page must know
     python -m benchmarks.draw docs/draw/cloned      the same of the policy that is there
-    python -m benchmarks.draw picture               site/draw, with a drawn line; needs Chromium
+    python -m benchmarks.draw picture               site/draw with a drawn line, in docs/pictures
+
+writes into docs; the picture needs Chromium.
 """
 
 from __future__ import annotations

@@ -46,13 +46,20 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.speed --json benchmarks/results/latest.json
 
-site: $(SITE)/.ready
+site: $(SITE)/.ready $(SITE)/node_modules
 	NO_MKDOCS_2_WARNING=1 PATH="$(SITE)/bin:$$PATH" $(SITE)/bin/mkdocs build --strict
 
 $(SITE)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python -m pip install --quiet -c constraints.txt $(DOCS)
 	touch $(SITE)/.ready
+
+# What the page of docs/draw runs in a browser; without npm the site is made without that page, and says so.
+$(SITE)/node_modules: docs/draw/package.json docs/draw/package-lock.json
+	mkdir -p $(SITE)
+	cp $^ $(SITE)
+	if command -v npm > /dev/null; \
+	    then npm ci --prefix $(SITE) --ignore-scripts --no-audit --no-fund && touch $@; fi
 
 env: $(READY)
 

@@ -1,10 +1,19 @@
-"""Hooks of MkDocs (`make site`): pages outside of docs/, the reference of docstrings, and links of both."""
+"""Hooks of MkDocs (`make site`): pages outside of docs/, the reference of docstrings, and links of both.
+
+The page on which a policy runs in the browser is made of the templates of `burnish lab`, docs/draw, and two
+npm packages beside the environment of the site. Packages and graphs become scripts that hold them as text: a
+page that is opened from a file can load nothing else.
+"""
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import logging
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +44,24 @@ REFERENCE = {
 }
 """Pages of the reference: title, and the modules on it."""
 
+DRAW = ("docs/draw", "draw/index.html")
+"""The page with a policy: its folder in the repository, and its place on the site."""
+PACKAGES = ROOT / ".venv-site" / "node_modules"
+ORT, MUJOCO = PACKAGES / "onnxruntime-web" / "dist", PACKAGES / "@mujoco" / "mujoco"
+GRAPHS = ROOT / "docs" / "draw" / "graphs"
+PACKED = {
+    "onnxruntime.js": {
+        "ort.mjs": ORT / "ort.wasm.bundle.min.mjs",
+        "ort.wasm": ORT / "ort-wasm-simd-threaded.wasm",
+    },
+    "mujoco.js": {"mujoco.mjs": MUJOCO / "mujoco.js", "mujoco.wasm": MUJOCO / "mujoco.wasm"},
+    "policy.js": {
+        **{name: GRAPHS / name for name in ("encoder.onnx", "step.onnx", "loop.json", "facts.json")},
+        "avoid.xml": ROOT / "assets" / "avoid.xml",
+    },
+}
+"""Scripts of that page, and the files that they hold by the names that docs/draw/session.js asks for."""
+
 FENCE = re.compile(r"(^```.*?^```[^\n]*\n)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
@@ -48,7 +75,43 @@ def on_files(files: Any, config: Any) -> Any:
     for name, (title, patterns) in REFERENCE.items():
         text = "\n\n".join([f"# {title}", *(f"::: {module}" for module in modules(patterns))])
         files.append(File.generated(config, f"reference/{name}.md", content=text + "\n"))
+    if has_packages():
+        scripts = {name: packed(files) for name, files in PACKED.items()}
+        for name, text in (drawing_page() | scripts).items():
+            files.append(File.generated(config, f"draw/{name}", content=text))
+    else:
+        logging.getLogger("mkdocs.hooks").info("npm is missing: the site has no page to draw on (draw.md)")
     return files
+
+
+def has_packages() -> bool:
+    """Return whether npm has put its packages beside the environment of the site."""
+    return all(path.is_file() for files in PACKED.values() for path in files.values())
+
+
+def drawing_page() -> dict[str, str]:
+    """Return the files of the laboratory's page, for docs/draw/session.js."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    places = [ROOT / "burnish" / part / "templates" for part in ("lab", "reports")]
+    templates = Environment(
+        loader=FileSystemLoader(places), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    scripts = ["session.js", "lab.js"]
+    return {
+        "index.html": templates.get_template("lab.html").render(query="", scripts=scripts),
+        "lab.css": templates.get_template("lab.css").render(),
+        "lab.js": (places[0] / "lab.js").read_text(),
+    }
+
+
+def packed(files: Mapping[str, Path]) -> str:
+    """Return a script that holds files, compressed, by name."""
+    texts = {
+        name: base64.b64encode(gzip.compress(path.read_bytes(), 6, mtime=0)).decode()
+        for name, path in files.items()
+    }
+    return f"globalThis.packed = {{ ...globalThis.packed, ...{json.dumps(texts)} }};\n"
 
 
 def modules(patterns: list[str]) -> Iterator[str]:
@@ -61,7 +124,10 @@ def modules(patterns: list[str]) -> Iterator[str]:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Adapt links and fences of a page."""
-    return adapted(markdown, page.file.src_uri)
+    text = adapted(markdown, page.file.src_uri)
+    if page.file.src_uri == "draw.md" and not has_packages():
+        text += "\nThis site was made without npm, and so without the page.\n"
+    return text
 
 
 def adapted(markdown: str, uri: str) -> str:
@@ -84,7 +150,9 @@ def _link(image: str, text: str, target: str, uri: str) -> str:
     path, _, anchor = target.partition("#")
     source = OUTSIDE.get(uri, f"docs/{uri}")
     place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-    inside = {source: name for name, source in OUTSIDE.items()} | {source: uri}
+    inside = {source: name for name, source in OUTSIDE.items()} | {source: uri, DRAW[0]: DRAW[1]}
+    if place == DRAW[0] and not has_packages():
+        return text
     if place in inside:
         name = inside[place]
     elif place.startswith("docs/"):

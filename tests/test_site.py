@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import importlib.util
 import re
 from pathlib import Path
@@ -71,6 +73,26 @@ def test_the_reference_is_made_of_modules_that_exist() -> None:
 )
 def test_links_are_those_of_the_site(uri: str, written: str, shown: str) -> None:
     assert HOOKS.adapted(written, uri) == shown
+
+
+@pytest.mark.parametrize("has_packages", [False, True])
+def test_the_page_to_draw_on_is_linked_where_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, has_packages: bool
+) -> None:
+    monkeypatch.setattr(HOOKS, "has_packages", lambda: has_packages)
+    assert HOOKS.adapted("[a](draw)", "lab.md") == ("[a](draw/index.html)" if has_packages else "a")
+    assert HOOKS.adapted("[a](../draw)", "algorithms/bc.md").endswith("(../draw/index.html)") == has_packages
+
+
+def test_the_page_to_draw_on_is_that_of_the_laboratory(tmp_path: Path) -> None:
+    page = HOOKS.drawing_page()
+    assert re.findall(r'(?:src|href)="([^"]*)"', page["index.html"]) == [
+        "data:,", "lab.css", "session.js", "lab.js",
+    ]  # fmt: skip
+    assert "--sketch" in page["lab.css"] and "ownSocket" in page["lab.js"]
+    (tmp_path / "a").write_bytes(bytes(range(256)))
+    (held,) = re.findall(r'{"a": "(.*)"}', HOOKS.packed({"a": tmp_path / "a"}))
+    assert gzip.decompress(base64.b64decode(held)) == bytes(range(256))
 
 
 def test_nothing_is_taken_from_a_network() -> None:

@@ -179,7 +179,7 @@ class Lab:
         return Guard(starlette.Starlette(routes=routes), self.token, may_write=self.control is not None)
 
     async def _page(self, request: Any) -> Any:
-        return _response(render("lab.html", token=self.token, scripts=self._scripts), "text/html")
+        return _response(render("lab.html", query=f"?token={self.token}", scripts=self._scripts), "text/html")
 
     async def _asset(self, request: Any) -> Any:
         name = request.path_params["name"]

@@ -203,8 +203,18 @@ def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) 
             )
     except Exception as error:
         raise ExportError(f"the policy could not be traced to ONNX: {error}") from error
+    _forget_traces(path)
     if not is_symbolic:
         _free_batch(path, model.fixed)
+
+
+def _forget_traces(path: Path) -> None:
+    """Drop from a graph which lines of which files on this machine its nodes come from."""
+    onnx = require("onnx", extra="export", what="export")
+    model = onnx.load(path)
+    for part in (*model.graph.node, *model.graph.value_info):
+        del part.metadata_props[:]
+    onnx.save(model, path)
 
 
 @contextlib.contextmanager

@@ -143,6 +143,7 @@ def test_the_folder_holds_what_the_robot_needs_and_nothing_else(made: Any) -> No
     assert stored["parity"] == report.parity and stored["tolerance"] == TOLERANCE
     assert [row["batch"] for row in stored["latency"]] == [1, 3]
     assert all(row["eager_ms"] > 0 and row["onnx_ms"] > 0 for row in stored["latency"])
+    assert b".py" not in (folder / MODEL).read_bytes(), "no files of this machine"
     card = (folder / CARD).read_text()
     assert "onnxruntime.InferenceSession" in card and all(f"`{n}`" in card for n in ("observation", "goal"))
 

@@ -15,7 +15,9 @@
 
   // -- messages: one of a kind is on its way at a time, and the newest follows it ------------------------
 
-  const socket = new WebSocket(`ws://${location.host}/live?token=${encodeURIComponent(token)}`);
+  // the page of docs/draw brings a session of its own
+  const address = `ws://${location.host}/live?token=${encodeURIComponent(token)}`;
+  const socket = globalThis.ownSocket?.() ?? new WebSocket(address);
   const asked = new Map(); // number of a message -> the time of the event behind it [ms]
   let number = 0, waiting = null, next = null;
 
@@ -72,6 +74,7 @@
       ({ plans, film, executed } = message);
       $("command").textContent = message.command;
       $("python").textContent = message.python;
+      $("python-box").hidden = !message.python;
       if (film.length) {
         const last = Number($("frame").value) >= Number($("frame").max);
         $("frame").max = film.length - 1;
@@ -353,7 +356,8 @@
     isDue = true;
     requestAnimationFrame(() => {
       isDue = false;
-      if (scene) (scene.picture ? charts : draw)();
+      if (!scene) return;
+      (scene.picture ? charts : draw)();
       measure();
     });
   }

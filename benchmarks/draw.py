@@ -1,0 +1,142 @@
+"""What docs/draw.md shows: a policy for `avoid`, and all that its page needs to run it in a browser.
+
+    python -m benchmarks.draw <run>                 the policy, its graphs, and what the page must know
+    python -m benchmarks.draw docs/draw/cloned      the same of the policy that is there
+    python -m benchmarks.draw picture               site/draw with a drawn line, in docs/pictures
+
+writes into docs; the picture needs Chromium.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chromium import browser
+from benchmarks.studies.lab import LINE, MOVES, between, click, drag, write_picture
+from burnish.lab.controls import START_SEED, Subject
+from burnish.lab.session import Session
+from burnish.runs.locate import Located, locate
+from envs.tasks.avoid.scene import START_SPREAD_M, load_model, load_scene
+from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, Avoid
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError
+from policies.export.export import export_onnx
+from policies.runner import ENCODER, LOOP, STEP
+from policies.storage.checksums import CHECKSUMS
+from policies.storage.policy_folder import CONFIG, WEIGHTS
+from policies.wrappers.steering import STRATEGIES, Steering
+
+FOLDER = Path("docs/draw")
+POLICY, GRAPHS, FACTS = FOLDER / "cloned", FOLDER / "graphs", FOLDER / "graphs" / "facts.json"
+PICTURE, PAGE = Path("docs/pictures/draw.webp"), Path("site/draw/index.html")
+
+
+def write(found: Located) -> None:
+    """Write a policy, its graphs and its facts into docs/draw.
+
+    Raises:
+        CapabilityError: If the page does not know how to run it.
+    """
+    policy = found.load().eval()
+    with tempfile.TemporaryDirectory() as name:
+        export_onnx(policy, Path(name) / "graphs", graph="step", latency_batches=())
+        for target, source, files in (
+            (POLICY, found.path, (CONFIG, WEIGHTS, CHECKSUMS)),
+            (GRAPHS, Path(name) / "graphs", (ENCODER, STEP, LOOP)),
+        ):
+            target.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                (target / file).write_bytes((source / file).read_bytes())
+    FACTS.write_text(json.dumps(facts(locate(POLICY)), indent=1) + "\n")
+
+
+def facts(found: Located) -> dict[str, Any]:
+    """Return what docs/draw/session.js has to know beside the graphs.
+
+    Raises:
+        CapabilityError: If the page does not know how to run the policy.
+    """
+    policy: Any = found.load().eval()
+    _require_known(policy)
+    session = Session(Subject((found,), (policy,), Avoid(), names_task=False))
+    told, plane, scene = session.facts(), session.plane, load_scene()
+    first = {**session.reset(START_SEED)}
+    session.close()
+    own = {told["sampler"]: {"steps": policy.table.num_steps, "is_free": False}}
+    table, steering = policy.table, Steering()
+    return {
+        "policy": str(POLICY),
+        "first_seed": START_SEED,
+        "facts": {**told, "samplers": own},
+        "scene": first["scene"],
+        "plane": {"pace": plane.pace, "reach": plane.reach},
+        "task": {
+            "max_speed": MAX_SPEED,
+            "substeps": round(1.0 / CONTROL_HZ / load_model().opt.timestep),
+            "start_spread": START_SPREAD_M,
+            "half_width": scene.half_width,
+            "back_y": scene.back_y,
+            "finish_y": scene.finish_y,
+            "radius": scene.disc_radius,
+            "max_episode_steps": Avoid.max_episode_steps,
+        },
+        "levels": {
+            "horizon": policy.chunk.horizon,
+            "t": table.times[:-1],
+            "alpha": table.alpha,
+            "sigma": table.sigma,
+        },
+        "strategies": {name: one._asdict() for name, one in STRATEGIES.items()},
+        "steering": {name: getattr(steering, name) for name in ("limit", "start", "noise_share")},
+    }
+
+
+def _require_known(policy: Any) -> None:
+    """Refuse a policy whose loop has more than one number per coefficient, a memory, or no noise."""
+    table = policy.table if isinstance(policy, DenoisingPolicy) else None
+    is_known = (
+        table is not None
+        and table.memory is None
+        and table.loop is None
+        and table.eps_clip is None
+        and table.clip_x0 is not None
+        and table.recompute
+        and not table.is_deterministic
+        and table.second_time is None
+        and len(table.rows) == table.num_steps
+        and policy.chunk.obs_steps == 1
+    )
+    if not is_known:
+        raise CapabilityError(
+            "docs/draw/session.js runs denoising policies with a stochastic sampler of one evaluation per "
+            "step, a bound on the clean plan, and obs_steps=1."
+        )
+
+
+def picture() -> None:
+    """Draw a line on the page, compare the starts, and keep what is seen."""
+    with browser() as tab:
+        tab.open(PAGE, width=1040, height=760)
+        tab.wait("return document.querySelector('#command').textContent.length > 0")
+        drag(tab, Avoid().stepper(1).plane(0), between(LINE, MOVES))
+        click(tab, "compare")
+        tab.wait("return !document.querySelector('#compared').hidden")
+        write_picture(tab, PICTURE)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the policy of a run, or the picture."""
+    if list(arguments) == ["picture"]:
+        picture()
+    else:
+        (run,) = arguments
+        write(locate(run))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

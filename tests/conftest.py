@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import absl.logging
+import composed_once
 import numpy as np
 import omegaconf.base
 import pairwise
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ConfigStore.__deepcopy__ = lambda self, memo: self
     # Of the rest, parsing the few interpolations takes an eighth; a parse tree is only read.
     omegaconf.base.parse = functools.cache(omegaconf.base.parse)
+    composed_once.install()
     torch.onnx.export = _with_one_table(torch.onnx.export)
     # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
     # That the handle is open is still asked.

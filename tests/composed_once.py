@@ -32,7 +32,7 @@ class _Defaults(list[ResultDefault]):
 
 
 def install() -> None:
-    """Replace the two steps of Hydra, and its parsing of a typed value, which is independent of all others."""
+    """Replace the two steps of Hydra, and its parsing of a typed value, which depends on nothing else."""
     loader = hydra_loader.ConfigLoaderImpl
     merge, parse = loader._compose_config_from_defaults_list, functools.cache(OverridesParser.parse_rule)
 

@@ -116,6 +116,15 @@ def _seed_global_generators(seed: int) -> None:
     random.seed(seed)
 
 
+@pytest.fixture
+def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw few and small frames: pages and clips hold the same."""
+    monkeypatch.setattr("burnish.reports.videos.FPS", 4)
+    monkeypatch.setattr("burnish.reports.rollouts._LARGE", {"width": 96, "height": 96})
+    monkeypatch.setattr("burnish.reports.rollouts._MOVING_FRAMES", 6)
+    monkeypatch.setattr("burnish.reports.rollouts._CLIP_FRAMES", 4)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give every test process a folder of its own for temporary files, and remove what simulators leave."""

@@ -174,7 +174,7 @@ def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], t
     "values",
     [
         {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3},
-        {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 2, "ascent_lr": 0.1},
+        {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 1, "ascent_lr": 0.1},
     ],
     ids=["edits", "ascent"],
 )

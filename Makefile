@@ -9,6 +9,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Kept byte code, also where the shell says otherwise: every worker and every process of a test imports the packages.
 export PYTHONDONTWRITEBYTECODE :=
+# Byte code is made when a module is first imported; most modules of the packages never are.
+QUICK  := --quiet --no-compile
 # Two workers on two cores: more threads of numpy or torch would wait for each other.
 export OMP_NUM_THREADS := 1
 TEST   := -m pytest -n 2 --dist worksteal -m "not gpu and not attack"
@@ -51,7 +53,7 @@ site: $(SITE)/.ready $(SITE)/node_modules
 
 $(SITE)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SITE)
-	$(SITE)/bin/python -m pip install --quiet -c constraints.txt $(DOCS)
+	$(SITE)/bin/python -m pip install $(QUICK) -c constraints.txt $(DOCS)
 	touch $(SITE)/.ready
 
 # What the page of docs/draw runs in a browser; without npm the site is made without that page, and says so.
@@ -65,15 +67,15 @@ env: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install $(QUICK) -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
 full: $(FULL)/.ready
 
 $(FULL)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FULL)
-	$(FULL)/bin/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRAS)]"
-	$(FULL)/bin/python -m pip install --quiet -c constraints.txt --no-deps $(NO_DEPS)
+	$(FULL)/bin/python -m pip install $(QUICK) -c constraints.txt -e ".[$(EXTRAS)]"
+	$(FULL)/bin/python -m pip install $(QUICK) -c constraints.txt --no-deps $(NO_DEPS)
 	touch $(FULL)/.ready
 
 clean:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import absl.logging
+import composed_once
 import numpy as np
 import omegaconf.base
 import pairwise
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ConfigStore.__deepcopy__ = lambda self, memo: self
     # Of the rest, parsing the few interpolations takes an eighth; a parse tree is only read.
     omegaconf.base.parse = functools.cache(omegaconf.base.parse)
+    composed_once.install()
     torch.onnx.export = _with_one_table(torch.onnx.export)
     # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
     # That the handle is open is still asked.
@@ -112,6 +114,15 @@ def _seed_global_generators(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
+
+
+@pytest.fixture
+def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw few and small frames: pages and clips hold the same."""
+    monkeypatch.setattr("burnish.reports.videos.FPS", 4)
+    monkeypatch.setattr("burnish.reports.rollouts._LARGE", {"width": 96, "height": 96})
+    monkeypatch.setattr("burnish.reports.rollouts._MOVING_FRAMES", 6)
+    monkeypatch.setattr("burnish.reports.rollouts._CLIP_FRAMES", 4)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,7 @@ def test_names_say_what_a_thing_is() -> None:
     assert not offenders(vague)
 
 
+@cache
 def tracked_texts() -> list[tuple[str, str]]:
     """Return name and text of every file under version control, or that soon may be; binaries left out."""
     listed = subprocess.run(

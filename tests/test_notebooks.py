@@ -42,8 +42,8 @@ SMALL: dict[str, Any] = {
     "arm": str(ROOT / "integrations/lerobot_policy_burnish/arm.py"),
     "cloning": TRAINING | CLONING,
     "tuning": TRAINING | TUNING,
-    "evaluation": ALONE | {"episodes": 2, "videos": 1},
-    "drawing": ALONE | {"episodes": 2},
+    "evaluation": ALONE | {"episodes": 1, "videos": 1},
+    "drawing": ALONE | {"episodes": 1},
 }
 """Values for the cell with the tag `parameters`; a notebook takes those that it names."""
 
@@ -70,6 +70,7 @@ def executed(shell: InteractiveShell, cells: list[Any]) -> Iterator[str]:
         yield shown.get("text/html", "")
 
 
+@pytest.mark.usefixtures("small_pictures")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_and_shows_a_table_and_a_clip(path: Path, shell: InteractiveShell) -> None:
     require_drawing()

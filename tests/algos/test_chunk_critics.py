@@ -174,7 +174,7 @@ def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], t
     "values",
     [
         {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3},
-        {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 2, "ascent_lr": 0.1},
+        {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 1, "ascent_lr": 0.1},
     ],
     ids=["edits", "ascent"],
 )
@@ -407,7 +407,11 @@ def test_adjoint_matching_moves_both_modes_by_their_value_and_keeps_them() -> No
     ("config", "values"),
     repeated(
         [
-            (PaRlConfig, {"num_candidates": 8, "ascent_lr": 0.05, "temperature": 0.1, "refit_after": 50}),
+            (
+                PaRlConfig,
+                {"num_candidates": 8, "ascent_lr": 0.05, "temperature": 0.1, "refit_after": 30}
+                | {"steps": 100, "log_every": 100, "batch_size": 32},
+            ),
             (IdqlConfig, {"num_candidates": 16}),
             (TrqamConfig, {"divergence_budget": 0.5, "refit": False}),
         ]
@@ -417,7 +421,7 @@ def test_the_better_of_two_modes_becomes_more_frequent_than_in_the_clone(
     config: Any, values: dict[str, Any]
 ) -> None:
     sizes = {"steps": 200, "log_every": 200, "batch_size": 64, "critic_dims": (32, 32), "critics": 2}
-    method = replace(small(config), gamma=0.0, actor_lr=3e-3, critic_lr=3e-3, **sizes, **values)
+    method = replace(small(config), gamma=0.0, actor_lr=3e-3, critic_lr=3e-3, **(sizes | values))
     policy = finished(begin(method, dataset=two_modes(), env=None, init=clone_of_two_modes())).snapshot()
     before, after = (
         one.act(observed(256), generator=torch.Generator().manual_seed(3))[:, 0, 0]
@@ -511,7 +515,7 @@ def test_qc_prefers_the_better_of_two_modes_that_the_policy_keeps() -> None:
     """Actions are +-0.6; the reward is the first action. The policy stays a clone of both modes."""
     data = two_modes()
     config = QcConfig(
-        steps=450, log_every=450, batch_size=64, gamma=0.0, critic_dims=(32, 32), actor_lr=3e-3,
+        steps=250, log_every=250, batch_size=32, gamma=0.0, critic_dims=(32, 32), actor_lr=3e-3,
         critic_lr=3e-3, num_candidates=16,
     )  # fmt: skip
     policy = finished(begin(config, dataset=data, env=None, init=None)).snapshot()
@@ -571,7 +575,7 @@ def test_dqc_finds_the_value_of_a_reward_beyond_its_executed_chunk() -> None:
     """Mode +0.6 of the first chunk leads to a reward of 1 after the chunk; values lie in [0, 1]."""
     data = later_reward()
     config = DqcConfig(
-        steps=600, log_every=600, batch_size=64, gamma=0.9, critic_horizon=4, critic_dims=(32, 32),
+        steps=200, log_every=200, batch_size=64, gamma=0.9, critic_horizon=4, critic_dims=(32, 32),
         actor_lr=3e-3, critic_lr=3e-3, tau=0.05, num_candidates=16,
     )  # fmt: skip
     run = finished(begin(config, dataset=data, env=None, init=None))

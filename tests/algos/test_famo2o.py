@@ -136,7 +136,7 @@ def test_a_larger_coefficient_asks_for_the_better_half_of_the_data_and_is_chosen
 
 
 def test_the_policy_is_a_directory_and_a_graph(tmp_path: Path) -> None:
-    policy = moved(begin().snapshot()).with_sampler(Euler(steps=2)).eval()
+    policy = moved(begin().snapshot()).with_sampler(Euler(steps=1)).eval()
     again = load_policy(save_policy(policy, tmp_path / "policy"))
     noise = noise_of(policy)
     assert torch.equal(again.act(observed(), noise=noise), policy.act(observed(), noise=noise))

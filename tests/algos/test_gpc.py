@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import pairwise
 
 from algos.gpc import (
     EstimateSettings,
@@ -70,15 +71,19 @@ def members(*means: tuple[float, float], lead: Any = None, **units: float) -> Co
 # -- estimate -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lead", [VPDiffusion(50), RectifiedFlow()])
-@pytest.mark.parametrize("units", [{}, {"scale": 0.5, "offset": 0.3}])
+ERRORS = [
+    ((0.3, 0.0), (-0.1, 0.0)), ((0.2, 0.0), (0.0, 0.2)), ((0.1, 0.0), (0.3, 0.0)), ((0.0, 0.0), (0.5, 0.5))
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("one", "two"),
-    [((0.3, 0.0), (-0.1, 0.0)), ((0.2, 0.0), (0.0, 0.2)), ((0.1, 0.0), (0.3, 0.0)), ((0.0, 0.0), (0.5, 0.5))],
+    ("errors", "units", "lead"),
+    pairwise(ERRORS, [{}, {"scale": 0.5, "offset": 0.3}], [VPDiffusion(50), RectifiedFlow()]),
 )
 def test_known_errors_give_the_known_weight(
-    lead: Any, units: dict[str, float], one: tuple[float, float], two: tuple[float, float]
+    errors: tuple[tuple[float, float], tuple[float, float]], units: dict[str, float], lead: Any
 ) -> None:
+    one, two = errors
     policy = members(one, two, lead=lead, **units)
     settings = EstimateSettings(windows=600, levels=6)
     pooled, *levels = estimate_weights(policy, gaussian_data((0.0, 0.0)), settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import mentions
 
@@ -51,6 +51,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rows") / "metrics.jsonl"
 
 
+@settings(max_examples=30)
 @given(values=st.dictionaries(st.text(min_size=1), st.floats(), max_size=5), step=st.integers(0, 10**12))
 def test_rows_return_and_are_valid_json(rows: Path, values: dict[str, float], step: int) -> None:
     rows.unlink(missing_ok=True)

@@ -212,7 +212,7 @@ def test_a_new_actor_acts_in_the_box_of_the_task() -> None:
 
 
 def test_cloning_is_the_limit_without_a_value() -> None:
-    run = run_of(Td3BcConfig(steps=600, alpha=0.0, **SIZES))
+    run = run_of(Td3BcConfig(steps=300, alpha=0.0, **SIZES))
     while run.progress < run.total:
         metrics = run.advance()
     assert float(metrics["actor/value_loss"]) == 0.0

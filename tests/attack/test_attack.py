@@ -57,7 +57,7 @@ def open_hostile_files(folder: Path, count: int, seed: int) -> None:
 def test_hostile_files_end_in_one_error(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("pyarrow")
-    open_hostile_files(tmp_path / "files", 48, 0)
+    open_hostile_files(tmp_path / "files", 24, 0)
 
 
 @pytest.mark.attack

@@ -176,6 +176,12 @@ def inspected(path: Path, **options: Any) -> dict[str, Any]:
     return facts
 
 
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the picture, which takes most of the time, where only facts are looked at."""
+    monkeypatch.setattr("burnish.commands.data_inspect.draw_dataset", lambda *_: b"")
+
+
 @pytest.mark.parametrize("write", [write_robomimic, write_d4rl, write_minari])
 def test_facts_are_the_dataset_s(tmp_path: Path, noisy: EpisodeDataset, write: Any) -> None:
     write(tmp_path / "toy-v0", noisy)
@@ -191,6 +197,7 @@ def test_facts_are_the_dataset_s(tmp_path: Path, noisy: EpisodeDataset, write: A
     assert png.startswith(b"\x89PNG") and len(png) > 5000
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_measures_follow_from_the_seed_and_can_be_left_out(tmp_path: Path, noisy: EpisodeDataset) -> None:
     write_d4rl(tmp_path / "toy.hdf5", noisy)
     one, two = (inspected(tmp_path / "toy.hdf5", samples=50, seed=3)["measures"] for _ in range(2))
@@ -198,6 +205,7 @@ def test_measures_follow_from_the_seed_and_can_be_left_out(tmp_path: Path, noisy
     assert "measures" not in inspected(tmp_path / "toy.hdf5", measures=False)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_scores_quality_and_coverage_need_something_to_compare_with(
     tmp_path: Path, noisy: EpisodeDataset
 ) -> None:
@@ -212,6 +220,7 @@ def test_scores_quality_and_coverage_need_something_to_compare_with(
         inspected(tmp_path / "toy.hdf5", task="hoppper")
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_reference_is_read_with_the_options_that_fit_it(tmp_path: Path, noisy: EpisodeDataset) -> None:
     write_d4rl(tmp_path / "toy.hdf5", noisy)
     write_robomimic(tmp_path / "other.hdf5", noisy)
@@ -243,6 +252,7 @@ def test_an_unusable_reference_is_refused_before_measuring(
     assert not (tmp_path / "found").exists()
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_options_reach_the_reader(tmp_path: Path, noisy: EpisodeDataset) -> None:
     write_d4rl(tmp_path / "toy.hdf5", replace(noisy, extras={"x": torch.zeros(400)}))
     facts = inspected(tmp_path / "toy.hdf5", data={"d4rl_compat": True}, measures=False)

@@ -283,7 +283,12 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, cloned: Cloned
     one_tiny_iteration(name, cloned, tmp_path)
 
 
-@pytest.mark.parametrize("name", [n for n in filter(_tunes, experiments()) if "_image_" in n])
+IMAGES = [name for name in filter(_tunes, experiments()) if "_image_" in name]
+
+
+@pytest.mark.parametrize(
+    "name", of_each(IMAGES, lambda name: [_choices(name)["algo"], _choices(name)["env"]])
+)
 def test_one_tiny_iteration_from_images(name: str, cloned: Cloned, tmp_path: Path) -> None:
     one_tiny_iteration(name, cloned, tmp_path, "encoder.width=8", "encoder.features=8")
 

@@ -116,6 +116,7 @@ def test_a_policy_knows_its_task(base: Run) -> None:
     assert locate(base.path).provenance()["algo"] == "bc"
 
 
+@pytest.mark.usefixtures("small_pictures")
 def test_fine_tuning_compares_on_the_same_episodes_and_reports(base: Run, tuned: Run, tmp_path: Path) -> None:
     result = burnish.evaluate(tuned, baseline=base, episodes=3, num_workers=0)
     assert result.comparison is not None and result.baseline is not None
@@ -132,7 +133,7 @@ def test_fine_tuning_compares_on_the_same_episodes_and_reports(base: Run, tuned:
     assert result.path.parent == tuned.path / "eval"
     assert len(written["rows"]) == 3 and written["versus"]["episodes"] == 3
     assert comparison_of(written["versus"]) == result.comparison
-    page = burnish.report(tuned, episodes=2, num_workers=0, out=tmp_path / "report").read_text()
+    page = burnish.report(tuned, episodes=1, num_workers=0, out=tmp_path / "report").read_text()
     assert "<h2>Learning</h2>" in page and "<h2>Behaviour</h2>" in page
     assert page.count("data:image/png;base64,") == 1, "the paths of both policies"
     assert "before: " in page and "after: " in page
@@ -200,8 +201,9 @@ def test_several_seeds_share_a_report(base: Run, tmp_path: Path) -> None:
     assert "2 runs" in page and "<th>all runs</th>" in page
 
 
+@pytest.mark.usefixtures("small_pictures")
 def test_runs_of_different_kinds_are_not_summarised_together(base: Run, tuned: Run, tmp_path: Path) -> None:
-    index = burnish.report([base, tuned], episodes=2, num_workers=0, out=tmp_path / "two")
+    index = burnish.report([base, tuned], episodes=1, num_workers=0, out=tmp_path / "two")
     page = index.read_text()
     for unit in ("gradient steps", "env steps"):
         assert page.count(f"Numbers logged while training, over {unit}.") == 1

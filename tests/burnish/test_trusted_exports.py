@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pairwise import each_value
 
 from burnish import cli
 
@@ -25,8 +26,10 @@ def refusal(
     return error
 
 
-@pytest.mark.parametrize("command", [["eval", "env=avoid"], ["eval"], ["serve"]])
-@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"inputs": 1})])
+@pytest.mark.parametrize(
+    ("text", "command"),
+    each_value(["{", "[]", "{}", json.dumps({"inputs": 1})], [["eval", "env=avoid"], ["eval"], ["serve"]]),
+)
 def test_a_folder_whose_signature_lies_is_refused_in_one_line(
     text: str,
     command: list[str],

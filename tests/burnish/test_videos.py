@@ -69,6 +69,7 @@ def test_with_imageio_ffmpeg_it_is_an_mp4(tmp_path: Path) -> None:
     assert path.suffix == ".mp4" and b"ftyp" in path.read_bytes()[:12]
 
 
+@pytest.mark.usefixtures("small_pictures")
 def test_evaluation_writes_them_and_changes_no_number(tmp_path: Path) -> None:
     require_drawing()
     task = Mjcf(file=str(write("task", "disc", tmp_path)[0]), max_episode_steps=6)

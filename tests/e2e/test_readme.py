@@ -16,28 +16,28 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
 
 BC = [
-    "algo.steps=40",
+    "algo.steps=4",
     "algo.batch_size=16",
     "algo.warmup_steps=2",
     "backbone.width=16",
     "evaluation.episodes=2",
     "num_workers=0",
 ]
-DIFFUSION = [*BC, "process.num_levels=5"]
-DPPO = ["algo.env_steps=100", "algo.num_envs=4", "algo.steps_per_iteration=5", "algo.batch_size=40"]
-DPPO += ["evaluation.episodes=2", "num_workers=0"]
+DIFFUSION = [*BC, "process.num_levels=2"]
+DPPO = ["algo.env_steps=40", "algo.num_envs=2", "algo.steps_per_iteration=5", "algo.batch_size=10"]
+DPPO += ["algo.tuned_steps=2", "evaluation.episodes=2", "num_workers=0"]
 SMALL = {
-    "collect": ["episodes=4"],
+    "collect": ["episodes=2"],
     "train algo=bc env=avoid experiment=avoid_bc": DIFFUSION,
     "train algo=bc": BC,
     "train algo=dppo": DPPO,
     "train experiment=avoid_dppo": DPPO,
     "eval": ["episodes=3", "num_workers=0"],
-    "report": ["episodes=2", "num_workers=0"],
+    "report": ["episodes=1", "num_workers=0"],
 }
 """What is appended to a command that begins like this."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("small_pictures")]
 
 
 def blocks(language: str) -> list[str]:
@@ -80,8 +80,8 @@ def test_the_python_path_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         code = code.replace(
             f'"experiment={begin}"', ", ".join(f'"{x}"' for x in (f"experiment={begin}", *more))
         )
-    code = code.replace("episodes=20", "episodes=4").replace("episodes=100", "episodes=3, num_workers=0")
-    code = code.replace("burnish.report(tuned)", "burnish.report(tuned, episodes=2, num_workers=0)")
+    code = code.replace("episodes=20", "episodes=2").replace("episodes=100", "episodes=3, num_workers=0")
+    code = code.replace("burnish.report(tuned)", "burnish.report(tuned, episodes=1, num_workers=0)")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
     assert Path("exported_from_python", "policy.onnx").exists()

@@ -103,8 +103,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("obs_steps", [1, 3])
-@pytest.mark.parametrize("name", sorted(IDS))
+@pytest.mark.parametrize(("name", "obs_steps"), each_value(sorted(IDS), [1, 3]))
 def test_whole_chunks_equal_single_steps(name: str, obs_steps: int) -> None:
     """What a robot does past the end of its episode, and rows that rest, leave no trace."""
 

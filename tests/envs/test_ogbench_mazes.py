@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from drawing import require_drawing
 from messages import mentions
-from pairwise import repeated
+from pairwise import each_value, repeated
 
 pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
@@ -89,11 +89,14 @@ def require_the_same(ours: ChunkStep, row: int, peer: Any, actions: np.ndarray) 
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"),
-    [("og-pointmaze-giant", 1000), ("og-antmaze-large", 150), ("og-humanoidmaze-large", 150)],
+    ("robot", "goal"),
+    each_value(
+        [("og-pointmaze-giant", 1000), ("og-antmaze-large", 150), ("og-humanoidmaze-large", 150)],
+        ["appended", "fixed"],
+    ),
 )
-@pytest.mark.parametrize("goal", ["fixed", "appended"])
-def test_random_actions_equal_ogbench_bit_for_bit(name: str, steps: int, goal: str) -> None:
+def test_random_actions_equal_ogbench_bit_for_bit(robot: tuple[str, int], goal: str) -> None:
+    name, steps = robot
     seeds = [3, 123456789]
     vector = vector_of(name, 2, goal=goal, task=0 if goal == "appended" else 4)
     first, actions = vector.reset(seeds)[:, -1], random_actions(vector, steps)
@@ -106,8 +109,7 @@ def test_random_actions_equal_ogbench_bit_for_bit(name: str, steps: int, goal: s
         assert ended == (steps == 1000), "the point runs into the limit, both at the same step"
 
 
-@pytest.mark.parametrize("goal", ["fixed", "appended"])
-@pytest.mark.parametrize("name", GUIDED)
+@pytest.mark.parametrize(("name", "goal"), each_value(GUIDED, ["fixed", "appended"]))
 def test_a_demonstration_succeeds_in_ogbench_at_the_same_step(name: str, goal: str) -> None:
     task = env(name, goal=goal, task=2)
     episode = task.demonstrate(7)  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import repeated
 
 from envs.engine import fork_server
 from envs.engine.workers import LocalWorkers, ProcessWorkers, receive, send, start_workers
@@ -262,7 +263,7 @@ def test_local_workers_do_the_same_here_on_one_thread() -> None:
     assert result.tolist() == [6, 6] and messages == [5] and torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("in_main_thread", [True, False])
+@pytest.mark.parametrize("in_main_thread", repeated([False, True]))
 def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
     script = (
         "import threading\n"

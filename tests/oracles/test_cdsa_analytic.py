@@ -112,7 +112,7 @@ def test_a_trained_score_points_where_the_exact_one_does(golden_path: Path) -> N
     data, sigma = arrays["data"], 0.7
     noise = torch.randn(len(data), data.shape[1], generator=generator(2), dtype=torch.float64)
     near = data + 0.3 * noise
-    score = trained_score(arrays, data, sigma, steps=1000, lr=3e-3)
+    score = trained_score(arrays, data, sigma, steps=600, lr=3e-3)
     correlation, slope = agreement(score(near), exact_score(data, near, sigma))
     assert correlation > 0.95 and 0.85 < slope < 1.15
 
@@ -135,7 +135,7 @@ def test_a_score_that_is_trained_on_normal_data_is_the_stated_one(golden_path: P
     sigma = float(arrays["sigmas"].max())
     data = mean + draws @ root.T
     near = covered(arrays["queries"], data, sigma)
-    score = trained_score(arrays, data, sigma, steps=600)
+    score = trained_score(arrays, data, sigma, steps=300)
     correlation, slope = agreement(score(arrays["queries"][near]), arrays[f"gauss_score_{sigma}"][near])
     assert correlation > 0.95 and 0.85 < slope < 1.15
 

@@ -183,7 +183,7 @@ or seed it was 0.93 to 1."""
 
 @pytest.mark.parametrize("form", ["dot", "dae"])
 def test_both_modes_are_learned_and_ranked_above_what_lies_between(form: str) -> None:
-    config = BcConfig(steps=600, batch_size=128, lr=3e-3, log_every=600, validation_fraction=0.0)
+    config = BcConfig(steps=300, batch_size=64, lr=3e-3, log_every=300, validation_fraction=0.0)
     algorithm = config.build(two_mode_setup(0, process=ScoreEnergy(form=form), width=32))
     finish(algorithm)
     policy = algorithm.snapshot().with_sampler(DDIM(steps=10))  # type: ignore[attr-defined]

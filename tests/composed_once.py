@@ -1,0 +1,83 @@
+"""Keeps what Hydra composes from one choice of groups: typed values are set in a copy of it.
+
+Finding and merging the files of a choice takes most of a composition, and tests choose the same ones again.
+Nothing is kept of folders of a person, of former keys, or of mistakes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from hydra._internal import config_loader_impl as hydra_loader
+from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.defaults_list import DefaultsList, Overrides, create_defaults_list
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
+
+from burnish.config import schema
+from policies import registry
+
+_FOUND: dict[Any, tuple[DefaultsList, Any]] = {}
+_MERGED: dict[Any, DictConfig] = {}
+
+
+class _Defaults(list[ResultDefault]):
+    """Files of a choice, which is kept by this key."""
+
+    key: Any = None
+
+
+def install() -> None:
+    """Replace the two steps of Hydra, and its parsing of a typed value, which depends on nothing else."""
+    loader = hydra_loader.ConfigLoaderImpl
+    merge, parse = loader._compose_config_from_defaults_list, functools.cache(OverridesParser.parse_rule)
+
+    def merge_once(self: Any, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        key = getattr(defaults, "key", None)
+        if key is None:
+            return merge(self, defaults, repo)
+        if key not in _MERGED:
+            _MERGED[key] = merge(self, defaults, repo)
+        return copy.deepcopy(_MERGED[key])
+
+    def parse_once(self: OverridesParser, s: str, rule_name: str) -> Any:
+        return copy.deepcopy(parse(_PARSER, s, rule_name))
+
+    hydra_loader.create_defaults_list = _find_once
+    loader._compose_config_from_defaults_list = merge_once
+    OverridesParser.parse_rule = parse_once
+
+
+_PARSER = OverridesParser.create()
+
+
+def _find_once(repo: IConfigRepository, overrides_list: list[Override], **choice: Any) -> DefaultsList:
+    fresh = functools.partial(create_defaults_list, repo=repo, overrides_list=overrides_list, **choice)
+    sources = tuple((source.scheme(), source.path) for source in repo.get_sources())
+    if schema.RENAMED.get({}) or any(scheme == "file" for scheme, _ in sources):
+        return fresh()
+    values = Overrides(repo, overrides_list).config_overrides
+    groups = tuple(one.input_line for one in overrides_list if one not in values)
+    key = (sources, groups, *choice.items())
+    if key not in _FOUND or _FOUND[key][1] != _parts(_FOUND[key][0]):
+        found = fresh()
+        _MERGED.pop(key, None)
+        _FOUND[key] = found, _parts(found)
+    found = copy.copy(_FOUND[key][0])
+    found.defaults, found.config_overrides = _Defaults(found.defaults), values
+    found.defaults.key = key
+    return found
+
+
+def _parts(found: DefaultsList) -> list[Any]:
+    """Return the registered classes of a choice: a test may register another one by the same name."""
+    paths = [(one.config_path or "").rpartition("/") for one in found.defaults]
+    return [registry.lookup(group, name) for group, _, name in paths if _is_part(group, name)]
+
+
+def _is_part(group: str, name: str) -> bool:
+    return group in schema.GROUPS and registry.is_known(group, name)

@@ -216,6 +216,7 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
     yield Choice("algo.actor_min_lr", least, "the rate falls to a tenth")
     yield Choice("algo.actor_lr_cycle", _ITERATIONS + 5, "iterations, about the length of the run")
     if type(algo) is PpoConfig and facts.is_new:
+        yield Choice("process", "gaussian", "an action is one draw, with its density")
         yield Choice("algo.clip_range", 0.2, "nothing is to be kept")
         yield Choice("algo.log_prob_range", None, "nothing is to be kept")
         yield Choice("algo.log_prob_reduction", "joint", "the density of the whole action")

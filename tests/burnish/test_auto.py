@@ -80,6 +80,8 @@ def test_more_data_means_more_steps_within_bounds() -> None:
 
 def test_discounts_reach_over_an_episode() -> None:
     assert values("dppo", SHORT)["algo.gamma"] == 0.99
+    assert values("ppo", SHORT)["process"] == "gaussian"
+    assert "process" not in values("ppo", replace(SHORT, is_new=False)) | values("dppo", SHORT)
     assert values("dppo", TUNED)["algo.gamma"] == 0.999
     assert values("sac", Facts(length=200))["algo.gamma"] == pytest.approx(1 - 1 / 200)
 

@@ -50,7 +50,7 @@ EXTRAS = packages_of_extras()
 
 HEAVY = {
     *("mujoco", "gymnasium", "hydra", "omegaconf", "matplotlib", "diffusers", "h5py", "rich"),
-    *("onnx", "onnxruntime", "ogbench", "dm_control"),
+    *("onnx", "onnxruntime", "ogbench", "dm_control", "torch._dynamo"),
 }
 """Packages that running a policy does not need."""
 
@@ -183,6 +183,7 @@ def test_running_a_policy_loads_no_simulator_and_no_front_end() -> None:
         "[parts(group) for group in ('process', 'sampler', 'backbone')]",
         found,
         "from policies.storage.policy_folder import load_policy",
+        "load_policy('tests/fixtures/version_0_1/policies/cloned')",
         found,
     ]
     command = [sys.executable, "-c", "\n".join(check)]

@@ -117,17 +117,31 @@ class _Files(_Renaming, FileConfigSource):
 
 
 class _Installed(ImportlibResourcesConfigSource):
-    """Files of an installed package, each parsed once."""
+    """Files of an installed package, each looked for and parsed once."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        result = _parsed(self.provider, self.path, config_path)
+        result = self._once("load_config", config_path)
         return replace(result, config=copy.deepcopy(result.config), header=dict(result.header))
+
+    def is_group(self, config_path: str) -> bool:
+        found: bool = self._once("is_group", config_path)
+        return found
+
+    def is_config(self, config_path: str) -> bool:
+        found: bool = self._once("is_config", config_path)
+        return found
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return [*self._once("list", config_path, results_filter)]
+
+    def _once(self, method: str, *arguments: Any) -> Any:
+        return _asked(self.provider, self.path, method, *arguments)
 
 
 @cache
-def _parsed(provider: str, path: str, config_path: str) -> ConfigResult:
+def _asked(provider: str, path: str, method: str, *arguments: Any) -> Any:
     source = ImportlibResourcesConfigSource(provider, f"{ImportlibResourcesConfigSource.scheme()}://{path}")
-    return source.load_config(config_path)
+    return getattr(source, method)(*arguments)
 
 
 class _Package(_Renaming, _Installed):

@@ -27,6 +27,10 @@ class Budget(TorchDispatchMode):
         super().__init__()
         self._nbytes, self._operations = nbytes, operations
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise PyTorch imports its compiler, which takes most of the time of loading
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

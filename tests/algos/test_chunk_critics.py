@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from pairwise import repeated
+from pairwise import of_each, repeated
 from point_env import PointEnv
 from small_algorithms import dataset, init, policy_config, setup, small, start
 from torch import Tensor
@@ -652,7 +652,13 @@ def test_a_run_goes_on_in_its_task_and_learns_from_what_happens(algo: str) -> No
     run.close()
 
 
-@pytest.mark.parametrize("algo", [algo for algo in (*METHODS, *OFFLINE) if algo != "iql"])  # its rate decays
+@pytest.mark.parametrize(
+    "algo",
+    of_each(
+        [algo for algo in (*METHODS, *OFFLINE) if algo != "iql"],  # its rate decays
+        lambda algo: [registry.lookup("algo", algo).__mro__[1].__name__],
+    ),
+)
 def test_the_steps_on_data_are_those_of_a_run_that_ends_there(algo: str) -> None:
     process = "deterministic" if algo in OFFLINE else "flow"
     config = small(registry.lookup("algo", algo))

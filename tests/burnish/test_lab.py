@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from drawing import require_drawing
 from messages import mentions
+from pairwise import each_value
 from PIL import Image
 from small_policies import policy_for
 
@@ -311,10 +312,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("which", ["subject", "two"])
+@pytest.mark.parametrize(("settings", "which"), each_value(SETTINGS, ["subject", "two"]))
 def test_the_python_lines_give_the_plans_that_are_shown(
-    which: str, settings: dict[str, Any], request: pytest.FixtureRequest
+    settings: dict[str, Any], which: str, request: pytest.FixtureRequest
 ) -> None:
     session = Session(request.getfixturevalue(which))
     session.reset(4)
@@ -334,10 +334,9 @@ def test_the_python_lines_are_right_in_a_folder_of_any_name(subject: Subject) ->
     assert "load_policy('a \"b\" c')" in text
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("which", ["subject", "two"])
+@pytest.mark.parametrize(("settings", "which"), each_value(SETTINGS, ["two", "subject"]))
 def test_the_command_is_one_that_eval_understands(
-    which: str, settings: dict[str, Any], request: pytest.FixtureRequest
+    settings: dict[str, Any], which: str, request: pytest.FixtureRequest
 ) -> None:
     session = Session(request.getfixturevalue(which))
     command = session.control(settings)["command"].splitlines()[-1]

@@ -381,7 +381,7 @@ def test_a_sketch_is_served_and_exported(strategy: str, resample_steps: int | No
     keys = {"strategy": strategy, "sketch": str(tmp_path / "way.json"), "candidates": 2}
     keys |= {"resample_steps": resample_steps}
     steer = Steering(**keys)
-    policy = small_policy(RectifiedFlow(), Euler(steps=2, clip_action=None))
+    policy = small_policy(RectifiedFlow(), Euler(steps=1, clip_action=None))
     followed = steered(policy, steer)
     obs, noise = observations(4), followed.sample_noise(4, generator=torch.Generator().manual_seed(2))
     actions = followed.act(obs, noise=noise)

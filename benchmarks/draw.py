@@ -3,8 +3,9 @@
     python -m benchmarks.draw <run>                 the policy, its graphs, and what the page must know
     python -m benchmarks.draw docs/draw/cloned      the same of the policy that is there
     python -m benchmarks.draw picture               site/draw with a drawn line, in docs/pictures
+    python -m benchmarks.draw measure               how fast it is, and how near to the line, in docs/results
 
-writes into docs; the picture needs Chromium.
+writes into docs; the last two need Chromium, and the page that `make site` makes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chromium import browser
-from benchmarks.studies.lab import LINE, MOVES, between, click, drag, write_picture
+from benchmarks import pages
+from benchmarks.chromium import Browser, browser
+from benchmarks.studies.lab import (
+    LINE,
+    MOVES,
+    PACE_S,
+    between,
+    choose,
+    click,
+    drag,
+    table,
+    watched,
+    write_picture,
+)
 from burnish.lab.controls import START_SEED, Subject
 from burnish.lab.session import Session
 from burnish.runs.locate import Located, locate
@@ -118,24 +131,64 @@ def _require_known(policy: Any) -> None:
         )
 
 
+def opened(tab: Browser, **window: Any) -> None:
+    """Open the page, and wait for its first plans."""
+    tab.open(PAGE, **window)
+    tab.wait("return document.querySelector('#command').textContent.length > 0")
+
+
 def picture() -> None:
     """Draw a line on the page, compare the starts, and keep what is seen."""
     with browser() as tab:
-        tab.open(PAGE, width=1040, height=760)
-        tab.wait("return document.querySelector('#command').textContent.length > 0")
+        opened(tab, width=1040, height=760)
         drag(tab, Avoid().stepper(1).plane(0), between(LINE, MOVES))
         click(tab, "compare")
         tab.wait("return !document.querySelector('#compared').hidden")
         write_picture(tab, PICTURE)
 
 
+def measure() -> None:
+    """Watch the page under every strategy, and write what was seen."""
+    plane, found = Avoid().stepper(1).plane(0), {}
+    with browser() as tab:
+        for strategy in STRATEGIES:
+            opened(tab)
+            choose(tab, "strategy", strategy)
+            found[strategy] = watched(tab, plane)
+        complaints = tab.complaints()
+    if complaints:
+        raise SystemExit(f"the page complains: {complaints}")
+    made = json.loads((FOLDER / "package.json").read_text())["dependencies"]
+    pages.keep("draw", "page", {"packages": made, "strategies": found}, indent=1)
+
+
+def page(content: dict[str, Any]) -> list[str]:
+    """Return the lines of the page of results."""
+    return [
+        "# A policy in the browser alone",
+        "",
+        "`python -m benchmarks.draw measure`: the [page](../draw.md) opened from a file, in Chromium without",
+        f"a window. A line of {MOVES} mouse moves, one in {1000 * PACE_S:.0f} ms, is drawn while the policy",
+        "acts with 16 plans.",
+        "",
+        *table(content["strategies"]),
+        "",
+        f"Measured with {', '.join(map(' '.join, content['packages'].items()))}. All delays",
+        "are in `draw/`.",
+    ]
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Write the policy of a run, or the picture."""
-    if list(arguments) == ["picture"]:
+    """Write the policy of a run, the picture, or the measurements."""
+    (what,) = arguments
+    if what == "picture":
         picture()
+    elif what == "measure":
+        measure()
+        (found,) = pages.kept("draw")
+        pages.write("draw", page(found))
     else:
-        (run,) = arguments
-        write(locate(run))
+        write(locate(what))
 
 
 if __name__ == "__main__":

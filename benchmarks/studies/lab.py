@@ -147,33 +147,31 @@ def write_picture(tab: Browser, path: Path) -> None:
     Image.open(io.BytesIO(tab.picture())).convert("RGB").save(path, format="WEBP", quality=80)
 
 
-def page(content: dict[str, Any]) -> list[str]:
-    """Return the lines of the page."""
+def table(strategies: dict[str, Any]) -> list[str]:
+    """Return the lines of a table of what was watched, by strategy."""
     rows = []
-    for name, one in content["strategies"].items():
+    for name, one in strategies.items():
         median, late = (f"{value:.0f}" for value in np.percentile(one["delays_ms"], (50, 90)))
         success, off = one["starts"].get("steered", one["starts"]["plain"])
         rows.append([name, f"{one['frames_per_s']:.1f}", median, late, success, off])
-    plain = content["strategies"]["guided_diffusion"]["starts"]["plain"]
+    columns = ("strategy", "frames/s", "mouse to plan, median [ms]", "90th percentile [ms]")
+    plain = strategies["guided_diffusion"]["starts"]["plain"]
+    return [
+        *pages.table((*columns, "success of 20 starts", "off the line"), rows),
+        "",
+        f"The policy alone: success {plain[0]}, {plain[1]} off the line.",
+    ]
+
+
+def page(content: dict[str, Any]) -> list[str]:
+    """Return the lines of the page."""
     return [
         "# The laboratory in a browser",
         "",
         f"`burnish lab` with {content['policy']} on `avoid`, in Chromium without a window. A line of",
         f"{MOVES} mouse moves, one in {1000 * PACE_S:.0f} ms, is drawn while the policy acts with 16 plans.",
         "",
-        *pages.table(
-            (
-                "strategy",
-                "frames/s",
-                "mouse to plan, median [ms]",
-                "90th percentile [ms]",
-                "success of 20 starts",
-                "off the line",
-            ),
-            rows,
-        ),
-        "",
-        f"The policy alone: success {plain[0]}, {plain[1]} off the line.",
+        *table(content["strategies"]),
         *pages.origin("lab", content),
     ]
 

@@ -6,9 +6,10 @@
 // and normalised unless they are said to be physical. What is computed is that of policies/samplers/step_table.py,
 // policies/wrappers/sketch_guidance.py and sketches.py; the numbers come from `python -m benchmarks.draw`.
 globalThis.draw = (() => {
-  const FIRST_POINTS = 64; // rows of a film, at most
+  const FILM_PLANS = 64; // in a film, at most
   const PATH_POINTS = 120; // of an episode that is shown, at most
   const PAUSE_MS = 1000; // between the end of an episode and the next one
+  const BUSY_MS = 40; // of computing before the page may draw and listen
 
   const clip = (x, limit) => (limit === null ? x : Math.min(Math.max(x, -limit), limit));
   const rounded = (value) => (Array.isArray(value) ? value.map(rounded) : Math.round(value * 1e4) / 1e4);
@@ -197,8 +198,13 @@ globalThis.draw = (() => {
         x[i] = recipe.starts_at_guide ? beside[i] + recipe.noise_share * draw(0, i) : this.loop.start_std * draw(0, i);
       }
       const cond = await this.encoded(observations, count, candidates), states = [];
+      let began = performance.now();
       for (let k = first; k < rows.length; k++) {
-        if (film) states.push(x.slice(0, FIRST_POINTS * size));
+        if (performance.now() - began > BUSY_MS) {
+          await pause(0);
+          began = performance.now();
+        }
+        if (film) states.push(x.slice(0, FILM_PLANS * size));
         const row = rows[k], feeds = { ...cond, x: new ort.Tensor("float32", Float32Array.from(x), shape) };
         feeds.time = new ort.Tensor("float32", [row.time], [1]);
         const prediction = (await this.network.run(feeds)).prediction.data;
@@ -209,7 +215,7 @@ globalThis.draw = (() => {
         }
       }
       for (let i = 0; i < length; i++) x[i] = clip(x[i], this.loop.clip_action);
-      if (film) states.push(x.slice(0, FIRST_POINTS * size));
+      if (film) states.push(x.slice(0, FILM_PLANS * size));
       const plans = Array.from({ length: count }, (_, i) => this.chosen(x, i, guide?.[i], recipe));
       return { plans, states, calls: recipe.calls };
     }
@@ -493,7 +499,7 @@ globalThis.draw = (() => {
               episode.end = end || (episode.path.length > made.task.max_episode_steps ? "time limit" : "");
             }
           });
-          await pause(0); // the page stays alive
+          await pause(0); // the page may draw and listen
         }
       } finally {
         task.close();

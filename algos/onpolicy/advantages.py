@@ -43,6 +43,8 @@ class Experience:
         seen: What the critic reads; None: the conditions.
         initial_cond: Conditions of the behaviour-cloning term's policy; None: `cond`.
         shift: (2, M S) log ratio and drift that shifted images alone cause; None: images are not shifted.
+        reference: (2, M S, Th, Da) means and entropies of the acting policy's transitions, from which
+            divergences are measured; None: they are estimated from ratios.
     """
 
     cond: Readable
@@ -53,6 +55,7 @@ class Experience:
     seen: Readable | None = None
     initial_cond: Cond | None = None
     shift: Tensor | None = None
+    reference: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.advantage)

@@ -18,6 +18,7 @@ from algos.onpolicy.losses import RewardScaler, explained_variance
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.onpolicy.trust_region import UPDATES
 from algos.training.observations import EncodingCritic, encode, mapped, shifted, trained_encoder
 from algos.training.ranks import current
 from algos.training.resume_checks import init_facts, require_unchanged
@@ -105,7 +106,7 @@ class OnPolicy:
         policy = self.policy = ratio.policy
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         self._bc_term = bc_term
-        self.learner = PpoUpdate(
+        self.learner = UPDATES.get(config.surrogate, PpoUpdate)(
             config,
             ratio=ratio,
             actor=list(trainable.parameters()),

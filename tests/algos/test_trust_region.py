@@ -1,0 +1,130 @@
+"""Laws of surrogates and trust regions, on every kind of ratio."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from messages import mentions
+from point_dppo import SMALL as DPPO
+from point_dppo import make_init
+from point_env import PointEnv
+from point_flows import FPO, REINFLOW, make_flow
+
+from algos.base import Setup
+from algos.onpolicy.losses import SURROGATES, TRUST_REGIONS
+from algos.ppo import PpoConfig
+from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
+from policies.errors import ConfigError
+from policies.policy import PolicyConfig
+from policies.processes.gaussian import GaussianProcess
+
+SIZES = {
+    "num_envs": 4,
+    "steps_per_iteration": 8,
+    "iterations": 2,
+    "batch_size": 16,
+    "update_epochs": 2,
+    "microbatch_size": 500,
+}
+
+
+def gaussian() -> Any:
+    config = PolicyConfig(
+        process=GaussianProcess(), backbone=MlpConfig(width=8, time_dim=4), horizon=3, act_steps=2
+    )
+    limits = {"min": -torch.ones(2), "max": torch.ones(2)}
+    return build_policy(
+        config, obs_dim=2, action_dim=2, statistics=dict.fromkeys(("state", "action"), limits)
+    )
+
+
+RATIOS = {
+    "gaussian": (PpoConfig(), gaussian),
+    "dppo": (DPPO, make_init),
+    "reinflow": (REINFLOW, make_flow),
+    "fpo": (FPO, make_flow),
+}
+"""Name -> configuration and initial policy."""
+
+
+def make_run(name: str, **changes: Any) -> Any:
+    config, init = RATIOS[name]
+    return replace(config, **SIZES, **changes).build(
+        Setup(env=PointEnv(), init=init(), seed=5, num_workers=0, num_threads=1)
+    )
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_on_fresh_data_every_surrogate_climbs_the_policy_gradient(name: str) -> None:
+    """Its slope along the log ratio is -A where all ratios are one."""
+    advantage = torch.tensor([-2.0, -0.3, 0.4, 1.5], dtype=torch.float64)
+    log_ratio = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    loss = SURROGATES[name](log_ratio.exp(), advantage, torch.full((4,), 0.2, dtype=torch.float64))
+    (slope,) = torch.autograd.grad(loss.sum(), log_ratio)
+    torch.testing.assert_close(slope, -advantage)
+
+
+@pytest.mark.parametrize(("name", "inside"), [("ppo", True), ("spo", False), ("bpo", False)])
+def test_what_pulls_a_ratio_back_that_has_gone_too_far(name: str, inside: bool) -> None:
+    """PPO lets it be; SPO and BPO have their least loss at the edge of the range, so they pull."""
+    ratio = torch.tensor([1.5], requires_grad=True)
+    loss = SURROGATES[name](ratio, torch.ones(1), torch.full((1,), 0.2))
+    (slope,) = torch.autograd.grad(loss.sum(), ratio)
+    assert (float(slope) == 0) if inside else (float(slope) > 0)
+
+
+@pytest.mark.parametrize("name", RATIOS)
+def test_fixpo_leaves_no_row_beyond_the_bound(name: str) -> None:
+    run = make_run(name, surrogate="fixpo", target_kl=1e-3, actor_lr=2e-3)
+    learner, seen = run.learner, []
+    collect, learner.with_reference = learner.with_reference, lambda x: seen.append(collect(x)) or seen[-1]
+    metrics = run.advance()
+    assert (seen[0].reference is not None) == (name in ("gaussian", "dppo"))
+    assert 0 < float(learner.divergences(seen[0]).max()) <= 1e-3
+    assert float(metrics["policy/fixes"]) > 0
+    run.close()
+
+
+@pytest.mark.parametrize("name", RATIOS)
+def test_trpo_moves_once_and_as_far_as_the_bound(name: str) -> None:
+    run = make_run(name, surrogate="trpo", target_kl=1e-4)
+    learner, seen = run.learner, []
+    collect, learner.with_reference = learner.with_reference, lambda x: seen.append(collect(x)) or seen[-1]
+    metrics = run.advance()
+    assert 0 < float(learner.divergences(seen[0]).mean()) <= 1e-4
+    assert 0 < float(metrics["policy/step"]) <= 1
+    run.close()
+
+
+def test_the_acting_policy_is_no_distance_from_itself() -> None:
+    for name in ("gaussian", "dppo"):
+        run = make_run(name, surrogate="fixpo", target_kl=1e-4)
+        experience = run.learner.with_reference(run.experience(run.collect()))
+        assert float(run.learner.divergences(experience).abs().max()) < 1e-6
+        run.close()
+
+
+def test_beta_goes_on_where_it_was() -> None:
+    first, second = (make_run("gaussian", surrogate="fixpo", target_kl=1e-4) for _ in range(2))
+    first.advance()
+    second.load_state_dict(first.state_dict())
+    assert float(first.learner.beta.detach()) != 1.0
+    assert torch.equal(first.learner.beta, second.learner.beta)
+    assert torch.equal(first.advance()["policy/beta"], second.advance()["policy/beta"])
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("name", TRUST_REGIONS)
+def test_a_trust_region_needs_its_bound_and_a_fixed_encoder(name: str) -> None:
+    for options, message in (
+        ({"target_kl": None}, "algo.target_kl the bound"),
+        ({"target_kl": float("inf")}, "algo.target_kl the bound"),
+        ({"encoder": "trained"}, "algo.encoder frozen"),
+    ):
+        with pytest.raises(ConfigError, match=mentions(message)):
+            PpoConfig(surrogate=name, **options)

@@ -19,6 +19,7 @@ from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
 from algos.onpolicy.trust_region import UPDATES
+from algos.training.experience import led
 from algos.training.observations import EncodingCritic, encode, mapped, shifted, trained_encoder
 from algos.training.ranks import current
 from algos.training.resume_checks import init_facts, require_unchanged
@@ -122,6 +123,7 @@ class OnPolicy:
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
+            starts=setup.starts,
             records_simulator=config.critic_input == "simulator",
             shared_by=current(),
         )
@@ -293,7 +295,7 @@ def rollout_metrics(rollout: Rollout, experience: Experience, env: EnvConfig) ->
     }
     if env.spec.success_rule:
         metrics["rollout/success"] = _mean([float(row.success) for row in rows])
-    return metrics
+    return metrics | led(rows)
 
 
 def _mean(values: list[float]) -> float:

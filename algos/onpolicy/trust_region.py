@@ -208,7 +208,8 @@ class TrpoUpdate(TrustRegionUpdate):
             share = self.shrink**k
             self.set_weights(old + share * reach.sqrt() * direction)
             with torch.no_grad():
-                moved = named(sum(loss()[1] for loss in self.surrogates(experience, every)))
+                parts = [loss()[1] for loss in self.surrogates(experience, every)]
+            moved = named(torch.stack(parts).sum(0))
             apart = float(self.divergences(experience).mean())
             if apart < self.bound and float(moved["policy/loss"]) < float(before["policy/loss"]):
                 return before | moved | {"policy/step": old.new_tensor(share)}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from envs.engine.workers import start_workers
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
+from envs.rollouts.starts import Leader, Starts
 from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
 from policies.errors import CheckpointError, ConfigError
 from policies.seeds import derive_seed, seeded_generator
@@ -92,6 +93,7 @@ class RolloutPool:
     that depends on (seed, n, e) alone; the actor's noise comes from one generator per worker.
     `num_workers=0` runs in this process with the numbers of one worker. With `records_simulator`,
     observations have the part `simulator` (..., Ds), for critics; with `records_path`, rollouts have `path`.
+    `starts` leads episodes before the actor acts; rollouts then begin where it ends.
 
     Of a run of several processes (`shared_by`), each has `num_workers` workers with its part of the
     environments, and receives the rollouts of all: W processes with n workers collect what one with W n does.
@@ -112,6 +114,7 @@ class RolloutPool:
         records_simulator: bool = False,
         records_path: bool = False,
         shared_by: Processes | None = None,
+        starts: Starts | None = None,
     ) -> None:
         self._processes = shared_by or _Single()
         per_process, world = max(1, num_workers), self._processes.world
@@ -126,7 +129,7 @@ class RolloutPool:
         self._rows = np.array_split(np.arange(num_envs), per_process * world)
         first = self._processes.rank * per_process
         self._own = slice(first, first + per_process)
-        options = (obs_steps, seed, records_simulator, records_path)
+        options = (obs_steps, seed, records_simulator, records_path, starts)
         arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(self._rows)][self._own]
         self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
 
@@ -211,6 +214,7 @@ class Collector:
         seed: int,
         records_simulator: bool = False,
         records_path: bool = False,
+        starts: Starts | None = None,
     ) -> None:
         self._records_path = records_path
         self._rows = rows
@@ -219,6 +223,7 @@ class Collector:
         self._generator = seeded_generator(seed, "exploration", index)
         self._next_episode = np.zeros(len(rows), np.int64)
         self._tracker = EpisodeTracker(len(rows))
+        self._leader = None if starts is None else Leader(starts, self._vector)
         self._obs: Array | None = None  # (n, To, Do); None before the first reset
         self.notify: Callable[[int], None] = lambda chunks: None  # set by the workers
 
@@ -264,6 +269,7 @@ class Collector:
             "vector": self._vector.state_dict() if can_save else None,
             "obs": None if self._obs is None else self._obs.copy(),
             "tally": self._tracker.state_dict(),
+            **({} if self._leader is None else {"leader": self._leader.state_dict()}),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -272,6 +278,8 @@ class Collector:
             self._generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
         self._next_episode = np.array(state["next_episode"], np.int64)
         self._obs = None
+        if self._leader is not None:
+            self._leader.load_state_dict(state["leader"])
         if state["vector"] is not None:
             self._vector.load_state_dict(state["vector"])
             self._tracker.load_state_dict(state["tally"])
@@ -283,7 +291,12 @@ class Collector:
     def _restart(self) -> None:
         rows = np.arange(len(self._rows))
         self._tracker.reset(rows)
-        self._obs = self._vector.reset(self._take_seeds(rows))
+        self._obs = self._begin(rows)
+
+    def _begin(self, rows: Array) -> Array:
+        """Start the next episodes of these rows; returns (n, To, Do)."""
+        seeds = self._take_seeds(rows)
+        return self._vector.reset(seeds, rows) if self._leader is None else self._leader.lead(rows, seeds)
 
     def _take_seeds(self, rows: Array) -> list[int]:
         """Return and count the seeds of the next episodes of these rows."""
@@ -302,9 +315,11 @@ class Collector:
         if done.size == 0:
             return []
         rows = self._tracker.rows(done, step)
+        if self._leader is not None:
+            rows = self._leader.finished(done, rows)
         self._tracker.reset(done)
         self._obs = step.obs.copy()
-        self._obs[done] = self._vector.reset(self._take_seeds(done), done)
+        self._obs[done] = self._begin(done)
         return rows
 
 

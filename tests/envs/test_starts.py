@@ -13,11 +13,18 @@ from messages import mentions
 from point_env import PointEnv, PointStepper
 from torch import Tensor
 
+from algos.base import Setup
+from algos.ppo import PpoConfig
+from algos.sac import SacConfig
 from envs.datasets.episodes import EpisodeDataset
 from envs.rollouts.recording import Recording
 from envs.rollouts.rollout import RolloutPool
 from envs.rollouts.starts import LED, Leader, Recorded, Starts, StartSettings
+from policies.backbones.mlp import MlpConfig
 from policies.errors import ConfigError
+from policies.policy_config import PolicyConfig
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.squashed import TanhGaussianProcess
 
 LIMIT = 11
 
@@ -180,3 +187,25 @@ def test_what_cannot_be_meant_is_refused() -> None:
     starts = Starts(settings(guided=True), guide=Homing())
     with pytest.raises(ConfigError, match=mentions("start.guide 1 2 policy.obs_steps")):
         Leader(starts, PointEnv(LIMIT).make_vector(1, obs_steps=2))
+
+
+@pytest.mark.parametrize("name", ["ppo", "sac"])
+def test_algorithms_of_both_kinds_learn_from_led_episodes(name: str) -> None:
+    shape = PolicyConfig(
+        process=TanhGaussianProcess() if name == "sac" else GaussianProcess(),
+        backbone=MlpConfig(residual=False, hidden_dims=(8,), time_dim=4),
+        horizon=2,
+        act_steps=2,
+        normalizer={"state": "identity", "action": "limits"},
+    )
+    small: Any = {
+        "ppo": PpoConfig(num_envs=4, steps_per_iteration=8, batch_size=16, update_epochs=1),
+        "sac": SacConfig(total_steps=200, warmup_steps=50, log_every=60, num_envs=2, critic_dims=(8,)),
+    }
+    lent: Any = lambda: recorded(7, order="random", stages=2)  # noqa: E731
+    setup = Setup(env=PointEnv(LIMIT), policy=shape, starts=lent, num_workers=0, num_threads=1)
+    assert setup.has_unused_starts
+    run = small[name].build(setup)
+    assert not setup.has_unused_starts
+    assert 0 < float(run.advance()[f"rollout/{LED}"]) < LIMIT
+    run.close()

@@ -15,6 +15,7 @@ from algos.base import Metrics, Setup
 from algos.onpolicy.advantages import AdvantageEstimator, Experience
 from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.losses import RewardScaler, explained_variance
+from algos.onpolicy.polychromic import LABEL, Sets
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
@@ -116,6 +117,11 @@ class OnPolicy:
             cloning=bc_term,
             num_threads=setup.threads(THREADS),
         )
+        sets = Sets(config.set_size) if config.set_size else None
+        if sets is not None:
+            kinds = setup.env.spec.episode_metrics
+            rule = f"0 in env={setup.env.spec.name}, whose episodes have no metric '{LABEL}', their kind"
+            config.require("set_size", LABEL in kinds, rule)
         self.steps_per_iteration = steps_within_budget(config, policy.chunk.act_steps)
         self.pool = RolloutPool(
             match_cameras(setup.env, policy.images),
@@ -126,6 +132,7 @@ class OnPolicy:
             starts=setup.starts,
             records_simulator=config.critic_input == "simulator",
             shared_by=current(),
+            same_starts=1 if sets is None else sets.group,
         )
         self.draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
         self._init_facts = init_facts(setup.init, policy)
@@ -133,7 +140,7 @@ class OnPolicy:
         self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.estimate_advantages = AdvantageEstimator(
             config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat,
-            config.critic_input, trains_encoder=config.encoder == "trained",
+            config.critic_input, trains_encoder=config.encoder == "trained", sets=sets,
         )  # fmt: skip
         self.iteration, self.progress = 0, 0
         self.executed: int | None = None  # chunks of the iteration so far, while it is collected

@@ -93,7 +93,7 @@ STUDIES = {
     "surrogates": Study(
         "avoid",
         20,
-        dict.fromkeys(("ppo", "spo", "dpo_drift", "bpo", "fixpo", "trpo"), "avoid_bc"),
+        dict.fromkeys(("ppo", "spo", "dpo_drift", "bpo", "fixpo", "trpo", "sets", "steps"), "avoid_bc"),
         {
             "ppo": "avoid_dppo",
             "spo": "avoid_dppo algo.surrogate=spo",
@@ -101,6 +101,8 @@ STUDIES = {
             "bpo": "avoid_dppo algo.surrogate=bpo",
             "fixpo": "avoid_dppo algo.surrogate=fixpo algo.target_kl=0.1",
             "trpo": "avoid_dppo algo.surrogate=trpo algo.target_kl=0.01",
+            "sets": "avoid_dppo algo.set_size=4 algo.reset_each_iteration=true algo.bc_weight=0",
+            "steps": "avoid_dppo algo.reset_each_iteration=true algo.bc_weight=0",
         },
         "success",
         (0.7, 0.8, 0.9),

@@ -256,7 +256,7 @@ class ChainRatio(RatioEstimator):
 
     def reference(self, experience: Experience, rows: Rows) -> Tensor | None:
         """Return means and entropies under the current weights: mean = x + variance d log p(x) / dx."""
-        if not getattr(self.policy, "has_entropy", True):
+        if not getattr(self.policy, "has_entropy", True) or self.policy.noise_correlation:
             return None
         x, x_next = self.transitions(experience, rows)
         cond = experience.cond.rows(rows.state)

@@ -81,7 +81,7 @@ def test_normalised_advantages_and_divergences_of_normals(golden_path: Path) -> 
 class NormalPolicy(nn.Module):
     """A normal policy of one action: a network's mean and one deviation per entry."""
 
-    tuned_steps, has_entropy = 1, True
+    tuned_steps, has_entropy, noise_correlation = 1, True, 0.0
 
     def __init__(self, net: nn.Module, log_std: Tensor) -> None:
         super().__init__()

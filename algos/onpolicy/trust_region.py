@@ -31,6 +31,7 @@ from algos.onpolicy.advantages import Experience
 from algos.onpolicy.losses import approx_kl
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate, Task, apply_gradient, named
 from algos.onpolicy.ratios import Rows, Score
+from algos.training.ranks import current
 
 SWEEPS = 50
 
@@ -128,16 +129,16 @@ class FixpoUpdate(TrustRegionUpdate):
     def actor_step(self, experience: Experience, index: Tensor, draws: GeneratorDraws) -> Quantities:
         self._largest.clear()
         metrics = super().actor_step(experience, index, draws)
-        self.move_beta(torch.stack(self._largest).max())
+        self.move_beta(max(current().gather(float(torch.stack(self._largest).max()))))
         self._taken += 1
         rows = len(experience) * self.ratio.inner_steps
         if self._taken % max(1, rows // len(index)) == 0:
             self.fix_up(experience, draws, len(index) if self.piece is None else self.piece)
         return metrics
 
-    def move_beta(self, largest: Tensor) -> None:
-        """Take a step of Adam on beta (d - caution D), which keeps beta positive."""
-        self.beta.grad = (self.bound - self.caution * largest).reshape(())
+    def move_beta(self, largest: float) -> None:
+        """Take a step of Adam on beta (d - caution D), which keeps beta from falling below 0."""
+        self.beta.grad = torch.full_like(self.beta, self.bound - self.caution * largest)
         self.beta_optimizer.step()
         with torch.no_grad():
             self.beta.clamp_(min=0.0)
@@ -156,8 +157,8 @@ class FixpoUpdate(TrustRegionUpdate):
         order = draws.permutation(total).to(experience.advantage.device)
         for index in order.split(piece):
             index = index.sort().values
-            largest = self.divergences(experience, index).max()
-            if float(largest) <= self.bound:
+            largest = float(self.divergences(experience, index).max())
+            if largest <= self.bound:
                 continue
 
             def penalty(_: Tensor, rows: Rows) -> Tensor:

@@ -94,7 +94,8 @@ class GaussianPolicy(ClosedFormPolicy):
         return mean if clip is None else mean.clamp(-clip, clip)
 
     def density(self, cond: Cond) -> GaussianDensity:
-        return GaussianDensity(*self.head(cond.vec), self.noise_correlation)
+        mean, std = self.head(cond.vec)
+        return GaussianDensity(mean, std, self.noise_correlation)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         mean, std = self.head(cond.vec)

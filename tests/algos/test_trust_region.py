@@ -12,11 +12,16 @@ from point_dppo import SMALL as DPPO
 from point_dppo import make_init
 from point_env import PointEnv
 from point_flows import FPO, REINFLOW, make_flow
+from torch import Tensor, nn
 
 from algos.base import Setup
-from algos.onpolicy.losses import SURROGATES, TRUST_REGIONS
-from algos.onpolicy.ratios import Rows
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.losses import SURROGATES, TRUST_REGIONS, normalize_advantage
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
+from algos.onpolicy.ratios import ChainRatio, Rows
+from algos.onpolicy.trust_region import UPDATES
 from algos.ppo import PpoConfig
+from algos.training.observations import encode
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import ConfigError
@@ -34,9 +39,9 @@ SIZES = {
 }
 
 
-def gaussian() -> Any:
+def gaussian(**process: Any) -> Any:
     config = PolicyConfig(
-        process=GaussianProcess(), backbone=MlpConfig(width=8, time_dim=4), horizon=3, act_steps=2
+        process=GaussianProcess(**process), backbone=MlpConfig(width=8, time_dim=4), horizon=3, act_steps=2
     )
     limits = {"min": -torch.ones(2), "max": torch.ones(2)}
     return build_policy(
@@ -77,6 +82,44 @@ def test_what_pulls_a_ratio_back_that_has_gone_too_far(name: str, inside: bool) 
     loss = SURROGATES[name](ratio, torch.ones(1), torch.full((1,), 0.2))
     (slope,) = torch.autograd.grad(loss.sum(), ratio)
     assert (float(slope) == 0) if inside else (float(slope) > 0)
+
+
+class Constant(nn.Module):
+    """A critic that knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros(1))
+
+    def forward(self, seen: Tensor) -> Tensor:
+        return self.value.expand(len(seen))
+
+
+@pytest.mark.parametrize("name", [name for name in SURROGATES if name != "aspo"])
+def test_on_a_bandit_all_surrogates_climb_and_some_hold_the_ratio(name: str) -> None:
+    """Of a clip range of 0.2: PPO and its discovered kin let ratios out, SPO and BPO keep them in."""
+    generator, rows = torch.Generator().manual_seed(0), 1024
+    policy, bound = gaussian(init_std=0.5, max_std=0.6, learn_std=False), name in TRUST_REGIONS
+    ratio = ChainRatio(policy, log_prob_range=None, reduction="joint")
+    obs = {"state": 2 * torch.rand(rows, 1, 2, generator=generator) - 1}
+    action, record = ratio.act(obs, generator)
+    advantage = -(action - torch.tanh(2 * obs["state"])).square().sum(dim=(1, 2))
+    config = PpoConfig(
+        surrogate=name, clip_range=0.2, log_prob_range=None, log_prob_reduction="joint", batch_size=256,
+        update_epochs=20, actor_lr=1e-2, target_kl=0.05 if bound else None,
+    )  # fmt: skip
+    actor = list(policy.head.parameters())
+    update = UPDATES.get(name, PpoUpdate)(config, ratio=ratio, actor=actor, critic=Constant())
+    experience = Experience(encode(policy, obs), record, advantage, 0 * advantage, 0 * advantage)
+    update.update(experience, iteration=20, draws=GeneratorDraws(generator))
+    with torch.no_grad():
+        found = ratio.score(experience, Rows.sorted_from(torch.arange(rows), 1)).log_ratio.exp()
+    outside = float(((found - 1).abs() > 0.2).float().mean())
+    assert float((found * normalize_advantage(advantage)).mean()) > 0.02
+    if name in ("spo", "bpo"):
+        assert outside < 0.15
+    elif not bound:
+        assert outside > 0.25
 
 
 @pytest.mark.parametrize("name", RATIOS)

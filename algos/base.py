@@ -14,6 +14,7 @@ from algos.training.ranks import current
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_dataset_of, require_fit
+from envs.rollouts.starts import Starts
 from envs.spec import EnvConfig
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
@@ -53,6 +54,7 @@ class Setup:
     dataset: EpisodeDataset | None = OnFirstUse()  # type: ignore[assignment]
     init: Policy | None = None  # policy to start from
     teacher: Policy | None = None  # policy to distil from
+    starts: Starts | None = OnFirstUse()  # type: ignore[assignment]
     seed: int = 0
     num_seeds: int = 1  # seeds trained at once in this process, this one included
     num_workers: int = BuildSettings.num_workers
@@ -63,6 +65,11 @@ class Setup:
     def __post_init__(self) -> None:
         if isinstance(self.init, Policy):  # methods also pass other modules that implement a protocol
             self.init = self.init.without_provenance()
+
+    @property
+    def has_unused_starts(self) -> bool:
+        """Whether starts are given that no algorithm has read: it collects no episodes."""
+        return callable(vars(self)["_starts"])
 
     def threads(self, default: int) -> int:
         """Return `num_threads`, or the algorithm's `default`; ConfigError if it is not positive.

@@ -103,7 +103,9 @@ class DppoConfig(PpoConfig):
     def exploring(self, policy: DenoisingPolicy, sampler: Any) -> DenoisingPolicy:
         """Return the policy with an exploration sampler that records the tuned steps."""
         floor = float(self.min_log_prob_std)
-        return policy.with_sampler(sampler, tuned_steps=self.tuned_steps, log_prob_min_std=floor)
+        view = policy.with_sampler(sampler, tuned_steps=self.tuned_steps, log_prob_min_std=floor)
+        view.noise_correlation = self.noise_correlation
+        return view
 
     def samplers(self, init: DenoisingPolicy) -> tuple[Any, Any]:
         """Return (exploration, evaluation) samplers; shared settings come from the initial policy.

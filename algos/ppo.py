@@ -24,6 +24,7 @@ from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
 from algos.onpolicy.start import starting_policy
 from policies.bounds import bounded
 from policies.errors import ConfigError
+from policies.processes.gaussian import GaussianPolicy
 from policies.protocols import has_density
 from policies.registry import register
 
@@ -38,6 +39,7 @@ class PpoConfig(OnPolicyConfig):
 
     log_prob_range: tuple[float, float] | None = (-5.0, 2.0)  # clamp of each element's log-density
     log_prob_reduction: str = bounded("mean", choices=REDUCTIONS)  # over executed steps and dims
+    noise_correlation: float = bounded(0.0, ge=0, lt=1)  # of exploration noise in consecutive chunk rows
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,7 +62,13 @@ class PpoConfig(OnPolicyConfig):
                 f"algo.entropy_coef must be 0 for a {type(init).__name__}, whose entropy has no closed form; "
                 f"got {self.entropy_coef:g}."
             )
+        if self.noise_correlation and not isinstance(init, GaussianPolicy):
+            raise ConfigError(
+                f"algo.noise_correlation must be 0 for a {type(init).__name__}: its noise is not that of "
+                f"process=gaussian or of denoising steps; got {self.noise_correlation:g}."
+            )
         policy = init.clone().to(setup.device)
+        policy.noise_correlation = self.noise_correlation
         policy.requires_grad_(False).head.requires_grad_(True)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
         return OnPolicy(

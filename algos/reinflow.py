@@ -78,6 +78,9 @@ class ReinFlowConfig(PpoConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         steps, tuned = self.denoising_steps or STEPS, self.tuned_steps
+        self.require(
+            "noise_correlation", not self.noise_correlation, "0: algo.noise learns every entry's own"
+        )
         self.require("tuned_steps", tuned is None or tuned <= steps, f"in 1..{steps}, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
+from policies.networks.distributions import correlated, correlated_log_prob, gaussian_entropy
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Hooks, Kind, Reduction, Rng, Start
 from policies.registry import register
@@ -30,10 +30,12 @@ class DenoisingPolicy(Policy):
         sampler: Sampler configuration; replaced with `with_sampler`, never mutated.
         tuned_steps: S, number of last denoising steps whose transitions are recorded and scored.
         log_prob_min_std: Floor on the standard deviation in densities, normalised action units.
+        noise_correlation: Of the noise of consecutive chunk rows in recorded steps.
         noise_sensitive: Whether the chunk depends on the noise; False for regression from zero.
     """
 
     can_drop_goals = True
+    noise_correlation = 0.0
 
     def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
@@ -167,12 +169,13 @@ class DenoisingPolicy(Policy):
         self._require_density()
         if noise is None:
             noise = self._randn((len(cond), *self.noise_shape), generator)
-        first = self.table.num_steps - self.tuned_steps
+        first, correlation = self.table.num_steps - self.tuned_steps, self.noise_correlation
+        if correlation:
+            noise = torch.cat([noise[:, : first + 1], correlated(noise[:, first + 1 :], correlation)], dim=1)
         out = denoise(self.bind(cond), self.table, noise, cond=cond, record_from=first)
         assert out.chain is not None and out.mean is not None
-        return Chain(
-            out.chain, gaussian_log_prob(out.chain[:, 1:], out.mean, self._recorded_std(None, out.chain))
-        )
+        std = self._recorded_std(None, out.chain)
+        return Chain(out.chain, correlated_log_prob(out.chain[:, 1:], out.mean, std, correlation))
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         batch, device = x.shape[0], x.device
@@ -193,7 +196,8 @@ class DenoisingPolicy(Policy):
         pred = self.scored_net(x, times, cond, cond_row=cond_row, time_row=step, second_time=second)
         mean = transition(self.table, step + first, x, pred)
         std = self._recorded_std(step, x)
-        return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std).expand_as(x)
+        log_prob = correlated_log_prob(x_next, mean, std, self.noise_correlation)
+        return log_prob, gaussian_entropy(std).expand_as(x)
 
     def _recorded_std(self, step: Tensor | None, like: Tensor) -> Tensor:
         """Standard deviations (S, 1, 1|Da) of recorded steps, or (M, 1, 1|Da) of given steps (M,)."""

@@ -191,6 +191,7 @@ class OnlinePhase:
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
+            starts=setup.starts,
         )
         self._generator = seeded_generator(setup.seed, "online batches", device=setup.device)
         self.progress, self._pending = 0, 0.0

@@ -153,6 +153,7 @@ class OffPolicyRun:
             num_workers=setup.num_workers,
             obs_steps=chunk.obs_steps,
             seed=setup.seed,
+            starts=setup.starts,
             records_path=config.hindsight > 0,
         )
         self._hindsight: Hindsight | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from algos.onpolicy.losses import RewardScaler, gae, successor_values
+from algos.onpolicy.polychromic import Sets
 from algos.training.observations import IMAGE_ROWS, EncodedWhenRead, Record, encode, mapped
 from envs.rollouts.rollout import Rollout
 from policies.policy import Policy
@@ -43,6 +44,8 @@ class Experience:
         seen: What the critic reads; None: the conditions.
         initial_cond: Conditions of the behaviour-cloning term's policy; None: `cond`.
         shift: (2, M S) log ratio and drift that shifted images alone cause; None: images are not shifted.
+        reference: (2, M S, Th, Da) means and entropies of the acting policy's transitions, from which
+            divergences are measured; None: they are estimated from ratios.
     """
 
     cond: Readable
@@ -53,6 +56,7 @@ class Experience:
     seen: Readable | None = None
     initial_cond: Cond | None = None
     shift: Tensor | None = None
+    reference: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.advantage)
@@ -86,7 +90,7 @@ class SimulatorState:
 class AdvantageEstimator:
     """Reward scaling and advantage estimation (names as in the configuration).
 
-    With `trains_encoder`, conditions are encoded whenever they are read.
+    With `trains_encoder`, conditions are encoded whenever they are read; `sets` replaces advantages.
     """
 
     gamma: float
@@ -95,6 +99,7 @@ class AdvantageEstimator:
     paper_compat: bool
     critic_input: str = "policy"
     trains_encoder: bool = False
+    sets: Sets | None = None
 
     def __call__(
         self, rollout: Rollout, policy: Policy, critic: Critic, scaler: RewardScaler | None
@@ -120,6 +125,8 @@ class AdvantageEstimator:
             lam=self.gae_lambda,
             paper_compat=self.paper_compat,
         )
+        if self.sets is not None:
+            advantage = self.sets(advantage, reward, rollout)
         record = {name: item.flatten(0, 1).to(policy.device) for name, item in rollout.record.items()}
         columns = [x.flatten().to(policy.device, policy.dtype) for x in (advantage, target, value)]
         if self.trains_encoder:

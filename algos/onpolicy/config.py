@@ -13,7 +13,8 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.onpolicy.advantages import CRITIC_INPUTS
-from algos.onpolicy.losses import SURROGATES
+from algos.onpolicy.losses import SURROGATES, TRUST_REGIONS
+from algos.onpolicy.polychromic import Sets
 from algos.onpolicy.requirements import require
 from algos.optim import check_schedule
 from algos.training.observations import ENCODERS
@@ -49,12 +50,13 @@ class OnPolicyConfig(Checked):
     reward_scale_const: float = bounded(1.0, gt=0)  # factor after scaling
     normalize_advantage: bool = True  # over the minibatch
     advantage_quantiles: tuple[float, float] = (0.0, 1.0)  # clip normalised advantages to these quantiles
+    set_size: int = bounded(0, ge=0, le=6)  # rollouts of a set that is judged with its variety; 0: steps
     # update
     batch_size: int = bounded(5000, ge=1)  # rows of a minibatch; a row is one (environment step, inner step)
     update_epochs: int = bounded(5, ge=1)  # passes over the rows of an iteration
     surrogate: str = bounded("ppo", choices=tuple(SURROGATES))  # surrogate objective
     clip_range: float = bounded(0.01, gt=0)  # clip range of the ratio, at the last inner step
-    target_kl: float | None = bounded(1.0, gt=0, le=math.inf)  # KL that stops an iteration's updates
+    target_kl: float | None = bounded(1.0, gt=0, le=math.inf)  # KL that stops updates; bound of fixpo, trpo
     value_clip: float | None = bounded(None, gt=0, le=math.inf)  # largest change of a value per iteration
     vf_coef: float = bounded(0.5, ge=0)  # weight of the value loss (itself half the squared error)
     entropy_coef: float = bounded(0.0, ge=-math.inf)  # weight of the entropy bonus, Gaussian policies only
@@ -94,6 +96,15 @@ class OnPolicyConfig(Checked):
         )
         low, high = self.advantage_quantiles if rising(self.advantage_quantiles) else (-1.0, 2.0)
         self.require("advantage_quantiles", low >= 0 and high <= 1, "two rising numbers in [0, 1]")
+        if self.surrogate in TRUST_REGIONS:
+            what = f"for algo.surrogate={self.surrogate}"
+            self.require("target_kl", math.isfinite(self.target_kl or math.inf), f"finite {what}: the bound")
+            self.require("encoder", self.encoder == "frozen", f"frozen {what}")
+        if self.set_size:
+            group = Sets(self.set_size).group
+            self.require("set_size", self.set_size > 1, "at least 2: one rollout has no variety")
+            self.require("num_envs", self.num_envs % group == 0, f"a multiple of {group}=2 algo.set_size")
+            self.require("reset_each_iteration", self.reset_each_iteration, "true with algo.set_size")
         for network in ("actor", "critic"):
             check_schedule(network, **self.schedule(network), may_rise=self.paper_compat)
 

@@ -15,9 +15,12 @@ from algos.base import Metrics, Setup
 from algos.onpolicy.advantages import AdvantageEstimator, Experience
 from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.losses import RewardScaler, explained_variance
+from algos.onpolicy.polychromic import LABEL, Sets
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.onpolicy.trust_region import UPDATES
+from algos.training.experience import led
 from algos.training.observations import EncodingCritic, encode, mapped, shifted, trained_encoder
 from algos.training.ranks import current
 from algos.training.resume_checks import init_facts, require_unchanged
@@ -105,7 +108,7 @@ class OnPolicy:
         policy = self.policy = ratio.policy
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         self._bc_term = bc_term
-        self.learner = PpoUpdate(
+        self.learner = UPDATES.get(config.surrogate, PpoUpdate)(
             config,
             ratio=ratio,
             actor=list(trainable.parameters()),
@@ -114,6 +117,11 @@ class OnPolicy:
             cloning=bc_term,
             num_threads=setup.threads(THREADS),
         )
+        sets = Sets(config.set_size) if config.set_size else None
+        if sets is not None:
+            kinds = setup.env.spec.episode_metrics
+            rule = f"0 in env={setup.env.spec.name}, whose episodes have no metric '{LABEL}', their kind"
+            config.require("set_size", LABEL in kinds, rule)
         self.steps_per_iteration = steps_within_budget(config, policy.chunk.act_steps)
         self.pool = RolloutPool(
             match_cameras(setup.env, policy.images),
@@ -121,8 +129,10 @@ class OnPolicy:
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
+            starts=setup.starts,
             records_simulator=config.critic_input == "simulator",
             shared_by=current(),
+            same_starts=1 if sets is None else sets.group,
         )
         self.draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
         self._init_facts = init_facts(setup.init, policy)
@@ -130,7 +140,7 @@ class OnPolicy:
         self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.estimate_advantages = AdvantageEstimator(
             config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat,
-            config.critic_input, trains_encoder=config.encoder == "trained",
+            config.critic_input, trains_encoder=config.encoder == "trained", sets=sets,
         )  # fmt: skip
         self.iteration, self.progress = 0, 0
         self.executed: int | None = None  # chunks of the iteration so far, while it is collected
@@ -292,7 +302,7 @@ def rollout_metrics(rollout: Rollout, experience: Experience, env: EnvConfig) ->
     }
     if env.spec.success_rule:
         metrics["rollout/success"] = _mean([float(row.success) for row in rows])
-    return metrics
+    return metrics | led(rows)
 
 
 def _mean(values: list[float]) -> float:

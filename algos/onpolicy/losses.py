@@ -146,8 +146,45 @@ def aspo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
     return torch.where(advantage > 0, ppo, spo)
 
 
-SURROGATES = {"ppo": ppo_losses, "spo": spo_losses, "aspo": aspo_losses}
+DRIFT_RISE, DRIFT_FALL, DRIFT_RANGE = 2.0, 0.6, 0.2  # alpha, beta and the clip range that they belong to
+
+
+def dpo_drift_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
+    """Return -(r A - D), (B,): D = relu(g - k tanh(g / k)) slows a ratio down that has moved far.
+
+    g = (r - 1) A and k = 2 c / 0.2 for A >= 0, else g = A log r and k = 0.6 c / 0.2.
+
+    Source: Discovered Policy Optimisation, arXiv 2210.05639, equation 9. Deviation: k is proportional to the
+    clip range c; the published constants are those of 0.2.
+    """
+    scale = clip_range / DRIFT_RANGE
+    rises = advantage >= 0
+    gain = torch.where(rises, (ratio - 1.0) * advantage, advantage * ratio.log())
+    width = torch.where(rises, DRIFT_RISE * scale, DRIFT_FALL * scale)
+    return torch.relu(gain - width * torch.tanh(gain / width)) - ratio * advantage
+
+
+def bpo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
+    """Return |A| |r - (1 + c sign A)|, (B,): ratios are drawn to the edges of 1 +- c.
+
+    Source: Bounded ratio reinforcement learning (BPO). Deviation: the sign is that of the advantage itself;
+    the publication takes it from the distance to a learned median of returns.
+    """
+    return advantage.abs() * (ratio - (1.0 + clip_range * advantage.sign())).abs()
+
+
+def plain_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
+    """Return -r A, (B,), for updates that bound the divergence (`algos.onpolicy.trust_region`)."""
+    return -advantage * ratio
+
+
+SURROGATES = {
+    "ppo": ppo_losses, "spo": spo_losses, "aspo": aspo_losses, "dpo_drift": dpo_drift_losses,
+    "bpo": bpo_losses, "fixpo": plain_losses, "trpo": plain_losses,
+}  # fmt: skip
 """(ratio, advantage, clip range), each (B,) -> losses (B,)."""
+TRUST_REGIONS = ("fixpo", "trpo")
+"""Surrogates that `target_kl` bounds."""
 
 
 def value_losses(value: Tensor, target: Tensor, old_value: Tensor, clip: float | None = None) -> Tensor:

@@ -48,6 +48,12 @@ SURROGATE_METRICS = (
 )
 
 
+def named(sums: Tensor) -> Quantities:
+    """Return the metrics that `PpoUpdate.surrogate` sums, by name."""
+    metrics = {f"policy/{name}": value for name, value in zip(SURROGATE_METRICS, sums, strict=False)}
+    return metrics | {"policy/ratio_spread": metrics["policy/ratio_spread"].sqrt()}
+
+
 @dataclass(frozen=True)
 class Task:
     """Part of a minibatch's loss: `loss()` returns (scalar loss, metrics (n,)) for `params`."""
@@ -124,6 +130,7 @@ class PpoUpdate:
         num_threads: int = 1,
     ) -> None:
         self.config, self.ratio, self.critic, self.cloning = config, ratio, critic, cloning
+        self.stop_kl = config.target_kl
         self.actor, self.critic_params = [*actor, *encoder], list(critic.parameters())
         self.threads, self.stage = GradientThreads(num_threads), ""
         steps, device = ratio.inner_steps, self.actor[0].device
@@ -157,7 +164,7 @@ class PpoUpdate:
         for index in self.minibatches(rows, draws):
             self.stage = f"{len(reports)} of {planned} minibatches"
             reports.append(self.step(experience, index, draws=draws, train_actor=train_actor))
-            limit = self.config.target_kl
+            limit = self.stop_kl
             if limit is not None and float(reports[-1]["policy/approx_kl"]) > limit:
                 break
         means = {name: torch.stack([report[name] for report in reports]).mean() for name in reports[0]}
@@ -187,13 +194,17 @@ class PpoUpdate:
     ) -> Quantities:
         """Take one optimiser step of actor and critic on the rows `index` (B,)."""
         if train_actor:
-            grads, metrics = self.actor_gradient(experience, index, draws=draws)
-            apply_gradient(self.actor_optimizer, self.actor, grads, self.config.max_grad_norm)
+            metrics = self.actor_step(experience, index, draws)
         else:
             metrics = self.untouched_actor(experience, index)
         critic_grads, value_loss = self.critic_gradient(experience, index)
         apply_gradient(self.critic_optimizer, self.critic_params, critic_grads, None)
         return metrics | {"value/loss": value_loss}
+
+    def actor_step(self, experience: Experience, index: Tensor, draws: GeneratorDraws) -> Quantities:
+        grads, metrics = self.actor_gradient(experience, index, draws=draws)
+        apply_gradient(self.actor_optimizer, self.actor, grads, self.config.max_grad_norm)
+        return metrics
 
     # -- the actor's loss ------------------------------------------------------------------------------
 
@@ -202,17 +213,18 @@ class PpoUpdate:
     ) -> tuple[list[Tensor], Quantities]:
         drawn = index.to(experience.advantage.device)
         index = drawn.sort().values
-        advantage = self.weighted_advantage(experience, index)
-        size = self.microbatch_size(index)
-        tasks = [
-            Task(self.actor, partial(self.surrogate, experience, rows, part, len(index)))
-            for rows, part in zip(index.split(size), advantage.split(size), strict=True)
-        ]
+        tasks = [Task(self.actor, loss) for loss in self.surrogates(experience, index)]
         cloned = self.cloning_tasks(experience, drawn, draws)
         grads, sums = self.threads.sum(tasks + cloned)
-        metrics = {f"policy/{name}": value for name, value in zip(SURROGATE_METRICS, sums, strict=False)}
-        metrics["policy/ratio_spread"] = metrics["policy/ratio_spread"].sqrt()
-        return grads, metrics | ({"policy/cloning_loss": sums[-1]} if cloned else {})
+        return grads, named(sums) | ({"policy/cloning_loss": sums[-1]} if cloned else {})
+
+    def surrogates(self, experience: Experience, index: Tensor) -> list[Callable[[], tuple[Tensor, Tensor]]]:
+        """Return the microbatches' parts of the loss at sorted rows (B,), as functions."""
+        advantage, size = self.weighted_advantage(experience, index), self.microbatch_size(index)
+        return [
+            partial(self.surrogate, experience, rows, part, len(index))
+            for rows, part in zip(index.split(size), advantage.split(size), strict=True)
+        ]
 
     def surrogate(
         self, experience: Experience, index: Tensor, advantage: Tensor, total: int

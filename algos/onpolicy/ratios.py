@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from algos.onpolicy.advantages import Experience
 from policies.denoising import DenoisingPolicy
+from policies.networks.distributions import gaussian_entropy
 from policies.policy import Policy
 from policies.protocols import Chain, Cond
 
@@ -54,7 +55,8 @@ class Rows:
 class Score:
     """Per row (B,): log ratio, entropy, and fraction of its terms without gradient, due to clamps.
 
-    `penalty` is added to the loss. `drift` replaces the log ratio in the KL estimate.
+    `penalty` is added to the loss. `drift` replaces the log ratio in the KL estimate. `divergence` is the KL
+    divergence from the old policy where it has a closed form and the experience a reference.
     """
 
     log_ratio: Tensor
@@ -62,6 +64,7 @@ class Score:
     saturated: Tensor
     penalty: Tensor | None = None
     drift: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 class RatioEstimator(ABC):
@@ -99,6 +102,10 @@ class RatioEstimator(ABC):
 
         `advantage` (B,) is for estimators with sign-dependent bounds.
         """
+
+    def reference(self, experience: Experience, rows: Rows) -> Tensor | None:
+        """Return means and entropies (2, B, Th, Da) of recorded normal transitions; None: no closed form."""
+        return None
 
     def set_progress(self, progress: float) -> None:  # noqa: B027
         """Update schedules for the completed fraction of the run (0 to 1)."""
@@ -158,6 +165,14 @@ def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:
     return log_prob.sum(dim=(-2, -1))
 
 
+def normal_divergence(entropy: Tensor, new_entropy: Tensor, at_mean: Tensor) -> Tensor:
+    """Return KL(old || new) of normal distributions, element by element.
+
+    `at_mean` is the log-density of the new one at the mean of the old one.
+    """
+    return 0.5 * torch.exp(2.0 * (entropy - new_entropy)) - entropy - at_mean
+
+
 class ChainRatio(RatioEstimator):
     """Ratio of single denoising transitions: elementwise clamped, over executed rows, reduced.
 
@@ -215,16 +230,42 @@ class ChainRatio(RatioEstimator):
         return reduce_log_prob(clamped, self.reduction), saturated
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        chain, old = experience.record["chain"], experience.record["log_prob"]
-        place = rows.state.index_select(0, rows.state_row) * (self.inner_steps + 1) + rows.step
-        states = chain.flatten(0, 1)  # (M (S+1), Th, Da)
-        x, x_next = states.index_select(0, place), states.index_select(0, place + 1)
-        cond = experience.cond.rows(rows.state)
-        log_prob, entropy = self.policy.transition_log_prob(cond, x, x_next, rows.step, rows.state_row)
-        new, saturated = self.reduce(log_prob)
+        x, x_next = self.transitions(experience, rows)
         pair = rows.state.index_select(0, rows.state_row) * self.inner_steps + rows.step
-        entropy = reduce_log_prob(entropy[..., self.policy.chunk.executed, :], self.reduction)
-        return Score(new - old.flatten().index_select(0, pair), entropy, saturated)
+        old, divergence = experience.record["log_prob"].flatten().index_select(0, pair), None
+        cond, place = experience.cond.rows(rows.state), (rows.step, rows.state_row)
+        if experience.reference is None:
+            log_prob, entropy = self.policy.transition_log_prob(cond, x, x_next, *place)
+        else:
+            mean, before = experience.reference.index_select(1, pair)
+            points = torch.stack([x_next, mean])
+            (log_prob, at_mean), entropy = self.policy.transition_log_prob(cond, x, points, *place)
+            divergence = self.reduce_executed(normal_divergence(before, entropy, at_mean))
+        new, saturated = self.reduce(log_prob)
+        return Score(new - old, self.reduce_executed(entropy), saturated, divergence=divergence)
+
+    def transitions(self, experience: Experience, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return the states before and after recorded transitions, (B, Th, Da) each."""
+        place = rows.state.index_select(0, rows.state_row) * (self.inner_steps + 1) + rows.step
+        states = experience.record["chain"].flatten(0, 1)  # (M (S+1), Th, Da)
+        return states.index_select(0, place), states.index_select(0, place + 1)
+
+    def reduce_executed(self, values: Tensor) -> Tensor:
+        """Reduce entropies or divergences (B, Th, Da) of executed rows to (B,), as log-densities are."""
+        return reduce_log_prob(values[..., self.policy.chunk.executed, :], self.reduction)
+
+    def reference(self, experience: Experience, rows: Rows) -> Tensor | None:
+        """Return means and entropies under the current weights: mean = x + variance d log p(x) / dx."""
+        if not getattr(self.policy, "has_entropy", True) or self.policy.noise_correlation:
+            return None
+        x, x_next = self.transitions(experience, rows)
+        cond = experience.cond.rows(rows.state)
+        with torch.enable_grad():
+            point = x_next.requires_grad_()
+            log_prob, entropy = self.policy.transition_log_prob(cond, x, point, rows.step, rows.state_row)
+            (slope,) = torch.autograd.grad(log_prob.sum(), point)
+        variance = torch.exp(2.0 * (entropy - gaussian_entropy(torch.ones_like(entropy))))
+        return torch.stack([x_next + variance * slope, entropy]).detach()
 
 
 class BcTerm(Protocol):

@@ -16,6 +16,7 @@ from algos.base import Metrics
 from algos.training.observations import encode, flat_state, mapped
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.rollout import Rollout
+from envs.rollouts.starts import LED
 from policies.policy import Policy
 from policies.protocols import Observation
 
@@ -62,4 +63,10 @@ def summary(rows: list[EpisodeRow], has_success: bool) -> Metrics:
         metrics["rollout/episode_length"] = sum(float(row.length) for row in rows) / len(rows)
     if rows and has_success:
         metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
-    return metrics
+    return metrics | led(rows)
+
+
+def led(rows: list[EpisodeRow]) -> Metrics:
+    """Return the mean number of steps before the starts of episodes; nothing where none is led."""
+    steps = [row.metrics[LED] for row in rows if LED in row.metrics]
+    return {f"rollout/{LED}": sum(steps) / len(steps)} if steps else {}

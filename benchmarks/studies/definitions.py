@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Study:
     origin: str = ""  # where the dataset file comes from
     noise: float | None = None  # of the expert, in its own units; None: as the task has it
     options: tuple[str, ...] = ()  # of the task, for its demonstrations
+    led: dict[str, str] = field(default_factory=dict)  # run from nothing -> experiment of its guide's clone
 
 
 STUDIES = {
@@ -88,6 +89,32 @@ STUDIES = {
         },
         "success",
         (0.7, 0.8, 0.9),
+    ),
+    "surrogates": Study(
+        "avoid",
+        20,
+        dict.fromkeys(("ppo", "spo", "dpo_drift", "bpo", "fixpo", "trpo", "sets", "steps"), "avoid_bc"),
+        {
+            "ppo": "avoid_dppo",
+            "spo": "avoid_dppo algo.surrogate=spo",
+            "dpo_drift": "avoid_dppo algo.surrogate=dpo_drift",
+            "bpo": "avoid_dppo algo.surrogate=bpo",
+            "fixpo": "avoid_dppo algo.surrogate=fixpo algo.target_kl=0.1",
+            "trpo": "avoid_dppo algo.surrogate=trpo algo.target_kl=0.01",
+            "sets": "avoid_dppo algo.set_size=4 algo.reset_each_iteration=true algo.bc_weight=0",
+            "steps": "avoid_dppo algo.reset_each_iteration=true algo.bc_weight=0",
+        },
+        "success",
+        (0.7, 0.8, 0.9),
+    ),
+    "starts": Study(
+        "avoid",
+        20,
+        {},
+        {"sac": "avoid_sac", "sac-demonstrations": "avoid_sac", "sac-guide": "avoid_sac"},
+        "success",
+        (0.5, 0.8),
+        led={"sac-demonstrations": "", "sac-guide": "avoid_flow_bc"},
     ),
     "avoid-moved": Study(
         "avoid",

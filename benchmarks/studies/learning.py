@@ -66,7 +66,8 @@ def run_one(
     if target.exists():
         return add_zero_start(target, place, base_path, workers)
     if not study.bases:
-        found = _from_nothing(name, algo, seed, target, place, workers)
+        led = starts(study, algo, seed, root / name) if algo in study.led else {}
+        found = _from_nothing(name, algo, seed, target, place, workers, **led)
         return add_zero_start(found, place, base_path, workers)
     demos = demonstrations(study, seed, dataset, root / name)
     if algo not in study.bases:
@@ -98,6 +99,16 @@ def run_one(
         "environment": describe_environment() | {"num_workers": workers},
     }  # fmt: skip
     return add_zero_start(_written(target, content), place, base_path, workers)
+
+
+def starts(study: Study, algo: str, seed: int, place: Path) -> dict[str, Any]:
+    """Return demonstrations of a seed and the overrides by which they, or a clone of them, lead episodes."""
+    demos = demonstrations(study, seed, None, place)
+    if not study.led[algo]:
+        return {"demos": demos, "data": {"start.dataset": str(demos)}}
+    guide, experiment = place / f"{study.led[algo]}-seed{seed}", recipe(study.led[algo])
+    trained(guide, *experiment, dataset=str(demos), seed=seed)
+    return {"demos": demos, "data": {"start.guide": str(guide)}}
 
 
 def about_clone(path: Path) -> dict[str, Any]:
@@ -146,10 +157,22 @@ def processes(algo: str, workers: int) -> dict[str, Any]:
 
 
 def _from_nothing(
-    name: str, algo: str, seed: int, target: Path, place: Path, workers: int, demos: Path | None = None
+    name: str,
+    algo: str,
+    seed: int,
+    target: Path,
+    place: Path,
+    workers: int,
+    demos: Path | None = None,
+    data: dict[str, str] | None = None,
 ) -> Path:
-    """Train from the reward, and demonstrations where there are any; there is no policy to compare with."""
-    experiment, data = STUDIES[name].tuned[algo], {} if demos is None else {"dataset": str(demos)}
+    """Train from the reward, and demonstrations where there are any; there is no policy to compare with.
+
+    `data` are the overrides that give the demonstrations; by default they are the dataset.
+    """
+    experiment = STUDIES[name].tuned[algo]
+    if data is None:
+        data = {} if demos is None else {"dataset": str(demos)}
     run = trained(place, *recipe(experiment), seed=seed, **data)  # with the processes of the experiment
     result = burnish.evaluate(run, episodes=EPISODES, num_workers=workers, out=str(place / "eval.json"))
     content = {
@@ -330,7 +353,9 @@ def report(name: str) -> Path:
 def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
     """Say what the policies were cloned from."""
     if not study.bases:
-        return "Every seed learns from the reward alone; there is nothing before."
+        names = "`, `".join(study.led)
+        led = f" Demonstrations, or a clone of them, lead the episodes of `{names}`." if names else ""
+        return f"Every seed learns from the reward alone; there is nothing before.{led}"
     if study.demonstrations is not None:
         if clones := _given_clones(found):
             return (

@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from algos.training.settings import BuildSettings, TrainerSettings
 from envs.evaluation.settings import EvaluationSettings
+from envs.rollouts.starts import StartSettings
 from policies.bounds import bounded
 from policies.paths import path_field
 from policies.policy_config import PART_GROUPS, PolicyConfig
@@ -51,6 +52,7 @@ class TrainConfig(BuildSettings):
     action_low: Any = None  # lowest actions of the robot, a number or one per entry, kept for the export
     action_high: Any = None  # highest actions
     init: str | None = path_field()  # policy to start from: a run or a policy directory
+    start: StartSettings = field(default_factory=StartSettings)
     requires_init: bool = bounded(False, was="tunes")  # set by fine-tuning experiments; warns without init
     resume: str | None = path_field()  # run to resume, with its last configuration
     name: str | None = MISSING  # suffix of the run directory's name; default: the algorithm's name

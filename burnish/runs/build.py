@@ -14,17 +14,20 @@ from algos.training.ranks import current
 from algos.training.run_directory import FollowedRun, RunDirectory, new_folder
 from burnish.config.schema import describe
 from burnish.config.train import TrainConfig
-from burnish.runs.locate import folder_of, seed_folders
+from burnish.runs.locate import folder_of, locate, seed_folders
 from burnish.runs.resolve import ResolvedRun
 from burnish.runs.seeds import remove_seeds, write_seeds
-from burnish.runs.tasks import record_code
+from burnish.runs.tasks import record_code, require_task_of
 from envs.datasets import EpisodeDataset, read_dataset
 from envs.datasets.interface import interface_of, with_given
 from envs.evaluation.protocol import prepare_eval, with_settings
 from envs.fit import with_task_observations
+from envs.rollouts.starts import Recorded, Starts
 from policies.build import complete
+from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.policy_config import PolicyConfig
+from policies.registry import name_of
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +56,9 @@ def build(run: ResolvedRun) -> Built:
         algorithms = build_seeds(config.algo, setup, [one.seed for one in run.configs])
         built = Built([*algorithms], SeedBatch(algorithms).advance)
     try:
+        if setup.has_unused_starts:
+            algo = name_of("algo", config.algo)
+            raise ConfigError(f"algo={algo} collects no episodes, so start has no effect. Leave it out.")
         if config.env is not None and config.evaluation.episodes:
             policy = built.algorithms[0].snapshot()
             prepare_eval(config.env, policy)
@@ -75,6 +81,7 @@ def prepare(run: ResolvedRun) -> Setup:
         dataset=None if config.dataset is None else partial(_dataset, run),  # type: ignore[arg-type]
         init=init,
         teacher=None if run.teacher is None else run.teacher.load(),
+        starts=partial(_starts, config) if config.start.is_on else None,  # type: ignore[arg-type]
         seed=config.seed,
         num_workers=config.num_workers,
         num_threads=config.num_threads,
@@ -93,6 +100,19 @@ def _dataset(run: ResolvedRun) -> EpisodeDataset:
     given = {"action_low": config.action_low, "action_high": config.action_high}
     run.interface.update(with_given(known, dataset.action_dim, control_hz=config.control_hz, **given))
     return dataset
+
+
+def _starts(config: TrainConfig) -> Starts:
+    start, env = config.start, config.env
+    if start.guide is None:
+        assert start.dataset is not None
+        dataset = read_dataset(start.dataset)
+        dataset = dataset if env is None else with_task_observations(env, dataset)
+        return Starts(start, recorded=Recorded.from_dataset(dataset))
+    found = locate(start.guide, "start.guide")
+    if env is not None:
+        require_task_of(found, env, "start.guide", allow_other_task=config.allow_other_task)
+    return Starts(start, guide=found.load().on_cpu().eval())
 
 
 def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:

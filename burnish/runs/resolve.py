@@ -212,8 +212,13 @@ def _with_absolute_paths(
             moved = f"If it was moved: burnish train resume={run.path} {key}=<its new place>."
             raise CheckpointError(f"{error} {moved}") from None
 
-    init = located(config.init, "init")
+    init, guide = located(config.init, "init"), located(config.start.guide, "start.guide")
     teacher = located(getattr(config.algo, "teacher", None), "algo.teacher")
+    if guide is not None:
+        config = replace(config, start=replace(config.start, guide=str(guide.path.resolve())))
+    if config.start.dataset is not None:
+        found = str(find_dataset(config.start.dataset).absolute())
+        config = replace(config, start=replace(config.start, dataset=found))
     fixed = replace(
         config,
         dataset=None if config.dataset is None else str(find_dataset(config.dataset).absolute()),

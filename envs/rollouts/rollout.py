@@ -7,7 +7,7 @@ Ta executed steps per chunk, Do, Da and Dg widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from envs.engine.workers import start_workers
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
+from envs.rollouts.starts import Leader, Starts
 from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
 from policies.errors import CheckpointError, ConfigError
 from policies.seeds import derive_seed, seeded_generator
 
+_SINCE_RESET = 1_000_000  # more episodes than an environment begins between two resets
 _REPORTS = 20  # reports of progress per collection, about
 
 
@@ -69,6 +71,7 @@ class Rollout:
         final_index: (M, 2) int64, its [t, n].
         record: tensors recorded by the actor, (T, N, ...) by name.
         path: (T, N, Ta, Do) float32, state after each executed step, zero past `length`; None: not recorded.
+        metrics: of the running episodes after each chunk, (T, N) by name.
     """
 
     obs: dict[str, Tensor]
@@ -83,6 +86,7 @@ class Rollout:
     record: dict[str, Tensor]
     episodes: list[EpisodeRow]
     path: Tensor | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class RolloutPool:
@@ -92,6 +96,8 @@ class RolloutPool:
     that depends on (seed, n, e) alone; the actor's noise comes from one generator per worker.
     `num_workers=0` runs in this process with the numbers of one worker. With `records_simulator`,
     observations have the part `simulator` (..., Ds), for critics; with `records_path`, rollouts have `path`.
+    `starts` leads episodes before the actor acts; rollouts then begin where it ends. With `same_starts`, as
+    many environments in a row have the seeds of their first, counted anew from every reset.
 
     Of a run of several processes (`shared_by`), each has `num_workers` workers with its part of the
     environments, and receives the rollouts of all: W processes with n workers collect what one with W n does.
@@ -112,6 +118,8 @@ class RolloutPool:
         records_simulator: bool = False,
         records_path: bool = False,
         shared_by: Processes | None = None,
+        starts: Starts | None = None,
+        same_starts: int = 1,
     ) -> None:
         self._processes = shared_by or _Single()
         per_process, world = max(1, num_workers), self._processes.world
@@ -126,7 +134,7 @@ class RolloutPool:
         self._rows = np.array_split(np.arange(num_envs), per_process * world)
         first = self._processes.rank * per_process
         self._own = slice(first, first + per_process)
-        options = (obs_steps, seed, records_simulator, records_path)
+        options = (obs_steps, seed, records_simulator, records_path, starts, same_starts)
         arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(self._rows)][self._own]
         self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
 
@@ -211,14 +219,17 @@ class Collector:
         seed: int,
         records_simulator: bool = False,
         records_path: bool = False,
+        starts: Starts | None = None,
+        same_starts: int = 1,
     ) -> None:
         self._records_path = records_path
-        self._rows = rows
+        self._rows, self._same_starts = rows, same_starts
         self._seed, self._records_simulator = seed, records_simulator
         self._vector: VectorEnv = env.make_vector(len(rows), obs_steps=obs_steps)
         self._generator = seeded_generator(seed, "exploration", index)
         self._next_episode = np.zeros(len(rows), np.int64)
         self._tracker = EpisodeTracker(len(rows))
+        self._leader = None if starts is None else Leader(starts, self._vector)
         self._obs: Array | None = None  # (n, To, Do); None before the first reset
         self.notify: Callable[[int], None] = lambda chunks: None  # set by the workers
 
@@ -264,6 +275,7 @@ class Collector:
             "vector": self._vector.state_dict() if can_save else None,
             "obs": None if self._obs is None else self._obs.copy(),
             "tally": self._tracker.state_dict(),
+            **({} if self._leader is None else {"leader": self._leader.state_dict()}),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -272,6 +284,8 @@ class Collector:
             self._generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
         self._next_episode = np.array(state["next_episode"], np.int64)
         self._obs = None
+        if self._leader is not None:
+            self._leader.load_state_dict(state["leader"])
         if state["vector"] is not None:
             self._vector.load_state_dict(state["vector"])
             self._tracker.load_state_dict(state["tally"])
@@ -283,12 +297,19 @@ class Collector:
     def _restart(self) -> None:
         rows = np.arange(len(self._rows))
         self._tracker.reset(rows)
-        self._obs = self._vector.reset(self._take_seeds(rows))
+        if self._same_starts > 1:
+            self._next_episode[:] = (self._next_episode.max() // _SINCE_RESET + 1) * _SINCE_RESET
+        self._obs = self._begin(rows)
+
+    def _begin(self, rows: Array) -> Array:
+        """Start the next episodes of these rows; returns (n, To, Do)."""
+        seeds = self._take_seeds(rows)
+        return self._vector.reset(seeds, rows) if self._leader is None else self._leader.lead(rows, seeds)
 
     def _take_seeds(self, rows: Array) -> list[int]:
         """Return and count the seeds of the next episodes of these rows."""
         seeds = [
-            derive_seed(self._seed, "episode", self._rows[i], int(self._next_episode[i]))
+            derive_seed(self._seed, "episode", self._rows[i] // self._same_starts, int(self._next_episode[i]))
             for i in rows.tolist()
         ]
         self._tracker.begin(rows, seeds, self._next_episode[rows])
@@ -302,9 +323,11 @@ class Collector:
         if done.size == 0:
             return []
         rows = self._tracker.rows(done, step)
+        if self._leader is not None:
+            rows = self._leader.finished(done, rows)
         self._tracker.reset(done)
         self._obs = step.obs.copy()
-        self._obs[done] = self._vector.reset(self._take_seeds(done), done)
+        self._obs[done] = self._begin(done)
         return rows
 
 
@@ -315,7 +338,9 @@ class _RolloutBuffer:
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._groups: dict[str, dict[str, Array]] = {"obs": {}, "step": {}, "record": {}}
+        self._groups: dict[str, dict[str, Array]] = {
+            name: {} for name in ("obs", "step", "record", "metrics")
+        }
         self._final: list[tuple[Array, dict[str, Array]]] = []
 
     def write(
@@ -324,6 +349,7 @@ class _RolloutBuffer:
         self._write(t, "obs", obs)
         of_step = {name: getattr(step, name) for name in ("length", "terminated", "truncated")}
         self._write(t, "step", {"rewards": step.rewards.astype(np.float32), "first": first, **of_step})
+        self._write(t, "metrics", step.metrics)
         self._write(t, "record", {name: tensor.detach().numpy() for name, tensor in record.items()})
 
     def _write(self, t: int, group: str, values: Mapping[str, Array]) -> None:
@@ -372,6 +398,7 @@ def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
         final_obs=beside("final_obs", axis=0),
         final_index=torch.from_numpy(np.concatenate(index)),
         record=beside("record"),
+        metrics=beside("metrics"),
         episodes=[row for part in parts for row in part["episodes"]],
     )
 

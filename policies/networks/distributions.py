@@ -124,6 +124,35 @@ def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return -0.5 * ((x - mean) / std).square() - std.log() - 0.5 * LOG_2PI
 
 
+def correlated(noise: Tensor, correlation: float) -> Tensor:
+    """Return noise (..., Th, Da) whose rows have a correlation c^|i-j|, from independent standard normals.
+
+    e_0 = z_0,   e_t = c e_(t-1) + sqrt(1 - c^2) z_t; every entry keeps its deviation of 1.
+    """
+    if not correlation:
+        return noise
+    rows, rest = list(noise.unbind(-2)), math.sqrt(1.0 - correlation**2)
+    for t in range(1, len(rows)):
+        rows[t] = correlation * rows[t - 1] + rest * rows[t]
+    return torch.stack(rows, dim=-2)
+
+
+def correlated_log_prob(x: Tensor, mean: Tensor, std: Tensor, correlation: float) -> Tensor:
+    """Return the log-densities of entries of x (..., Th, Da) given the row before; their sum is the joint's.
+
+    x = mean + std e with the noise e of `correlated`; without correlation as `gaussian_log_prob`.
+    """
+    if not correlation:
+        return gaussian_log_prob(x, mean, std)
+    noise, rest = (x - mean) / std, math.sqrt(1.0 - correlation**2)
+    fresh = torch.cat(
+        [noise[..., :1, :], (noise[..., 1:, :] - correlation * noise[..., :-1, :]) / rest], dim=-2
+    )
+    scale = torch.full((x.shape[-2], 1), math.log(rest), dtype=x.dtype, device=x.device)
+    scale[0] = 0.0
+    return -0.5 * fresh.square() - scale - std.log() - 0.5 * LOG_2PI
+
+
 def gaussian_entropy(std: Tensor) -> Tensor:
     """Return the entropy of each element of a normal distribution, unreduced."""
     return std.log() + 0.5 * (1.0 + LOG_2PI)

@@ -8,7 +8,12 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
-from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
+from policies.networks.distributions import (
+    correlated,
+    correlated_log_prob,
+    gaussian_entropy,
+    gaussian_log_prob,
+)
 from policies.networks.heads import GaussianHead, GaussianHeadConfig
 from policies.policy import PolicyConfig, reduce_elements
 from policies.processes.one_step import ClosedFormPolicy, OneStepSampler, trunk_of
@@ -51,24 +56,30 @@ class GaussianDensity(NamedTuple):
 
     mean: Tensor  # (B, Th, Da)
     std: Tensor  # (B, Th, Da)
+    correlation: float = 0.0  # of the noise of consecutive rows
 
     def draw(self, noise: Tensor) -> Tensor:
-        return self.mean + self.std * noise[:, 1]
+        return self.mean + self.std * correlated(noise[:, 1], self.correlation)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        return gaussian_log_prob(x, self.mean, self.std)
+        return correlated_log_prob(x, self.mean, self.std, self.correlation)
 
     def entropy(self) -> Tensor:
         return gaussian_entropy(self.std)
 
     def rows(self, index: Tensor) -> GaussianDensity:
-        return GaussianDensity(self.mean.index_select(0, index), self.std.index_select(0, index))
+        mean, std = self.mean.index_select(0, index), self.std.index_select(0, index)
+        return GaussianDensity(mean, std, self.correlation)
 
 
 @register("policy_class", "gaussian")
 class GaussianPolicy(ClosedFormPolicy):
-    """Acts with the mean; explores with the learned deviation."""
+    """Acts with the mean; explores with the learned deviation.
 
+    `noise_correlation` is that of the exploration noise of consecutive rows of a chunk.
+    """
+
+    noise_correlation = 0.0
     process: GaussianProcess
     sampler: Mean
 
@@ -83,7 +94,8 @@ class GaussianPolicy(ClosedFormPolicy):
         return mean if clip is None else mean.clamp(-clip, clip)
 
     def density(self, cond: Cond) -> GaussianDensity:
-        return GaussianDensity(*self.head(cond.vec))
+        mean, std = self.head(cond.vec)
+        return GaussianDensity(mean, std, self.noise_correlation)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         mean, std = self.head(cond.vec)

@@ -116,7 +116,7 @@ def test_success_is_told_of_tasks_that_have_a_rule_of_it() -> None:
         run = make_run(env=env)
         assert ("rollout/success" in run.advance()) == bool(env.spec.success_rule)
         run.close()
-        rows: Any = [SimpleNamespace(return_=1.0, success=True, length=3)]
+        rows: Any = [SimpleNamespace(return_=1.0, success=True, length=3, metrics={})]
         assert summary(rows, bool(env.spec.success_rule)).get("rollout/success") == (
             1.0 if env.spec.success_rule else None
         )

@@ -318,13 +318,13 @@ def test_a_policy_without_steps_is_refused_by_name() -> None:
         ({"noise_clip": 0.0}, "algo.noise_clip"),
         ({"clip_state": -1.0}, "algo.clip_state"),
         ({"log_prob_reduction": "sum"}, "per_step per_dim"),
-        ({"surrogate": "trpo"}, "algo.surrogate"),
+        ({"surrogate": "clip"}, "algo.surrogate"),
         ({"denoising_steps": 0}, "algo.denoising_steps 1"),
         ({"tuned_steps": 5}, "algo.tuned_steps 5"),
         ({"noise_clip": 0.0}, "algo.noise_clip 0.0"),
         ({"clip_state": -1.0}, "algo.clip_state -1.0"),
         ({"log_prob_reduction": "sum"}, "mean, per_step, per_dim, joint"),
-        ({"surrogate": "trpo"}, "ppo, spo, aspo"),
+        ({"surrogate": "clip"}, "ppo, spo, aspo"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:

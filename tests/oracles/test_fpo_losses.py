@@ -286,7 +286,8 @@ def test_surrogates_and_bounds_of_losses(golden_path: Path) -> None:
         advantage = arrays["adv"].expand(-1, arrays["u_pred"].shape[1]).flatten()
         old = reduced(matching, arrays["u_pred_old"], arrays)
         torch.testing.assert_close(old.view_as(arrays["mean.ratio"]), arrays[f"{theirs}.loss_old"], **FORWARD)
-        for name, surrogate in SURROGATES.items():
+        for name in ("ppo", "spo", "aspo"):
+            surrogate = SURROGATES[name]
             pred = arrays["u_pred"].clone().requires_grad_()
             new = reduced(matching, pred, arrays)
             difference, _ = matching.difference(matching.bounded(old), matching.bounded(new, advantage))

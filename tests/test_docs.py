@@ -264,6 +264,8 @@ EXPLAINED_ON = {
     "trqam": ["qam", "critics"],
     "famo2o": ["critics"],
     "gorl": ["ppo"],
+    "srpo": ["critics"],
+    "cfpi": ["critics"],
 }
 """Where the settings of an algorithm are explained."""
 

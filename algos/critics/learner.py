@@ -8,6 +8,9 @@ chunk, tau the Polyak coefficient::
     refit       = mean over rows and steps of the policy's matching loss on recorded steps, 0 on others
     Q_bar      <- tau Q + (1 - tau) Q_bar      Q of before the step (`moves_first`) or of after it
 
+With `iterate_every` T the critics are a chain of Bellman updates instead: y_i = r + discount Q_i_bar(s', a'),
+where Q_i_bar is a copy of critic i - 1 (`iterate`).
+
 A batch holds transitions of the dataset, or of it and new experience (`algos.offline.online`).
 """
 
@@ -17,10 +20,10 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_vector
 from algos.critics.losses import squared_error
@@ -37,7 +40,7 @@ from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.critics import AGGREGATES, Ensemble, EnsembleConfig, aggregate, polyak
-from policies.policy import Policy
+from policies.policy import Policy, PolicyConfig
 from policies.protocols import MatchingLoss
 from policies.registry import name_of
 from policies.seeds import derive_seed
@@ -46,12 +49,31 @@ from policies.wrappers.candidates import CandidatePolicy, Candidates
 NORM_EPS = 1e-6
 
 
+@torch.no_grad()
+def iterate(critic: Ensemble, target: Ensemble, step: int, period: int, every: int) -> None:
+    """Move the chain of critics after update `step` (1, 2, ...).
+
+    Every `period` updates all targets become copies of the critics, and every critic takes the weights of
+    the next one, the last keeping its own; at other multiples of `every`, target i copies critic i - 1.
+    Target 0 stays within a period, so that critic i learns the i-th Bellman update of it.
+
+    Source: iterated Q-networks, arXiv 2403.02107, in the released code of its sequel i-DQN.
+    """
+    for online, copied in zip(critic.parameters(), target.parameters(), strict=True):
+        if step % period == 0:
+            copied.copy_(online)
+            online[:-1] = online[1:].clone()
+        elif step % every == 0:
+            copied[1:] = online[:-1]
+
+
 @dataclass
 class ChunkCriticConfig(TransitionsConfig):
     """Settings shared by algorithms with critics of chunks."""
 
     needs_noise: ClassVar[bool] = True  # the policy must sample different chunks
     may_keep: ClassVar[bool] = True  # whether the policy may stay as it is, by refit=false
+    may_iterate: ClassVar[bool] = False  # whether targets come from `ChunkCriticLearner.backup`
 
     steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
@@ -62,12 +84,17 @@ class ChunkCriticConfig(TransitionsConfig):
     aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics in targets
     subset: int = bounded(2, ge=1)  # critics in subset_min, resampled at every step
     pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
+    iterate_every: int = bounded(0, ge=0)  # T, updates until the chain of critics moves on; 0: no chain
+    chain_every: int = bounded(10, ge=1)  # updates until a critic of the chain follows the one before it
     refit: bool = True  # train the policy on the recorded chunks too; false: it stays as it is
     actor_every: int = bounded(1, ge=1)  # critic updates per update of policy and actors
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("subset", self.subset <= self.critics, f"at most algo.critics={self.critics}")
+        if self.iterate_every:
+            self.require("iterate_every", self.may_iterate, "0: targets of this algorithm form no chain")
+            self.require("critics", self.critics > 1, "2 or more with algo.iterate_every")
 
     def critic_config(self, members: int | None = None) -> EnsembleConfig:
         """Return the configuration of the critics, or of `members` networks like them."""
@@ -194,13 +221,21 @@ class ChunkCriticLearner(ABC):
         if updates_actor and not self.critic_first:
             out |= self.update_actor(batch, draws) | self.update_base(batch, draws)
         if self.moves_first:
-            polyak(self.target_critic, self.critic, self.config.tau)
+            self.follow()
         out |= self.update_critic(batch, target)
         if not self.moves_first:
-            polyak(self.target_critic, self.critic, self.config.tau)
+            self.follow()
         if updates_actor and self.critic_first:
             out |= self.update_base(batch, draws) | self.update_actor(batch, draws)
         return out
+
+    def follow(self) -> None:
+        """Move the target copies towards the critics, or the chain of critics."""
+        config, updates = self.config, self.steps - self.moves_first
+        if not config.iterate_every:
+            polyak(self.target_critic, self.critic, config.tau)
+        elif updates:
+            iterate(self.critic, self.target_critic, updates, config.iterate_every, config.chain_every)
 
     @abstractmethod
     def target(self, batch: Batch, draws: Draws) -> Tensor:
@@ -236,9 +271,11 @@ class ChunkCriticLearner(ABC):
         return aggregate(values, how, subset=subset, pessimism=self.config.pessimism)
 
     def backup(self, batch: Batch, action: Tensor, draws: Draws) -> Tensor:
-        """Return y (B,) for next chunks (B, A)."""
+        """Return y (B,) for next chunks (B, A); of a chain y (E, B), one for each critic."""
         values = self.target_critic(batch.next_cond, action)
-        return torch.addcmul(batch.reward, batch.discount, self.aggregated(values, draws["subset"]))
+        if not self.config.iterate_every:
+            values = self.aggregated(values, draws["subset"])
+        return torch.addcmul(batch.reward, batch.discount, values)
 
     def chunk(self, policy: Policy, vec: Tensor, noise: Tensor, *, grad: bool = False) -> Tensor:
         """Return executed chunks (B, A) of a policy for noise, at conditions (B, C)."""
@@ -278,3 +315,24 @@ def choosing(base: Policy, wrapper: Candidates, critic: Ensemble) -> CandidatePo
     policy = wrapper.wrap(base)
     policy.critic = critic
     return policy
+
+
+def policy_beside(policy: Policy, config: PolicyConfig, seed: int, name: str) -> Policy:
+    """Return a new trainable policy of `config` with the frozen encoder and the normaliser of another.
+
+    `name` is that of the stream of its initial weights.
+    """
+    fresh = build_policy(
+        config,
+        obs_dim=policy.obs_dim,
+        action_dim=policy.chunk.action_dim,
+        goal_dim=policy.goal_dim,
+        images=policy.images,
+        seed=derive_seed(seed, name),
+    )
+    fresh.normalizer.load_state_dict(policy.normalizer.state_dict())
+    encoders = [cast(nn.Module, one.encoder) for one in (fresh, policy)]
+    encoders[0].load_state_dict(encoders[1].state_dict())
+    fresh = fresh.to(policy.device, policy.dtype).train()
+    encoders[0].requires_grad_(False)
+    return fresh

@@ -148,7 +148,8 @@ class ClosedFormImprovement(WrappedPolicy):
         if isinstance(base, MixturePolicy):
             log_weight, mean, std = base.head(cond.vec)
         else:
-            mean, std = (part.unsqueeze(1) for part in base.density(cond))
+            density = base.density(cond)
+            mean, std = density.mean.unsqueeze(1), density.std.unsqueeze(1)
             log_weight = torch.zeros_like(mean[:, :, 0, 0])
         parts = (self.executed_part(part) for part in (mean, std.expand_as(mean)))
         return mean, (*parts, log_weight)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Metrics, Setup, dataset_of, goal_dim_of, require_one_policy
-from algos.cloning.batches import CloningBatch, Shuffle, WindowSampler
+from algos.cloning.batches import CloningBatch, Shuffle, WeightedStream, WindowSampler
 from algos.cloning.distillation import Teacher
 from algos.cloning.validation import Validation, masked_mean, matching_of
 from algos.optim import (
@@ -134,7 +134,8 @@ class Bc:
             self._warmup = self._total // 10
             _log.info("algo.warmup_steps is %d, a tenth of this short run.", self._warmup)
         order = seeded_generator(setup.seed, "windows", device=setup.device)
-        self._shuffle = Shuffle(self._source.num, order)
+        weight = self._source.weight
+        self._stream = Shuffle(self._source.num, order) if weight is None else WeightedStream(weight, order)
         self._generator = seeded_generator(setup.seed, "matching", device=setup.device)
         self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -173,7 +174,7 @@ class Bc:
         loss = torch.zeros((), device=self._source.device)
         for _ in range(count):
             self._set_lr()
-            index = current().own(self._shuffle.take(self.config.batch_size))
+            index = current().own(self._stream.take(self.config.batch_size))
             loss += self._step(self._source.gather(index))
             self._done += 1
         return {
@@ -237,7 +238,7 @@ class Bc:
             "policy": self.policy.state_dict(),
             "ema": self._ema.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "shuffle": self._shuffle.state_dict(),
+            "shuffle": self._stream.state_dict(),
             "generator": capture_generator(self._generator),
             **self._invariants,
         }
@@ -263,7 +264,7 @@ class Bc:
         if state.get("num_threads", self._num_threads) != self._num_threads:
             before, now = state["num_threads"], self._num_threads
             _log.warning("the run used num_threads=%d, now it is %d: last bits may differ.", before, now)
-        self._shuffle.load_state_dict(state["shuffle"])
+        self._stream.load_state_dict(state["shuffle"])
         self.policy.load_state_dict(state["policy"])
         self._ema.load_state_dict(state["ema"])
         restore_optimizer(self._optimizer, state["optimizer"])

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from algos.training.observations import encode, flat_state
+from envs.datasets.curation import SAMPLING_WEIGHT, WeightedRows
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.free_memory import require_memory
 from policies.errors import DatasetError
@@ -84,8 +85,9 @@ class Pictures:
 class TransitionTable:
     """All transitions, one row each, on one device; shapes as in `Batch`, M rows.
 
-    `frame` (M,) holds the start frames of the transitions in the dataset, if any. `pictures` and
-    `next_pictures` look up images of transitions, for a trained encoder.
+    `frame` (M,) holds the start frames of the transitions in the dataset, if any. `weight` (M,) is
+    proportional to how often a row is drawn; None: all alike. `pictures` and `next_pictures` look up images
+    of transitions, for a trained encoder.
     """
 
     def __init__(
@@ -101,10 +103,12 @@ class TransitionTable:
         plan: Tensor | None = None,
         real: Tensor | None = None,
         frame: Tensor | None = None,
+        weight: Tensor | None = None,
         pictures: Pictures | None = None,
         next_pictures: Pictures | None = None,
     ) -> None:
         self.frame, self._pictures, self._next_pictures = frame, pictures, next_pictures
+        self._weighted = None if weight is None else WeightedRows(weight)
         self._cache: dict[str, Any] = {}
         none = action.new_zeros(len(reward), 0)
         has_next = torch.zeros_like(reward) if has_next is None else has_next
@@ -130,6 +134,12 @@ class TransitionTable:
     def action(self) -> Tensor:
         """Flattened chunks (M, A); a view."""
         return self._split(self._rows)[1]
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """Return the indices (n,) of a batch, drawn with replacement."""
+        if self._weighted is not None:
+            return self._weighted.draw(n, generator)
+        return torch.randint(len(self), (n,), generator=generator, device=generator.device).to(self.device)
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
         """Return `make()`, evaluated once per name."""
@@ -219,6 +229,7 @@ def tabulate(
         plan=actions[planned].flatten(1),
         real=real.float(),
         frame=segment.start,
+        weight=dataset.extras[SAMPLING_WEIGHT][segment.start] if SAMPLING_WEIGHT in dataset.extras else None,
         **pictures,
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from algos.training.serialization import capture_generator, restore_generator
+from envs.datasets.curation import SAMPLING_WEIGHT, WeightedRows
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.windows import Windows
 from policies.errors import CheckpointError
@@ -43,6 +44,9 @@ class WindowSampler:
         goal_dim: Dg; above 0 the dataset's extra key `goal` (N, Dg) is used.
         cameras: Cameras used by the policy.
 
+    Attributes:
+        weight: (num,), proportional to how often a window is drawn; None: all alike.
+
     Raises:
         DatasetError: If the dataset does not fit or has no window.
     """
@@ -58,6 +62,8 @@ class WindowSampler:
     ) -> None:
         self._windows = Windows(dataset, chunk, pad_end=pad_end, cameras=tuple(cameras))
         frames = self._windows.frames
+        weight = dataset.extras.get(SAMPLING_WEIGHT)
+        self.weight = None if weight is None else dataset.storage.take(weight, frames)
         self._goal = dataset.storage.take(dataset.extras["goal"], frames) if goal_dim else None
 
     @property
@@ -128,3 +134,21 @@ class Shuffle:
         if not state["fresh"]:
             self._reorder()
             self._cursor = state["cursor"]
+
+
+class WeightedStream:
+    """Endless stream of indices, drawn by weights (num,) with replacement; used as `Shuffle` is."""
+
+    def __init__(self, weight: Tensor, generator: torch.Generator) -> None:
+        self._rows, self._generator = WeightedRows(weight), generator
+
+    def take(self, size: int) -> Tensor:
+        """Return the next `size` indices (size,)."""
+        return self._rows.draw(size, self._generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": capture_generator(self._generator)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        restore_generator(self._generator, state["generator"])

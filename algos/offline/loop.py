@@ -167,8 +167,8 @@ class OfflineRun:
 
     def draw(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows (B,) and random numbers of the next step, of several ranks the own ones."""
-        size, device = self.config.batch_size, self._index.device
-        row = torch.randint(len(self.table), (size,), generator=self._index, device=device)
+        size = self.config.batch_size
+        row = self.table.draw(size, self._index)
         draws, axes = self.learner.draw(size, self._noise), getattr(self.learner, "row_axes", {})
         return current().own(row), current().own_draws(draws, axes)
 

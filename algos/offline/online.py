@@ -70,7 +70,7 @@ class Experience(TransitionTable):
     """Ring of the latest transitions, with the columns of a dataset's table."""
 
     def __init__(self, capacity: int, like: TransitionTable) -> None:
-        self.frame, self._pictures, self._next_pictures = None, None, None
+        self.frame, self._pictures, self._next_pictures, self._weighted = None, None, None, None
         self._cache, self._widths = {}, like._widths
         self._rows = torch.empty(capacity, sum(self._widths), device=like.device)
         self.size = self._next = 0
@@ -221,10 +221,7 @@ class OnlinePhase:
         batches = []
         for table, rows in ((self.experience, n - count), (self.table, count)):
             if rows:
-                row = torch.randint(
-                    len(table), (rows,), generator=self._generator, device=self._generator.device
-                )
-                batches.append(table.gather(row.to(table.device)))
+                batches.append(table.gather(table.draw(rows, self._generator)))
         if n > count:
             batches[0] = replace(batches[0], row=torch.full_like(batches[0].row, -1))
         columns = [columns_of(one) for one in batches]

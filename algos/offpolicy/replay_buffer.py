@@ -228,8 +228,7 @@ class Mixture:
         online = self.online.gather(self.online.draw(n - count, generator), self.discounting)
         if self.offline is None or not count:
             return online
-        row = torch.randint(len(self.offline), (count,), generator=generator, device=generator.device)
-        data = self.offline.gather(row.to(self.offline.device))
+        data = self.offline.gather(self.offline.draw(count, generator))
         unknown = data.action.new_zeros(count, online.latent.shape[1])  # critics over chunks do not use it
         names = ("cond", "action", "reward", "discount", "next_cond")
         parts = {name: (getattr(online, name), getattr(data, name)) for name in names}

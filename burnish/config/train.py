@@ -9,6 +9,7 @@ from typing import Any, ClassVar, get_type_hints
 from omegaconf import MISSING
 
 from algos.training.settings import BuildSettings, TrainerSettings
+from envs.datasets.curation import Curation
 from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.starts import StartSettings
 from policies.bounds import bounded
@@ -48,6 +49,7 @@ class TrainConfig(BuildSettings):
     allow_other_task: bool = False  # accept a dataset, init, teacher or resumed run of another task
     dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a download
     reader: dict[str, Any] = bounded({}, was="data")  # options of the format's reader: see Data
+    curation: Curation = field(default_factory=Curation)
     control_hz: float | None = bounded(None, gt=0)  # rate of the data [Hz], kept for the export; without env
     action_low: Any = None  # lowest actions of the robot, a number or one per entry, kept for the export
     action_high: Any = None  # highest actions

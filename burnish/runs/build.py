@@ -70,7 +70,7 @@ def build(run: ResolvedRun) -> Built:
 
 
 def prepare(run: ResolvedRun) -> Setup:
-    """Load the policies of a run; the dataset is read at its first use."""
+    """Load the policies of a run; the dataset is read, and curated, at its first use."""
     config = run.config
     init = None if run.init is None else run.init.load()
     if init is not None:
@@ -95,11 +95,11 @@ def _dataset(run: ResolvedRun) -> EpisodeDataset:
     assert config.dataset is not None
     dataset = read_dataset(config.dataset, **config.reader)
     if config.env is not None:
-        return with_task_observations(config.env, dataset)
+        return config.curation(with_task_observations(config.env, dataset))
     known = interface_of(dataset.meta, dataset.obs_dim, dataset.action_dim)
     given = {"action_low": config.action_low, "action_high": config.action_high}
     run.interface.update(with_given(known, dataset.action_dim, control_hz=config.control_hz, **given))
-    return dataset
+    return config.curation(dataset)
 
 
 def _starts(config: TrainConfig) -> Starts:

@@ -32,6 +32,7 @@ from burnish.runs.seeds import (
 from burnish.runs.tasks import known_task, require_known_code, require_task_of
 from envs.datasets import absolute_options
 from envs.datasets.catalogue import find_dataset
+from envs.datasets.curation import Curation
 from envs.evaluation.settings import check_seeds
 from envs.fit import require_same_task, task_text
 from policies import registry
@@ -263,6 +264,8 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
         )
     if config.reader and config.dataset is None:
         raise ConfigError(f"reader={config.reader} needs dataset=<file>, whose reader has these options.")
+    if config.curation != Curation() and config.dataset is None:
+        raise ConfigError("curation chooses among the episodes of a dataset; give dataset=<file>.")
     given = {
         "control_hz": config.control_hz,
         "action_low": config.action_low,

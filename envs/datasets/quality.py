@@ -8,6 +8,8 @@ Legend: N frames, Do and Da widths, s standardised state (mean 0, std 1 over the
   dimension is cut into 100 bins between shared limits.
 - action divergence: squared difference between the actions of a frame and of the nearest state's frame in
   another episode, over twice the action variance. 0: one action per state; near 1: states are uninformative.
+- disagreement: squared difference between the action of a frame and the mean action of the k nearest states'
+  frames in other episodes; of an episode, its mean over frames. Noisy demonstrators disagree with all others.
 - cluster variance: action variance within clusters of states over the total action variance.
 - own-row rate: fraction of keys [beta s, a + noise] whose nearest row [beta s_i, a_i] is their own frame or a
   copy of it. Near 1, a nearest-neighbour constraint is equivalent to cloning the frame's own action.
@@ -32,8 +34,10 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.errors import DatasetError
 
 BINS = 100
+NEIGHBOURS = 5
 _SPREAD = 1e-3  # added to the state std before division
 _LEAST = 1e-12
+_AT_ONCE = 2**22  # neighbours of one query
 
 
 @dataclass(frozen=True)
@@ -99,24 +103,61 @@ def action_divergence(dataset: EpisodeDataset, samples: int, rng: np.random.Gene
     spread = float(dataset.actions.double().var(dim=0, correction=0).sum())
     if dataset.num_episodes < 2 or spread <= _LEAST:
         return float("nan")
-    states, actions = _standardised(dataset), dataset.actions.double().numpy()
-    episode = np.repeat(np.arange(dataset.num_episodes), dataset.lengths.numpy())
-    total, frames = 0.0, rng.permutation(len(states))[:samples]
-    tree = KDTree(states)
-    for frame in frames:
-        total += float(np.sum((actions[frame] - actions[_other(tree, states, episode, frame)]) ** 2))
-    return total / len(frames) / (2 * spread)
+    frames = rng.permutation(dataset.num_frames)[:samples]
+    found = disagreement(
+        _standardised(dataset), dataset.actions.double().numpy(), _episodes(dataset), 1, frames
+    )
+    return float(found.mean()) / (2 * spread)
 
 
-def _other(tree: KDTree, states: np.ndarray, episode: np.ndarray, frame: int) -> int:
-    """Return the frame of another episode with the nearest state."""
-    wanted = min(16, len(states))
-    while True:
-        _, near = tree.query(states[frame], k=wanted)
-        others = near[episode[near] != episode[frame]]
-        if len(others):
-            return int(others[0])
-        wanted = min(4 * wanted, len(states))
+def episode_disagreement(dataset: EpisodeDataset, k: int = NEIGHBOURS) -> np.ndarray:
+    """Return the mean disagreement of every episode with the k nearest frames of others, (E,).
+
+    Raises:
+        DatasetError: If there is one episode.
+    """
+    if dataset.num_episodes < 2:
+        raise DatasetError(f"{dataset.source}: expected two episodes or more to compare; got one.")
+    states, actions, episode = _standardised(dataset), dataset.actions.double().numpy(), _episodes(dataset)
+    found = disagreement(states, actions, episode, k)
+    return np.bincount(episode, found) / np.bincount(episode)
+
+
+def disagreement(
+    states: np.ndarray, actions: np.ndarray, episode: np.ndarray, k: int, frames: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the disagreement (F,) of frames, by default of all, with k neighbours in other episodes.
+
+    Shapes:
+        states: (N, Do), as they are compared. actions: (N, Da). episode: (N,), numbers of episodes.
+    """
+    frames = np.arange(len(states)) if frames is None else frames
+    near = _neighbours(states, episode, frames, k)
+    found: np.ndarray = np.square(actions[near].mean(axis=1) - actions[frames]).sum(axis=1)
+    return found
+
+
+def _neighbours(states: np.ndarray, episode: np.ndarray, frames: np.ndarray, k: int) -> np.ndarray:
+    """Return the k frames (F, k) of other episodes with the nearest states; fewer if others have fewer."""
+    k = min(k, len(states) - int(np.bincount(episode).max()))
+    tree, found = KDTree(states), np.empty((len(frames), k), dtype=np.int64)
+    left, wanted = np.arange(len(frames)), min(16 * k, len(states))
+    while len(left):
+        short = []
+        for part in np.array_split(left, -(-len(left) * wanted // _AT_ONCE)):
+            _, near = tree.query(states[frames[part]], k=[*range(1, wanted + 1)])
+            is_other = episode[near] != episode[frames[part], None]
+            first = np.argsort(~is_other, axis=1, kind="stable")[:, :k]  # others, nearest first
+            enough = is_other.sum(axis=1) >= k
+            found[part[enough]] = np.take_along_axis(near, first, axis=1)[enough]
+            short.append(part[~enough])
+        left, wanted = np.concatenate(short), min(4 * wanted, len(states))
+    return found
+
+
+def _episodes(dataset: EpisodeDataset) -> np.ndarray:
+    """Return the number of every frame's episode, (N,)."""
+    return np.repeat(np.arange(dataset.num_episodes), dataset.lengths.numpy())
 
 
 def cluster_variance(dataset: EpisodeDataset, clusters: int, samples: int, rng: np.random.Generator) -> float:

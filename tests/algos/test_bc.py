@@ -136,7 +136,7 @@ def test_step_reads_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.Tensor, name, refuse)
     with pytest.raises(AssertionError, match="waited"):
         torch.ones(()).item()
-    loss = algorithm._step(algorithm._source.gather(algorithm._shuffle.take(8)))
+    loss = algorithm._step(algorithm._source.gather(algorithm._stream.take(8)))
     monkeypatch.undo()
     assert math.isfinite(loss.item())
 

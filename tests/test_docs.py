@@ -264,6 +264,7 @@ EXPLAINED_ON = {
     "trqam": ["qam", "critics"],
     "famo2o": ["critics"],
     "gorl": ["ppo"],
+    "srpo": ["critics"],
 }
 """Where the settings of an algorithm are explained."""
 

@@ -24,20 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Draws, Quantities
-from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner
+from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, policy_beside
 from algos.onpolicy.requirements import ways
 from algos.optim import descend
 from algos.training.ranks import current
 from algos.transitions import Batch
 from policies.bounds import bounded
-from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.flow import RectifiedFlow
 from policies.registry import name_of, register
 from policies.samplers.ode import Euler
-from policies.seeds import derive_seed
 
 
 def student_of(teacher: DenoisingPolicy, seed: int) -> DenoisingPolicy:
@@ -46,19 +44,9 @@ def student_of(teacher: DenoisingPolicy, seed: int) -> DenoisingPolicy:
     student = teacher.clone()
     if type(teacher.process) is not RectifiedFlow:
         config = replace(teacher.config, process=RectifiedFlow(), sampler=Euler(steps=1))
-        fresh = build_policy(
-            config,
-            obs_dim=teacher.obs_dim,
-            action_dim=teacher.chunk.action_dim,
-            goal_dim=teacher.goal_dim,
-            images=teacher.images,
-            seed=derive_seed(seed, "student"),
-        )
-        fresh.normalizer.load_state_dict(teacher.normalizer.state_dict())
-        new, own = (cast(nn.Module, policy.encoder) for policy in (fresh, teacher))
-        new.load_state_dict(own.state_dict())
+        fresh = policy_beside(teacher, config, seed, "student")
         assert isinstance(fresh, DenoisingPolicy)
-        student = fresh.to(teacher.device, teacher.dtype)
+        student = fresh
     student = student.with_sampler(Euler(steps=1, clip_action=clip))
     student.train().requires_grad_(True)
     cast(nn.Module, student.encoder).requires_grad_(False)

@@ -17,10 +17,10 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_vector
 from algos.critics.losses import squared_error
@@ -37,7 +37,7 @@ from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.critics import AGGREGATES, Ensemble, EnsembleConfig, aggregate, polyak
-from policies.policy import Policy
+from policies.policy import Policy, PolicyConfig
 from policies.protocols import MatchingLoss
 from policies.registry import name_of
 from policies.seeds import derive_seed
@@ -194,13 +194,17 @@ class ChunkCriticLearner(ABC):
         if updates_actor and not self.critic_first:
             out |= self.update_actor(batch, draws) | self.update_base(batch, draws)
         if self.moves_first:
-            polyak(self.target_critic, self.critic, self.config.tau)
+            self.follow()
         out |= self.update_critic(batch, target)
         if not self.moves_first:
-            polyak(self.target_critic, self.critic, self.config.tau)
+            self.follow()
         if updates_actor and self.critic_first:
             out |= self.update_base(batch, draws) | self.update_actor(batch, draws)
         return out
+
+    def follow(self) -> None:
+        """Move the target copies towards the critics."""
+        polyak(self.target_critic, self.critic, self.config.tau)
 
     @abstractmethod
     def target(self, batch: Batch, draws: Draws) -> Tensor:
@@ -278,3 +282,24 @@ def choosing(base: Policy, wrapper: Candidates, critic: Ensemble) -> CandidatePo
     policy = wrapper.wrap(base)
     policy.critic = critic
     return policy
+
+
+def policy_beside(policy: Policy, config: PolicyConfig, seed: int, name: str) -> Policy:
+    """Return a new trainable policy of `config` with the frozen encoder and the normaliser of another.
+
+    `name` is that of the stream of its initial weights.
+    """
+    fresh = build_policy(
+        config,
+        obs_dim=policy.obs_dim,
+        action_dim=policy.chunk.action_dim,
+        goal_dim=policy.goal_dim,
+        images=policy.images,
+        seed=derive_seed(seed, name),
+    )
+    fresh.normalizer.load_state_dict(policy.normalizer.state_dict())
+    encoders = [cast(nn.Module, one.encoder) for one in (fresh, policy)]
+    encoders[0].load_state_dict(encoders[1].state_dict())
+    fresh = fresh.to(policy.device, policy.dtype).train()
+    encoders[0].requires_grad_(False)
+    return fresh

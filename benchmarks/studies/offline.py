@@ -2,6 +2,7 @@
 
     python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos bc,td3_bc,prdc,a2pr --seeds
     0,1,2 python -m benchmarks.studies.offline halfcheetah-medium             records its dataset itself
+    python -m benchmarks.studies.offline hopper-mixed --algos bc,bc@return,td3_bc@advantage      weighted rows
     python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned
     flow python -m benchmarks.studies.offline hopper-medium --report         table and curve from what is
     there python -m benchmarks.studies.offline hopper-medium --dataset FILE --discounts   what a discount
@@ -15,7 +16,8 @@ file is there is not repeated. The actors of a seed that see states alike share 
 policy; ReBRAC's, which sees them as recorded, has one of its own. Gaussians act by their mean.
 
 `flow+td3_bc` and its like tune a cloned policy by `experiment=<task>_<algorithm>_tuning`, for the steps
-given there unless --steps says otherwise; they play beside the clone, neither corrected nor perturbed.
+given there unless --steps says otherwise; they play beside the clone, neither corrected nor perturbed. So do
+all on a mixed dataset, where `@return` and its like draw or keep episodes by what they are worth.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ import copy
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,10 +44,10 @@ from algos.training.provenance import describe_environment
 from algos.training.resume_checks import digest_of
 from benchmarks import pages
 from benchmarks.studies.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns
-from benchmarks.studies.once import trained
+from benchmarks.studies.once import episodes_of, first_seed, trained
 from burnish.config.overrides import experiments
 from burnish.runs.best_evaluation import best_evaluation
-from envs.datasets import read_dataset
+from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.evaluation.comparison import FEWEST_EPISODES
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import (
@@ -58,12 +61,14 @@ from envs.evaluation.intervals import (
 from policies.policy import Policy
 from policies.processes.gaussian import GaussianPolicy
 from policies.registry import lookup
+from policies.threads import torch_threads
 from policies.wrappers.score_correction import Perturbation
 
 FOLDER = RESULTS / "offline"
 BASES = {"flow": "study_flow_bc", "diffusion": "study_bc"}  # experiments that clone what is tuned
 STEPS = 100_000  # gradient steps, unless others are asked for
 COLLECTED = 100  # episodes of a dataset that the study records itself
+RATED = 100  # actions of which the time is measured
 PLAIN = (
     "algo=bc", "algo.batch_size=256", "algo.lr=3e-4", "algo.min_lr=3e-4", "algo.warmup_steps=0",
     "algo.weight_decay=0", "algo.ema_decay=0", "process=deterministic", "policy.horizon=1",
@@ -75,18 +80,37 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class Data:
-    """The task of a dataset, and the expert that records it where no file is given."""
+    """The task of a dataset, and the experts that record it where no file is given."""
 
     task: str
-    expert: str | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def is_mixed(self) -> bool:
+        return len(self.parts) > 1
+
+
+class Part(NamedTuple):
+    """Episodes of one expert."""
+
+    expert: str
+    episodes: int
     noise: float | None = None  # on its actions: without, critics know nothing beside one action per state
 
 
 DATA = {
     "hopper-medium": Data("hopper"),
     "hopper-medium-expert": Data("hopper"),
-    "halfcheetah-medium": Data("halfcheetah", "medium", noise=0.3),
+    "halfcheetah-medium": Data("halfcheetah", (Part("medium", COLLECTED, noise=0.3),)),
+    "hopper-mixed": Data("hopper", (Part("medium", 90, noise=0.3), Part("expert", 10))),
 }
+
+CURATIONS = {
+    "return": ("curation.weighting=return",),
+    "advantage": ("curation.weighting=advantage",),
+    "top": ("curation.keep=return", "curation.share=0.1"),
+}
+"""Overrides of what stands behind an @."""
 
 
 def dataset_of(name: str, given: str | None, root: Path) -> Path:
@@ -94,12 +118,24 @@ def dataset_of(name: str, given: str | None, root: Path) -> Path:
     data, path = DATA[name], root / f"{name}.hdf5"
     if given is not None:
         return Path(given)
-    if data.expert is None:
+    if not data.parts:
         raise SystemExit(f"{name} needs --dataset FILE")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        wished = {"expert": data.expert, "noise": data.noise}
-        burnish.collect(env=data.task, episodes=COLLECTED, format="d4rl", out=str(path), **wished)
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole, files = len(data.parts) == 1, []
+    for number, part in enumerate(data.parts):
+        files.append(path if whole else path.with_suffix(f".{number}.hdf5"))
+        wished: dict[str, Any] = {"expert": part.expert, "noise": part.noise}
+        first = {} if whole else {"first_seed": first_seed(number)}
+        out = {"format": "d4rl", "out": str(files[-1])}
+        burnish.collect(env=data.task, episodes=part.episodes, **wished, **first, **out)
+    if not whole:
+        read = [read_dataset(file) for file in files]
+        joined = EpisodeDataset.from_episodes(
+            [one for each in read for one in episodes_of(each)], meta=read[0].meta
+        )
+        write_dataset(path, joined, lookup("env", data.task)())
     return path
 
 
@@ -107,19 +143,22 @@ def experiment_of(data: str, base: str, algo: str) -> str:
     """Return the experiment of an algorithm: to tune a base, or of the data, or else of the task."""
     task, own = DATA[data].task, f"{data.replace('-', '_')}_{algo}"
     if base:
-        return f"{task}_{algo}_tuning"
+        tuned = f"{task}_{algo}_tuning"
+        return tuned if tuned in experiments() else f"{task}_study_{algo}"
     return own if own in experiments() else f"{task}_{algo}"
 
 
 def settings_of(data: str, base: str, algo: str, options: argparse.Namespace) -> list[str]:
     """Return the overrides that choose an algorithm by its published settings, or by those for tuning."""
+    algo, _, curated = algo.partition("@")
+    rows = CURATIONS[curated] if curated else ()
     if algo == "bc":
-        return [f"env={DATA[data].task}", *PLAIN, f"algo.steps={(options.steps or STEPS) // 2}"]
+        return [f"env={DATA[data].task}", *PLAIN, f"algo.steps={(options.steps or STEPS) // 2}", *rows]
     name = experiment_of(data, base, algo)
     steps = options.steps if base else options.steps or STEPS
     more = [] if steps is None else [f"algo.steps={steps}"]
     more += [] if options.autocast is None else [f"algo.autocast={options.autocast}"]
-    return [f"experiment={name}", *more, *options.set]
+    return [f"experiment={name}", *more, *rows, *options.set]
 
 
 def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Path:
@@ -136,6 +175,9 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
         trained(cloned, f"experiment={task}_{BASES[base]}", **values)
         run = trained(place, *settings, episodes=10, init=str(cloned), **values)
         policies = {"cloned": _policy(cloned, "last"), "last": _policy(place, "last")}
+    elif DATA[name].is_mixed:
+        run = trained(place, *settings, episodes=10, **values)
+        policies = {"last": _policy(place, "last")}
     else:
         run = trained(place, *settings, episodes=10, **values)
         actor = _policy(place, "last")
@@ -152,7 +194,8 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
     content = {
         "data": name, "algo": algo, "seed": seed, "steps": run.directory.latest(), "std": options.std,
         "settings": settings, "cdsa_steps": options.cdsa_steps, "dataset": describe_dataset(file),
-        "gate_quantile": None if base else policies["corrected"].wrapper.gate_quantile,
+        "gate_quantile": policies["corrected"].wrapper.gate_quantile if "corrected" in policies else None,
+        "actions_per_s": {key: action_rate(one) for key, one in policies.items()},
         "evaluations": {key: episode_columns(one) for key, one in found.items()},
         "best_step": step, "protocol": found["last"].protocol,
         "curve": list(curve(run.directory.metrics_path)), "wall_s": busy(run.directory.metrics_path),
@@ -161,6 +204,19 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")
     return target
+
+
+def action_rate(policy: Policy) -> float:
+    """Return how many observations per second the policy answers, one at a time, on one thread."""
+    obs = torch.zeros(1, policy.chunk.obs_steps, policy.obs_dim)
+    noise = policy.sample_noise(1, generator=torch.Generator().manual_seed(0))
+    with torch_threads(1), torch.inference_mode():
+        spent = []
+        for _ in range(RATED):
+            start = time.process_time()
+            policy.act(obs, noise=noise)
+            spent.append(time.process_time() - start)
+    return 1 / float(np.median(spent))
 
 
 def correction_of(folder: Path, seed: int, actor: Policy) -> Path:
@@ -275,6 +331,9 @@ def differences(found: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
         for rival in RIVALS[: RIVALS.index(algo) if algo in RIVALS else None]:
             yield from _difference(found, (algo, "last"), (rival, "last"))
     for algo in found:
+        if "@" in algo:
+            yield from _difference(found, (algo, "last"), (algo.partition("@")[0], "last"))
+    for algo in found:
         for after, before in CHANGES:
             yield from _difference(found, (algo, after), (algo, before))
 
@@ -348,7 +407,7 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     if compared := list(differences(found)):
         columns = ("score of", "against", "seeds", "paired difference", "in words")
         lines += ["", *pages.table(columns, ()), *compared]
-    lines += asked_for(found) + by_others(name, found) + gates(found)
+    lines += asked_for(found) + by_others(name, found) + gates(found) + rates(found)
     commits = pages.commits(run for runs in found.values() for run in runs)
     draw(name, found)
     picture = f"![evaluations on the way](offline-{name}.png)"
@@ -362,7 +421,7 @@ def asked_for(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     given = {
         algo: [{one for one in run["settings"] if not one.startswith(told)} for run in runs]
         for algo, runs in found.items()
-        if algo != "bc"  # which has no experiment
+        if algo.partition("@")[0] != "bc"  # which has no experiment
     }
     common = set.intersection(*(one for each in given.values() for one in each)) if given else set()
     said = [f"all of them with {_code(common)}"] if common else []
@@ -377,7 +436,7 @@ def by_others(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Say which algorithms were measured with another experiment than the study would take today."""
     said = []
     for algo, runs in found.items():
-        base, _, tuner = algo.rpartition("+")
+        base, _, tuner = algo.partition("@")[0].rpartition("+")
         today = f"experiment={experiment_of(name, base, tuner)}"
         used = {one for run in runs for one in run["settings"] if one.startswith("experiment=")} - {today}
         said += [f"{algo} was measured with `{one}`, not with `{today}`" for one in sorted(used)]
@@ -399,6 +458,18 @@ def gates(found: dict[str, list[dict[str, Any]]]) -> list[str]:
             said.setdefault(gate, []).append(algo + some)
     told = [f"{gate:g} for {', '.join(algos)}" for gate, algos in sorted(said.items())]
     return ["", f"Corrected with `gate_quantile` {'; '.join(told)}."] if told else []
+
+
+def rates(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Say how fast tuned policies act, where that was measured."""
+    said = []
+    for algo, runs in found.items():
+        each = [run["actions_per_s"] for run in runs if "cloned" in run.get("actions_per_s", {})]
+        if each:
+            cloned, last = (np.median([one[key] for one in each]) for key in ("cloned", "last"))
+            said.append(f"{algo} {last:.0f}, its clone {cloned:.0f} ({last / cloned:.1f} times)")
+    told = "Chunks per second of one core, one observation at a time"
+    return ["", f"{told}: {'; '.join(said)}."] if said else []
 
 
 def _code(overrides: set[str]) -> str:

@@ -303,7 +303,9 @@ def one_tiny_iteration(name: str, cloned: Cloned, tmp_path: Path, *narrow: str) 
     process = ["process=flow"] if algo in NEEDS_FLOW else []
     dataset, init = cloned(composed(name).env, f"experiment={base}", *process, *narrow)
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
-    if algo in CRITICS_OF_CHUNKS:
+    if algo == "srpo":
+        few = ["algo.steps=2", "algo.warmup_steps=1", "algo.batch_size=8", f"dataset={dataset}"]
+    elif algo in CRITICS_OF_CHUNKS:
         few = ["algo.steps=2", "algo.batch_size=8", "algo.critic_dims=[16]", f"dataset={dataset}"]
         few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
     elif algo == "recap":

@@ -90,7 +90,9 @@ def test_a_run_that_was_shorter_goes_on(tmp_path: Path) -> None:
 )
 def test_offline_settings_are_the_ones_of_the_data(data: str, algo: str, experiment: str) -> None:
     options = argparse.Namespace(steps=None, autocast=None, set=[])
-    assert settings_of(data, "", algo, options) == [f"experiment={experiment}", "algo.steps=100000"]
+    settings = [f"experiment={experiment}", "algo.steps=100000"]
+    assert settings_of(data, "", algo, options) == settings
+    assert settings_of(data, "", f"{algo}@return", options) == [*settings, "curation.weighting=return"]
 
 
 def test_actors_share_a_correction_where_they_see_states_alike(tmp_path: Path) -> None:

@@ -265,6 +265,7 @@ EXPLAINED_ON = {
     "famo2o": ["critics"],
     "gorl": ["ppo"],
     "srpo": ["critics"],
+    "cfpi": ["critics"],
 }
 """Where the settings of an algorithm are explained."""
 

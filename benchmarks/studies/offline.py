@@ -123,20 +123,23 @@ def dataset_of(name: str, given: str | None, root: Path) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole, files = len(data.parts) == 1, []
-    for number, part in enumerate(data.parts):
-        files.append(path if whole else path.with_suffix(f".{number}.hdf5"))
-        wished: dict[str, Any] = {"expert": part.expert, "noise": part.noise}
-        first = {} if whole else {"first_seed": first_seed(number)}
-        out = {"format": "d4rl", "out": str(files[-1])}
-        burnish.collect(env=data.task, episodes=part.episodes, **wished, **first, **out)
-    if not whole:
-        read = [read_dataset(file) for file in files]
-        joined = EpisodeDataset.from_episodes(
-            [one for each in read for one in episodes_of(each)], meta=read[0].meta
-        )
-        write_dataset(path, joined, lookup("env", data.task)())
+    if not data.is_mixed:
+        recorded(path, data.task, data.parts[0], "d4rl")
+        return path
+    files = [path.with_suffix(f".{number}.hdf5") for number in range(len(data.parts))]
+    for number, (file, part) in enumerate(zip(files, data.parts, strict=True)):
+        recorded(file, data.task, part, "robomimic", first_seed=first_seed(number))
+    read = [read_dataset(file) for file in files]
+    episodes = [one for each in read for one in episodes_of(each)]
+    write_dataset(path, EpisodeDataset.from_episodes(episodes, meta=read[0].meta), lookup("env", data.task)())
     return path
+
+
+def recorded(file: Path, task: str, part: Part, form: str, **first: int) -> None:
+    """Record the episodes of one expert, unless they are there."""
+    if not file.exists():
+        wished: dict[str, Any] = {"expert": part.expert, "noise": part.noise, **first}
+        burnish.collect(env=task, episodes=part.episodes, format=form, out=str(file), **wished)
 
 
 def experiment_of(data: str, base: str, algo: str) -> str:

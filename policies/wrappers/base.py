@@ -66,3 +66,13 @@ class WrappedPolicy(Policy):
         view = self._view()
         view.base = self.base.with_act_steps(act_steps)
         return view
+
+    def executed_part(self, plans: Tensor) -> Tensor:
+        """Return the executed rows of chunks (..., Th, Da), flat (..., A)."""
+        return plans[..., self.chunk.executed, :].flatten(-2)
+
+    def with_executed(self, plans: Tensor, actions: Tensor) -> Tensor:
+        """Return chunks (..., Th, Da) with other executed rows (..., A)."""
+        rows, start = self.chunk.act_steps, self.chunk.action_start
+        before, after = plans[..., :start, :], plans[..., start + rows :, :]
+        return torch.cat([before, actions.unflatten(-1, (rows, -1)), after], dim=-2)

@@ -56,16 +56,10 @@ SCORES = ("critic", "energy", "density")
 _DRAWS_PER_TIME = 64  # training times drawn for each quantile
 
 
-@register("wrapper", "candidates")
 @dataclass(frozen=True)
-class Candidates(Checked):
-    """Numbers of candidates, the score that ranks them, the actor that edits them."""
+class JudgedByCritics(Checked):
+    """Critics of executed chunks that a wrapper asks."""
 
-    num_candidates: int = bounded(32, ge=1)  # N, sampled chunks
-    num_edited: int = bounded(0, ge=0)  # M of them are edited
-    keeps_base: bool = True  # edited chunks are candidates beside the others; false: they replace them
-    score: str = bounded("critic", choices=SCORES)  # of trained critics, or of the policy itself
-    score_draws: int = bounded(8, ge=1)  # draws (t, eps) of the density of a policy that denoises
     aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics
     pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
     members: int = bounded(2, ge=1)  # E, critics
@@ -73,6 +67,32 @@ class Candidates(Checked):
     critic_activation: str = bounded("gelu", choices=tuple(ACTIVATIONS))
     critic_layer_norm: bool = True  # layer normalisation in the critics
     norm_after: bool = True  # after the activation instead of before it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "critic_dims", tuple(self.critic_dims))
+
+    def critic_config(self) -> EnsembleConfig:
+        """Return the configuration of the critics."""
+        after = self.critic_layer_norm and self.norm_after
+        shape = (self.members, self.critic_dims, self.critic_activation, self.critic_layer_norm, after)
+        return EnsembleConfig(*shape, norm_eps=1e-6)
+
+    def worth(self, critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
+        """Return the values (B, R) of executed chunks (B, R, A) at conditions (B, C)."""
+        return aggregate(ranked(critic, vec, actions), self.aggregate, pessimism=self.pessimism)
+
+
+@register("wrapper", "candidates")
+@dataclass(frozen=True)
+class Candidates(JudgedByCritics):
+    """Numbers of candidates, the score that ranks them, the actor that edits them."""
+
+    num_candidates: int = bounded(32, ge=1)  # N, sampled chunks
+    num_edited: int = bounded(0, ge=0)  # M of them are edited
+    keeps_base: bool = True  # edited chunks are candidates beside the others; false: they replace them
+    score: str = bounded("critic", choices=SCORES)  # of trained critics, or of the policy itself
+    score_draws: int = bounded(8, ge=1)  # draws (t, eps) of the density of a policy that denoises
     edit_scale: float = bounded(0.0, ge=0)  # beta, normalised action units
     edit_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of the edit actor
     bound: float | None = bounded(1.0, gt=0)  # c, normalised action units; null: edited actions are unbounded
@@ -83,8 +103,7 @@ class Candidates(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("critic_dims", "edit_dims"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "edit_dims", tuple(self.edit_dims))
         self.require("num_edited", self.num_edited <= self.num_candidates, "at most the number of candidates")
         whole = self.num_edited == self.num_candidates
         by_critics = self.score == "critic" or not (self.num_edited or self.ascent_steps)
@@ -102,18 +121,6 @@ class Candidates(Checked):
     @property
     def has_critic(self) -> bool:
         return self.score == "critic" and (self.num_ranked > 1 or self.ascent_steps > 0)
-
-    def critic_config(self) -> EnsembleConfig:
-        """Return the configuration of the critics."""
-        after = self.critic_layer_norm and self.norm_after
-        return EnsembleConfig(
-            self.members,
-            self.critic_dims,
-            self.critic_activation,
-            self.critic_layer_norm,
-            after,
-            norm_eps=1e-6,
-        )
 
     def wrap(self, base: Policy) -> CandidatePolicy:
         """Return the wrapped policy, with fresh critics and edits."""
@@ -215,16 +222,6 @@ class CandidatePolicy(WrappedPolicy):
         repeated = cond if count == 1 else cond.repeat(count)
         return self.base.decode(repeated, flat, grad=grad).unflatten(0, (-1, count))
 
-    def executed_part(self, plans: Tensor) -> Tensor:
-        """Return the executed rows of chunks (..., Th, Da), flat (..., A)."""
-        return plans[..., self.chunk.executed, :].flatten(-2)
-
-    def with_executed(self, plans: Tensor, actions: Tensor) -> Tensor:
-        """Return chunks (..., Th, Da) with other executed rows (..., A)."""
-        rows, start = self.chunk.act_steps, self.chunk.action_start
-        before, after = plans[..., :start, :], plans[..., start + rows :, :]
-        return torch.cat([before, actions.unflatten(-1, (rows, -1)), after], dim=-2)
-
     def edits(self, vec: Tensor, action: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return edits u (B, A) and their log-densities (B,) of actions (B, A) at conditions (B, C)."""
         assert self.editor is not None
@@ -258,8 +255,7 @@ class CandidatePolicy(WrappedPolicy):
     def worth(self, vec: Tensor, actions: Tensor) -> Tensor:
         """Return the values (B, R) by which candidates (B, R, A) are compared."""
         assert self.critic is not None
-        values = ranked(self.critic, vec, actions)
-        return aggregate(values, self.wrapper.aggregate, pessimism=self.wrapper.pessimism)
+        return self.wrapper.worth(self.critic, vec, actions)
 
     def best(self, plans: Tensor, actions: Tensor, worth: Tensor) -> tuple[Tensor, Tensor]:
         """Return the K candidates of the largest worth (B, R), the best last."""

@@ -297,7 +297,7 @@ def one_tiny_iteration(name: str, cloned: Cloned, tmp_path: Path, *narrow: str) 
     """Clone the policy that an experiment begins with, and tune it."""
     algo = _choices(name)["algo"]
     stem = name.removesuffix("_plus").removesuffix(f"_{algo}")
-    base = f"{stem}_gaussian_bc" if algo == "ppo" else f"{stem}_bc"
+    base = f"{stem}_gaussian_bc" if algo in ("ppo", "cfpi") else f"{stem}_bc"
     if algo in NEEDS_FLOW and f"{stem}_flow_bc" in experiments():
         base = f"{stem}_flow_bc"
     process = ["process=flow"] if algo in NEEDS_FLOW else []
@@ -305,7 +305,7 @@ def one_tiny_iteration(name: str, cloned: Cloned, tmp_path: Path, *narrow: str) 
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo == "srpo":
         few = ["algo.steps=2", "algo.warmup_steps=1", "algo.batch_size=8", f"dataset={dataset}"]
-    elif algo in CRITICS_OF_CHUNKS:
+    elif algo in (*CRITICS_OF_CHUNKS, "cfpi"):
         few = ["algo.steps=2", "algo.batch_size=8", "algo.critic_dims=[16]", f"dataset={dataset}"]
         few += ["algo.online_steps=8", "algo.online.num_envs=2", "algo.online.warmup_steps=0"]
     elif algo == "recap":

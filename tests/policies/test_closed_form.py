@@ -1,0 +1,133 @@
+"""Improvement in closed form: on the boundary of its bound, never worse, inside one mode, one graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from messages import mentions
+from small_algorithms import dataset, init, setup, small
+from torch import Tensor
+
+from algos.critics.cfpi import CfpiConfig
+from algos.transitions import Batch
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy
+from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.closed_form import ClosedForm, ClosedFormImprovement, improved
+
+PROCESSES = ("gaussian", "mixture", "tanh_gaussian")
+
+
+def wrapped(process: str, **values: Any) -> ClosedFormImprovement:
+    torch.manual_seed(4)
+    return ClosedForm(critic_dims=(8,), **values).wrap(init(process)).eval()
+
+
+def observed(rows: int = 5) -> Tensor:
+    return torch.rand(rows, 1, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def act(policy: Policy) -> Tensor:
+    return policy.act(observed(), noise=policy.sample_noise(5, generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_linear_worth_leads_to_the_boundary() -> None:
+    """sqrt(2 delta) in units of the deviation, along Sigma g."""
+    generator = torch.Generator().manual_seed(0)
+    mean, slope = torch.randn(2, 6, 4, generator=generator)
+    std = torch.rand(6, 4, generator=generator) + 0.5
+    modes = mean[:, None], std[:, None], torch.zeros(6, 1)
+    found, _ = improved(
+        lambda x: (x * slope[:, None]).sum(-1), modes, torch.tensor([0.7]), min_weight=0.05, bound=None
+    )
+    step = (found - mean) / std
+    torch.testing.assert_close(step.square().sum(1), torch.full((6,), 1.4))
+    torch.testing.assert_close(
+        step / step.norm(dim=1, keepdim=True), std * slope / (std * slope).norm(dim=1, keepdim=True)
+    )
+
+
+def test_a_mixture_stays_in_one_mode_and_a_light_mode_may_not_act() -> None:
+    """Of two modes the better acts, within its own radius, which a smaller weight shrinks."""
+    mean = torch.tensor([[[-1.0], [1.0]]])
+    for weight, least, mode in (((0.6, 0.4), 0.05, 1), ((0.97, 0.03), 0.05, 0), ((0.97, 0.03), 0.01, 1)):
+        modes = mean, torch.full_like(mean, 0.1), torch.tensor([weight]).log()
+        found, chosen = improved(
+            lambda x: x[..., 0], modes, torch.tensor([0.5]), min_weight=least, bound=None
+        )
+        margin = max(0.5 + float(modes[2][0, mode]), 0.0)  # the weights sum to 1
+        assert int(chosen) == mode
+        torch.testing.assert_close(float(found), float(mean[0, mode]) + 0.1 * (2 * margin) ** 0.5)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_no_chosen_action_is_worth_less_than_the_best_mean(process: str) -> None:
+    policy, plain = wrapped(process, radii=(0.0, 0.2, 2.0)), wrapped(process, radii=(0.0,))
+    cond = policy.encode({"state": observed()})
+    noise = policy.sample_noise(5)
+    one, other = (each.executed_part(each.decode(cond, noise)) for each in (policy, plain))
+    with torch.no_grad():
+        worth = [policy.wrapper.worth(policy.critic, cond.vec, each[:, None]) for each in (one, other)]
+    assert (worth[0] >= worth[1]).all() and (worth[0] > worth[1]).any()
+    assert (one.abs() <= 1).all() and policy.is_deterministic and not policy.noise_sensitive
+
+
+@pytest.mark.parametrize("process", ["gaussian", "tanh_gaussian"])
+def test_radius_zero_is_the_policy(process: str) -> None:
+    torch.testing.assert_close(act(wrapped(process, radii=(0.0,))), act(init(process)), atol=1e-6, rtol=1e-6)
+
+
+def test_the_improved_policy_is_a_directory_like_any_other(tmp_path: Path) -> None:
+    policy = wrapped("mixture")
+    again = load_policy(save_policy(policy, tmp_path / "policy"))
+    assert isinstance(again, ClosedFormImprovement) and again.wrapper == policy.wrapper
+    assert torch.equal(act(again), act(policy))
+    assert policy.with_act_steps(2) is policy
+    with pytest.raises(CapabilityError, match=mentions("act_steps=1")):
+        policy.with_act_steps(1)
+
+
+def test_the_improved_policy_is_exported_as_one_graph(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+    pytest.importorskip("onnxscript", reason="needs the extra `export`")
+    from policies.export.export import export_onnx
+    from policies.runner import MODEL
+
+    policy = wrapped("gaussian", radii=(0.0, 0.5, 1.0))
+    export_onnx(policy, tmp_path / "out", latency_batches=())
+    graph = onnxruntime.InferenceSession(tmp_path / "out" / MODEL)
+    given = {"observation": observed().numpy()}
+    if "noise" in {one.name for one in graph.get_inputs()}:
+        given["noise"] = policy.sample_noise(5).numpy()
+    np.testing.assert_allclose(graph.run(["action"], given)[0], act(policy).numpy(), atol=1e-5)
+
+
+def test_critics_learn_the_value_of_recorded_chunks_each_from_its_own_copy() -> None:
+    learner = small(CfpiConfig).build(setup("gaussian")).learner
+    rows, generator = 6, torch.Generator().manual_seed(0)
+    state, action = torch.randn(rows, 2, generator=generator), torch.rand(rows, 4, generator=generator)
+    has_next, zero = torch.tensor([1.0, 1, 1, 0, 0, 0]), torch.zeros(rows)
+    parts = {"plan": action, "real": action, "row": zero.long(), "next_action": 0.5 * action}
+    batch = Batch(
+        state, action, reward=zero + 2, next_cond=state, discount=zero + 0.5, has_next=has_next, **parts
+    )
+    draws = learner.draw(rows, generator)
+    with torch.no_grad():
+        found = learner.target(batch, draws)
+        own = learner.chunk(learner.base, state, draws["next"])
+        chosen = torch.cat([0.5 * action[:3], own[3:]])
+        torch.testing.assert_close(found, 2 + 0.5 * learner.target_critic(state, chosen))
+    assert found.shape == (2, rows)
+
+
+def test_policies_without_a_density_and_radii_below_zero_are_refused() -> None:
+    with pytest.raises(CapabilityError, match=mentions("density process=flow process=gaussian mixture")):
+        small(CfpiConfig).build(setup("flow", dataset=dataset()))
+    with pytest.raises(ConfigError, match="radii"):
+        ClosedForm(radii=())
+    with pytest.raises(ConfigError, match="radii"):
+        CfpiConfig(radii=(-0.5,))

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from algos.base import Draws
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner
+from algos.onpolicy.requirements import require
 from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.policy import Policy
 from policies.registry import register
-from policies.wrappers.closed_form import ClosedForm
+from policies.wrappers.closed_form import ClosedForm, has_modes
 
 
 class CfpiLearner(ChunkCriticLearner):
@@ -73,7 +74,7 @@ class CfpiConfig(ChunkCriticConfig):
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)
-        self.improvement().wrap(policy)  # refuses what has no density
+        require(policy, algo, has_modes, "improves the density of a Gaussian or a mixture in closed form")
 
     def learner_of(self, policy: Policy, seed: int) -> CfpiLearner:
         return CfpiLearner(policy, self)

@@ -18,7 +18,7 @@ release starts a plain network anew; from a teacher that is no flow it starts an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,8 @@ class FqlConfig(ChunkCriticConfig):
     Source:
         arXiv 2502.02538 and its released code.
     """
+
+    may_iterate: ClassVar[bool] = True
 
     alpha: float = bounded(10.0, ge=0)  # weight of the distillation
     normalize_value: bool = False  # divide the value term by its mean magnitude

@@ -8,6 +8,9 @@ chunk, tau the Polyak coefficient::
     refit       = mean over rows and steps of the policy's matching loss on recorded steps, 0 on others
     Q_bar      <- tau Q + (1 - tau) Q_bar      Q of before the step (`moves_first`) or of after it
 
+With `iterate_every` T the critics are a chain of Bellman updates instead: y_i = r + discount Q_i_bar(s', a'),
+where Q_i_bar is a copy of critic i - 1 (`iterate`).
+
 A batch holds transitions of the dataset, or of it and new experience (`algos.offline.online`).
 """
 
@@ -46,12 +49,31 @@ from policies.wrappers.candidates import CandidatePolicy, Candidates
 NORM_EPS = 1e-6
 
 
+@torch.no_grad()
+def iterate(critic: Ensemble, target: Ensemble, step: int, period: int, every: int) -> None:
+    """Move the chain of critics after update `step` (1, 2, ...).
+
+    Every `period` updates all targets become copies of the critics, and every critic takes the weights of
+    the next one, the last keeping its own; at other multiples of `every`, target i copies critic i - 1.
+    Target 0 stays within a period, so that critic i learns the i-th Bellman update of it.
+
+    Source: iterated Q-networks, arXiv 2403.02107, in the released code of its sequel i-DQN.
+    """
+    for online, copied in zip(critic.parameters(), target.parameters(), strict=True):
+        if step % period == 0:
+            copied.copy_(online)
+            online[:-1] = online[1:].clone()
+        elif step % every == 0:
+            copied[1:] = online[:-1]
+
+
 @dataclass
 class ChunkCriticConfig(TransitionsConfig):
     """Settings shared by algorithms with critics of chunks."""
 
     needs_noise: ClassVar[bool] = True  # the policy must sample different chunks
     may_keep: ClassVar[bool] = True  # whether the policy may stay as it is, by refit=false
+    may_iterate: ClassVar[bool] = False  # whether targets come from `ChunkCriticLearner.backup`
 
     steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
@@ -62,12 +84,16 @@ class ChunkCriticConfig(TransitionsConfig):
     aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics in targets
     subset: int = bounded(2, ge=1)  # critics in subset_min, resampled at every step
     pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
+    iterate_every: int = bounded(0, ge=0)  # T, updates until the chain of critics moves on; 0: no chain
+    chain_every: int = bounded(10, ge=1)  # updates until a critic of the chain follows the one before it
     refit: bool = True  # train the policy on the recorded chunks too; false: it stays as it is
     actor_every: int = bounded(1, ge=1)  # critic updates per update of policy and actors
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("subset", self.subset <= self.critics, f"at most algo.critics={self.critics}")
+        may_iterate = self.may_iterate and self.critics > 1
+        self.require("iterate_every", may_iterate or not self.iterate_every, "0 with one critic, or here")
 
     def critic_config(self, members: int | None = None) -> EnsembleConfig:
         """Return the configuration of the critics, or of `members` networks like them."""
@@ -203,8 +229,12 @@ class ChunkCriticLearner(ABC):
         return out
 
     def follow(self) -> None:
-        """Move the target copies towards the critics."""
-        polyak(self.target_critic, self.critic, self.config.tau)
+        """Move the target copies towards the critics, or the chain of critics."""
+        config, updates = self.config, self.steps - self.moves_first
+        if not config.iterate_every:
+            polyak(self.target_critic, self.critic, config.tau)
+        elif updates:
+            iterate(self.critic, self.target_critic, updates, config.iterate_every, config.chain_every)
 
     @abstractmethod
     def target(self, batch: Batch, draws: Draws) -> Tensor:
@@ -240,9 +270,11 @@ class ChunkCriticLearner(ABC):
         return aggregate(values, how, subset=subset, pessimism=self.config.pessimism)
 
     def backup(self, batch: Batch, action: Tensor, draws: Draws) -> Tensor:
-        """Return y (B,) for next chunks (B, A)."""
+        """Return y (B,) for next chunks (B, A); of a chain y (E, B), one for each critic."""
         values = self.target_critic(batch.next_cond, action)
-        return torch.addcmul(batch.reward, batch.discount, self.aggregated(values, draws["subset"]))
+        if not self.config.iterate_every:
+            values = self.aggregated(values, draws["subset"])
+        return torch.addcmul(batch.reward, batch.discount, values)
 
     def chunk(self, policy: Policy, vec: Tensor, noise: Tensor, *, grad: bool = False) -> Tensor:
         """Return executed chunks (B, A) of a policy for noise, at conditions (B, C)."""

@@ -17,6 +17,7 @@ optimiser each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ class QcConfig(ChunkCriticConfig):
     Source:
         arXiv 2507.07969, settings of its robomimic and OGBench tasks.
     """
+
+    may_iterate: ClassVar[bool] = True
 
     num_candidates: int = bounded(32, ge=1)  # N, chunks to choose from
 

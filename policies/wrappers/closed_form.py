@@ -48,6 +48,11 @@ Modes = tuple[Tensor, Tensor, Tensor]
 """Means and deviations (B, K, A) and log weights (B, K)."""
 
 
+def has_modes(policy: Policy) -> bool:
+    """Whether the policy has a density of one normal distribution or a few."""
+    return isinstance(policy, GaussianPolicy | MixturePolicy | TanhGaussianPolicy)
+
+
 def proposals(modes: Modes, slope: Tensor, radii: Tensor) -> Tensor:
     """Return a_k (B, K, n, A) for slopes (B, K, A) and radii (n,)."""
     mean, std, log_weight = modes
@@ -113,7 +118,7 @@ class ClosedFormImprovement(WrappedPolicy):
 
     def __init__(self, base: Policy, wrapper: ClosedForm) -> None:
         super().__init__(base, wrapper)
-        if not isinstance(base, GaussianPolicy | MixturePolicy | TanhGaussianPolicy):
+        if not has_modes(base):
             raise CapabilityError(
                 f"a closed form needs the density of a Gaussian or a mixture; got {type(base).__name__} of "
                 f"process={name_of('process', base.config.process)}. Clone one by process=gaussian, mixture "

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from small_algorithms import dataset, init, setup, small
+from small_algorithms import init, setup, small
 from torch import Tensor
 
 from algos.critics.cfpi import CfpiConfig
@@ -125,8 +125,10 @@ def test_critics_learn_the_value_of_recorded_chunks_each_from_its_own_copy() -> 
 
 
 def test_policies_without_a_density_and_radii_below_zero_are_refused() -> None:
-    with pytest.raises(CapabilityError, match=mentions("density process=flow process=gaussian mixture")):
-        small(CfpiConfig).build(setup("flow", dataset=dataset()))
+    with pytest.raises(CapabilityError, match=mentions("algo=cfpi density mixture Use algo=dppo")):
+        small(CfpiConfig).build(setup("flow"))
+    with pytest.raises(CapabilityError, match=mentions("process=flow process=gaussian mixture")):
+        wrapped("flow")
     with pytest.raises(ConfigError, match="radii"):
         ClosedForm(radii=())
     with pytest.raises(ConfigError, match="radii"):

@@ -92,8 +92,9 @@ class ChunkCriticConfig(TransitionsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("subset", self.subset <= self.critics, f"at most algo.critics={self.critics}")
-        may_iterate = self.may_iterate and self.critics > 1
-        self.require("iterate_every", may_iterate or not self.iterate_every, "0 with one critic, or here")
+        if self.iterate_every:
+            self.require("iterate_every", self.may_iterate, "0: targets of this algorithm form no chain")
+            self.require("critics", self.critics > 1, "2 or more with algo.iterate_every")
 
     def critic_config(self, members: int | None = None) -> EnsembleConfig:
         """Return the configuration of the critics, or of `members` networks like them."""

@@ -303,6 +303,26 @@ def test_the_target_of_qc_is_the_best_candidate_valued_by_the_target_copies() ->
         torch.testing.assert_close(learner.target(batch, draws), wanted)
 
 
+def test_in_a_chain_every_critic_has_a_target_of_its_own() -> None:
+    config = replace(small(QcConfig), critics=3, iterate_every=4, chain_every=2)
+    run = begin(config)
+    learner = run.learner
+    batch, draws = run.table.gather(torch.arange(8)), learner.draw(8, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        chosen = learner.chunk(learner.policy, batch.next_cond, draws["next"])
+        wanted = batch.reward + batch.discount * learner.target_critic(batch.next_cond, chosen)
+        torch.testing.assert_close(learner.target(batch, draws), wanted)
+    first = learner.target_critic.weight[0].clone()
+    finished(run)  # 6 updates; targets move before an update: after 2 along the chain, after 4 all
+    assert wanted.shape == (3, 8) and not torch.equal(learner.target_critic.weight[0][0], first[0])
+    for algo, values, words in (
+        ("idql", {"iterate_every": 4}, "algo.iterate_every 0"),
+        ("qc", {"iterate_every": 4, "critics": 1}, "algo.critics 2 algo.iterate_every"),
+    ):
+        with pytest.raises(ConfigError, match=mentions(words)):
+            replace(small(registry.lookup("algo", algo)), **values)
+
+
 def test_no_value_gradient_reaches_the_cloned_policy() -> None:
     """The policy of QC, the teacher of FQL and the policy of EXPO learn from their matching loss alone."""
     for algo in ("qc", "fql", "expo", "idql", "dqc", "qam", "trqam"):

@@ -317,7 +317,7 @@ def test_in_a_chain_every_critic_has_a_target_of_its_own() -> None:
     assert wanted.shape == (3, 8) and not torch.equal(learner.target_critic.weight[0][0], first[0])
     for algo, values, words in (
         ("idql", {"iterate_every": 4}, "algo.iterate_every 0"),
-        ("qc", {"iterate_every": 4, "critics": 1}, "algo.critics 2 algo.iterate_every"),
+        ("qc", {"iterate_every": 4, "critics": 1, "subset": 1}, "algo.critics 2 algo.iterate_every"),
     ):
         with pytest.raises(ConfigError, match=mentions(words)):
             replace(small(registry.lookup("algo", algo)), **values)

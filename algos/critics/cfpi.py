@@ -25,6 +25,7 @@ from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.policy import Policy
 from policies.registry import register
+from policies.wrappers.candidates import AGGREGATES
 from policies.wrappers.closed_form import ClosedForm, has_modes
 
 
@@ -62,7 +63,7 @@ class CfpiConfig(ChunkCriticConfig):
 
     needs_noise: ClassVar[bool] = False
 
-    aggregate: str = "mean_std"
+    aggregate: str = bounded("mean_std", choices=AGGREGATES)  # reduction over critics that the step climbs
     pessimism: float = bounded(1.414, ge=0)  # uncorrected deviations: of two critics 1 corrected one
     refit: bool = False  # clone the recorded chunks too; false: the policy stays as it is
     radii: tuple[float, ...] = bounded((0.0, 0.5), ge=0)  # delta, of which the best acts; 0: the mean

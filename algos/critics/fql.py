@@ -18,13 +18,13 @@ release starts a plain network anew; from a teacher that is no flow it starts an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from algos.base import Draws, Quantities
-from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, policy_beside
+from algos.critics.learner import ChainConfig, ChunkCriticLearner, policy_beside
 from algos.onpolicy.requirements import ways
 from algos.optim import descend
 from algos.training.ranks import current
@@ -100,7 +100,7 @@ class FqlLearner(ChunkCriticLearner):
 
 @register("algo", "fql")
 @dataclass
-class FqlConfig(ChunkCriticConfig):
+class FqlConfig(ChainConfig):
     """Flow Q-learning; with chunks of several steps QC-FQL.
 
     Published alpha: 10 for antmaze, 30 for humanoid, 300 for cube and scene, 1000 for puzzle; QC-FQL 100.
@@ -109,8 +109,6 @@ class FqlConfig(ChunkCriticConfig):
     Source:
         arXiv 2502.02538 and its released code.
     """
-
-    may_iterate: ClassVar[bool] = True
 
     alpha: float = bounded(10.0, ge=0)  # weight of the distillation
     normalize_value: bool = False  # divide the value term by its mean magnitude

@@ -73,7 +73,6 @@ class ChunkCriticConfig(TransitionsConfig):
 
     needs_noise: ClassVar[bool] = True  # the policy must sample different chunks
     may_keep: ClassVar[bool] = True  # whether the policy may stay as it is, by refit=false
-    may_iterate: ClassVar[bool] = False  # whether targets come from `ChunkCriticLearner.backup`
 
     steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
@@ -84,17 +83,12 @@ class ChunkCriticConfig(TransitionsConfig):
     aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics in targets
     subset: int = bounded(2, ge=1)  # critics in subset_min, resampled at every step
     pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
-    iterate_every: int = bounded(0, ge=0)  # T, updates until the chain of critics moves on; 0: no chain
-    chain_every: int = bounded(10, ge=1)  # updates until a critic of the chain follows the one before it
     refit: bool = True  # train the policy on the recorded chunks too; false: it stays as it is
     actor_every: int = bounded(1, ge=1)  # critic updates per update of policy and actors
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("subset", self.subset <= self.critics, f"at most algo.critics={self.critics}")
-        if self.iterate_every:
-            self.require("iterate_every", self.may_iterate, "0: targets of this algorithm form no chain")
-            self.require("critics", self.critics > 1, "2 or more with algo.iterate_every")
 
     def critic_config(self, members: int | None = None) -> EnsembleConfig:
         """Return the configuration of the critics, or of `members` networks like them."""
@@ -163,6 +157,19 @@ class ChunkCriticConfig(TransitionsConfig):
         """
 
 
+@dataclass
+class ChainConfig(ChunkCriticConfig):
+    """Settings of algorithms whose critics may be a chain: targets come from `ChunkCriticLearner.backup`."""
+
+    iterate_every: int = bounded(0, ge=0)  # T, updates until the chain of critics moves on; 0: no chain
+    chain_every: int = bounded(10, ge=1)  # updates until a critic of the chain follows the one before it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.iterate_every:
+            self.require("critics", self.critics > 1, "2 or more with algo.iterate_every")
+
+
 class ChunkCriticLearner(ABC):
     """Critics of executed chunks and the policy they improve.
 
@@ -180,6 +187,7 @@ class ChunkCriticLearner(ABC):
 
     def __init__(self, base: Policy, critic: Ensemble, config: ChunkCriticConfig) -> None:
         self.base, self.config, self.steps = base, config, 0
+        self.iterated = config if isinstance(config, ChainConfig) and config.iterate_every else None
         self.critic = critic.to(base.device, base.dtype)
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=config.critic_lr, fused=True)
@@ -231,11 +239,11 @@ class ChunkCriticLearner(ABC):
 
     def follow(self) -> None:
         """Move the target copies towards the critics, or the chain of critics."""
-        config, updates = self.config, self.steps - self.moves_first
-        if not config.iterate_every:
-            polyak(self.target_critic, self.critic, config.tau)
+        chain, updates = self.iterated, self.steps - self.moves_first
+        if chain is None:
+            polyak(self.target_critic, self.critic, self.config.tau)
         elif updates:
-            iterate(self.critic, self.target_critic, updates, config.iterate_every, config.chain_every)
+            iterate(self.critic, self.target_critic, updates, chain.iterate_every, chain.chain_every)
 
     @abstractmethod
     def target(self, batch: Batch, draws: Draws) -> Tensor:
@@ -273,7 +281,7 @@ class ChunkCriticLearner(ABC):
     def backup(self, batch: Batch, action: Tensor, draws: Draws) -> Tensor:
         """Return y (B,) for next chunks (B, A); of a chain y (E, B), one for each critic."""
         values = self.target_critic(batch.next_cond, action)
-        if not self.config.iterate_every:
+        if self.iterated is None:
             values = self.aggregated(values, draws["subset"])
         return torch.addcmul(batch.reward, batch.discount, values)
 

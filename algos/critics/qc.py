@@ -17,13 +17,12 @@ optimiser each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from algos.base import Draws
-from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, choosing
+from algos.critics.learner import ChainConfig, ChunkCriticLearner, choosing
 from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.policy import Policy
@@ -50,14 +49,12 @@ class QcLearner(ChunkCriticLearner):
 
 @register("algo", "qc")
 @dataclass
-class QcConfig(ChunkCriticConfig):
+class QcConfig(ChainConfig):
     """Q-chunking: best of N chunks by a critic.
 
     Source:
         arXiv 2507.07969, settings of its robomimic and OGBench tasks.
     """
-
-    may_iterate: ClassVar[bool] = True
 
     num_candidates: int = bounded(32, ge=1)  # N, chunks to choose from
 

@@ -74,15 +74,9 @@ class Curation(Checked):
 
     key: ClassVar[str] = "curation"
 
-    keep: str = bounded(
-        "all", choices=("all", "success", *RANKS)
-    )  # episodes: successes, or the best of a ranking
-    share: float | None = bounded(
-        None, gt=0, le=1
-    )  # share of a ranking to keep: highest return, least divergence
-    weighting: str = bounded(
-        "none", choices=("none", *SCORES)
-    )  # how often rows are drawn: by score of the episode
+    keep: str = bounded("all", choices=("all", "success", *RANKS))  # episodes, the best by a ranking
+    share: float | None = bounded(None, gt=0, le=1)  # of a ranking to keep: most return, least divergence
+    weighting: str = bounded("none", choices=("none", *SCORES))  # of rows, by the score of their episode
     temperature: float = bounded(0.1, gt=0)  # alpha; the best row counts exp(1 / alpha) times the worst
 
     def __post_init__(self) -> None:

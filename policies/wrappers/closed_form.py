@@ -40,7 +40,7 @@ from policies.processes.squashed import TanhGaussianPolicy
 from policies.protocols import Cond, Hooks, Start
 from policies.registry import name_of, register
 from policies.wrappers.base import WrappedPolicy
-from policies.wrappers.candidates import JudgedByCritics, select
+from policies.wrappers.candidates import AGGREGATES, JudgedByCritics, select
 
 _LEAST = 1e-7  # added to the length of a slope
 
@@ -92,7 +92,7 @@ def improved(
 class ClosedForm(JudgedByCritics):
     """Radii of the step, and the critics that it climbs."""
 
-    aggregate: str = "mean_std"
+    aggregate: str = bounded("mean_std", choices=AGGREGATES)  # reduction over critics
     radii: tuple[float, ...] = bounded((0.0, 0.5), ge=0)  # delta; 0: the mean
     min_weight: float = bounded(0.05, gt=0, lt=1)  # least weight of a mode of a mixture that may act
 

@@ -27,6 +27,7 @@ from benchmarks.pages import keep, kept
 from benchmarks.speed.cases_learning import synthetic_experience
 from benchmarks.speed.sides import dppo_run
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.images import Images
 from envs.engine.workers import ProcessWorkers
 from policies.backbones.unet1d import Unet1dConfig
 from policies.encoders.resnet import ResNetEncoderConfig
@@ -44,7 +45,7 @@ def episodes(frames: int, images: bool) -> EpisodeDataset:
     generator = torch.Generator().manual_seed(0)
     ends = torch.zeros(frames, dtype=torch.bool)
     ends[49::50] = True
-    seen = torch.randint(256, (frames, 96, 96, 3), generator=generator, dtype=torch.uint8)
+    seen = torch.randint(256, (frames if images else 1, 96, 96, 3), generator=generator, dtype=torch.uint8)
     return EpisodeDataset(
         observations=torch.rand(frames, 11, generator=generator),
         actions=torch.rand(frames, 3, generator=generator) * 2 - 1,
@@ -52,7 +53,7 @@ def episodes(frames: int, images: bool) -> EpisodeDataset:
         terminated=torch.zeros_like(ends),
         truncated=ends,
         episode_start=torch.arange(0, frames + 1, 50),
-        images={"front": seen.numpy()} if images else {},
+        images={"front": Images.of(seen)} if images else {},
     )
 
 
@@ -66,7 +67,7 @@ def cloning(policy: PolicyConfig, batch: int, images: bool = False) -> Step:
         validation_every=0,
         warmup_steps=1,
     )
-    run = config.build(Setup(policy=policy, dataset=episodes(2000, images)))
+    run = config.build(Setup(policy=policy, dataset=episodes(1000, images)))
 
     def step(threads: int) -> None:
         run._num_threads = threads

@@ -159,9 +159,8 @@ def evaluate(
         episodes: E, at least 1. This and the following: see `EvaluationSettings`.
         first_seed: Seed of episode 0; episode i has `first_seed + i`.
         num_envs: Environments in total; does not affect the result.
-        num_workers: Processes, which compute on the CPU; 0 runs in this one. Does not affect the result of a
-            policy on the CPU.
-        fleet: Where processes run.
+        num_workers: Processes on the CPU; 0: this one. Does not affect the results of a policy on the CPU.
+        fleet: Where they run.
         start_noise: `random` or `zero`: initial noise of denoising.
         sampling_noise: `random` or `zero`: per-step noise of a stochastic sampler.
         steps: Denoising steps; None: the policy's own.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from envs.engine.workers import Factory, Workers, start_workers
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.registry import register
@@ -23,8 +22,14 @@ class Fleet(Protocol):
     @property
     def max_lag(self) -> int | None: ...
 
-    def start(self, factory: Factory, arguments: Sequence[tuple[Any, ...]], *, processes: bool) -> Workers:
-        """Build one object per tuple of arguments; without `processes`, in this process."""
+    def start(
+        self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, processes: bool
+    ) -> Any:
+        """Build one object per tuple of arguments; without `processes`, in this process.
+
+        Returns:
+            `envs.engine.workers.Workers`.
+        """
         ...
 
 
@@ -36,7 +41,11 @@ class LocalFleet:
     is_free: ClassVar[bool] = False
     max_lag: ClassVar[int | None] = None
 
-    def start(self, factory: Factory, arguments: Sequence[tuple[Any, ...]], *, processes: bool) -> Workers:
+    def start(
+        self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, processes: bool
+    ) -> Any:
+        from envs.engine.workers import start_workers  # imports torch; help pages read this file
+
         return start_workers(factory, arguments, processes=processes)
 
 
@@ -54,7 +63,9 @@ class RayFleet(Checked):
     def is_free(self) -> bool:
         return self.mode == "free"
 
-    def start(self, factory: Factory, arguments: Sequence[tuple[Any, ...]], *, processes: bool) -> Workers:
+    def start(
+        self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, processes: bool
+    ) -> Any:
         """Start the actors.
 
         Raises:

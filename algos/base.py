@@ -14,8 +14,8 @@ from algos.training.ranks import current
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_dataset_of, require_fit
-from envs.rollouts.starts import Starts
 from envs.rollouts.fleet import LOCAL, Fleet
+from envs.rollouts.starts import Starts
 from envs.spec import EnvConfig
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError

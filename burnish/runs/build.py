@@ -22,8 +22,8 @@ from envs.datasets import EpisodeDataset, read_dataset
 from envs.datasets.interface import interface_of, with_given
 from envs.evaluation.protocol import prepare_eval, with_settings
 from envs.fit import with_task_observations
-from envs.rollouts.starts import Recorded, Starts
 from envs.rollouts.fleet import LOCAL
+from envs.rollouts.starts import Recorded, Starts
 from policies.build import complete
 from policies.errors import ConfigError
 from policies.policy import Policy

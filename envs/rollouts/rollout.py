@@ -16,8 +16,8 @@ from torch import Tensor
 
 from envs.engine.workers import FreeWorkers
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
-from envs.rollouts.starts import Leader, Starts
 from envs.rollouts.fleet import LOCAL, Fleet
+from envs.rollouts.starts import Leader, Starts
 from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
 from policies.errors import CheckpointError, ConfigError
 from policies.seeds import derive_seed, seeded_generator
@@ -322,7 +322,7 @@ class Collector:
             self._generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
         self._next_episode = np.array(state["next_episode"], np.int64)
         self._obs = None
-        if self._leader is not None:
+        if self._leader is not None and "leader" in state:
             self._leader.load_state_dict(state["leader"])
         if state["vector"] is not None:
             self._vector.load_state_dict(state["vector"])
@@ -442,7 +442,10 @@ def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
 
 
 def _dealt_again(workers: Sequence[Mapping[str, Any]], rows: Sequence[Array]) -> list[dict[str, Any]]:
-    """Return states of other workers: episodes are counted on, and start anew; None: the own generator."""
+    """Return states of other workers: episodes are counted on, and start anew, as do leaders.
+
+    None stands for the own generator.
+    """
     counted = np.concatenate([worker["next_episode"] for worker in workers])
     known = [worker["generator"] for worker in workers] + [None] * len(rows)
     fresh = {"vector": None, "obs": None, "tally": None}

@@ -14,6 +14,7 @@ from algos.training.ranks import current
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_dataset_of, require_fit
+from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.starts import Starts
 from envs.spec import EnvConfig
 from policies.composition.policy import ComposedPolicy
@@ -58,6 +59,7 @@ class Setup:
     seed: int = 0
     num_seeds: int = 1  # seeds trained at once in this process, this one included
     num_workers: int = BuildSettings.num_workers
+    fleet: Fleet = LOCAL
     num_threads: int | None = BuildSettings.num_threads
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     allow_other_task: bool = False  # accept a dataset that was recorded in another task

@@ -113,3 +113,11 @@ def describe(policy: Any) -> str:
         return f"{process}; Th = {horizon}"
     steps, sampler = policy.table.num_steps, type(policy.sampler).__name__
     return f"{process} predicting {policy.process.kind}, {steps} steps of {sampler}; Th = {horizon}"
+
+
+def replace_block(page: str, name: str, lines: Iterable[str]) -> None:
+    """Replace the lines between the marks `results: <name>` of a page."""
+    path, first, last = Path(page), f"<!-- results: {name} -->", f"<!-- /results: {name} -->"
+    head, _, rest = path.read_text(encoding="utf-8").partition(first)
+    tail = rest.partition(last)[2]
+    path.write_text(head + "\n".join([first, *lines, last]) + tail, encoding="utf-8")

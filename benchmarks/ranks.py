@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +22,11 @@ import torch
 from algos.base import Setup
 from algos.bc import BcConfig
 from algos.training import ranks
-from benchmarks.pages import keep, kept
+from benchmarks.pages import keep, kept, replace_block
 from benchmarks.speed.cases_learning import synthetic_experience
 from benchmarks.speed.sides import dppo_run
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.images import Images
 from envs.engine.workers import ProcessWorkers
 from policies.backbones.unet1d import Unet1dConfig
 from policies.encoders.resnet import ResNetEncoderConfig
@@ -44,7 +44,7 @@ def episodes(frames: int, images: bool) -> EpisodeDataset:
     generator = torch.Generator().manual_seed(0)
     ends = torch.zeros(frames, dtype=torch.bool)
     ends[49::50] = True
-    seen = torch.randint(256, (frames, 96, 96, 3), generator=generator, dtype=torch.uint8)
+    seen = torch.randint(256, (frames if images else 1, 96, 96, 3), generator=generator, dtype=torch.uint8)
     return EpisodeDataset(
         observations=torch.rand(frames, 11, generator=generator),
         actions=torch.rand(frames, 3, generator=generator) * 2 - 1,
@@ -52,7 +52,7 @@ def episodes(frames: int, images: bool) -> EpisodeDataset:
         terminated=torch.zeros_like(ends),
         truncated=ends,
         episode_start=torch.arange(0, frames + 1, 50),
-        images={"front": seen.numpy()} if images else {},
+        images={"front": Images.of(seen)} if images else {},
     )
 
 
@@ -66,7 +66,7 @@ def cloning(policy: PolicyConfig, batch: int, images: bool = False) -> Step:
         validation_every=0,
         warmup_steps=1,
     )
-    run = config.build(Setup(policy=policy, dataset=episodes(2000, images)))
+    run = config.build(Setup(policy=policy, dataset=episodes(1000, images)))
 
     def step(threads: int) -> None:
         run._num_threads = threads
@@ -93,9 +93,11 @@ UNET = Unet1dConfig(widths=(64, 128, 256))
 CASES: dict[str, Callable[[], Step]] = {
     "DPPO update, 50,000 rows": update,
     "BC step, MLP, batch 256": lambda: cloning(PolicyConfig(process=PROCESS, horizon=4), 256),
-    "BC step, U-Net, batch 64": lambda: cloning(PolicyConfig(process=PROCESS, horizon=16, backbone=UNET), 64),
-    "BC step, images 96 × 96, batch 16": lambda: cloning(
-        PolicyConfig(process=PROCESS, horizon=16, encoder=ResNetEncoderConfig(width=32)), 16, images=True
+    "BC step, U-Net, batch 256": lambda: cloning(
+        PolicyConfig(process=PROCESS, horizon=16, backbone=UNET), 256
+    ),
+    "BC step, images 96 × 96, batch 64": lambda: cloning(
+        PolicyConfig(process=PROCESS, horizon=16, encoder=ResNetEncoderConfig(width=32)), 64, images=True
     ),
 }
 
@@ -180,16 +182,6 @@ def table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write_page() -> None:
-    """Replace the table of the page."""
-    text = Path(PAGE).read_text(encoding="utf-8")
-    head, _, rest = text.partition("<!-- results: ranks -->\n")
-    _, _, tail = rest.partition("<!-- /results: ranks -->")
-    lines = "\n".join(table(kept("scale", "ranks.json")[0]))
-    text = f"{head}<!-- results: ranks -->\n{lines}\n<!-- /results: ranks -->{tail}"
-    Path(PAGE).write_text(text, encoding="utf-8")
-
-
 def main() -> None:
     """Measure, keep, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -197,7 +189,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     load = os.getloadavg()[0]
     keep("scale", "ranks", {"rounds": rounds, "load": load, "cases": measure(rounds)}, indent=1)
-    write_page()
+    replace_block(PAGE, "ranks", table(kept("scale", "ranks.json")[0]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,8 +23,13 @@ from burnish.config.errors import USER_ERRORS, error_message
 from burnish.config.overrides import Overrides, RunContext, check_arguments, quoted, with_home
 from burnish.config.schema import compose_renamed, register_configs, to_command
 from policies.errors import ConfigError
+from policies.extras import require
 
 EXIT_USER_ERROR = 2
+_LAUNCHERS = {  # plug-in, extra
+    **dict.fromkeys(("joblib", "processes"), ("joblib", "joblib")),
+    **dict.fromkeys(("slurm", "slurm_local", "submitit_local", "submitit_slurm"), ("submitit", "slurm")),
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,10 @@ class Task:
             Path(hydra_config.runtime.output_dir), Overrides.parse(hydra_config.overrides.task)
         )
         try:
-            result: float | None = COMMANDS[self.command].load().run(to_command(node), context)
+            config = to_command(node)
+            if hydra_config.mode == RunMode.MULTIRUN and self.command == "train":
+                config, context = _requeued(config, context)
+            result: float | None = COMMANDS[self.command].load().run(config, context)
         except USER_ERRORS as error:
             NewFolders.remove_unused()
             if wants_traceback() or hydra_config.mode != RunMode.RUN:
@@ -51,6 +59,16 @@ class Task:
         return result
 
 
+def _requeued(config: Any, context: RunContext) -> tuple[Any, RunContext]:
+    """Continue the run in the folder of a sweep's job, if an earlier attempt of the same job began it."""
+    from algos.training.run_directory import RunDirectory
+
+    run = RunDirectory(context.directory)
+    if not (run.path / "config.yaml").is_file() or run.overrides != context.overrides.texts:
+        return config, context
+    return replace(config, resume=str(run.path)), RunContext(context.directory)
+
+
 def run_app(command: str, arguments: Sequence[str]) -> None:
     """Run a command line with Hydra, including its options (`--multirun`, `--cfg job`, …).
 
@@ -60,6 +78,11 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
     register_configs()
     words = [with_home(text) for text in with_main_key(command, arguments)]
     typed = check_arguments(command, words)
+    launcher = str(typed.value("hydra/launcher"))
+    if launcher in _LAUNCHERS:
+        plug_in, extra = _LAUNCHERS[launcher]
+        module = f"hydra_plugins.hydra_{plug_in}_launcher"
+        require(module, extra=extra, what=f"hydra/launcher={launcher}")
     if command == "train" and "WORLD_SIZE" in os.environ:
         _join(words)
     logging.raiseExceptions = False  # a full disk must not stop a run or print a traceback of logging

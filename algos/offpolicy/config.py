@@ -19,6 +19,7 @@ class OffPolicyConfig(Checked):
     A step is a control step of one environment unless stated otherwise.
     """
 
+    may_lag: ClassVar[bool] = True  # learns from workers with older weights
     entropy_share: ClassVar[float] = -0.5  # default target entropy per latent dimension
     without_data: ClassVar[str] = "set algo.offline_ratio=0"  # advice in errors about a missing dataset
 

@@ -151,13 +151,17 @@ class OffPolicyRun:
             match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
+            fleet=setup.fleet,
             obs_steps=chunk.obs_steps,
             seed=setup.seed,
             starts=setup.starts,
             records_path=config.hindsight > 0,
         )
+        self._fleet, self._lags = setup.fleet, list[Tensor]()
         self._hindsight: Hindsight | None = None
         if config.hindsight:
+            free = not self._fleet.is_free  # episodes are followed by environment
+            config.require("hindsight", free, "0 with fleet.mode=free")
             goals = seeded_generator(setup.seed, "hindsight")
             self._hindsight = Hindsight(
                 setup.env, policy, copies=config.hindsight, generator=goals, is_flat=trains
@@ -206,6 +210,7 @@ class OffPolicyRun:
             found
             | summary(episodes, bool(self.pool.env.spec.success_rule))
             | {"replay/rows": float(len(self.replay))}
+            | self._lag_metrics()
             | spent
         )
 
@@ -213,7 +218,13 @@ class OffPolicyRun:
         is_warmup = self.progress < self.config.warmup_steps
         trains = self._trains_encoder
         explorer = Explorer(self._actor_on_cpu(), is_warmup=is_warmup, trains_encoder=trains)
-        rollout = self.pool.collect(explorer, self.config.steps_per_iteration)
+        steps = self.config.steps_per_iteration
+        if self._fleet.is_free:
+            rollout = self.pool.collect_free(explorer, steps, self._steps)
+            assert rollout.version is not None
+            self._lags.append(self._steps - rollout.version.repeat(steps))
+        else:
+            rollout = self.pool.collect(explorer, steps)
         found = transitions_of(rollout, self.learner.policy, trains_encoder=trains)
         self.replay.add(**found)
         if self._hindsight is not None and (copies := self._hindsight.relabelled(rollout, found)):
@@ -223,6 +234,23 @@ class OffPolicyRun:
         if self.progress >= self.config.warmup_steps:
             self._pending_updates += executed * self.config.updates_per_step
         return rollout
+
+    def _lag_metrics(self) -> Metrics:
+        """Return the lag of the acting weights behind the newest, in updates, over rows since the last call.
+
+        `fleet/lag_<n>` is the fraction of rows with a lag from n to 2 n - 1.
+        """
+        if not self._lags:
+            return {}
+        lag = torch.cat(self._lags)
+        self._lags = []
+        edges = [0, *(2**power for power in range(math.ceil(math.log2(int(lag.max()) + 2))))]
+        ranges = zip(edges, [*edges[1:], math.inf], strict=True)
+        found: Metrics = {
+            f"fleet/lag_{low}": ((lag >= low) & (lag < high)).double().mean() for low, high in ranges
+        }
+        found |= {"fleet/lag_mean": lag.double().mean(), "fleet/lag_max": float(lag.max())}
+        return found
 
     def _actor_on_cpu(self) -> LatentActor:
         """Return the actor on the CPU, for workers; a copy, of which only trained weights are refreshed."""
@@ -247,6 +275,9 @@ class OffPolicyRun:
 
     def _learn(self, means: Means) -> None:
         count = math.floor(self._pending_updates)
+        limit = self._fleet.max_lag
+        if limit is not None and (oldest := self.pool.oldest_version) is not None:
+            count = min(count, max(0, oldest + limit - self._steps))
         self._pending_updates -= count
         size, generator = self.config.batch_size, self._generator
         if count and self._steps == 0 and self._check is not None:

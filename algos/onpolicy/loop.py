@@ -127,6 +127,7 @@ class OnPolicy:
             match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
+            fleet=setup.fleet,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
             starts=setup.starts,

@@ -1,4 +1,8 @@
-"""Stop signals: the first saves after the current iteration, the second stops immediately."""
+"""Stop signals: the first saves after the current iteration, the second stops immediately.
+
+A scheduler's warning that a job is preempted or reaches its time limit (SIGUSR2, where the program that runs
+the job handles it, as submitit does) saves too; that handler runs afterwards and queues the job again.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 
+_WARNING = signal.SIGUSR2
 _DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
@@ -25,7 +30,7 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """Records the first SIGINT or SIGTERM; the second one has its default effect.
+    """Records the first SIGINT, SIGTERM or warning; the second one has its default effect.
 
     Also effective in programs started with signals ignored (background jobs of a script).
     """
@@ -37,7 +42,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            is_warned = callable(signal.getsignal(_WARNING))
+            for number in (signal.SIGINT, signal.SIGTERM, *((_WARNING,) if is_warned else ())):
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -45,6 +51,8 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self.number == _WARNING:
+            signal.raise_signal(_WARNING)  # the scheduler's handler, which ends the program
 
     @contextmanager
     def immediate(self) -> Iterator[None]:

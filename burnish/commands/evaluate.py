@@ -24,6 +24,7 @@ from burnish.runs.locate import Located, check_file_to_write, locate_actor
 from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
+from envs.rollouts.fleet import LOCAL
 from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import ConfigError
 from policies.storage.atomic_write import write_text
@@ -176,6 +177,7 @@ def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:
             env,
             config,
             config.num_workers,
+            fleet=config.fleet or LOCAL,
             on_progress=lambda n, _: counting.show(n),
             keep_observations=config.videos > 0,
         )

@@ -18,7 +18,7 @@ from burnish.runs.tasks import task_label
 from policies.errors import BurnishError
 
 _log = logging.getLogger(__name__)
-_NOT_COMPARED = ("name", "progress", "num_workers", "init", "dataset")
+_NOT_COMPARED = ("name", "progress", "num_workers", "fleet", "init", "dataset")
 _MOST_KEYS = 8  # columns of differing keys
 _FACTS = ("run", "algo", "task", "step", "budget", "last", "best", "hours")
 _BUDGETS = ("steps", "env_steps", "total_steps", "iterations")  # keys of the length of a run

@@ -26,6 +26,7 @@ from burnish.runs.build import build, opened_directories
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.resolve import ResolvedRun, has_seeds, resolve, resolve_seeds
 from envs.datasets.interface import interface_of_task
+from envs.rollouts.fleet import LOCAL
 from policies import registry
 from policies.policy import Policy
 
@@ -172,7 +173,9 @@ def _evaluator(
         return None
 
     def evaluate(policy: Policy, step: int) -> Mapping[str, float]:
-        evaluation = evaluate_with(policy, config.env, config.evaluation, config.num_workers)
+        evaluation = evaluate_with(
+            policy, config.env, config.evaluation, config.num_workers, fleet=config.fleet or LOCAL
+        )
         directory.write_eval(eval_name(step), json.loads(evaluation.to_json()))
         last.clear()
         last.update(headline(evaluation))

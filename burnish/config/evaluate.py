@@ -27,6 +27,7 @@ class EvalConfig(EvaluationSettings):
     allow_other_task: bool = False  # evaluate policies on another task than the one that they were made for
     videos: int = bounded(0, ge=0)  # moving pictures of episodes, failures first, beside the JSON file
     num_workers: int = 2  # rollout processes; 0: this process; results are equal for any number
+    fleet: Any = None  # where they run: local (null), or ray, the actors of a cluster
     out: str | None = (
         path_field()  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json;
         # with compose a folder; null: runs/<date>/<time>-compose

@@ -47,7 +47,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-GROUPS = ("algo", "env", *PART_GROUPS, "source")
+GROUPS = ("algo", "env", *PART_GROUPS, "source", "fleet")
 """Hydra groups filled from the registry; the chosen part is the value of the group's key."""
 RENAMED: ContextVar[Mapping[str, str]] = ContextVar("renamed")
 """Former to present key names of one composition, both from the top of the configuration."""

@@ -67,6 +67,7 @@ class TrainConfig(BuildSettings):
     policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
+    fleet: Any = None  # where rollout workers run: local (null), or ray, the actors of a cluster
     device: str = "cpu"  # device of gradients: cpu, cuda or cuda:<n>; rollouts stay on the CPU
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
 

@@ -22,6 +22,7 @@ from envs.datasets import EpisodeDataset, read_dataset
 from envs.datasets.interface import interface_of, with_given
 from envs.evaluation.protocol import prepare_eval, with_settings
 from envs.fit import with_task_observations
+from envs.rollouts.fleet import LOCAL
 from envs.rollouts.starts import Recorded, Starts
 from policies.build import complete
 from policies.errors import ConfigError
@@ -84,6 +85,7 @@ def prepare(run: ResolvedRun) -> Setup:
         starts=partial(_starts, config) if config.start.is_on else None,  # type: ignore[arg-type]
         seed=config.seed,
         num_workers=config.num_workers,
+        fleet=config.fleet or LOCAL,
         num_threads=config.num_threads,
         device=run.device,
         allow_other_task=config.allow_other_task,

@@ -25,6 +25,7 @@ from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.fit import require_dataset_of, with_task_observations
+from envs.rollouts.fleet import LOCAL
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError
 from policies.policy import Policy
@@ -181,7 +182,12 @@ def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:
         def play(view: Policy, first_seed: int, episodes: int) -> Evaluation:
             protocol = replace(config, first_seed=first_seed, episodes=episodes)
             return evaluate_with(
-                view, env, protocol, config.num_workers, on_progress=lambda n, _: counting.show(done + n)
+                view,
+                env,
+                protocol,
+                config.num_workers,
+                fleet=config.fleet or LOCAL,
+                on_progress=lambda n, _: counting.show(done + n),
             )
 
         def count(trial: Trial) -> None:
@@ -194,7 +200,12 @@ def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:
 def _play(name: str, policy: Policy, env: Any, config: EvalConfig) -> Evaluation:
     with Counting(f"evaluating {name}", config.episodes) as counting:
         return evaluate_with(
-            policy, env, config, config.num_workers, on_progress=lambda n, _: counting.show(n)
+            policy,
+            env,
+            config,
+            config.num_workers,
+            fleet=config.fleet or LOCAL,
+            on_progress=lambda n, _: counting.show(n),
         )
 
 

@@ -255,6 +255,9 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.names('algo'))}.")
     device = device_of(config.device)
     _require_parallel(config)
+    if config.fleet is not None and config.fleet.is_free and not getattr(config.algo, "may_lag", False):
+        algo = registry.name_of("algo", config.algo)
+        raise ConfigError(f"fleet.mode must be lockstep with algo={algo}; free is for sac, rlpd and dsrl.")
     check_seeds("seed", config.seed)
     algo = registry.name_of("algo", config.algo)
     if config.dataset is not None and not getattr(config.algo, "takes_dataset", True):

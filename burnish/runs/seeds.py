@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SEEDS_FILE = "seeds.txt"
-_MAY_DIFFER = ("seed", "name", "progress", "num_workers")
+_MAY_DIFFER = ("seed", "name", "progress", "num_workers", "fleet")
 
 
 def require_distinct(seeds: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,6 +48,32 @@ class Workers(Protocol):
 
     def close(self) -> None:
         """End all objects; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class FreeWorkers(Workers, Protocol):
+    """Workers that may be called one by one."""
+
+    @property
+    def idle(self) -> list[int]:
+        """Workers without a call."""
+        ...
+
+    def store(self, arguments: tuple[Any, ...]) -> Any:
+        """Return arguments for several `submit`."""
+        ...
+
+    def submit(self, index: int, method: str, arguments: Any) -> None:
+        """Begin a call of an idle worker with stored arguments."""
+        ...
+
+    def next(self) -> tuple[int, Any]:
+        """Wait for an answer; return the worker and the answer."""
+        ...
+
+    def ready(self) -> tuple[int, Any] | None:
+        """Return as `next` an answer that is there; None without any."""
         ...
 
 

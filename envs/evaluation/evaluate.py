@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from envs.engine.workers import start_workers
 from envs.evaluation.intervals import (
     RISK_SHARE,
     bootstrap_mean,
@@ -30,6 +29,7 @@ from envs.evaluation.intervals import (
 from envs.evaluation.protocol import describe_protocol, prepare_eval, with_settings
 from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.player import NETWORK_CALLS, EpisodeRunner, EvaluatedPolicy, Evaluator
 from envs.spec import Array, EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
@@ -139,6 +139,7 @@ def evaluate(
     first_seed: int = EvaluationSettings.first_seed,
     num_envs: int = EvaluationSettings.num_envs,
     num_workers: int = 0,
+    fleet: Fleet = LOCAL,
     start_noise: str = EvaluationSettings.start_noise,
     sampling_noise: str = EvaluationSettings.sampling_noise,
     steps: int | None = EvaluationSettings.steps,
@@ -158,8 +159,8 @@ def evaluate(
         episodes: E, at least 1. This and the following: see `EvaluationSettings`.
         first_seed: Seed of episode 0; episode i has `first_seed + i`.
         num_envs: Environments in total; does not affect the result.
-        num_workers: Processes, which compute on the CPU; 0 runs in this one. Does not affect the result of a
-            policy on the CPU.
+        num_workers: Processes on the CPU; 0: this one. Does not affect the results of a policy on the CPU.
+        fleet: Where they run.
         start_noise: `random` or `zero`: initial noise of denoising.
         sampling_noise: `random` or `zero`: per-step noise of a stochastic sampler.
         steps: Denoising steps; None: the policy's own.
@@ -211,7 +212,7 @@ def evaluate(
         if on_progress is not None:
             on_progress(finished, episodes)
 
-    rows = _run_episodes(runner, task, episodes, num_envs, num_workers, count)
+    rows = _run_episodes(runner, task, episodes, num_envs, num_workers, fleet, count)
     return Evaluation(
         tuple(sorted(rows, key=lambda row: row.episode)), describe_protocol(env, settings, task)
     )
@@ -223,6 +224,7 @@ def _run_episodes(
     episodes: int,
     num_envs: int,
     num_workers: int,
+    fleet: Fleet,
     on_message: Callable[[int], None],
 ) -> list[EpisodeRow]:
     count = min(max(1, num_workers), episodes, num_envs)
@@ -231,7 +233,7 @@ def _run_episodes(
     with _in_evaluation_mode(runner.policy):
         sent = _on_cpu(runner) if num_workers else runner
         arguments = [(env, sent, share, width) for share, width in zip(shares, widths, strict=True)]
-        workers = start_workers(Evaluator, arguments, processes=num_workers > 0)
+        workers = fleet.start(Evaluator, arguments, processes=num_workers > 0)
         try:
             return [row for rows in workers.call("run", [()] * count, on_message=on_message) for row in rows]
         finally:

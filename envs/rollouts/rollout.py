@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.engine.workers import start_workers
+from envs.engine.workers import FreeWorkers
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
+from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.starts import Leader, Starts
 from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
 from policies.errors import CheckpointError, ConfigError
@@ -72,6 +73,7 @@ class Rollout:
         record: tensors recorded by the actor, (T, N, ...) by name.
         path: (T, N, Ta, Do) float32, state after each executed step, zero past `length`; None: not recorded.
         metrics: of the running episodes after each chunk, (T, N) by name.
+        version: (N,) int64, version of the actor in each environment; None: all have the newest.
     """
 
     obs: dict[str, Tensor]
@@ -87,6 +89,7 @@ class Rollout:
     episodes: list[EpisodeRow]
     path: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    version: Tensor | None = None
 
 
 class RolloutPool:
@@ -117,6 +120,7 @@ class RolloutPool:
         seed: int = 0,
         records_simulator: bool = False,
         records_path: bool = False,
+        fleet: Fleet = LOCAL,
         shared_by: Processes | None = None,
         starts: Starts | None = None,
         same_starts: int = 1,
@@ -136,7 +140,8 @@ class RolloutPool:
         self._own = slice(first, first + per_process)
         options = (obs_steps, seed, records_simulator, records_path, starts, same_starts)
         arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(self._rows)][self._own]
-        self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
+        self._versions: dict[int, int] = {}  # of the actor, by worker
+        self._workers = fleet.start(Collector, arguments, processes=num_workers > 0)
 
     def collect(
         self,
@@ -167,6 +172,39 @@ class RolloutPool:
 
         arguments = [(actor, num_steps, reset)] * len(self._workers)
         return _join(self._gathered(self._workers.call("collect", arguments, on_message=count)))
+
+    def collect_free(self, actor: Actor, num_steps: int, version: int) -> Rollout:
+        """Return the chunks of those workers that are done, at least of one; see `RayFleet.mode`.
+
+        Idle workers first get the actor, whose `version` comes back with their environments; others go on
+        with the one that they have.
+        """
+        workers = self._workers
+        assert isinstance(workers, FreeWorkers)
+        if not self._versions:  # a state is saved without waiting: that of before the running call
+            workers.call("state", [()] * len(workers))
+        if idle := workers.idle:
+            stored = workers.store((actor, num_steps, False))
+            for index in idle:
+                self._versions[index] = version
+                workers.submit(index, "collect", stored)
+        found = dict([workers.next()])
+        while len(workers.idle) < len(self._workers) and (more := workers.ready()) is not None:
+            found |= dict([more])
+        parts = [(index, found[index]) for index in sorted(found)]
+        rollout = _join([part for _, part in parts])
+        counts = torch.tensor([len(self._rows[self._own][index]) for index, _ in parts])
+        rollout.version = torch.tensor([self._versions[index] for index, _ in parts]).repeat_interleave(
+            counts
+        )
+        return rollout
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version with which a worker acts at present; None without any."""
+        workers = self._workers
+        idle = workers.idle if isinstance(workers, FreeWorkers) else range(len(workers))
+        return min((seen for index, seen in self._versions.items() if index not in idle), default=None)
 
     def _gathered(self, own: list[Any]) -> list[Any]:
         """Return the results of the workers of all processes."""
@@ -284,7 +322,7 @@ class Collector:
             self._generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
         self._next_episode = np.array(state["next_episode"], np.int64)
         self._obs = None
-        if self._leader is not None:
+        if self._leader is not None and "leader" in state:
             self._leader.load_state_dict(state["leader"])
         if state["vector"] is not None:
             self._vector.load_state_dict(state["vector"])
@@ -404,7 +442,10 @@ def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
 
 
 def _dealt_again(workers: Sequence[Mapping[str, Any]], rows: Sequence[Array]) -> list[dict[str, Any]]:
-    """Return states of other workers: episodes are counted on, and start anew; None: the own generator."""
+    """Return states of other workers: episodes are counted on, and start anew, as do leaders.
+
+    None stands for the own generator.
+    """
     counted = np.concatenate([worker["next_episode"] for worker in workers])
     known = [worker["generator"] for worker in workers] + [None] * len(rows)
     fresh = {"vector": None, "obs": None, "tally": None}

@@ -27,8 +27,8 @@ from algos.training.settings import TrainerSettings
 from algos.training.trainer import train
 from burnish.config.train import TrainConfig
 from burnish.runs.resolve import _require_parallel
+from envs.engine import workers
 from envs.engine.workers import LocalWorkers
-from envs.rollouts import rollout
 from policies import registry
 from policies.errors import CheckpointError, ConfigError, TrainingError
 
@@ -126,7 +126,7 @@ def test_two_ranks_collect_and_learn_what_one_with_two_workers_does(
     algo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = lambda factory, arguments, processes: LocalWorkers(factory, arguments)  # noqa: E731
-    monkeypatch.setattr(rollout, "start_workers", local)
+    monkeypatch.setattr(workers, "start_workers", local)
     weights_alone, metrics_alone, _ = first_iteration(built(algo, num_workers=2))
     parts = in_ranks(2, lambda: built(algo, num_workers=1), first_iteration)
     torch.testing.assert_close(parts[0][0], weights_alone, rtol=0, atol=1e-5)

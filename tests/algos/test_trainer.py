@@ -95,6 +95,27 @@ def test_signal_lets_the_iteration_finish_then_saves_and_exits(
     assert signal.getsignal(number) is before
 
 
+def test_a_schedulers_warning_saves_and_then_goes_to_the_scheduler(run: RunDirectory) -> None:
+    queued_again: list[int] = []
+
+    def requeue(number: int, _: object) -> None:
+        queued_again.append(number)
+        raise SystemExit(144)
+
+    before = signal.signal(signal.SIGUSR2, requeue)
+    try:
+        walk = RandomWalk(10)
+        walk.signals[3] = signal.SIGUSR2
+        with pytest.raises(SystemExit) as ended:
+            train(walk, run, TrainerSettings(checkpoint_every=0), progress=False)
+        assert ended.value.code == 144 and queued_again == [signal.SIGUSR2]
+        assert run.checkpoints() == [3]
+        train(RandomWalk(10), run, TrainerSettings(checkpoint_every=0), progress=False)
+        assert run.checkpoints() == [3, 10]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_second_signal_stops_at_once_without_a_checkpoint(run: RunDirectory) -> None:
     class Impatient(RandomWalk):
         def advance(self) -> dict:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -114,6 +116,27 @@ def test_runs_that_start_in_the_same_second_have_a_folder_each(
         monkeypatch.setattr("burnish.runs.build.prepare", _refuse)
         burnish.train(**settings)
     assert not (day / f"{name}-6").exists()
+
+
+def test_a_job_that_is_queued_again_goes_on_in_its_folder(
+    demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"dataset": str(demos), **TINY, "hydra.sweep.dir": str(tmp_path)}
+
+    def code(seed: int) -> object:
+        monkeypatch.setattr("sys.argv", ["burnish"])
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *(f"{key}={value}" for key, value in settings.items()), f"seed={seed}", "-m"])
+        return ended.value.code
+
+    assert not code(1)
+    job = RunDirectory.open(tmp_path / "0")
+    kept, last = job.overrides, job.latest()
+    shutil.rmtree(job.checkpoint_path(last))
+    assert not code(1)
+    assert (job.overrides, job.latest()) == (kept, last)
+    assert code(2) == 2
+    assert re.search(mentions(f"{job.path} resume={job.path}"), capsys.readouterr().err)
 
 
 def _refuse(config: Any) -> Any:

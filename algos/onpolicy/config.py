@@ -31,7 +31,6 @@ class OnPolicyConfig(Checked):
     Rates, discounts and clip ranges are dimensionless; a step is a chunk step (Ta environment steps).
     """
 
-    takes_dataset: ClassVar[bool] = False  # experience comes from the environment
     splits_batches: ClassVar[bool] = True  # over the processes of a run
     requires: ClassVar[str]  # of a policy, quoted in errors
 
@@ -63,6 +62,7 @@ class OnPolicyConfig(Checked):
     critic_warmup_iterations: int = bounded(0, ge=0)  # iterations that train the critic only
     max_grad_norm: float | None = bounded(None, gt=0, le=math.inf)  # gradient clipping of the actor
     bc_weight: float = bounded(0.0, ge=0)  # weight of the behaviour-cloning term towards the initial policy
+    demo_weight: float = bounded(0.0, ge=0)  # weight of the matching loss of demonstrations: dataset=<file>
     bc_rows: int | None = bounded(None, gt=0)  # rows of a minibatch for that term; null: all
     # optimisers
     actor_lr: float = bounded(1e-4, gt=0)  # AdamW, peak
@@ -107,6 +107,11 @@ class OnPolicyConfig(Checked):
             self.require("reset_each_iteration", self.reset_each_iteration, "true with algo.set_size")
         for network in ("actor", "critic"):
             check_schedule(network, **self.schedule(network), may_rise=self.paper_compat)
+
+    @property
+    def takes_dataset(self) -> bool:
+        """Whether demonstrations are learned from; experience comes from the environment."""
+        return self.demo_weight > 0
 
     def schedule(self, network: str) -> dict[str, Any]:
         """Return the learning-rate schedule of `actor` or `critic`, as arguments of `warmup_cosine`."""

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from algos.base import Metrics, Setup
+from algos.base import Metrics, Setup, dataset_of
 from algos.onpolicy.advantages import AdvantageEstimator, Experience
 from algos.onpolicy.config import OnPolicyConfig
+from algos.onpolicy.demonstrations import Demonstrations
 from algos.onpolicy.losses import RewardScaler, explained_variance
 from algos.onpolicy.polychromic import LABEL, Sets
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
@@ -31,6 +32,7 @@ from envs.spec import EnvConfig
 from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
 from policies.policy import Policy
+from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_generator, seeded_weights
 from policies.threads import torch_threads
 
@@ -107,7 +109,7 @@ class OnPolicy:
         assert setup.env is not None
         policy = self.policy = ratio.policy
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
-        self._bc_term = bc_term
+        self._bc_term, self._init_facts = bc_term, init_facts(setup.init, policy)
         self.learner = UPDATES.get(config.surrogate, PpoUpdate)(
             config,
             ratio=ratio,
@@ -115,6 +117,7 @@ class OnPolicy:
             critic=self._critic(setup),
             encoder=self._encoder_weights(),
             cloning=bc_term,
+            demonstrations=self._demonstrations(setup),
             num_threads=setup.threads(THREADS),
         )
         sets = Sets(config.set_size) if config.set_size else None
@@ -136,7 +139,6 @@ class OnPolicy:
             same_starts=1 if sets is None else sets.group,
         )
         self.draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
-        self._init_facts = init_facts(setup.init, policy)
         gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
         self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.estimate_advantages = AdvantageEstimator(
@@ -205,6 +207,15 @@ class OnPolicy:
             return experience
         frozen, obs = self._bc_term.frozen, mapped(rollout.obs, lambda part: part.flatten(0, 1))
         return replace(experience, initial_cond=encode(frozen, obs))
+
+    def _demonstrations(self, setup: Setup) -> Demonstrations | None:
+        """Return the demonstrations of the update; ConfigError if they are missing or of another task."""
+        if not self.config.demo_weight:
+            return None
+        needs = f"demonstrations with algo.demo_weight={self.config.demo_weight:g}"
+        dataset = dataset_of(setup, name_of("algo", self.config), needs)
+        self._init_facts |= {"dataset": dataset.digest()}
+        return Demonstrations(dataset, self.policy)
 
     def _critic(self, setup: Setup) -> nn.Module:
         config, policy = self.config, self.policy

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from algos.base import Quantities
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.config import OnPolicyConfig
+from algos.onpolicy.demonstrations import Demonstrations
 from algos.onpolicy.losses import (
     SURROGATES,
     approx_kl,
@@ -46,6 +47,17 @@ SURROGATE_METRICS = (
     *("loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_spread", "entropy", "saturated_fraction"),
     "penalty",
 )
+
+
+TERMS = (*SURROGATE_METRICS, "policy/cloning_loss", "policy/demo_loss")
+"""What tasks of the actor sum, in order."""
+
+
+def alone(name: str, value: Tensor) -> Tensor:
+    """Return the sums of a task that has one term."""
+    sums = torch.zeros(len(TERMS), device=value.device, dtype=value.dtype)
+    sums[TERMS.index(name)] = value.detach()
+    return sums
 
 
 def named(sums: Tensor) -> Quantities:
@@ -127,10 +139,11 @@ class PpoUpdate:
         critic: nn.Module,
         encoder: Sequence[nn.Parameter] = (),
         cloning: BcTerm | None = None,
+        demonstrations: Demonstrations | None = None,
         num_threads: int = 1,
     ) -> None:
         self.config, self.ratio, self.critic, self.cloning = config, ratio, critic, cloning
-        self.stop_kl = config.target_kl
+        self.stop_kl, self.demonstrations = config.target_kl, demonstrations
         self.actor, self.critic_params = [*actor, *encoder], list(critic.parameters())
         self.threads, self.stage = GradientThreads(num_threads), ""
         steps, device = ratio.inner_steps, self.actor[0].device
@@ -214,9 +227,13 @@ class PpoUpdate:
         drawn = index.to(experience.advantage.device)
         index = drawn.sort().values
         tasks = [Task(self.actor, loss) for loss in self.surrogates(experience, index)]
-        cloned = self.cloning_tasks(experience, drawn, draws)
-        grads, sums = self.threads.sum(tasks + cloned)
-        return grads, named(sums) | ({"policy/cloning_loss": sums[-1]} if cloned else {})
+        terms = {
+            "policy/cloning_loss": self.cloning_tasks(experience, drawn, draws),
+            "policy/demo_loss": self.demo_tasks(draws),
+        }
+        grads, sums = self.threads.sum(sum(terms.values(), tasks))
+        extra = {name: sums[TERMS.index(name)] for name, present in terms.items() if present}
+        return grads, named(sums) | extra
 
     def surrogates(self, experience: Experience, index: Tensor) -> list[Callable[[], tuple[Tensor, Tensor]]]:
         """Return the microbatches' parts of the loss at sorted rows (B,), as functions."""
@@ -241,8 +258,8 @@ class PpoUpdate:
             clipped = (away.abs() > clip_range).to(ratio.dtype)
             kl = approx_kl(score.log_ratio if score.drift is None else score.drift)
             terms = (loss, clipped, kl, ratio, away.square(), score.entropy, score.saturated, penalty)
-            zero = loss.new_zeros(())
-            return objective, torch.stack([*(term.sum() / total for term in terms), zero])
+            sums = torch.stack([term.sum() / total for term in terms])
+            return objective, torch.cat([sums, sums.new_zeros(len(TERMS) - len(terms))])
 
     def score(
         self, experience: Experience, index: Tensor, rows: Rows, advantage: Tensor | None = None
@@ -305,9 +322,19 @@ class PpoUpdate:
         cond, initial = experience.cond.rows(state), experience.initial_cond
         frozen = None if initial is None else initial.rows(state)
         loss = self.cloning.losses(cond, noise, frozen).sum() / total
-        metrics = torch.zeros(len(SURROGATE_METRICS) + 1, device=loss.device, dtype=loss.dtype)
-        metrics[-1] = loss.detach()
-        return self.config.bc_weight * loss, metrics
+        return self.config.bc_weight * loss, alone("policy/cloning_loss", loss)
+
+    def demo_tasks(self, draws: GeneratorDraws) -> list[Task]:
+        """Return the task of drawn demonstrations; empty without them."""
+        if self.demonstrations is None:
+            return []
+        drawn, weight = self.demonstrations.draw(draws.generator), self.config.demo_weight
+
+        def loss() -> tuple[Tensor, Tensor]:
+            value = drawn()
+            return weight * value, alone("policy/demo_loss", value)
+
+        return [Task(self.actor, loss)]
 
     # -- the critic's loss -----------------------------------------------------------------------------
 

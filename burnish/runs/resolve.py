@@ -263,7 +263,7 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
     if config.dataset is not None and not getattr(config.algo, "takes_dataset", True):
         raise ConfigError(
             f"algo={algo} learns in an environment and takes no dataset; got dataset={config.dataset}. Clone "
-            f"a policy from it with algo=bc and give that as init."
+            f"a policy from it with algo=bc and give that as init, or set algo.demo_weight."
         )
     if config.reader and config.dataset is None:
         raise ConfigError(f"reader={config.reader} needs dataset=<file>, whose reader has these options.")

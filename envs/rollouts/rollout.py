@@ -322,7 +322,7 @@ class Collector:
             self._generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
         self._next_episode = np.array(state["next_episode"], np.int64)
         self._obs = None
-        if self._leader is not None and "leader" in state:
+        if self._leader is not None and "leader" in state:  # else `start` is new to the run
             self._leader.load_state_dict(state["leader"])
         if state["vector"] is not None:
             self._vector.load_state_dict(state["vector"])

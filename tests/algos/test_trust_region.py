@@ -28,6 +28,7 @@ from policies.errors import ConfigError
 from policies.networks.distributions import correlated, correlated_log_prob
 from policies.policy import PolicyConfig
 from policies.processes.gaussian import GaussianProcess
+from policies.processes.squashed import TanhGaussianProcess
 
 SIZES = {
     "num_envs": 4,
@@ -40,9 +41,11 @@ SIZES = {
 
 
 def gaussian(**process: Any) -> Any:
-    config = PolicyConfig(
-        process=GaussianProcess(**process), backbone=MlpConfig(width=8, time_dim=4), horizon=3, act_steps=2
-    )
+    return build(GaussianProcess(**process))
+
+
+def build(process: Any) -> Any:
+    config = PolicyConfig(process=process, backbone=MlpConfig(width=8, time_dim=4), horizon=3, act_steps=2)
     limits = {"min": -torch.ones(2), "max": torch.ones(2)}
     return build_policy(
         config, obs_dim=2, action_dim=2, statistics=dict.fromkeys(("state", "action"), limits)
@@ -199,6 +202,9 @@ def test_correlated_exploration_has_a_ratio_of_one_on_fresh_data(name: str) -> N
 def test_noise_of_other_kinds_is_not_correlated() -> None:
     with pytest.raises(ConfigError, match=mentions("algo.noise_correlation 0 algo.noise")):
         replace(REINFLOW, noise_correlation=0.5)
+    setup = Setup(env=PointEnv(), init=build(TanhGaussianProcess()), num_workers=0, num_threads=1)
+    with pytest.raises(ConfigError, match=mentions("algo.noise_correlation 0 TanhGaussianPolicy 0.5")):
+        PpoConfig(noise_correlation=0.5).build(setup)
 
 
 @pytest.mark.parametrize("name", TRUST_REGIONS)

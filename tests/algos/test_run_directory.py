@@ -6,14 +6,13 @@ import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import exit_code_of
 from messages import mentions
 from random_walk import tiny_policy
 
@@ -230,18 +229,13 @@ def test_a_damaged_configuration_is_one_line(run: RunDirectory) -> None:
 
 
 def test_second_writer_is_refused_while_the_first_lives(run: RunDirectory) -> None:
-    script = f"""
-from algos.training.run_directory import RunDirectory
-from policies.errors import CheckpointError
-try:
-    with RunDirectory.open({str(run.path)!r}).claim():
-        pass
-except CheckpointError as error:
-    print(error)
-"""
+    def second_writer() -> None:
+        with pytest.raises(CheckpointError, match="process"), RunDirectory.open(run.path).claim():
+            pass
+
     with run.claim():
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "process" in result.stdout
+        assert exit_code_of(second_writer) == 0
+    assert exit_code_of(second_writer) == 1, "it is not refused"
     with RunDirectory.open(run.path).claim():
         pass
 

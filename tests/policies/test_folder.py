@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import exit_code_of
 from messages import mentions
 from safetensors.torch import load_file, save_file
 from small_policies import observations, small_policy
@@ -104,36 +104,28 @@ def test_a_replacement_that_fails_leaves_the_old_directory(
     assert type(load_policy(tmp_path / "policy").process) is VPDiffusion
 
 
-KILLED = """
-import os
-from pathlib import Path
-from small_policies import small_policy
-from policies.storage import atomic_write, policy_folder
-from policies.processes.flow import RectifiedFlow
+def replaced_by_a_program_that_is_killed(folder: Path) -> int:
+    """Save over a policy in another process, which is killed where something is renamed to this name."""
+    rename = os.rename
 
-rename = os.rename
+    def killed_between(source: Path, target: Path) -> None:
+        if Path(target).name == "policy":
+            os._exit(9)
+        rename(source, target)
 
-def killed_between(source, target):
-    if Path(target).name == "policy":
-        os._exit(9)
-    rename(source, target)
+    def program() -> None:
+        os.rename = killed_between
+        save_policy(small_policy(RectifiedFlow()), folder / "policy")
 
-os.rename = killed_between
-{prepare}
-policy_folder.save_policy(small_policy(RectifiedFlow()), "policy")
-"""
+    save_policy(small_policy(), folder / "policy")
+    return exit_code_of(program)
 
 
-def replaced_by_a_program_that_is_killed(cwd: Path, prepare: str) -> int:
-    save_policy(small_policy(), cwd / "policy")
-    command = [sys.executable, "-c", KILLED.format(prepare=prepare)]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ).returncode
-
-
-def test_a_kill_between_two_renames_leaves_the_earlier_policy_beside(tmp_path: Path) -> None:
-    assert replaced_by_a_program_that_is_killed(tmp_path, "atomic_write._exchange = lambda *_: False") == 9
+def test_a_kill_between_two_renames_leaves_the_earlier_policy_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)
+    assert replaced_by_a_program_that_is_killed(tmp_path) == 9
     with pytest.raises(
         CheckpointError, match=r"killed while replacing it; rename .*\.policy\.old\."
     ) as refused:
@@ -150,7 +142,7 @@ def test_an_exchange_leaves_no_moment_without_a_policy(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     if not atomic_write._exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this file system cannot")
-    assert replaced_by_a_program_that_is_killed(tmp_path, "") == 0  # nothing was renamed to this name
+    assert replaced_by_a_program_that_is_killed(tmp_path) == 0  # nothing was renamed to this name
     assert type(load_policy(tmp_path / "policy").process) is RectifiedFlow
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "policy"]
 

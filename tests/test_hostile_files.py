@@ -17,6 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from entry import exit_code
 from small_policies import small_policy
 
 import burnish
@@ -482,19 +483,14 @@ def test_a_report_is_written_or_not_at_all(run: RunDirectory) -> None:
     assert everything(run.path / "report") == before
 
 
-def test_demonstrations_are_written_or_not_at_all(tmp_path: Path) -> None:
-    out = tmp_path / "demos.hdf5"
-    command = f"""
-import resource, sys
-from burnish.cli import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
-main(["collect", "env=avoid", "episodes=2", "out={out}", "hydra.run.dir={tmp_path / "job"}"])
-"""
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert done.stderr.count("burnish: error:") == 1
-    assert "demos.hdf5 cannot be written" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_demonstrations_are_written_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["collect", "env=avoid", "episodes=2", f"out={tmp_path / 'demos.hdf5'}"]
+    with files_of_at_most(4000):
+        assert exit_code(*words, f"hydra.run.dir={tmp_path / 'job'}") == 2
+    error = capsys.readouterr().err
+    assert error.count("burnish: error:") == 1
+    assert "demos.hdf5 cannot be written" in error
+    assert "Traceback" not in error
     assert not list(tmp_path.glob("*demos*"))
 
 

@@ -1,10 +1,9 @@
-"""Clones the toy task into a run directory: `python clone_run.py RUN STEPS CHECKPOINT_EVERY`."""
+"""Clones the toy task into a run directory."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from typing import Any
 
 import torch
@@ -40,7 +39,3 @@ def terminate_at(algorithm: Algorithm, step: int) -> None:
         return metrics
 
     algorithm.advance = advance_and_stop  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -18,31 +17,25 @@ from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from policies.storage.policy_folder import load_policy
 
-TESTS = Path(__file__).resolve().parents[1]
 PATIENCE_S = 300.0
 """How long a busy machine may take to start and to reach a checkpoint."""
 ENDLESS = 1_000_000
 """Steps that nobody waits for: a run of so many is always interrupted, however fast its machine is."""
 
 
-def start(run: RunDirectory, steps: int, checkpoint_every: int) -> subprocess.Popen[bytes]:
-    """Train in a process of its own."""
-    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    command = [
-        sys.executable,
-        str(TESTS / "e2e" / "clone_run.py"),
-        str(run.path),
-        str(steps),
-        str(checkpoint_every),
-    ]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+def start(run: RunDirectory, steps: int, checkpoint_every: int) -> BaseProcess:
+    """Train in a process of its own, a copy of this one."""
+    arguments = (str(run.path), steps, checkpoint_every)
+    process = multiprocessing.get_context("fork").Process(target=main, args=arguments, daemon=True)
+    process.start()
+    return process
 
 
-def wait_for_progress(process: subprocess.Popen[bytes], run: RunDirectory, beyond: int) -> None:
+def wait_for_progress(process: BaseProcess, run: RunDirectory, beyond: int) -> None:
     """Return when the process has written a checkpoint after `beyond`."""
     deadline = time.monotonic() + PATIENCE_S
     while (run.latest() or 0) <= beyond:
-        assert process.poll() is None, "training ended before it was killed"
+        assert process.is_alive(), "training ended before it was killed"
         assert time.monotonic() < deadline, "training made no progress"
         time.sleep(0.01)
 
@@ -69,7 +62,8 @@ def test_killed_runs_lose_nothing_before_their_last_checkpoint(tmp_path: Path) -
     wait_for_progress(process, run, 0)
     time.sleep(random.Random(0).uniform(0.0, 0.25))
     process.kill()
-    assert process.wait() == -signal.SIGKILL
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     newest = check_loadable(run)
     main(str(run.path), ENDLESS, 50, until=newest + 100)
     main(str(whole.path), ENDLESS, 0, until=newest + 100)
@@ -82,7 +76,8 @@ def test_terminated_run_saves_the_step_it_reached(tmp_path: Path) -> None:
     process = start(run, ENDLESS, 50)
     wait_for_progress(process, run, 0)
     process.terminate()
-    assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    process.join(PATIENCE_S)
+    assert process.exitcode == 128 + signal.SIGTERM
     newest = check_loadable(run)
     logged = [row["step"] for row in read_jsonl(run.metrics_path)]
     assert logged[-1] <= newest < logged[-1] + 5  # rows come every 5 steps, checkpoints every 50

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import exit_code_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from messages import mentions
@@ -155,22 +155,19 @@ def test_compositions_in_compositions_end(directory: Path) -> None:
     assert re.search(mentions("members list"), refused(directory))
 
 
-GIANTS = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
-from policies.errors import CheckpointError
-from policies.storage.policy_folder import load_policy
-load_policy(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for path in sys.argv[2:]:
-    try:
-        load_policy(path)
-    except CheckpointError:
-        continue
-    raise SystemExit(path + " was loaded")
-grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-assert grown < 400 * 1024, grown
-"""
+def refuse_giants(honest: Path, giants: list[Path]) -> None:
+    """Refuse directories with no more than 6 GiB of addresses and 400 MiB of memory."""
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + 6 * 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    load_policy(honest)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for path in giants:
+        with pytest.raises(CheckpointError):
+            load_policy(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts kilobytes as Linux does")
@@ -194,11 +191,8 @@ def test_declared_sizes_are_compared_before_memory_is_taken(honest: Path, tmp_pa
             else:
                 data[key] = value
         (home / "config.json").write_text(json.dumps(data))
-        paths.append(str(home))
-    done = subprocess.run(
-        [sys.executable, "-c", GIANTS, str(honest), *paths], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+        paths.append(home)
+    assert exit_code_of(lambda: refuse_giants(honest, paths)) == 0
 
 
 # -- files --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -40,7 +41,7 @@ from policies.serving.metrics import metrics_page
 from policies.serving.served_policy import ServedFolder, ServedPolicy
 from policies.serving.server import Server, ServerSettings
 from policies.storage.features import Feature
-from policies.storage.policy_folder import save_policy
+from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.candidates import Candidates
 
 zmq = pytest.importorskip("zmq")
@@ -555,17 +556,10 @@ def test_what_was_counted_is_told_by_message_and_by_page() -> None:
 # -- processes ----------------------------------------------------------------------------------------------
 
 
-LIGHT = """
-import sys
-from policies.storage.policy_folder import load_policy
-from policies.serving.served_policy import ServedFolder, ServedPolicy
-from policies.serving.server import Server, ServerSettings
-with Server(ServedPolicy(load_policy("policy")), ServerSettings(port=int(sys.argv[1]))) as server:
-    sys.stdout.write(f"serving: {server.endpoint}\\n")
-    sys.stdout.flush()
-    server.run()
-"""
-"""A server without the rest of the command, which takes longer to start."""
+def serve_light(policy: Path, port: int) -> None:
+    """Serve without the rest of the command."""
+    with Server(ServedPolicy(load_policy(policy)), ServerSettings(port=port)) as server:
+        server.run()
 
 
 @contextmanager
@@ -600,14 +594,18 @@ with Client(sys.argv[1], timeout_s=120) as client:
 def test_a_server_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
     save_policy(flow(), tmp_path / "policy")
     with kept_port() as port:
-        with process("-c", LIGHT, str(port), cwd=tmp_path) as (server, endpoint):
-            asked = [sys.executable, "-c", WITHOUT_TORCH, endpoint]
-            done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=5 * PATIENCE_S)
-            assert done.returncode == 0, done.stderr
-            client = Client(endpoint, timeout_s=PATIENCE_S / 4, retries=9)
-            before = client.decide(observed(), (4,))
-            server.kill()
-            server.wait(PATIENCE_S)
+        light = multiprocessing.get_context("fork").Process(
+            target=serve_light, args=(tmp_path / "policy", port), daemon=True
+        )
+        light.start()
+        endpoint = f"tcp://127.0.0.1:{port}"
+        asked = [sys.executable, "-c", WITHOUT_TORCH, endpoint]
+        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=5 * PATIENCE_S)
+        assert done.returncode == 0, done.stderr
+        client = Client(endpoint, timeout_s=PATIENCE_S / 4, retries=9)
+        before = client.decide(observed(), (4,))
+        light.kill()
+        light.join()
         command = ("-m", "burnish", "serve", "policy=policy", f"port={port}")
         with client, process(*command, cwd=tmp_path) as (server, _):
             np.testing.assert_allclose(client.decide(observed(), (4,)), before, rtol=1e-6)

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import exit_code_of
+from hostile_files import main as open_hostile_files
 from hostile_frames import send_many
 from small_algorithms import ALGOS
 
@@ -43,11 +45,7 @@ def tell(what: str, figures: dict[str, Any]) -> None:
 # -- files --------------------------------------------------------------------------------------------------
 
 
-def open_hostile_files(folder: Path, count: int, seed: int) -> None:
-    command = [sys.executable, str(HERE / "hostile_files.py"), str(folder), str(count), str(seed)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    figures = json.loads(done.stdout.splitlines()[-1])
+def judge_hostile_files(figures: dict[str, Any], count: int) -> None:
     tell("files", figures)
     assert not figures["faults"], "\n".join(figures["faults"])[:5000]
     assert figures["files"] == count and figures["refused"] > 0.3 * count
@@ -57,12 +55,22 @@ def open_hostile_files(folder: Path, count: int, seed: int) -> None:
 def test_hostile_files_end_in_one_error(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("pyarrow")
-    open_hostile_files(tmp_path / "files", 24, 0)
+    count, told = 24, tmp_path / "figures.json"
+
+    def opened() -> None:
+        told.write_text(json.dumps(open_hostile_files(tmp_path / "files", count, 0)))
+
+    assert exit_code_of(opened) == 0
+    judge_hostile_files(json.loads(told.read_text()), count)
 
 
 @pytest.mark.attack
 def test_thousands_of_hostile_files_end_in_one_error(tmp_path: Path) -> None:
-    open_hostile_files(tmp_path / "files", 4000, 1)
+    count = 4000
+    command = [sys.executable, str(HERE / "hostile_files.py"), str(tmp_path / "files"), str(count), "1"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    judge_hostile_files(json.loads(done.stdout.splitlines()[-1]), count)
 
 
 # -- frames -------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ count where their weight is below 1 %: gamma^remaining < 0.01.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -36,6 +38,7 @@ from policies.policy import Policy
 from policies.seeds import seeded_generator
 from policies.threads import torch_threads
 
+_log = logging.getLogger(__name__)
 THREADS = 1  # torch threads, unless `num_threads` is set
 _PROBES = 4096  # rows, at most
 _CUT_WEIGHT = 0.01  # largest weight of the rewards missing from a truncated episode
@@ -97,7 +100,7 @@ class OfflineRun:
             **({"total": config.steps} if config.fixed_length or online is not None else {}),
             **(resume_invariants or {}),
         }
-        self._done = 0
+        self._done, self._has_warned = 0, False
 
     @property
     def unit(self) -> str:
@@ -136,6 +139,8 @@ class OfflineRun:
             for _ in range(count):
                 means.add(self._step())
             measured = means.read() | self.overestimation()
+        if self._probes is not None and not self._has_warned and "critic/value" in measured:
+            self._has_warned = self._probes.warned_of(float(measured["critic/value"]))
         return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
 
     def _advance_online(self, online: OnlinePhase) -> Metrics:
@@ -233,11 +238,29 @@ def acting(learner: Learner) -> Policy:
 
 @dataclass(frozen=True)
 class Probes:
-    """Conditions (P, C), actions (P, A) and discounted returns to go (P,) of rows of the data."""
+    """Conditions (P, C), actions (P, A) and discounted returns to go (P,) of rows of the data.
+
+    `largest` is the return of an episode that gets the largest reward of the data for ever; infinite for
+    gamma = 1.
+    """
 
     cond: Tensor
     action: Tensor
     to_go: Tensor
+    largest: float = math.inf
+
+    def warned_of(self, value: float) -> bool:
+        """Warn of a mean value that no return can reach; returns whether it is one."""
+        if value <= self.largest:
+            return False
+        _log.warning(
+            "the critics diverge: their mean value is %.4g, and no return exceeds %.4g, that of the largest "
+            "reward of the data in every step. The policy follows their errors: use settings or an algorithm "
+            "that stay closer to the data.",
+            value,
+            self.largest,
+        )
+        return True
 
     @torch.no_grad()
     def overestimation(self, critic: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -258,8 +281,9 @@ def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Reward
     row = known[places]
     rewards = rewarding.scale * dataset.rewards + rewarding.shift
     to_go = replace(dataset, rewards=rewards).returns_to_go(rewarding.gamma)[table.frame[row]]
-    batch = table.gather(row)
-    return Probes(batch.cond.contiguous(), batch.action.contiguous(), to_go.to(batch.reward))
+    batch, most = table.gather(row), max(float(rewards.max()), 0.0)
+    largest = most / (1.0 - rewarding.gamma) if rewarding.gamma < 1 else math.inf
+    return Probes(batch.cond.contiguous(), batch.action.contiguous(), to_go.to(batch.reward), largest)
 
 
 def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:

@@ -252,6 +252,21 @@ def test_overestimation_is_zero_for_returns_and_a_shift_for_shifted_ones() -> No
     assert "critic/overestimation" in run.advance()
 
 
+def test_values_that_no_return_reaches_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = SIZES | {"log_every": 1}
+    run = Td3BcConfig(steps=4, gamma=0.5, **sizes).build(Setup(dataset=recording((9,), (True,)), seed=1))
+    learner: Any = run.learner
+    run.advance()
+    assert not caplog.records
+    with torch.no_grad():
+        learner.critic.bias[-1] += 50.0
+    run.advance()
+    run.advance()
+    largest = 2 * float(recording((9,), (True,)).rewards.max())
+    (text,) = caplog.messages
+    assert f"exceeds {largest:.4g}" in text
+
+
 def test_no_probe_where_every_recording_is_cut_short() -> None:
     run = Td3BcConfig(steps=1, **SIZES).build(Setup(dataset=recording((7, 12), (False, False)), seed=1))
     assert "critic/overestimation" not in run.advance()

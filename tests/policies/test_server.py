@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -556,6 +557,13 @@ def test_what_was_counted_is_told_by_message_and_by_page() -> None:
 # -- processes ----------------------------------------------------------------------------------------------
 
 
+def started(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Run a server in a copy of this process."""
+    copy = multiprocessing.get_context("fork").Process(target=target, args=arguments, daemon=True)
+    copy.start()
+    return copy
+
+
 def serve_light(policy: Path, port: int) -> None:
     """Serve without the rest of the command."""
     with Server(ServedPolicy(load_policy(policy)), ServerSettings(port=port)) as server:
@@ -594,10 +602,7 @@ with Client(sys.argv[1], timeout_s=120) as client:
 def test_a_server_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
     save_policy(flow(), tmp_path / "policy")
     with kept_port() as port:
-        light = multiprocessing.get_context("fork").Process(
-            target=serve_light, args=(tmp_path / "policy", port), daemon=True
-        )
-        light.start()
+        light = started(serve_light, tmp_path / "policy", port)
         endpoint = f"tcp://127.0.0.1:{port}"
         asked = [sys.executable, "-c", WITHOUT_TORCH, endpoint]
         done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=5 * PATIENCE_S)
@@ -666,24 +671,24 @@ def test_a_client_says_when_nobody_answers_and_when_another_policy_does() -> Non
 # -- many connections -----------------------------------------------------------------------------------
 
 
-FEW = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-import numpy as np
-from policies.serving.server import Server, ServerSettings
-from policies.serving.messages import Schema
-from policies.storage.features import Feature
-
 class Still:
+    """Decides to stand still."""
+
     schema = Schema({"observation": Feature((2, 3))}, Feature((1, 2)), "still", 10.0)
     noise_shape = (1,)
-    def decide(self, inputs, noise):
+
+    def decide(self, inputs: Any, noise: np.ndarray) -> np.ndarray:
         return np.zeros((len(noise), 1, 2), np.float32)
 
-with Server(Still(), ServerSettings(port=int(sys.argv[1]), deadline_ms=1e5)) as server:
-    print(server.endpoint, flush=True)
-    server.run()
-"""
+
+def serve_few(port: int) -> None:
+    """Serve in a process of 64 descriptors, of which none came from the test."""
+    import resource
+
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    with Server(Still(), ServerSettings(port=port, deadline_ms=1e5)) as server:
+        server.run()
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(16) + bytes(32)
@@ -706,22 +711,16 @@ def greeted(port: int) -> socket.socket | None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors as Linux shows them")
 def test_a_server_outlives_more_connections_than_it_has_descriptors() -> None:
     with kept_port() as port, contextlib.ExitStack() as stack:
-        served = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-c", FEW, str(port)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
-        )  # fmt: skip
+        served = started(serve_few, port)
         stack.callback(served.kill)
-        assert served.stdout is not None
-        endpoint = served.stdout.readline().strip()
+        endpoint = f"tcp://127.0.0.1:{port}"
         robot = stack.enter_context(Client(endpoint, timeout_s=PATIENCE_S / 4, retries=3))
         seen = {"observation": np.zeros((2, 3), np.float32)}
         robot.decide(seen, None)
         crowd = [greeted(port) for _ in range(90)]
         for _ in range(20):  # those who are connected are served on
             assert robot.decide(seen, None).shape == (1, 2)
-        assert served.poll() is None
+        assert served.is_alive()
         assert None in crowd  # not everybody was let in
         for one in crowd:
             if one is not None:

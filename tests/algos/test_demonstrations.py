@@ -58,7 +58,7 @@ def test_the_gradient_is_the_sum_of_both() -> None:
 
 @pytest.mark.parametrize("name", RATIOS)
 def test_every_kind_of_policy_comes_closer_to_them(name: str) -> None:
-    run = make_run(name, data=dataset(), demo_weight=100.0, update_epochs=15, actor_lr=3e-3, target_kl=None)
+    run = make_run(name, data=dataset(), demo_weight=100.0, update_epochs=4, actor_lr=5e-3, target_kl=None)
 
     def loss() -> float:
         draws = torch.Generator().manual_seed(1)

@@ -98,7 +98,7 @@ class Constant(nn.Module):
         return self.value.expand(len(seen))
 
 
-@pytest.mark.parametrize("name", [name for name in SURROGATES if name != "aspo"])
+@pytest.mark.parametrize("name", [name for name in SURROGATES if name not in ("aspo", "fixpo")])
 def test_on_a_bandit_all_surrogates_climb_and_some_hold_the_ratio(name: str) -> None:
     """Of a clip range of 0.2: PPO and its discovered kin let ratios out, SPO and BPO keep them in."""
     generator, rows = torch.Generator().manual_seed(0), 1024
@@ -109,7 +109,7 @@ def test_on_a_bandit_all_surrogates_climb_and_some_hold_the_ratio(name: str) -> 
     advantage = -(action - torch.tanh(2 * obs["state"])).square().sum(dim=(1, 2))
     config = PpoConfig(
         surrogate=name, clip_range=0.2, log_prob_range=None, log_prob_reduction="joint", batch_size=256,
-        update_epochs=20, actor_lr=1e-2, target_kl=0.05 if bound else None,
+        update_epochs=12, actor_lr=1e-2, target_kl=0.05 if bound else None,
     )  # fmt: skip
     actor = list(policy.head.parameters())
     update = UPDATES.get(name, PpoUpdate)(config, ratio=ratio, actor=actor, critic=Constant())
@@ -157,7 +157,7 @@ def test_the_acting_policy_is_no_distance_from_itself() -> None:
 
 
 def test_beta_goes_on_where_it_was() -> None:
-    first, second = (make_run("gaussian", surrogate="fixpo", target_kl=1e-4) for _ in range(2))
+    first, second = (make_run("gaussian", surrogate="fixpo", target_kl=1e-2) for _ in range(2))
     first.advance()
     second.load_state_dict(first.state_dict())
     assert float(first.learner.beta.detach()) != 1.0

@@ -6,6 +6,7 @@ or larger than the run's own would be, are left out.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish.reports.curves import learning_charts
+from burnish.reports.facts import machine_of
 from burnish.reports.html import render
 from burnish.reports.results import intervals_over
 from burnish.reports.rollouts import outcome
@@ -112,4 +114,5 @@ def _drawn(name: str, run: RunDirectory) -> str:
         episodes = [(outcome(env, row), row) for row in evaluations[newest].rows]
     last = rows[-1] if rows else {}
     facts = {"step": last.get("step"), "seconds": last.get("time/elapsed_s"), "newest": newest}
+    facts |= {"machine": machine_of(run), "load": os.getloadavg()[0]}
     return render("run.html", name=name, charts=charts, episodes=episodes, **facts)

@@ -13,7 +13,9 @@ from burnish.config.overrides import Overrides
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_label
 from policies.errors import BurnishError, ConfigError
+from policies.storage.strict_json import own_file, read_small
 
+_ENVIRONMENT_BYTES = 2**18
 _PARTS = ("process", "backbone", "encoder", "sampler")
 
 
@@ -38,7 +40,7 @@ def facts_of(directory: RunDirectory) -> Facts:
         "from": origin_of(directory),
         "seed": directory.config.get("seed"),
         "cost": cost_of(directory),
-        "machine": _machine(environment),
+        "machine": machine_of(directory),
         "versions": ", ".join(versions),
         "source": environment.get("commit") or "",
     }
@@ -92,13 +94,15 @@ def _part(directory: RunDirectory, group: str) -> str:
 def _environment(directory: RunDirectory) -> dict[str, Any]:
     """Return the environment of a run; empty for runs of versions that did not record it."""
     try:
-        found = json.loads((directory.path / "environment.json").read_text())
+        found = json.loads(read_small(own_file(directory.path / "environment.json"), _ENVIRONMENT_BYTES))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _machine(environment: dict[str, Any]) -> str:
+def machine_of(directory: RunDirectory) -> str:
+    """Return what a run was trained on; empty if it is not recorded."""
+    environment = _environment(directory)
     parts = [
         environment.get("accelerator"),
         environment.get("processor"),

@@ -14,6 +14,7 @@ import pytest
 from entry import exit_code
 from messages import mentions
 
+from algos.training.provenance import processor_name
 from algos.training.run_directory import RunDirectory
 from burnish.lab.run_control import LOG, RunControl
 from burnish.lab.runs import RunFolder
@@ -78,6 +79,7 @@ def test_new_numbers_are_another_version_and_longer_curves(tmp_path: Path) -> No
     run, folder = made(tmp_path / "run", (1, 0.5), (2, 0.4)), RunFolder(tmp_path)
     before = shown(folder, "run")
     assert "<svg" in before["html"] and before["html"].count("<circle") == 2
+    assert processor_name() in before["html"] and "Load of this machine" in before["html"]
     assert shown(folder, "run", before["version"]) == {"version": before["version"]}
     with run.claim():
         run.log({"policy/loss": 0.3}, 3)

@@ -55,6 +55,12 @@ def install() -> None:
 _PARSER = OverridesParser.create()
 
 
+def forget() -> None:
+    """Compose anew from here on."""
+    _FOUND.clear()
+    _MERGED.clear()
+
+
 def _find_once(repo: IConfigRepository, overrides_list: list[Override], **choice: Any) -> DefaultsList:
     fresh = functools.partial(create_defaults_list, repo=repo, overrides_list=overrides_list, **choice)
     sources = tuple((source.scheme(), source.path) for source in repo.get_sources())

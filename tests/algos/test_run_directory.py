@@ -201,13 +201,15 @@ def save_cut(run: RunDirectory, moment: int) -> bool:
 
 
 def test_an_end_at_any_moment_of_saving_leaves_loadable_checkpoints(tmp_path: Path) -> None:
-    moment, ended = 0, True
+    before, moment, ended = RunDirectory.create_at(tmp_path / "before", {}), 0, True
+    with before.claim():
+        for step in (1, 2):
+            before.save_checkpoint(step, tiny_policy(step), {"value": step})
     while ended:
         moment += 1
-        run = RunDirectory.create_at(tmp_path / f"run-{moment}", {})
+        copy = shutil.copytree(before.path, tmp_path / f"run-{moment}", symlinks=True)
+        run = RunDirectory.open(copy)
         with run.claim():
-            for step in (1, 2):
-                run.save_checkpoint(step, tiny_policy(step), {"value": step})
             ended = save_cut(run, moment)
         found = RunDirectory.open(run.path)
         assert found.latest() in (2, 3)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+import composed_once
 import pytest
 import yaml
+from forked import exit_code_of
+from hydra.core.singleton import Singleton
 from messages import mentions
 from omegaconf import OmegaConf
 
@@ -64,16 +65,15 @@ def test_every_number_of_a_part_can_be_overridden(command: str, chosen: dict[str
 
 def test_the_state_of_hydra_can_be_taken_into_the_process_of_a_launcher() -> None:
     """Launchers (joblib, submitit) restore it there, which registers Hydra's own sources beside ours."""
-    script = (
-        "from hydra.core.singleton import Singleton\n"
-        "from burnish.config.schema import compose_config, register_configs\n"
-        "register_configs()\n"
-        "Singleton.set_state(Singleton.get_state())\n"
-        "register_configs.cache_clear()\n"  # as in a new process
-        "print(compose_config('train', ['experiment=avoid_bc']).name)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "avoid_bc\n", done.stderr
+
+    def launched() -> None:
+        register_configs()
+        Singleton.set_state(Singleton.get_state())
+        register_configs.cache_clear()  # as in a new process
+        composed_once.forget()
+        assert compose_config("train", ["experiment=avoid_bc"]).name == "avoid_bc"
+
+    assert exit_code_of(launched) == 0
 
 
 def test_the_defaults_are_those_of_the_dataclasses() -> None:

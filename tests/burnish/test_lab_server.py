@@ -7,8 +7,6 @@ import json
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import command
 from messages import mentions
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
@@ -303,11 +302,10 @@ def test_a_port_that_is_taken_is_named(server: LabServer) -> None:
 
 
 def test_the_command_prints_the_address_and_ends_by_a_signal() -> None:
-    command = [sys.executable, "-m", "burnish", "lab", f"policy={OLD}", "runs=null"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        address = process.stdout.readline().removeprefix("laboratory: ").strip()
+    with command(Path.cwd(), "lab", f"policy={OLD}", "runs=null") as (process, printed):
+        address = printed.readline().removeprefix("laboratory: ").strip()
         with urllib.request.urlopen(address, timeout=60) as answer:
             assert b"burnish lab" in answer.read()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+        process.terminate()
+        process.join(60)
+        assert process.exitcode in (0, -signal.SIGTERM, 128 + signal.SIGTERM)

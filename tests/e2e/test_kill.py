@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import signal
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from clone_run import main
+from forked import started
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
@@ -25,10 +25,7 @@ ENDLESS = 1_000_000
 
 def start(run: RunDirectory, steps: int, checkpoint_every: int) -> BaseProcess:
     """Train in a process of its own, a copy of this one."""
-    arguments = (str(run.path), steps, checkpoint_every)
-    process = multiprocessing.get_context("fork").Process(target=main, args=arguments, daemon=True)
-    process.start()
-    return process
+    return started(main, str(run.path), steps, checkpoint_every)
 
 
 def wait_for_progress(process: BaseProcess, run: RunDirectory, beyond: int) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -22,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import command, started
 from messages import mentions
 from pairwise import repeated
 from small_policies import observations, small_policy
@@ -557,32 +555,10 @@ def test_what_was_counted_is_told_by_message_and_by_page() -> None:
 # -- processes ----------------------------------------------------------------------------------------------
 
 
-def started(target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """Run a server in a copy of this process."""
-    copy = multiprocessing.get_context("fork").Process(target=target, args=arguments, daemon=True)
-    copy.start()
-    return copy
-
-
 def serve_light(policy: Path, port: int) -> None:
     """Serve without the rest of the command."""
     with Server(ServedPolicy(load_policy(policy)), ServerSettings(port=port)) as server:
         server.run()
-
-
-@contextmanager
-def process(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a server and yield it and where it listens."""
-    command = [sys.executable, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            assert line.startswith("serving: tcp://127.0.0.1:"), line
-            yield server, line.split()[1]
-        finally:
-            server.kill()
 
 
 WITHOUT_TORCH = """
@@ -611,11 +587,12 @@ def test_a_server_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path
         before = client.decide(observed(), (4,))
         light.kill()
         light.join()
-        command = ("-m", "burnish", "serve", "policy=policy", f"port={port}")
-        with client, process(*command, cwd=tmp_path) as (server, _):
+        with client, command(tmp_path, "serve", "policy=policy", f"port={port}") as (server, printed):
+            assert printed.readline().startswith(f"serving: {endpoint}")
             np.testing.assert_allclose(client.decide(observed(), (4,)), before, rtol=1e-6)
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(PATIENCE_S) == 0
+            server.terminate()
+            server.join(PATIENCE_S)
+            assert server.exitcode == 0
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, None, "one"])

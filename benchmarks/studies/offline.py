@@ -334,9 +334,6 @@ def differences(found: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
         for rival in RIVALS[: RIVALS.index(algo) if algo in RIVALS else None]:
             yield from _difference(found, (algo, "last"), (rival, "last"))
     for algo in found:
-        if "@" in algo:
-            yield from _difference(found, (algo, "last"), (algo.partition("@")[0], "last"))
-    for algo in found:
         for after, before in CHANGES:
             yield from _difference(found, (algo, after), (algo, before))
 
@@ -380,7 +377,9 @@ def report() -> Path:
         f"tenth (VaR); α = {RISK_SHARE:g} of both. *Best* is the checkpoint that evaluated best on the way, "
         "left out where that is the last of every seed; choosing it needs the simulator. *Corrected*: "
         "`algo=cdsa` on top. *Perturbed*: normal noise on the actions, before anything corrects them. "
-        "`flow+iql` and its like: a cloned policy (*cloned*), tuned by `<task>_iql_tuning`.", "",
+        "`flow+iql` and its like: a cloned policy (*cloned*), tuned by `<task>_iql_tuning`. `@return`, "
+        "`@advantage`: rows drawn by `curation.weighting`; `@top`: the tenth of the episodes that has the "
+        "highest returns.", "",
         "The second table of a dataset has paired differences: episode by episode, on the seeds that both "
         "sides have. *Clearly* above or below means that the 95 % interval, over seeds and episodes, "
         "excludes 0; of a single seed it covers episodes only, not the luck of training.",
@@ -397,11 +396,14 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return the part of the page on one dataset, and draw its curve."""
     first = next(iter(found.values()))[0]
     data, std, episodes = first["dataset"], first["std"], len(first["evaluations"]["last"]["return"])
+    is_corrected = any("corrected" in run["evaluations"] for runs in found.values() for run in runs)
+    about = f"; noise of {std} on perturbed actions; {first['cdsa_steps']:,} steps for the correction"
+    about = about if is_corrected else ""
     lines = [
         "", f"## {name}", "",
         f"`{data['name']}`: {data['episodes']} episodes, {data['steps']:,} steps, mean return "
-        f"{data['mean_return']:.0f}; SHA-256 `{data['sha256']}`. {episodes} episodes per seed; noise of "
-        f"{std} on perturbed actions; {first['cdsa_steps']:,} steps for the correction.", "",
+        f"{data['mean_return']:.0f}; SHA-256 `{data['sha256']}`. {episodes} episodes per seed{about}.",
+        "",
         "| algorithm | checkpoint | seeds | gradient steps | score | worst tenth | VaR |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip

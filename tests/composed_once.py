@@ -16,7 +16,7 @@ from hydra._internal.defaults_list import DefaultsList, Overrides, create_defaul
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from burnish.config import schema
 from policies import registry
@@ -42,7 +42,9 @@ def install() -> None:
             return merge(self, defaults, repo)
         if key not in _MERGED:
             _MERGED[key] = merge(self, defaults, repo)
-        return copy.deepcopy(_MERGED[key])
+        found = copy.deepcopy(_MERGED[key])
+        OmegaConf.clear_cache(found)  # the time of day
+        return found
 
     def parse_once(self: OverridesParser, s: str, rule_name: str) -> Any:
         return copy.deepcopy(parse(_PARSER, s, rule_name))

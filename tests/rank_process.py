@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from small_algorithms import dataset, setup, small
+from torch import distributed
 
-from algos.training.ranks import current, join
+from algos.training.ranks import ALONE, _current, current, join
 from algos.training.run_directory import FollowedRun, RunDirectory
 from algos.training.settings import TrainerSettings
 from algos.training.trainer import train
-from envs.engine.workers import ProcessWorkers
+from envs.engine.workers import LocalWorkers, ProcessWorkers, Workers
 from policies import registry
 from policies.errors import WorkerError
 
@@ -27,8 +29,10 @@ class Rank:
 
     def __init__(self, rank: int, world: int, port: int) -> None:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ.update(place, RANK=str(rank), WORLD_SIZE=str(world))
-        join()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (place | {"RANK": str(rank), "WORLD_SIZE": str(world)}).items():
+                patch.setenv(name, value)
+            join()
 
     def train(self, algo: str, folder: str, killed_at: int | None = None) -> str:
         """Train or resume a run; rank 1 kills itself after `killed_at` units. Returns an error of peers."""
@@ -51,7 +55,8 @@ class Rank:
         return ""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        _current.set(ALONE)
+        distributed.destroy_process_group()
 
 
 def free_port() -> int:
@@ -61,11 +66,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def processes(world: int) -> Iterator[list[ProcessWorkers]]:
-    """Start the ranks of a run, each for itself, so that the end of one does not end the others."""
+def processes() -> Iterator[tuple[LocalWorkers, ProcessWorkers]]:
+    """Start two ranks of a run, the first in this process."""
     port = free_port()
-    with ThreadPoolExecutor(world) as pool:  # they wait for each other
-        ranks = list(pool.map(lambda rank: ProcessWorkers(Rank, [(rank, world, port)]), range(world)))
+    with ThreadPoolExecutor(1) as pool:  # they wait for each other
+        other = pool.submit(ProcessWorkers, Rank, [(1, 2, port)])
+        first = LocalWorkers(Rank, [(0, 2, port)])
+        ranks = first, other.result()
         try:
             yield ranks
         finally:
@@ -73,14 +80,15 @@ def processes(world: int) -> Iterator[list[ProcessWorkers]]:
                 rank.close()
 
 
-def train_in(ranks: list[ProcessWorkers], algo: str, folder: Path, killed_at: int | None = None) -> list[str]:
-    """Train or resume a run in all ranks at once; return what each says: its error, nothing, or `killed`."""
+def train_in(ranks: tuple[Workers, ...], algo: str, folder: Path, killed_at: int | None = None) -> list[str]:
+    """Train or resume a run in both ranks at once; return what each says: its error, nothing, or `killed`."""
 
-    def call(rank: ProcessWorkers) -> str:
+    def call(rank: Workers) -> str:
         try:
             return str(rank.call("train", [(algo, str(folder), killed_at)])[0])
         except WorkerError as error:
             return "killed" if "signal 9" in str(error) else str(error)
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(call, ranks))
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(call, ranks[1])
+        return [call(ranks[0]), other.result()]

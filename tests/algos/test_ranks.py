@@ -166,7 +166,7 @@ def state_of(folder: Path) -> str:
 @pytest.mark.parametrize("algo", ["bc", "dppo", "iql"] if pairwise.everything else ["dppo"])
 def test_two_processes_resume_bit_by_bit_and_one_goes_on_after_a_kill(algo: str, tmp_path: Path) -> None:
     whole, resumed, killed = (new_run(tmp_path / name) for name in ("whole", "resumed", "killed"))
-    with processes(2) as ranks:
+    with processes() as ranks:
         assert train_in(ranks, algo, whole) == ["", ""]
         middle = RunDirectory(whole).checkpoints()[0]
         shutil.copytree(RunDirectory(whole).checkpoint_path(middle), resumed / "checkpoints" / str(middle))

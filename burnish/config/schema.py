@@ -383,7 +383,9 @@ def _plain(value: Any) -> Any:
 
 
 def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NO_OVERRIDES) -> Any:
-    """Rebuild a configuration from `describe`, of this or an earlier version; overrides change values only.
+    """Rebuild a configuration from `describe`, of this or an earlier version.
+
+    Overrides change values, and the fleet.
 
     Raises:
         ConfigError: If a part, a key or a value is unknown, or the description contains a reference.
@@ -392,6 +394,9 @@ def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NO_OVERR
     try:
         node = _described_node(kind, data)
         for item in overrides.items:
+            if item.key == "fleet":  # where a run acts may change, unlike what it is
+                node.fleet = item.value and node_of(registry.lookup("fleet", str(item.value)))
+                continue
             _require_value(item)
             OmegaConf.update(node, item.key, item.value)
         return to_object(node)

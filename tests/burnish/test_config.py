@@ -63,6 +63,15 @@ def test_every_number_of_a_part_can_be_overridden(command: str, chosen: dict[str
     assert {key: attrgetter(key)(config) for key in numbers} == numbers
 
 
+def test_a_resumed_run_may_act_in_another_fleet() -> None:
+    saved = describe(compose_config("train", ["fleet=ray", "fleet.mode=free"]))
+    assert restore(TrainConfig, saved).fleet.is_free
+    assert not restore(TrainConfig, saved, Overrides.parse(["fleet=local"])).fleet.is_free
+    typed = ["fleet=ray", "fleet.timeout_s=5"]
+    assert restore(TrainConfig, describe(TrainConfig(name="x")), Overrides.parse(typed)).fleet.timeout_s == 5
+    assert restore(TrainConfig, saved, Overrides.parse(["fleet=null"])).fleet is None
+
+
 def test_the_state_of_hydra_can_be_taken_into_the_process_of_a_launcher() -> None:
     """Launchers (joblib, submitit) restore it there, which registers Hydra's own sources beside ours."""
 

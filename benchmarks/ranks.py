@@ -169,16 +169,16 @@ def table(found: dict[str, Any]) -> list[str]:
         f"`python -m benchmarks.ranks --rounds {found['rounds']}`, medians of interleaved steps in ms "
         f"on the wall, in brackets of one process's processor time; {os.cpu_count()} cores, load {load:.1f}:",
         "",
-        "| step | one process | with 2 threads | 2 ranks | against one process | against 2 threads |",
+        "| step | one process | with 2 threads | 2 ranks | one process by 2 ranks | of the processor |",
         "|---|---|---|---|---|---|",
     ]
     for case, sides in cases.items():
-        one, two, pair = (sides[name]["wall_s"] for name in ("one", "two", "ranks"))
+        wall, processor = (sides["one"][kind] / sides["ranks"][kind] for kind in ("wall_s", "processor_s"))
         cells = [
             f"{1000 * sides[name]['wall_s']:.4g} ({1000 * sides[name]['processor_s']:.4g})"
             for name in ("one", "two", "ranks")
         ]
-        lines.append(f"| {case} | {' | '.join(cells)} | **{one / pair:.2f}** | {two / pair:.2f} |")
+        lines.append(f"| {case} | {' | '.join(cells)} | **{wall:.2f}** | {processor:.2f} |")
     return lines
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chromium import browser
 
 from benchmarks import gallery
 from policies import registry
@@ -109,3 +110,21 @@ def test_the_gallery_shows_the_tasks_that_were_drawn(monkeypatch: pytest.MonkeyP
     assert "avoid" in names and set(names) <= set(registry.names("env"))
     assert gallery.PAGE.read_text() == gallery.page(names)
     assert all((gallery.PICTURES / f"{name}.webp").stat().st_size < 200_000 for name in names)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
+def test_pages_of_a_built_site_open_from_files_and_are_searched(width: int, dark: bool) -> None:
+    site = ROOT / "site"
+    if not (site / "index.html").is_file():
+        pytest.skip("there is no site: make site")
+    with browser() as tab:
+        for page in ("index.html", "lab.html", "results/avoid.html", "reference/policies.html"):
+            tab.open(site / page, width=width, dark=dark)
+            assert tab.run("return document.documentElement.scrollWidth") <= width
+            assert tab.run(
+                "return [...document.images].every((one) => !one.complete || one.naturalWidth > 0)"
+            )
+        asked = "const field = document.querySelector('.md-search__input'); field.focus(); field.value = 'reinflow';"
+        tab.run(f"{asked} field.dispatchEvent(new KeyboardEvent('keyup', {{bubbles: true}}));")
+        tab.wait("return document.querySelectorAll('.md-search-result__item').length > 0")
+        assert not tab.complaints()

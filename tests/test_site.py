@@ -124,7 +124,8 @@ def test_pages_of_a_built_site_open_from_files_and_are_searched(width: int, dark
             assert tab.run(
                 "return [...document.images].every((one) => !one.complete || one.naturalWidth > 0)"
             )
-        asked = "const field = document.querySelector('.md-search__input'); field.focus(); field.value = 'reinflow';"
-        tab.run(f"{asked} field.dispatchEvent(new KeyboardEvent('keyup', {{bubbles: true}}));")
+        field = "const field = document.querySelector('.md-search__input'); field.value = 'reinflow';"
+        typed = "field.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true}));"
+        tab.run(f"{field} field.focus(); {typed}")
         tab.wait("return document.querySelectorAll('.md-search-result__item').length > 0")
         assert not tab.complaints()

@@ -27,6 +27,7 @@ from benchmarks.studies.lab import (
     choose,
     click,
     drag,
+    scene,
     table,
     watched,
     write_picture,
@@ -141,7 +142,7 @@ def picture() -> None:
     """Draw a line on the page, compare the starts, and keep what is seen."""
     with browser() as tab:
         opened(tab, width=1040, height=760)
-        drag(tab, Avoid().stepper(1).plane(0), between(LINE, MOVES))
+        drag(tab, scene(), between(LINE, MOVES))
         click(tab, "compare")
         tab.wait("return !document.querySelector('#compared').hidden")
         write_picture(tab, PICTURE)
@@ -149,7 +150,7 @@ def picture() -> None:
 
 def measure() -> None:
     """Watch the page under every strategy, and write what was seen."""
-    plane, found = Avoid().stepper(1).plane(0), {}
+    plane, found = scene(), {}
     with browser() as tab:
         for strategy in STRATEGIES:
             opened(tab)

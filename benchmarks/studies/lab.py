@@ -86,6 +86,13 @@ def drag(tab: Browser, plane: Plane, places: Sequence[Place], *, pace_s: float =
     tab.mouse("release", *pixel(places[-1]))
 
 
+def scene() -> Plane:
+    """Return `avoid` from above, where its rows do not move."""
+    stepper = Avoid().stepper(1)
+    stepper.reset(0, 0)
+    return stepper.plane(0)
+
+
 def between(places: Sequence[Place], moves: int) -> list[Place]:
     """Return points of a polyline, the given number of them after the first."""
     corners = np.array(places)
@@ -97,9 +104,7 @@ def between(places: Sequence[Place], moves: int) -> list[Place]:
 
 def measure(policy: str, picture: Path | None) -> dict[str, Any]:
     """Return the measurements by strategy."""
-    stepper = Avoid().stepper(1)
-    stepper.reset(0, 0)
-    plane, found = stepper.plane(0), {}
+    plane, found = scene(), {}
     with laboratory(policy) as address, browser() as tab:
         for strategy in ("off", *STRATEGIES):
             opened(tab, address)

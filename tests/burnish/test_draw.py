@@ -15,7 +15,7 @@ from chromium import Browser, browser
 from test_site import HOOKS
 
 from benchmarks import draw
-from benchmarks.studies.lab import LINE, between, click, drag
+from benchmarks.studies.lab import LINE, between, click, drag, scene
 from burnish.runs.locate import locate
 from envs.spec import Array
 from envs.tasks.avoid.task import Avoid
@@ -42,9 +42,7 @@ def policy() -> Any:
 
 @pytest.fixture(scope="module")
 def plane() -> Plane:
-    stepper = Avoid().stepper(1)
-    stepper.reset(0, 0)
-    return stepper.plane(0)
+    return scene()
 
 
 @pytest.fixture(scope="module")

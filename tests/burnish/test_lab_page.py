@@ -14,7 +14,7 @@ from drawing import require_drawing
 from small_policies import policy_for
 
 from algos.training.run_directory import RunDirectory
-from benchmarks.studies.lab import between, choose, click, drag, opened
+from benchmarks.studies.lab import between, choose, click, drag, opened, scene
 from burnish.commands.lab import LabConfig, subject_of
 from burnish.lab.controls import Subject
 from burnish.lab.run_control import RunControl
@@ -31,9 +31,7 @@ LINE = [(0.03, 0.03), (0.06, 0.12), (0.06, 0.2), (0.12, 0.3)]
 
 @pytest.fixture(scope="module")
 def plane() -> Plane:
-    stepper = Avoid().stepper(1)
-    stepper.reset(0, 0)
-    return stepper.plane(0)
+    return scene()
 
 
 @pytest.fixture(scope="module")

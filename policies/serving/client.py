@@ -149,9 +149,14 @@ class Client:
         """Send once and wait; None after a timeout."""
         end = time.monotonic() + self._timeout_s
         socket = self._connected()
-        if not socket.poll(_left_ms(end), self._zmq.POLLOUT):
-            return None
-        socket.send(frame)
+        while True:
+            if not socket.poll(_left_ms(end), self._zmq.POLLOUT):
+                return None
+            try:
+                socket.send(frame, self._zmq.NOBLOCK)
+                break
+            except self._zmq.Again:  # the server went away after the poll
+                continue
         while socket.poll(_left_ms(end)):
             answer = unpack(socket.recv())
             if answer.get("v") != VERSION:

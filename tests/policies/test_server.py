@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import subprocess
@@ -645,27 +644,51 @@ def test_a_client_says_when_nobody_answers_and_when_another_policy_does() -> Non
             assert caught.value.reason == "schema"
 
 
+class Hasty:
+    """A socket that once says it can send, as if its server went away just after."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket, self.has_lied = socket, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def poll(self, timeout: float, flags: int = zmq.POLLIN) -> int:
+        if flags == zmq.POLLOUT and not self.has_lied:
+            self.has_lied = True
+            return int(zmq.POLLOUT)
+        return int(self._socket.poll(timeout, flags))
+
+
+@pytest.mark.timeout(60)
+def test_a_client_whose_server_goes_away_as_it_sends_does_not_hang() -> None:
+    with kept_port() as port, Client(f"tcp://127.0.0.1:{port}", timeout_s=0.1, retries=0) as client:
+        client._socket = hasty = Hasty(client._connected())
+        with pytest.raises(ServingError, match=mentions("1 0.1")):
+            client.metrics()
+        assert hasty.has_lied
+
+
 # -- many connections -----------------------------------------------------------------------------------
 
 
-class Still:
-    """Decides to stand still."""
+FEW = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+import numpy as np
+from policies.serving.server import Server, ServerSettings
+from policies.serving.messages import Schema
+from policies.storage.features import Feature
 
+class Still:
     schema = Schema({"observation": Feature((2, 3))}, Feature((1, 2)), "still", 10.0)
     noise_shape = (1,)
-
-    def decide(self, inputs: Any, noise: np.ndarray) -> np.ndarray:
+    def decide(self, inputs, noise):
         return np.zeros((len(noise), 1, 2), np.float32)
 
-
-def serve_few(port: int) -> None:
-    """Serve in a process of 64 descriptors, of which none came from the test."""
-    import resource
-
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    with Server(Still(), ServerSettings(port=port, deadline_ms=1e5)) as server:
-        server.run()
+with Server(Still(), ServerSettings(port=int(sys.argv[1]), deadline_ms=1e5)) as server:
+    server.run()
+"""
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(16) + bytes(32)
@@ -688,7 +711,8 @@ def greeted(port: int) -> socket.socket | None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors as Linux shows them")
 def test_a_server_outlives_more_connections_than_it_has_descriptors() -> None:
     with kept_port() as port, contextlib.ExitStack() as stack:
-        served = started(serve_few, port)
+        asked = [sys.executable, "-c", FEW, str(port)]  # a copy of this process would have its descriptors
+        served = stack.enter_context(subprocess.Popen(asked, cwd=ROOT))
         stack.callback(served.kill)
         endpoint = f"tcp://127.0.0.1:{port}"
         robot = stack.enter_context(Client(endpoint, timeout_s=PATIENCE_S / 4, retries=3))
@@ -697,7 +721,7 @@ def test_a_server_outlives_more_connections_than_it_has_descriptors() -> None:
         crowd = [greeted(port) for _ in range(90)]
         for _ in range(20):  # those who are connected are served on
             assert robot.decide(seen, None).shape == (1, 2)
-        assert served.is_alive()
+        assert served.poll() is None
         assert None in crowd  # not everybody was let in
         for one in crowd:
             if one is not None:

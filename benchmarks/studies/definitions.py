@@ -21,6 +21,21 @@ class Study:
     led: dict[str, str] = field(default_factory=dict)  # run from nothing -> experiment of its guide's clone
 
 
+HOPPER_ORIGIN = (
+    "It was recorded in Hopper-v5 from the stochastic SAC actor of a public agent zoo, in D4RL's layout; "
+    "the file is not part of this project. Another Hopper-v5 file of medium quality serves as well."
+)
+
+SURROGATES = {
+    "ppo": "",
+    "spo": "algo.surrogate=spo",
+    "dpo_drift": "algo.surrogate=dpo_drift",
+    "bpo": "algo.surrogate=bpo",
+    "fixpo": "algo.surrogate=fixpo algo.target_kl=0.1",
+    "trpo": "algo.surrogate=trpo algo.target_kl=0.01",
+}
+"""What bounds the update of DPPO, by overrides of its experiment."""
+
 STUDIES = {
     "avoid": Study(
         "avoid",
@@ -93,19 +108,28 @@ STUDIES = {
     "surrogates": Study(
         "avoid",
         20,
-        dict.fromkeys(("ppo", "spo", "dpo_drift", "bpo", "fixpo", "trpo", "sets", "steps"), "avoid_bc"),
+        dict.fromkeys((*SURROGATES, "sets", "steps", "correlated", "demonstrations"), "avoid_bc"),
         {
-            "ppo": "avoid_dppo",
-            "spo": "avoid_dppo algo.surrogate=spo",
-            "dpo_drift": "avoid_dppo algo.surrogate=dpo_drift",
-            "bpo": "avoid_dppo algo.surrogate=bpo",
-            "fixpo": "avoid_dppo algo.surrogate=fixpo algo.target_kl=0.1",
-            "trpo": "avoid_dppo algo.surrogate=trpo algo.target_kl=0.01",
+            **{name: f"avoid_dppo {choice}".rstrip() for name, choice in SURROGATES.items()},
             "sets": "avoid_dppo algo.set_size=4 algo.reset_each_iteration=true algo.bc_weight=0",
             "steps": "avoid_dppo algo.reset_each_iteration=true algo.bc_weight=0",
+            "correlated": "avoid_dppo algo.noise_correlation=0.5",
+            "demonstrations": "avoid_dppo algo.bc_weight=0 algo.demo_weight=0.1",
         },
         "success",
         (0.7, 0.8, 0.9),
+    ),
+    "surrogates-hopper": Study(
+        "hopper",
+        None,
+        dict.fromkeys(SURROGATES, "hopper_study_bc"),
+        {
+            name: f"hopper_study_dppo algo.env_steps=400000 {choice}".rstrip()
+            for name, choice in SURROGATES.items()
+        },
+        "return",
+        (2000.0, 2500.0, 3000.0),
+        HOPPER_ORIGIN,
     ),
     "starts": Study(
         "avoid",
@@ -166,8 +190,7 @@ STUDIES = {
         },
         "return",
         (2500.0, 3000.0),
-        "It was recorded in Hopper-v5 from the stochastic SAC actor of a public agent zoo, in D4RL's layout; "
-        "the file is not part of this project. Another Hopper-v5 file of medium quality serves as well.",
+        HOPPER_ORIGIN,
     ),
     "cube-single": Study(
         "cube-single",

@@ -50,6 +50,7 @@ OWN_EPISODES = 600
 FROM_EPISODES = ("recap",)
 """Runs that end with the data: the demonstrations of their base and its own episodes."""
 CRITICS = ("qc", "idql", "fql", "expo", "residual", "pa_rl", "dqc", "qam", "trqam", "famo2o", *FROM_EPISODES)
+FROM_DATA = ("demonstrations", *CRITICS)
 """Runs that learn from the demonstrations of their base too."""
 OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS)
 """Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
@@ -82,7 +83,7 @@ def run_one(
     if algo in FROM_EPISODES:
         path = place.parent / f"episodes-{base_path.name}.hdf5"
         demos = with_own_episodes(path, demos, base_path, OWN_EPISODES, first=first(seed))
-    values = processes(algo, workers) | ({"dataset": str(demos)} if algo in CRITICS else {})
+    values = processes(algo, workers) | ({"dataset": str(demos)} if algo in FROM_DATA else {})
     tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **values)
     result = burnish.evaluate(
         tuned, baseline=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")

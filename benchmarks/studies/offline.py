@@ -1,12 +1,11 @@
 """Study of offline learning: datasets, algorithms and seeds, each with and without a correction of actions.
 
-    python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos bc,td3_bc,prdc,a2pr --seeds
-    0,1,2 python -m benchmarks.studies.offline halfcheetah-medium             records its dataset itself
+    python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos bc,td3_bc --seeds 0,1,2
+    python -m benchmarks.studies.offline halfcheetah-medium             records its dataset itself
     python -m benchmarks.studies.offline hopper-mixed --algos bc,bc@return,td3_bc@advantage      weighted rows
-    python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned
-    flow python -m benchmarks.studies.offline hopper-medium --report         table and curve from what is
-    there python -m benchmarks.studies.offline hopper-medium --dataset FILE --discounts   what a discount
-    tells of the data
+    python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos flow+prdc   tunes a cloned flow
+    python -m benchmarks.studies.offline hopper-medium --report         table and curve from what is there
+    python -m benchmarks.studies.offline hopper-medium --dataset FILE --discounts   what a discount tells
 
 Settings are those of the data's own experiment (`hopper_medium_expert_iql`), or else of the task's
 (`hopper_iql`); `bc` clones the network of these actors, with as many steps as TD3 gives to its actor. Each

@@ -333,14 +333,11 @@ def report(name: str) -> Path:
         lines.append(_pooled(study, algo, runs))
     lines += ["", f"![learning curves]({name}.png)", "", *milestones(study.levels, study.quantity, found), ""]
     lines += _blindfolded(study, found)
-    for algo, runs in found.items():
-        if "mode" in runs[0]["after"]:
-            lines += [_modes(algo, content) for content in runs]
+    lines += _modes(found)
     first = next(iter(found.values()))[0]["environment"]
     packages = ", ".join(f"{p} {first['packages'][p]}" for p in ("torch", "mujoco", "gymnasium"))
     everything = [content for runs in found.values() for content in runs]
     lines += [
-        "",
         f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits "
         f"{pages.commits(everything)}. The episodes of every run are in `{name}/`."
         f"{pages.about_commits(everything)}",
@@ -449,16 +446,27 @@ def _blindfolded(study: Study, found: dict[str, list[dict[str, Any]]]) -> list[s
     return ["What the same policies do without sight, all seeds:", "", *head, ""] if rows else []
 
 
-def _modes(algo: str, content: dict[str, Any]) -> str:
-    def count(when: str) -> int:
-        modes, success = (np.array(content[when][k]) for k in ("mode", "success"))
-        return len(set(modes[(success > 0) & (modes >= 0)].tolist()))
+def _modes(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the lines of a table of the ways that successful episodes take; empty without ways."""
 
-    before = f"{count('before')} before, " if "before" in content else ""
-    return (
-        f"- {algo}, seed {content['seed']}: distinct ways among successful episodes {before}"
-        f"{count('after')} after."
+    def count(content: dict[str, Any], when: str) -> str:
+        if when not in content:
+            return "–"
+        modes, success = (np.array(content[when][key]) for key in ("mode", "success"))
+        counts = np.unique(modes[(success > 0) & (modes >= 0)], return_counts=True)[1]
+        share = counts / counts.sum()
+        return f"{len(counts)} ({np.exp(-(share * np.log(share)).sum()):.1f})"
+
+    rows = [
+        [algo, *(" / ".join(count(content, when) for content in runs) for when in ("before", "after"))]
+        for algo, runs in found.items()
+        if "mode" in runs[0]["after"]
+    ]
+    intro = (
+        "Distinct ways among successful episodes of each seed; in brackets, how many equally frequent ones "
     )
+    head = pages.table(["algorithm", "before", "after"], rows)
+    return [f"{intro}have their entropy:", "", *head, ""] if rows else []
 
 
 def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
-from benchmarks.studies import offline
+from benchmarks.studies import offline, verify
 from envs.evaluation.intervals import conditional_value_at_risk, success_rate, wilson
 
 
@@ -107,3 +109,52 @@ def test_a_row_holds_the_composed_configuration_without_places_of_the_machine() 
     row = json.loads(json.dumps(pages.configuration(run)))
     assert row["algo"] == run.config["algo"] and row["env"]["name"] == "avoid"
     assert Path(run.config["init"]).is_absolute() and row["init"] == Path(run.config["init"]).name
+
+
+class Everything(verify.History):
+    """A history that has every commit and file, but those of one commit."""
+
+    def has(self, commit: str, path: str = "") -> bool:
+        return commit != "gone"
+
+    def follows(self, commit: str, earlier: str) -> bool:
+        return True
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_a_page_is_that_of_its_rows_and_a_number_changed_by_hand_is_found(tmp_path: Path) -> None:
+    for part in ("docs/results/lift-varied", "docs/results.md", "README.md"):
+        target = tmp_path / part
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, target)
+    shutil.copy(ROOT / "docs/results/lift-varied.md", tmp_path / "docs/results")
+    history = Everything(tmp_path)
+    wrong = verify.verify(["lift-varied"], tmp_path, history)[0]
+    assert wrong and all(" lacks " in one for one in wrong)  # its rows are older than whole ones
+    row = next((tmp_path / "docs/results/lift-varied").glob("dsrl-seed*.json"))
+    content = json.loads(row.read_text())
+    content["after"]["success"][0] = 1.0 - content["after"]["success"][0]
+    row.write_text(json.dumps(content))
+    wrong = [one for one in verify.verify(["lift-varied"], tmp_path, history)[0] if " lacks " not in one]
+    assert any(one.startswith("lift-varied.md: line") for one in wrong)
+    assert any("mean after" in one and row.name in one for one in wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "lacks"),
+    [
+        ({}, []),
+        ({"commit": "gone"}, ["its commit, gone"]),
+        ({"commit": "a" * 40 + "-dirty"}, ["its commit, " + "a" * 12]),
+        ({"configuration": None}, ["its configuration"]),
+        ({"processor": None}, ["its processor"]),
+        ({"dataset": {"sha256": ""}}, ["the digest of its data"]),
+    ],
+)
+def test_a_row_that_cannot_be_repeated_says_what_it_lacks(change: dict[str, Any], lacks: list[str]) -> None:
+    given = {"commit": "a" * 40, "processor": "x", "configuration": {"seed": 0}, "dataset": {"sha256": "b"}}
+    given |= change
+    row = {"environment": {key: given.pop(key) for key in ("commit", "processor")}} | given
+    assert list(verify.missing(row, Everything(ROOT))) == lacks

@@ -118,6 +118,8 @@ def require_same_task(
 ) -> list[str]:
     """Refuse two different tasks, whatever their widths; returns the `CONDITIONS` that differ.
 
+    A learned world counts as the task that it imagines.
+
     Args:
         name: What is made for the first task.
         env: The first task.
@@ -128,6 +130,7 @@ def require_same_task(
     Raises:
         ConfigError: If names or options that select the task differ; names both.
     """
+    env, other = (getattr(task, "imagined", task) for task in (env, other))
     if task_name(env) != task_name(other):
         what = f"{name} is for {task_text(env)}, {other_name} for {task_text(other)}"
         _refuse(what, allow_other_task)

@@ -248,6 +248,19 @@ class GoalTask(Protocol):
 
 
 @runtime_checkable
+class JudgedTask(Protocol):
+    """A task whose rewards and ends are functions of a control step."""
+
+    def judge(self, states: Array, actions: Array, reached: Array) -> tuple[Array, Array, Array]:
+        """Return reward, termination and success, (M,) each, of steps.
+
+        Shapes:
+            states, reached: (M, Do), before and after. actions: (M, Da), inside the action box.
+        """
+        ...
+
+
+@runtime_checkable
 class SimulatorStepper(Protocol):
     """A simulator that gives its state to critics."""
 

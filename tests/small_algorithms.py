@@ -22,7 +22,9 @@ from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig
 from policies.wrappers.noise_policy import Steering
 
-ALGOS, PROCESSES = list(registry.parts("algo")), list(registry.parts("process"))
+ALGOS = [name for name, part in registry.parts("algo").items() if not hasattr(part, "makes_world")]
+"""Algorithms whose result acts in their task; `tests/envs/test_world.py` has the other."""
+PROCESSES = list(registry.parts("process"))
 
 SMALL: dict[str, Any] = {
     # on-policy

@@ -258,6 +258,7 @@ EXPLAINED_ON = {
     "expo": ["critics"],
     "residual": ["critics"],
     "recap": ["recap", "bc"],
+    "world": ["world"],
     "dqc": ["critics"],
     "pa_rl": ["critics"],
     "qam": ["qam", "critics"],

@@ -169,7 +169,7 @@ def _resume_advised(directories: Sequence[RunDirectory]) -> Iterator[None]:
 def _evaluator(
     config: TrainConfig, directory: RunDirectory, last: dict[str, float]
 ) -> Callable[[Policy, int], Mapping[str, float]] | None:
-    if config.env is None or config.evaluation.episodes == 0 or current().rank:
+    if not config.is_evaluated or current().rank:
         return None
 
     def evaluate(policy: Policy, step: int) -> Mapping[str, float]:

@@ -71,6 +71,12 @@ class TrainConfig(BuildSettings):
     device: str = "cpu"  # device of gradients: cpu, cuda or cuda:<n>; rollouts stay on the CPU
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether episodes are played while training: there is a task, and the result acts in it."""
+        is_world = getattr(self.algo, "makes_world", False)
+        return self.env is not None and self.evaluation.episodes > 0 and not is_world
+
     def policy_config(self) -> PolicyConfig:
         """Return the configuration of a new policy."""
         shape = {f.name: getattr(self.policy, f.name) for f in fields(self.policy)}

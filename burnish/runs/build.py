@@ -60,7 +60,7 @@ def build(run: ResolvedRun) -> Built:
         if setup.has_unused_starts:
             algo = name_of("algo", config.algo)
             raise ConfigError(f"algo={algo} collects no episodes, so start has no effect. Leave it out.")
-        if config.env is not None and config.evaluation.episodes:
+        if config.env is not None and config.is_evaluated:
             policy = built.algorithms[0].snapshot()
             prepare_eval(config.env, policy)
             with_settings(policy, config.evaluation)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     import mujoco
 
+    from envs.spec import Array
+
 
 START_SPREAD_M = (0.02, 0.01)  # half-width of the uniform start box around the origin, x and y [m]
 SHIFT_M = 0.05  # half-width of the uniform sideways shift of a row; no gap opens beside the walls
@@ -48,6 +50,17 @@ class AvoidScene:
     def obstacles(self) -> tuple[tuple[float, float], ...]:
         pillars = tuple((x, y) for y, row in zip(self.row_y, self.pillar_x, strict=True) for x in row)
         return pillars + self.bumps
+
+    def is_hit(self, before: Array, after: Array) -> Array:
+        """Return (M,) whether straight moves of the disc between places (M, 2) touch a pillar or a wall."""
+        way = after - before
+        aside = np.array(self.obstacles) - before[:, None]  # (M, P, 2)
+        length = np.maximum((way**2).sum(axis=1), 1e-12)[:, None]
+        share = np.clip((aside * way[:, None]).sum(axis=2) / length, 0.0, 1.0)  # nearest point of the way
+        near = np.linalg.norm(aside - share[:, :, None] * way[:, None], axis=2)
+        touches = (near < self.pillar_radius + self.disc_radius).any(axis=1)
+        outside = np.abs(after[:, 0]) > self.half_width - self.disc_radius
+        return touches | outside | (after[:, 1] < self.back_y + self.disc_radius)
 
     @cached_property
     def gap_x(self) -> tuple[tuple[float, ...], ...]:

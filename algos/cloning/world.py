@@ -1,0 +1,267 @@
+"""A learned world: an ensemble that clones what the task answers to states and actions.
+
+Legend: N steps of the data, s state, a action, s' reached state, scale that of the state's normaliser::
+
+    observation  [s, a]
+    chunk        one row: [(s' - s) scale, reward, end, success]
+    member g     `algos.bc` on all training episodes, with its own weights, order and noise
+
+Changes are learned, not reached states: a copy of the state already explains most of a reached state. The
+flags are learned from states and actions, never from the reached state of the data, which the world does not
+know: a model that glides through an obstacle would never see a contact. Then `WorldModel.calibrate` sets
+their thresholds, and the limit of the doubt, on the same data.
+
+Source: PETS, arXiv 1805.12114; with process=edm the transition model of DIAMOND (arXiv 2405.12399) and
+World4RL (arXiv 2509.19080), on states. Deviations: rewards and flags are entries of the same row, not
+networks of their own; members see the same episodes in another order, not bootstraps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from algos.base import Metrics, Setup, dataset_of
+from algos.bc import THREADS, Bc, BcConfig
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.statistics import statistics_of
+from policies.bounds import Checked, bounded
+from policies.build import complete
+from policies.errors import ConfigError, DatasetError
+from policies.normalizer import affine
+from policies.policy import PolicyConfig
+from policies.registry import name_of, register
+from policies.seeds import derive_seed, seeded_generator
+from policies.threads import torch_threads
+from policies.wrappers.world import World, WorldModel
+
+MOST_STATES = 5000
+"""Stored states at most; as many steps calibrate thresholds and the limit of the doubt, times 4."""
+HORIZONS = (1, 10, 50)
+"""Steps after which errors are reported."""
+
+
+@register("algo", "world")
+@dataclass
+class WorldConfig(Checked):
+    """A world learned from data, in which policies are trained and judged.
+
+    Source:
+        PETS (arXiv 1805.12114), DIAMOND (arXiv 2405.12399), World4RL (arXiv 2509.19080).
+    """
+
+    makes_world: ClassVar[bool] = True  # its result is no policy of the task
+
+    members: int = bounded(5, ge=1)  # networks of the ensemble
+    steps: int = bounded(20_000, ge=1)  # gradient steps of each member
+    batch_size: int = bounded(256, ge=1)  # recorded steps
+    lr: float = bounded(1e-3, gt=0)  # AdamW, peak
+    log_every: int = bounded(100, ge=1)  # gradient steps between two log rows
+    validation_fraction: float = bounded(0.1, ge=0, lt=1)  # fraction of episodes held out for errors
+
+    def build(self, setup: Setup) -> LearnedWorld:
+        """Check the setup and return the algorithm, ready to advance.
+
+        Raises:
+            ConfigError: If task or dataset are missing, the task gives goals beside the state, or a policy is
+                given to start from.
+            DatasetError: If the dataset has no step with a known successor.
+        """
+        with torch_threads(setup.threads(THREADS)):
+            return LearnedWorld(self, setup)
+
+
+class LearnedWorld:
+    """A run: one `Bc` run per member; see `WorldConfig`."""
+
+    unit = "gradient_steps"
+
+    def __init__(self, config: WorldConfig, setup: Setup) -> None:
+        name = name_of("algo", config)
+        dataset = dataset_of(setup, name, "recorded steps")
+        if setup.env is None:
+            raise ConfigError(f"algo={name} learns a task; give env=<the task of the data>.")
+        if setup.env.spec.goal_dim:
+            raise ConfigError(f"algo={name} learns states; {setup.env.spec.name} has goals beside them.")
+        if setup.init is not None:
+            raise ConfigError(f"algo={name} learns a new world; leave init out.")
+        self._seed, self._device = setup.seed, setup.device
+        self._train, self._held_out = _split(dataset, config.validation_fraction, setup.seed)
+        rows = answers_of(self._train)
+        cloning = BcConfig(
+            steps=config.steps,
+            batch_size=config.batch_size,
+            lr=config.lr,
+            min_lr=0.1 * config.lr,
+            log_every=config.log_every,
+            validation_fraction=0.0,
+        )
+        of_member = replace(setup, policy=_of_answers(setup.policy), dataset=rows, env=None)
+        seeds = [derive_seed(setup.seed, "member", i) for i in range(config.members)]
+        self.members = [Bc(cloning, replace(of_member, seed=seed)) for seed in seeds]
+        self._num_threads = setup.threads(THREADS)
+
+    @property
+    def progress(self) -> int:
+        return self.members[0].progress
+
+    @property
+    def total(self) -> int:
+        return self.members[0].total
+
+    def advance(self) -> Metrics:
+        """Take a block of gradient steps with every member and return the means of their metrics.
+
+        At the end, errors on held-out episodes are added.
+        """
+        found = [member.advance() for member in self.members]
+        means: Metrics = {
+            key: torch.stack([torch.as_tensor(metrics[key]) for metrics in found]).mean() for key in found[0]
+        }
+        if self.progress < self.total or self._held_out is None:
+            return means
+        with torch_threads(self._num_threads):
+            errors = errors_by_horizon(self.snapshot(), self._held_out, max(HORIZONS), seed=self._seed)
+        return means | {f"validation/error_{h}": errors[h - 1] for h in HORIZONS if h <= len(errors)}
+
+    def snapshot(self) -> WorldModel:
+        """Return the world of the averaged weights."""
+        steps, first = self._train.transitions(), self._train.episode_start[:-1]
+        every, some = _evenly(len(steps.frames), 4 * MOST_STATES), _evenly(len(first), MOST_STATES)
+        states = steps.observations[_evenly(len(steps.frames), MOST_STATES)]
+        first_states = self._train.observations[first[some]]
+        sizes = World(len(self.members), len(states), len(first_states))
+        world = WorldModel([member.snapshot() for member in self.members], sizes).eval()
+        world = world.to(self._device)
+        world.states.copy_(states)
+        world.first_states.copy_(first_states)
+        noise = world.sample_noise(len(every), generator=seeded_generator(self._seed, "calibration"))
+        flags = flags_of(self._train, steps.frames[every], steps.terminated[every]).to(self._device)
+        seen, acted = (one[every].to(self._device) for one in (steps.observations, steps.actions))
+        with torch_threads(self._num_threads):
+            world.calibrate(seen, acted, flags, noise)
+        return world
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"members": [member.state_dict() for member in self.members]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`; refuses what `Bc.load_state_dict` refuses."""
+        for member, saved in zip(self.members, state["members"], strict=True):
+            member.load_state_dict(saved)
+
+    def close(self) -> None:
+        """Do nothing: there are no resources to release."""
+
+
+def answers_of(dataset: EpisodeDataset) -> EpisodeDataset:
+    """Return the data as a member sees them: observations [s, a], actions one row of answers.
+
+    Steps without a known successor are left out, and so are episodes without any step.
+
+    Raises:
+        DatasetError: If there is no step.
+    """
+    steps = dataset.transitions()
+    scale, _ = affine("gaussian", statistics_of(steps.observations))
+    change = (steps.next_observations - steps.observations) * scale.to(steps.observations)
+    flags = flags_of(dataset, steps.frames, steps.terminated)
+    counts = torch.bincount(episode_of(dataset, steps.frames), minlength=dataset.num_episodes)
+    counts = counts[counts > 0]
+    start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    last = torch.zeros(len(steps.frames), dtype=torch.bool)
+    last[start[1:] - 1] = True
+    return EpisodeDataset.from_arrays(
+        torch.cat([steps.observations, steps.actions], dim=1),
+        torch.cat([change, steps.rewards[:, None], flags.to(change)], dim=1),
+        steps.rewards,
+        torch.zeros_like(last),
+        last,
+        start,
+        meta={"source": dataset.source},
+    )
+
+
+def flags_of(dataset: EpisodeDataset, frames: Tensor, terminated: Tensor) -> Tensor:
+    """Return end and success of recorded steps, (M, 2) bool; success is that of an episode, at its last step.
+
+    Args:
+        dataset: The data.
+        frames: (M,), frames of the steps.
+        terminated: (M,), whether they ended the task.
+    """
+    success = torch.zeros_like(terminated)
+    if dataset.success is not None:
+        won = dataset.success.bool()[episode_of(dataset, frames)]
+        success = won & dataset.is_last[frames]
+    return torch.stack([terminated, success], dim=1)
+
+
+def episode_of(dataset: EpisodeDataset, frames: Tensor) -> Tensor:
+    """Return the episodes (M,) of frames (M,)."""
+    return torch.bucketize(frames, dataset.episode_start[1:], right=True)
+
+
+@torch.no_grad()
+def errors_by_horizon(
+    world: WorldModel, dataset: EpisodeDataset, steps: int, *, most: int = 512, seed: int = 0
+) -> list[float]:
+    """Return the errors of states after 1 … `steps` recorded actions, without reading states in between.
+
+    An error is the root mean square over evenly spaced starts, state entries and members, in standard
+    deviations of the state. It ends before `steps` if no episode is as long.
+
+    Args:
+        world: The model.
+        dataset: Episodes in the task's own observations and actions.
+        steps: Most actions.
+        most: Number of starts.
+        seed: Seed of the noise.
+    """
+    inside = episode_of(dataset, torch.arange(dataset.num_frames))
+    left = dataset.episode_start[inside + 1] - torch.arange(dataset.num_frames) - 1  # frames after each
+    starts = (left >= min(steps, int(left.max()))).nonzero().squeeze(1)
+    if int(left.max()) < 1:
+        raise DatasetError(f"{dataset.source}: expected episodes of two steps or more.")
+    starts = starts[_evenly(len(starts), most)]
+    generator = seeded_generator(seed, "errors")
+    observations, actions = (one.to(world.device) for one in (dataset.observations, dataset.actions))
+    states = observations[starts].expand(len(world.members), -1, -1).clone()
+    errors = []
+    for step in range(min(steps, int(left[starts].min()))):
+        noise, acted = world.sample_noise(len(starts), generator=generator), actions[starts + step]
+        for g in range(len(world.members)):
+            states[g] = world.answer(states[g], acted, noise).states[g]
+        gone = (states - observations[starts + step + 1]) * world.state_scale
+        errors.append(float(gone.square().mean().sqrt()))
+    return errors
+
+
+def _of_answers(policy: PolicyConfig) -> PolicyConfig:
+    """Return the configuration of a member: one row, unbounded, in standard deviations."""
+    policy = complete(policy)
+    return replace(
+        policy,
+        sampler=replace(policy.sampler, clip_action=None),
+        obs_steps=1,
+        horizon=1,
+        act_steps=1,
+        action_start=0,
+        normalizer={"state": "gaussian", "action": "gaussian"},
+        observation_clip=None,
+    )
+
+
+def _split(
+    dataset: EpisodeDataset, fraction: float, seed: int
+) -> tuple[EpisodeDataset, EpisodeDataset | None]:
+    count = int(fraction * dataset.num_episodes)
+    return dataset.split(count / dataset.num_episodes, seed=seed) if count else (dataset, None)
+
+
+def _evenly(count: int, most: int) -> Tensor:
+    """Return at most `most` evenly spaced indices of `count`."""
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long()

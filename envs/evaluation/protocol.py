@@ -20,6 +20,7 @@ from policies.errors import CapabilityError
 from policies.execution.replanning import Replanner, with_act_steps
 from policies.paths import with_paths
 from policies.storage.checksums import sha256
+from policies.storage.policy_folder import WEIGHTS, policy_in
 from policies.wrappers.sketch_guidance import describe_steering, steered
 
 _VERSIONS = ("mujoco", "gymnasium", "burnish")
@@ -59,7 +60,9 @@ def describe_task(env: EnvConfig) -> dict[str, Any]:
 
 
 def _digest(path: str) -> str:
-    return f"sha256:{sha256(Path(path).expanduser())}"
+    """Return the checksum of a file, or of the weights of a policy directory or run."""
+    place = Path(path).expanduser()
+    return f"sha256:{sha256(policy_in(place) / WEIGHTS if place.is_dir() else place)}"
 
 
 def _describe_images(task: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from policies.bounds import Checked, bounded
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import path_field
 from policies.registry import register
-from policies.storage.policy_folder import CONFIG, load_policy, read_config
+from policies.storage.policy_folder import load_policy, policy_in, read_config
 from policies.wrappers.world import Answers, WorldModel
 
 STARTS = ("initial", "data")
@@ -153,8 +153,7 @@ class LearnedTask(Checked):
         """The directory of the model."""
         if self.model is None:
             raise ConfigError("env=world needs env.model=<run or directory of a learned world>.")
-        given = Path(self.model).expanduser()
-        return given if (given / CONFIG).is_file() else given / "checkpoints" / "last" / "policy"
+        return policy_in(self.model)
 
     @cached_property
     def imagined(self) -> EnvConfig:

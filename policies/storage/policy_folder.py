@@ -96,6 +96,12 @@ def _weights_of(policy: Policy) -> dict[str, Tensor]:
     return state
 
 
+def policy_in(place: str | Path) -> Path:
+    """Return the policy directory of a path, which is one, or a run with a last checkpoint."""
+    given = Path(place).expanduser()
+    return given if (given / CONFIG).is_file() else given / "checkpoints" / "last" / "policy"
+
+
 def read_config(directory: str | Path) -> dict[str, Any]:
     """Return the contents of config.json; `CheckpointError` for a bad file or another format version."""
     path = Path(directory) / CONFIG

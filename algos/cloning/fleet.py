@@ -1,7 +1,7 @@
 """Cloning that goes on after deployment: a fixed dataset and the episodes of a fleet.
 
-Legend: B batch, E episodes of the fleet in the order of their ends, l_on and l_off mean losses of the fleet's
-rows and of those of the dataset over the last `WINDOW` steps::
+Legend: B batch, l_on and l_off mean losses of the fleet's rows and of those of the dataset over the last
+`WINDOW` steps, by l_off::
 
     omega    = clip(e^(ALPHA l_on) / (e^(ALPHA l_on) + e^l_off), 0.2, 0.8)     share of the fleet in a batch
     weight_e = 2^(-age_e / half_life)                                        age: episodes that ended later
@@ -10,7 +10,8 @@ Of an episode in which nobody took over all rows are cloned if it succeeded, and
 rows of the expert, whatever followed.
 
 Source: SOP (arXiv 2601.03044) for the share, from descriptions; its constants, the weights by age and what is
-cloned of an episode are ours. One task, so nothing is balanced between tasks.
+cloned of an episode are ours. Deviations: losses are relative to l_off, since those of a denoiser are so small
+that the share would be 1/2 whatever they are; one task, so nothing is balanced between tasks.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class FleetLearner(Bc):
         if not self._losses:
             return metrics
         online, static = torch.stack(tuple(self._losses)).mean(dim=0).tolist()
-        self.share = online_share(online, static)
+        self.share = online_share(online / max(static, 1e-12), 1.0)
         found: Metrics = {"fleet/loss_online": online, "fleet/loss_static": static, "fleet/share": self.share}
         return metrics | found
 

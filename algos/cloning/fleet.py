@@ -10,8 +10,8 @@ Of an episode in which nobody took over all rows are cloned if it succeeded, and
 rows of the expert, whatever followed.
 
 Source: SOP (arXiv 2601.03044) for the share, from descriptions; its constants, the weights by age and what is
-cloned of an episode are ours. Deviations: losses are relative to l_off, since those of a denoiser are so small
-that the share would be 1/2 whatever they are; one task, so nothing is balanced between tasks.
+cloned of an episode are ours. Deviations: losses are relative to l_off, since those of a denoiser are so
+small that the share would be 1/2 whatever they are; one task, so nothing is balanced between tasks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FleetCloning(Checked):
     lr: float = bounded(3e-5, gt=0)  # AdamW, constant
     batch_size: int = bounded(256, ge=2)  # windows
     half_life: float = bounded(200.0, gt=0)  # episodes of the fleet after which one is drawn half as often
-    seed: int = bounded(0, ge=0)
+    seed: int = bounded(0, ge=0)  # of batches and noise
 
     def build(self, policy: Policy, dataset: EpisodeDataset) -> FleetLearner:
         """Return the learner of a policy.

@@ -1,7 +1,7 @@
 """The learner of a fleet as a program: episodes in, gradient steps, versions of the policy out.
 
 It is a run directory whose checkpoints are the versions, numbered by gradient steps, with the episodes beside
-them in `episodes/<robot>/<number>.msgpack` and a summary in `fleet.json`. A learner that is killed goes on
+them in `episodes/<robot>/<number>.msgpack` and a summary in `summary.json`. A learner that is killed goes on
 from its last version with all episodes.
 """
 
@@ -25,7 +25,7 @@ from policies.storage.atomic_write import write_text
 
 _log = logging.getLogger(__name__)
 
-EPISODES, SUMMARY = "episodes", "fleet.json"
+EPISODES, SUMMARY = "episodes", "summary.json"
 RECENT = 100  # episodes over which success is reported
 _BLOCK, _ROW = 10, 50  # gradient steps between two looks at messages, and between two rows of metrics
 _IDLE_MS = 200

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -69,7 +70,7 @@ class EndpointSettings(Checked):
             _log.warning("host=%s without keys: everybody who reaches it can %s", self.host, what)
 
 
-class Endpoint:
+class Endpoint(ABC):
     """Listen at `endpoint`; use as a context manager.
 
     Args:
@@ -111,9 +112,9 @@ class Endpoint:
         self._socket.close(linger=1000)
         self._close()
 
+    @abstractmethod
     def handle(self, client: bytes, message: dict[str, Any], number: int) -> None:
         """Answer a message of this version with its id, or raise a ServingError."""
-        raise NotImplementedError
 
     def receive(self, timeout_ms: int) -> None:
         """Wait for messages and handle those that are there."""

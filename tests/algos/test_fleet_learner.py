@@ -30,7 +30,7 @@ TASK = FleetTask("env=avoid", obs_dim=4, action_dim=2, max_steps=20)
 LOSSES = (0.0, 0.1, 0.7, 3.0, 1e4)
 
 
-@pytest.mark.parametrize(("online", "static"), product(LOSSES, LOSSES))
+@pytest.mark.parametrize(("online", "static"), list(product(LOSSES, LOSSES)))
 def test_the_share_stays_within_its_bounds_and_moves_to_the_larger_loss(online: float, static: float) -> None:
     share = online_share(online, static)
     assert SHARES[0] <= share <= SHARES[1]

@@ -47,6 +47,7 @@ from policies.build import build_policy
 from policies.errors import CheckpointError
 from policies.paths import path_field
 from policies.policy import Policy
+from policies.protocols import TE, Cond
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
@@ -174,8 +175,7 @@ class Bc:
         loss = torch.zeros((), device=self._source.device)
         for _ in range(count):
             self._set_lr()
-            index = current().own(self._stream.take(self.config.batch_size))
-            loss += self._step(self._source.gather(index))
+            loss += self._step(self._draw())
             self._done += 1
         return {
             "policy/loss": loss / count,
@@ -183,6 +183,9 @@ class Bc:
             "policy/lr": self._optimizer.param_groups[0]["lr"],
             "time/steps_per_s": count / (time.perf_counter() - start),
         }
+
+    def _draw(self) -> CloningBatch:
+        return self._source.gather(current().own(self._stream.take(self.config.batch_size)))
 
     def _step(self, batch: CloningBatch) -> Tensor:
         """Take one gradient step; return its detached loss without host synchronisation."""
@@ -198,6 +201,14 @@ class Bc:
 
     def _loss(self, batch: CloningBatch) -> Tensor:
         """Return the matching loss, averaged over recorded entries."""
+        inputs = self._inputs(batch)
+        if self.config.dp_compat_mean:
+            return self._matching.matching_loss(*inputs, reduce="mean")
+        loss = self._matching.matching_loss(*inputs, reduce="step")  # (B, Th)
+        return masked_mean(loss, batch.mask)
+
+    def _inputs(self, batch: CloningBatch) -> tuple[Cond, Tensor, TE]:
+        """Return what the matching loss takes: condition, normalised actions, times and noise."""
         ranks = current()
         te = self._matching.sample_te(self.config.batch_size, generator=self._generator)
         te = te if ranks.world == 1 else te.rows(slice(ranks.rank, None, ranks.world))
@@ -205,10 +216,7 @@ class Bc:
         action = self.policy.normalize_action(batch.action)
         if self._teacher is not None:
             te = self._teacher.add_targets(batch.obs, action, te)
-        if self.config.dp_compat_mean:
-            return self._matching.matching_loss(cond, action, te, reduce="mean")
-        loss = self._matching.matching_loss(cond, action, te, reduce="step")  # (B, Th)
-        return masked_mean(loss, batch.mask)
+        return cond, action, te
 
     def _set_lr(self) -> None:
         c = self.config

@@ -23,7 +23,7 @@ from policies.policy import Policy
 from policies.serving.encryption import make_keys
 from policies.serving.metrics import metrics_page
 from policies.serving.served_policy import ServedFolder, ServedPolicy
-from policies.serving.server import LOOPBACK, Served, Server, ServerSettings
+from policies.serving.server import Served, Server, ServerSettings
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import WEIGHTS
 from policies.wrappers.sketch_guidance import steered
@@ -58,11 +58,7 @@ def run(config: ServeConfig, context: RunContext) -> None:
         output().print(f"written: {path}", markup=False, soft_wrap=True)
         return
     settings = ServerSettings(**{f.name: getattr(config, f.name) for f in fields(ServerSettings)})
-    if config.host not in LOOPBACK and config.keys is None:
-        _log.warning(
-            "host=%s without keys: everybody who reaches it can command the robot, and read along",
-            config.host,
-        )
+    settings.warn_if_open("command the robot, and read along")
     with (
         Server(served_by(config), settings) as server,
         metrics_page(server.metrics, config.metrics_port) as page,

@@ -90,6 +90,18 @@ _COMMANDS = (
     ),
     Command("serve", "policy", "let robots ask a policy over the network", "policy=<run or exported folder>"),
     Command(
+        "fleet learn",
+        "policy",
+        "train a policy on the episodes that robots send, and hand out new versions",
+        "policy=<run> dataset=avoid.hdf5 out=fleet",
+    ),
+    Command(
+        "fleet act",
+        "env",
+        "let a simulated robot act for a fleet and report its episodes",
+        "env=avoid name=arm1 out=arm1",
+    ),
+    Command(
         "merge",
         "policies",
         "average the weights of policies that were trained from one",

@@ -31,7 +31,7 @@ from burnish.lab.session import Session, compared
 from burnish.reports.html import render
 from policies.errors import BurnishError, ConfigError
 from policies.extras import require
-from policies.serving.server import LOOPBACK
+from policies.serving.endpoint import LOOPBACK
 from policies.storage.strict_json import parse_json
 
 _log = logging.getLogger(__name__)

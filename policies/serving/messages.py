@@ -39,7 +39,8 @@ REASONS = {
     "malformed": "not a message of this protocol",
     "version": "another version of the protocol",
     "oversize": "more bytes than an observation can have",
-    "schema": "made for another policy than the one that is served",
+    "schema": "made for another policy or task than the one that is served",
+    "conflict": "another episode of this robot has the same number",
     "missing": "an observation without an entry that the policy needs, or with one that it does not have",
     "dtype": "an array of another type",
     "shape": "an array of another shape",
@@ -167,11 +168,15 @@ def read_observation(data: Any, schema: Schema, max_abs: float) -> dict[str, Arr
         found = sorted(map(short, data)) if isinstance(data, dict) else short(data)
         raise ServingError("missing", f"an observation must have {sorted(schema.inputs)}; got {found}.")
     inputs = schema.inputs.items()
-    return {name: _checked(name, from_wire(name, data[name]), one, max_abs) for name, one in inputs}
+    return {name: checked(name, from_wire(name, data[name]), one, max_abs) for name, one in inputs}
 
 
-def _checked(name: str, value: Array, feature: Feature, max_abs: float) -> Array:
-    """Return an array in the dtype of a feature; refuses other shapes, dtypes and ranges."""
+def checked(name: str, value: Array, feature: Feature, max_abs: float) -> Array:
+    """Return an array in the dtype of a feature.
+
+    Raises:
+        ServingError: `dtype`, `shape`, `nan` or `range`; names the entry.
+    """
     floating = feature.dtype != "uint8"
     if (value.dtype.kind == "f") != floating:
         raise ServingError("dtype", f"'{name}' must be {feature.dtype}; got {value.dtype}.")

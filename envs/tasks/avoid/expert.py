@@ -62,7 +62,7 @@ class AvoidExpert(Checked):
 def plan(
     scene: AvoidScene, gaps: tuple[int, ...], start: np.ndarray, *, noise: float, rng: np.random.Generator
 ) -> Callable[[float], float]:
-    """Draw a smooth path x(y) [m] from the start (2,) through one gap of every row and over the finish line.
+    """Draw a smooth path x(y) [m] from a place (2,) through a gap of every row ahead and the finish line.
 
     `gaps` is the gap of every row, `noise` the scale of the aim error inside each gap.
     """
@@ -71,8 +71,9 @@ def plan(
     ys, xs = [start[1]], [start[0]]
     for row_y, centers, gap in zip(scene.row_y, scene.gap_x, gaps, strict=True):
         aim = centers[gap] + noise * AIM_M * np.clip(rng.standard_normal(), -2, 2)
-        ys += [row_y - 0.02, row_y + 0.02]
-        xs += [aim, aim]
+        ahead = [y for y in (row_y - 0.02, row_y + 0.02) if y > start[1]]
+        ys += ahead
+        xs += [aim] * len(ahead)
     ys.append(scene.finish_y + 0.1)
     xs.append(xs[-1] + noise * WOBBLE_M * rng.standard_normal())
     return PchipInterpolator(ys, xs, extrapolate=True)
@@ -147,3 +148,20 @@ def demonstrate_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert, *, 
         record.step(action, states=stepper.physics_state(0))
     mode = np.full(len(record), stepper.metrics()["mode"][0])
     return record.episode(truncated=len(record) >= max_steps, success=record.is_solved, mode=mode)
+
+
+def take_over_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert) -> Callable[[], Array]:
+    """Return the expert of the running episode in row 0 of a stepper, which returns its next action (2,).
+
+    It drives through the nearest gap of the next row; the others are drawn among the direct modes.
+    """
+    rng = np.random.default_rng((seed, _NOISE_STREAM))
+    scene, (position, _) = stepper.scene_of(0), stepper.motion(0)
+    row = int(np.searchsorted(scene.row_y, position[1]))
+    modes = [scene.modes[mode] for mode in options.selected_modes(scene.num_direct)]
+    if row < len(scene.row_y):
+        away = [abs(scene.gap_x[row][gaps[row]] - position[0]) for gaps in modes]
+        modes = [gaps for gaps, distance in zip(modes, away, strict=True) if distance <= min(away) + 1e-9]
+    path = plan(scene, modes[int(rng.integers(len(modes)))], position, noise=options.noise, rng=rng)
+    follower = PathFollower(scene, path, options=options, rng=rng)
+    return lambda: follower.act(*stepper.motion(0))

@@ -15,7 +15,7 @@ Legend: N environments, M of them addressed, R rows of pillars, G gaps of the wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ import numpy as np
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
-from envs.tasks.avoid.expert import AvoidExpert, demonstrate_avoid
+from envs.tasks.avoid.expert import AvoidExpert, demonstrate_avoid, take_over_avoid
 from envs.tasks.avoid.scene import (
     FINISH_HALF_M,
     SHIFT_M,
@@ -260,6 +260,10 @@ class Avoid(HasCameras):
 
     def demonstrate(self, seed: int) -> Episode:
         return demonstrate_avoid(self.stepper(1), seed, self.expert, max_steps=self.max_episode_steps)
+
+    def take_over(self, stepper: AvoidStepper, seed: int) -> Callable[[], Array]:
+        """See `envs.rollouts.supervised.HasTakeover`."""
+        return take_over_avoid(stepper, seed, self.expert)
 
     def mode_names(self) -> tuple[str, ...]:
         """Return the names of all values of the metric `mode`; direct modes come first."""

@@ -1,0 +1,188 @@
+"""Robots of a fleet lose no episode, whoever is away or killed, and never go back to an older policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_episodes import fleet_episode
+
+from policies.errors import ConfigError, ServingError
+from policies.serving.endpoint import EndpointSettings
+from policies.serving.fleet import FleetEndpoint, FleetTask
+from policies.serving.messages import pack, to_wire, unpack
+from policies.serving.robot import FleetRobot
+
+zmq = pytest.importorskip("zmq")
+pytest.importorskip("msgpack")
+TASK = FleetTask("env=avoid", obs_dim=4, action_dim=2, max_steps=20)
+PATIENCE_S = 120.0
+
+
+class Learner(FleetEndpoint):
+    """A learner that answers while a condition is waited for."""
+
+    dies_before_answer = False
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < end
+            self.receive(5)
+
+    def answer(self, client: bytes, message: dict[str, Any]) -> None:
+        if not self.dies_before_answer:
+            super().answer(client, message)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [episode.number for episode in self.files.read()]
+
+
+def learner_at(folder: Path, port: int = 0) -> Learner:
+    return Learner(EndpointSettings(port=port), TASK, folder / "episodes")
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[Learner]:
+    with learner_at(tmp_path) as found:
+        yield found
+
+
+def robot_at(address: str, spool: Path, task: str = TASK.name, **options: Any) -> FleetRobot:
+    return FleetRobot(address, spool, name="arm1", task=task, timeout_s=0.2, every_s=0.01, **options)
+
+
+def policy_at(folder: Path, name: str) -> Path:
+    """A folder with a file; nothing here looks into a policy."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "config.json").write_text(name)
+    return folder / name
+
+
+def test_an_episode_arrives_as_it_was_reported(learner: Learner, tmp_path: Path) -> None:
+    sent = fleet_episode(version=7, watched=True, corrected=np.array([0, 1, 1, 0], bool))
+    with robot_at(learner.endpoint, tmp_path / "arm") as robot:
+        robot.report(sent)
+        learner.until(lambda: not robot.waiting())
+    (found,) = learner.files.read()
+    assert found.to_bytes() == sent.to_bytes() and found.observations.tolist() == sent.observations.tolist()
+    assert [one.to_bytes() for one in learner.arrived] == [sent.to_bytes()]
+
+
+def test_an_episode_that_is_sent_twice_counts_once(learner: Learner) -> None:
+    message = {"type": "episode", "task": TASK.name, "episode": fleet_episode().to_wire()}
+    for _ in range(2):
+        learner.handle(b"gone", message, 0)
+    assert (len(learner.arrived), learner.repeated, learner.numbers) == (1, 1, [0])
+    other = fleet_episode(success=False).to_wire()
+    with pytest.raises(ServingError, match="arm1") as refused:
+        learner.handle(b"gone", message | {"episode": other}, 0)
+    assert refused.value.reason == "conflict" and learner.numbers == [0]
+
+
+GOOD = fleet_episode().to_wire()
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "task": ({"task": "env=lift"}, "schema"),
+    "type": ({"type": "act"}, "malformed"),
+    "no map": ({"episode": [1]}, "missing"),
+    "an entry too many": ({"episode": GOOD | {"more": 1}}, "missing"),
+    "a path as name": ({"episode": GOOD | {"robot": "../arm"}}, "malformed"),
+    "a negative number": ({"episode": GOOD | {"number": -1}}, "malformed"),
+    "a flag that is a number": ({"episode": GOOD | {"success": 1}}, "malformed"),
+    "no time": ({"episode": GOOD | {"time": float("nan")}}, "range"),
+    "no step": ({"episode": fleet_episode(0).to_wire()}, "shape"),
+    "other widths": ({"episode": GOOD | {"actions": to_wire(np.zeros((4, 3), np.float32))}}, "shape"),
+    "nan": ({"episode": GOOD | {"rewards": to_wire(np.full(4, np.nan, np.float32))}}, "nan"),
+    "a lie of sizes": ({"episode": GOOD | {"rewards": GOOD["rewards"] | {"shape": [5]}}}, "malformed"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_episode_of_the_fleet_is_refused_and_not_stored(case: str, learner: Learner) -> None:
+    changes, reason = WRONG[case]
+    message = {"type": "episode", "task": TASK.name, "episode": GOOD} | changes
+    with pytest.raises(ServingError) as refused:
+        learner.handle(b"gone", message, 0)
+    assert refused.value.reason == reason
+    assert not learner.arrived and not learner.numbers
+
+
+def test_an_episode_that_is_longer_than_any_is_not_read(learner: Learner) -> None:
+    message = {"type": "episode", "task": TASK.name, "id": 0, "episode": fleet_episode(400).to_wire()}
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        socket.connect(learner.endpoint)
+        socket.send(pack(message))
+        learner.until(lambda: bool(socket.poll(0)))
+        assert unpack(socket.recv())["reason"] == "oversize" and not learner.numbers
+    finally:
+        socket.close(linger=0)
+
+
+def test_a_refused_robot_stops_and_keeps_the_episode(learner: Learner, tmp_path: Path) -> None:
+    def is_refused() -> bool:
+        try:
+            robot.check()
+        except ServingError as error:
+            return error.reason == "schema"
+        return False
+
+    with robot_at(learner.endpoint, tmp_path / "arm", task="env=lift") as robot:
+        robot.report(fleet_episode())
+        learner.until(is_refused)
+        with pytest.raises(ServingError, match="env=avoid"):
+            robot.report(fleet_episode())
+        assert robot.waiting() == [0]
+
+
+def test_a_learner_killed_between_write_and_answer_has_the_episode_once(tmp_path: Path) -> None:
+    with learner_at(tmp_path) as learner:
+        learner.dies_before_answer = True
+        robot = robot_at(learner.endpoint, tmp_path / "arm")
+        robot.report(fleet_episode())
+        learner.until(lambda: learner.numbers == [0])
+        port = int(learner.endpoint.rpartition(":")[2])
+        assert robot.waiting() == [0]
+    with robot, learner_at(tmp_path, port) as learner:
+        learner.until(lambda: not robot.waiting())
+        assert (learner.numbers, learner.repeated, learner.arrived) == ([0], 1, [])
+
+
+def test_a_robot_goes_on_without_a_learner_and_after_a_kill(tmp_path: Path) -> None:
+    spool = tmp_path / "arm"
+    with robot_at("tcp://127.0.0.1:1", spool) as robot:
+        assert [robot.report(fleet_episode()) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(ConfigError, match="arm"):
+            robot_at("tcp://127.0.0.1:1", spool)
+    with learner_at(tmp_path) as learner:
+        with robot_at(learner.endpoint, spool) as robot:
+            assert robot.waiting() == [0, 1, 2]
+            assert robot.report(fleet_episode()) == 3
+            learner.until(lambda: not robot.waiting())
+        (spool / "00000003.msgpack").touch()  # what a kill between acknowledgement and removal leaves
+        with robot_at(learner.endpoint, spool) as robot:
+            assert (robot.waiting(), robot.next_number, learner.numbers) == ([], 4, [0, 1, 2, 3])
+
+
+def test_versions_never_go_back(tmp_path: Path) -> None:
+    spool = tmp_path / "arm"
+    with learner_at(tmp_path / "one") as learner, robot_at(learner.endpoint, spool) as robot:
+        with pytest.raises(ServingError) as nothing:
+            robot.policy(timeout_s=0.0)
+        assert nothing.value.reason == "timeout"
+        for version in (5, 20, 10):
+            learner.offer(version, policy_at(tmp_path, f"version {version}"))
+        learner.until(lambda: (spool / "policy" / "20").exists())
+        assert robot.policy()[0] == learner.version == 20
+    with learner_at(tmp_path / "two") as learner:
+        learner.offer(10, tmp_path / "version 10")
+        with robot_at(learner.endpoint, spool) as robot:
+            number = robot.report(fleet_episode())
+            learner.until(lambda: number not in robot.waiting())
+            version, folder = robot.policy()
+    assert version == 20 and (folder / "config.json").read_text() == "version 20"

@@ -111,7 +111,7 @@ def pytest_runtest_call() -> None:
 
 
 def _seed_global_generators(seed: int) -> None:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` looks for accelerators: 0.7 ms
     np.random.seed(seed)
     random.seed(seed)
 

@@ -127,7 +127,9 @@ def test_cubes_look_as_in_the_visual_worlds_of_ogbench(monkeypatch: pytest.Monke
 
     def drawn(self: Any, *_: object, **__: object) -> np.ndarray:
         if self._model not in renderers:
-            renderers[self._model] = OffscreenRenderer(self._model, width=32, height=32, camera="front_pixels")
+            renderers[self._model] = OffscreenRenderer(
+                self._model, width=32, height=32, camera="front_pixels"
+            )
         return renderers[self._model].frame(self._data)
 
     monkeypatch.setattr(ManipSpaceEnv, "render", drawn)

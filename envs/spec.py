@@ -93,7 +93,8 @@ def named_options(env: EnvConfig) -> dict[str, Any]:
 
 def task_name(env: EnvConfig) -> str:
     """Return the registered name of a task; that of its specification for a class that is not registered."""
-    return next((name for name, part in registered("env").items() if part is type(env)), env.spec.name)
+    own = next((name for name, part in registered("env").items() if part is type(env)), None)
+    return env.spec.name if own is None else own
 
 
 @dataclass(frozen=True)

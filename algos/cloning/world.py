@@ -28,6 +28,7 @@ from algos.base import Metrics, Setup, dataset_of
 from algos.bc import THREADS, Bc, BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.statistics import statistics_of
+from envs.fit import task_text
 from policies.bounds import Checked, bounded
 from policies.build import complete
 from policies.errors import ConfigError, DatasetError
@@ -66,8 +67,8 @@ class WorldConfig(Checked):
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If task or dataset are missing, the task gives goals beside the state, or a policy is
-                given to start from.
+            ConfigError: If task or dataset are missing, the task runs code of its own, is a learned world or
+                gives goals beside the state, or a policy is given to start from.
             DatasetError: If the dataset has no step with a known successor.
         """
         with torch_threads(setup.threads(THREADS)):
@@ -81,13 +82,15 @@ class LearnedWorld:
 
     def __init__(self, config: WorldConfig, setup: Setup) -> None:
         name = name_of("algo", config)
-        dataset = dataset_of(setup, name, "recorded steps")
         if setup.env is None:
             raise ConfigError(f"algo={name} learns a task; give env=<the task of the data>.")
+        if getattr(setup.env, "runs_code", False) or hasattr(setup.env, "imagined"):
+            raise ConfigError(f"algo={name} learns tasks of this package; got {task_text(setup.env)}.")
         if setup.env.spec.goal_dim:
             raise ConfigError(f"algo={name} learns states; {setup.env.spec.name} has goals beside them.")
         if setup.init is not None:
             raise ConfigError(f"algo={name} learns a new world; leave init out.")
+        dataset = dataset_of(setup, name, "recorded steps")
         self._seed, self._device = setup.seed, setup.device
         self._train, self._held_out = _split(dataset, config.validation_fraction, setup.seed)
         rows = answers_of(self._train)

@@ -160,14 +160,18 @@ class LearnedTask(Checked):
         """The task that the world was learned of.
 
         Raises:
-            ConfigError: If there is no model, or it does not say its task.
+            ConfigError: If there is no model, it does not say its task, or that runs code, which a directory
+                must not.
         """
         facts = read_config(self.folder).get("provenance", {}).get("env")
         found = facts if isinstance(facts, Mapping) else {}
         options = {key: value for key, value in found.items() if key != "name"}
         task = recorded_env(str(found.get("name")), options)
-        if task is None or hasattr(task, "imagined"):
-            raise ConfigError(f"env.model={self.model} does not say which task it was learned of.")
+        if task is None or isinstance(task, LearnedTask) or getattr(task, "runs_code", False):
+            raise ConfigError(
+                f"env.model={self.model} must be a world learned of a task that runs no code of its own; got "
+                f"env={found.get('name')}."
+            )
         return task
 
     @property

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from algos.cloning.world import LearnedWorld, WorldConfig, answers_of, errors_by_horizon
 from algos.training.serialization import from_plain, to_plain
+from benchmarks.studies.world import MEASURES, agreement
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_same_task
 from envs.make import env
 from envs.tasks.avoid.task import Avoid, AvoidStepper
+from envs.tasks.gym import Gym
 from envs.tasks.world import LearnedStepper, LearnedTask
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
@@ -79,7 +81,7 @@ def test_a_world_of_a_linear_task_is_learned_from_random_steps() -> None:
         next_observations=reached.flatten(0, 1),
     )  # fmt: skip
     plan = PolicyConfig(process=Regression(), backbone=MlpConfig(width=32, time_dim=4))
-    run = WorldConfig(members=1, steps=200, batch_size=64, lr=1e-2, validation_fraction=0.2).build(
+    run = WorldConfig(members=1, steps=200, batch_size=32, lr=1e-2, validation_fraction=0.2).build(
         setup("regression", init=None, dataset=data, policy=plan)
     )
     metrics = [run.advance(), run.advance()]
@@ -110,6 +112,7 @@ def test_a_run_follows_from_its_seed_and_goes_on_bit_by_bit() -> None:
     ("changes", "words"),
     [
         ({"env": None}, "algo=world env="),
+        ({"env": Gym(id="Reacher-v5")}, "algo=world env=gym"),
         ({"dataset": None}, "algo=world dataset="),
         ({"init": build_policy(policy_config("flow"), obs_dim=2, action_dim=2)}, "algo=world init"),
     ],
@@ -236,6 +239,8 @@ def test_a_world_is_the_task_it_was_learned_of(base: Path) -> None:
         require_same_task("one", world, "other", Avoid(rows="moved"))
     with pytest.raises(ConfigError, match=mentions("env=world env.model=")):
         _ = LearnedTask().spec
+    gone = LearnedTask(model=str(base / "gone"))
+    assert require_same_task("one", gone, "other", env("hopper")) == [], "its policies outlive a world"
 
 
 @pytest.mark.parametrize("process", ["regression", "flow", "diffusion"])
@@ -283,6 +288,25 @@ def test_a_saved_world_answers_as_before(base: Path) -> None:
                         provenance={"env": {"name": "avoid"}})  # fmt: skip
     with pytest.raises(CheckpointError, match=mentions("env.model= no learned world of avoid")):
         env("world", model=str(other)).make_vector(1)
+
+
+def test_a_directory_names_no_task_that_runs_code(base: Path) -> None:
+    facts = {"env": {"name": "gym", "factory": "os:getcwd"}}
+    place = save_policy(load_policy(folder("flow", base)), base / "code", provenance=facts)
+    with pytest.raises(ConfigError, match=mentions("env.model= code env=gym")):
+        _ = env("world", model=str(place)).spec
+
+
+def test_measures_of_agreement_are_those_of_the_literature() -> None:
+    """The rank violation is SIMPLER's; numbers by hand."""
+    imagined, real = np.array([0.1, 0.4, 0.3, 0.9, 0.4]), np.array([0.2, 0.5, 0.5, 0.8, 0.3])
+    found = [measure(imagined, real) for measure in MEASURES.values()]
+    assert found == pytest.approx([0.8983, 0.7632, 0.12, -0.04], abs=5e-5)
+    equal = np.repeat(imagined, 2).reshape(5, 2)
+    same = agreement(equal, equal, draws=50)
+    for value, low, high in (same["Pearson"], same["Spearman"]):
+        assert (value, low, high) == pytest.approx((1, 1, 1))
+    assert same["imagined − real"] == pytest.approx((0, 0, 0))
 
 
 def test_the_rules_of_avoid_judge_what_the_simulator_does() -> None:

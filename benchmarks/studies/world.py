@@ -1,0 +1,233 @@
+"""How far a learned world is from its task: errors by horizon, judgement of policies, speed.
+
+    python -m benchmarks.studies.world avoid=runs/world --dataset rolled.hdf5       errors and speed
+    python -m benchmarks.studies.world avoid=runs/world runs/tuned/checkpoints/*    imagined against real
+    python -m benchmarks.studies.world --report                                     only the page
+
+Policies of the second line play as many episodes in the world as in the task. Every line leaves one JSON file
+in docs/results/world/; the page docs/results/world.md is made of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import rankdata
+
+from algos.cloning.world import errors_by_horizon
+from benchmarks import pages
+from burnish.runs.evaluation import evaluate_with
+from burnish.runs.locate import load_policy, locate
+from envs.datasets import read_dataset
+from envs.evaluation.settings import EvaluationSettings
+from envs.spec import EnvConfig
+from envs.tasks.world import LearnedTask
+
+HORIZONS = (1, 5, 10, 20, 35, 50)
+NUM_ENVS = (1, 64)
+_FEWEST = 6  # policies below which no correlation is printed
+
+
+def errors(task: LearnedTask, dataset: str) -> list[float]:
+    """Return the errors of states after 1 … 50 recorded actions, in deviations of the state."""
+    world: Any = load_policy(task.folder)
+    return errors_by_horizon(world, read_dataset(dataset), max(HORIZONS))
+
+
+def speed(env: EnvConfig, num_envs: int, *, seconds: float = 5.0) -> float:
+    """Return control steps per second of processor time, resets included, under a constant slow action."""
+    vector = env.make_vector(num_envs)
+    vector.reset(range(num_envs))
+    low, high = np.asarray(env.spec.action_low), np.asarray(env.spec.action_high)
+    actions = np.broadcast_to((low + high) / 2 + 0.2 * (high - low) / 2, (num_envs, 4, len(low)))
+    began, steps = time.process_time(), 0
+    while (used := time.process_time() - began) < seconds:
+        step = vector.step_chunk(actions)
+        steps += int(step.length.sum())
+        ended = np.flatnonzero(step.done)
+        if ended.size:
+            vector.reset(range(steps, steps + len(ended)), ended)
+    vector.close()
+    return steps / used
+
+
+def played(policy: Any, env: EnvConfig, episodes: int) -> dict[str, Any]:
+    """Return what came of the episodes 0 to E - 1, in their order."""
+    found = evaluate_with(policy, env, EvaluationSettings(episodes=episodes), num_workers=0)
+    values = [float(row.success if env.spec.success_rule else row.return_) for row in found.rows]
+    return {"values": values, "length": [row.length for row in found.rows]}
+
+
+# -- agreement ------------------------------------------------------------------------------------------
+
+
+def rank_violation(imagined: np.ndarray, real: np.ndarray) -> float:
+    """Return the mean over policies of the largest real gap to a policy that is ranked the other way."""
+    gap = np.abs(real[:, None] - real)
+    swapped = np.sign(imagined[:, None] - imagined) != np.sign(real[:, None] - real)
+    return float((gap * swapped).max(axis=1).mean())
+
+
+def pearson(imagined: np.ndarray, real: np.ndarray) -> float:
+    """Return the linear correlation."""
+    return float(np.corrcoef(imagined, real)[0, 1])
+
+
+MEASURES: Mapping[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "Pearson": pearson,
+    "Spearman": lambda imagined, real: pearson(rankdata(imagined), rankdata(real)),
+    "rank violation (MMRV)": rank_violation,
+    "imagined − real": lambda imagined, real: float((imagined - real).mean()),
+}
+
+
+def agreement(
+    imagined: np.ndarray, real: np.ndarray, *, draws: int = 1000
+) -> dict[str, tuple[float, float, float]]:
+    """Return every measure with its 95 % interval, by bootstrap over policies and, in them, episodes.
+
+    Shapes:
+        imagined, real: (n, E), results of the episodes of n policies.
+    """
+    generator, (n, episodes) = np.random.default_rng(0), real.shape
+    drawn: dict[str, list[float]] = {name: [] for name in MEASURES}
+    for _ in range(draws):
+        some = generator.integers(n, size=n)[:, None]
+        means = [
+            rows[some, generator.integers(episodes, size=(n, episodes))].mean(axis=1)
+            for rows in (imagined, real)
+        ]
+        if min(np.ptp(mean) for mean in means) > 0:
+            for name, measure in MEASURES.items():
+                drawn[name].append(measure(*means))
+    found = {}
+    for name, measure in MEASURES.items():
+        low, high = np.quantile(drawn[name], [0.025, 0.975])
+        found[name] = (measure(imagined.mean(axis=1), real.mean(axis=1)), float(low), float(high))
+    return found
+
+
+def ceiling(real: np.ndarray) -> dict[str, float]:
+    """Return the measures between the even and the odd real episodes: what noise alone leaves."""
+    one, two = (real[:, i::2].mean(axis=1) for i in (0, 1))
+    return {name: measure(one, two) for name, measure in MEASURES.items()}
+
+
+# -- report ---------------------------------------------------------------------------------------------
+
+INTRODUCTION = """`python -m benchmarks.studies.world`: [learned worlds](../algorithms/world.md) against the
+tasks that they were learned of."""
+
+
+def report() -> Path:
+    """Write the page."""
+    found = pages.kept("world", advice="give task=<world> first")
+    lines = ["# Learned worlds against their tasks", "", INTRODUCTION]
+    for one in found:
+        lines += ["", *(_judged(one) if "policies" in one else _measured(one))]
+    return pages.write("world", lines + pages.origin("world", found[0]))
+
+
+def _measured(one: Mapping[str, Any]) -> Iterator[str]:
+    yield f"## {one['task']}: errors and speed"
+    yield ""
+    yield (
+        "Error of the state after recorded actions, without reading states in between, in deviations of the "
+        f"state; {one['members']} members, {one['dataset']}."
+    )
+    yield ""
+    shown = [h for h in HORIZONS if h <= len(one["errors"])]
+    yield from pages.table(
+        ("after", *(f"{h} steps" for h in shown)),
+        [("error", *(f"{one['errors'][h - 1]:.3f}" for h in shown))],
+    )
+    yield ""
+    rows = [
+        (n, *(f"{one['speed'][kind][i]:,.0f}" for kind in ("world", "task"))) for i, n in enumerate(NUM_ENVS)
+    ]
+    yield from pages.table(("environments", "steps per s of processor time, world", "task"), rows)
+
+
+def _judged(one: Mapping[str, Any]) -> Iterator[str]:
+    imagined, real = (
+        np.array([row[kind]["values"] for row in one["policies"]]) for kind in ("imagined", "real")
+    )
+    yield f"## {one['task']}: judged by imagination"
+    yield ""
+    rules = "known" if one["known_rules"] else "learned"
+    yield f"{real.shape[1]} episodes per policy and side; rewards and ends by {rules} rules."
+    yield ""
+    rows = [(row["label"], f"{a:.2f}", f"{b:.2f}") for row, a, b in zip(
+        one["policies"], imagined.mean(axis=1), real.mean(axis=1), strict=True)]  # fmt: skip
+    yield from pages.table(("policy", "imagined", "real"), rows)
+    if len(real) >= _FEWEST:
+        least = ceiling(real)
+        yield ""
+        yield from pages.table(
+            ("measure", "value (95 %)", "between halves of the real episodes"),
+            [
+                (name, f"{value:.2f} ({low:.2f} to {high:.2f})", f"{least[name]:.2f}")
+                for name, (value, low, high) in agreement(imagined, real).items()
+            ],
+        )
+
+
+def measure(name: str, task: LearnedTask, options: argparse.Namespace) -> Path:
+    """Measure what is asked for; returns the JSON file."""
+    if not options.policies:
+        world: Any = load_policy(task.folder)
+        content = {
+            "task": name,
+            "members": len(world.members),
+            "dataset": Path(options.dataset).name,
+            "errors": errors(task, options.dataset),
+            "speed": {
+                "world": [speed(task, n) for n in NUM_ENVS],
+                "task": [speed(task.imagined, n) for n in NUM_ENVS],
+            },
+        }
+        return pages.keep("world", f"{name}-errors", content)
+    rows = []
+    for path in options.policies:
+        found = locate(path)
+        policy = found.load().eval()
+        sides = {"imagined": task, "real": task.imagined}
+        results = {side: played(policy, env, options.episodes) for side, env in sides.items()}
+        rows.append({"label": found.label, **results})
+        means = ", ".join(f"{side} {np.mean(result['values']):.3f}" for side, result in results.items())
+        print(f"{name}: {found.label}: {means}", flush=True)
+    is_known = task.judge is not None
+    content = {"task": name, "known_rules": is_known, "policies": rows}
+    return pages.keep("world", f"{name}-judged-{'known' if is_known else 'learned'}", content)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is asked for and write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("world", nargs="?", help="task=<run or directory of a world>")
+    parser.add_argument("policies", nargs="*", help="policies to judge")
+    parser.add_argument("--dataset", help="recorded episodes of the task")
+    parser.add_argument("--episodes", type=int, default=100)
+    parser.add_argument("--learned-rules", action="store_true", help="rewards and ends as learned")
+    parser.add_argument("--report", action="store_true", help="only write the page")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if not options.report:
+        name, _, path = options.world.partition("=")
+        task = LearnedTask(model=path, known_rules=not options.learned_rules)
+        print(f"written: {measure(name, task, options)}", flush=True)
+    print(f"written: {report()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -118,7 +118,16 @@ class Fleet:
         policy, dataset = self._given
         listen = f"listen=tcp://127.0.0.1:{self.port}"
         out = f"out={self.folder / 'learner'}"
-        self.start("learner", "learn", f"policy={policy}", f"dataset={dataset}", listen, out, "lr=1e-4")
+        self.start(
+            "learner",
+            "learn",
+            f"policy={policy}",
+            f"dataset={dataset}",
+            listen,
+            out,
+            "lr=3e-4",
+            "batch_size=128",
+        )
 
     def start_robot(self, name: str, *words: str) -> None:
         address = self.cable.address if name == CUT else f"tcp://127.0.0.1:{self.port}"

@@ -6,6 +6,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 from messages import mentions
 from small_policies import policy_for
@@ -20,6 +21,7 @@ from envs.datasets import write_dataset
 from envs.make import env as make_env
 from envs.rollouts.collect import collect
 from envs.spec import named_options
+from envs.tasks.avoid.task import start_position
 from policies.errors import ConfigError
 from policies.serving.fleet import EpisodeFiles, FleetTask
 from policies.storage.policy_folder import save_policy
@@ -76,3 +78,12 @@ def test_commands_name_what_is_missing(tmp_path: Path) -> None:
         fleet_learn.run(FleetLearnConfig(out="fleet"), RunContext(tmp_path))
     with pytest.raises(ConfigError, match=mentions("name=<robot>")):
         fleet_act.run(FleetActConfig(env=make_env("avoid")), RunContext(tmp_path))
+
+
+def test_which_episodes_are_watched_says_nothing_of_how_they_begin() -> None:
+    drawn = [fleet_act.episode_of("arm1", number, 0.5) for number in range(400)]
+    assert len({seed for seed, _ in drawn}) == 400
+    sides = np.array([start_position(seed)[0] > 0 for seed, _ in drawn])
+    watched = np.array([is_watched for _, is_watched in drawn])
+    assert abs(watched.mean() - 0.5) < 0.1
+    assert abs(sides[watched].mean() - sides[~watched].mean()) < 0.15  # three standard deviations

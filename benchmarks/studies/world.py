@@ -1,11 +1,12 @@
 """How far a learned world is from its task: errors by horizon, judgement of policies, speed.
 
-    python -m benchmarks.studies.world avoid=runs/world --dataset rolled.hdf5       errors and speed
+    python -m benchmarks.studies.world avoid=runs/world                             errors and speed
     python -m benchmarks.studies.world avoid=runs/world runs/tuned/checkpoints/*    imagined against real
     python -m benchmarks.studies.world --report                                     only the page
 
-Policies of the second line play as many episodes in the world as in the task. Every line leaves one JSON file
-in docs/results/world/; the page docs/results/world.md is made of these.
+Errors are those on the episodes that the run held out. Policies of the second line play as many episodes in
+the world as in the task. Every line leaves one JSON file in docs/results/world/; the page
+docs/results/world.md is made of these.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
-from algos.cloning.world import errors_by_horizon
+from algos.cloning.world import errors_by_horizon, held_out
+from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import load_policy, locate
@@ -35,10 +37,15 @@ NUM_ENVS = (1, 64)
 _FEWEST = 6  # policies below which no correlation is printed
 
 
-def errors(task: LearnedTask, dataset: str) -> list[float]:
-    """Return the errors of states after 1 … 50 recorded actions, in deviations of the state."""
-    world: Any = load_policy(task.folder)
-    return errors_by_horizon(world, read_dataset(dataset), max(HORIZONS))
+def errors(run: RunDirectory) -> tuple[list[float], int]:
+    """Return the errors of states after 1 … 50 recorded actions, and the number of episodes."""
+    config = run.config
+    dataset = read_dataset(config["dataset"], **config["reader"])
+    _, episodes = held_out(dataset, config["algo"]["validation_fraction"], config["seed"])
+    if episodes is None:
+        raise SystemExit(f"{run.path} held out no episodes.")
+    world: Any = load_policy(run.policy_path())
+    return errors_by_horizon(world, episodes, max(HORIZONS)), episodes.num_episodes
 
 
 def speed(env: EnvConfig, num_envs: int, *, seconds: float = 5.0) -> float:
@@ -136,11 +143,14 @@ def report() -> Path:
 
 
 def _measured(one: Mapping[str, Any]) -> Iterator[str]:
+    given = one["configuration"]
+    algo = given["algo"]
     yield f"## {one['task']}: errors and speed"
     yield ""
     yield (
         "Error of the state after recorded actions, without reading states in between, in deviations of the "
-        f"state; {one['members']} members, {one['dataset']}."
+        f"state, on {one['episodes']} episodes of {given['dataset']} that were held out; "
+        f"{algo['members']} members, {algo['steps']:,} steps each, process={given['process']['name']}."
     )
     yield ""
     shown = [h for h in HORIZONS if h <= len(one["errors"])]
@@ -182,12 +192,13 @@ def _judged(one: Mapping[str, Any]) -> Iterator[str]:
 def measure(name: str, task: LearnedTask, options: argparse.Namespace) -> Path:
     """Measure what is asked for; returns the JSON file."""
     if not options.policies:
-        world: Any = load_policy(task.folder)
+        run = RunDirectory.open(str(task.model))
+        found, episodes = errors(run)
         content = {
             "task": name,
-            "members": len(world.members),
-            "dataset": Path(options.dataset).name,
-            "errors": errors(task, options.dataset),
+            "configuration": pages.configuration(run),
+            "episodes": episodes,
+            "errors": found,
             "speed": {
                 "world": [speed(task, n) for n in NUM_ENVS],
                 "task": [speed(task.imagined, n) for n in NUM_ENVS],
@@ -215,7 +226,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("world", nargs="?", help="task=<run or directory of a world>")
     parser.add_argument("policies", nargs="*", help="policies to judge")
-    parser.add_argument("--dataset", help="recorded episodes of the task")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--learned-rules", action="store_true", help="rewards and ends as learned")
     parser.add_argument("--report", action="store_true", help="only write the page")

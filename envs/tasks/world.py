@@ -64,7 +64,8 @@ class LearnedStepper:
         self._num_members = len(world.members)
         self._states = np.zeros((num_envs, world.state_dim))
         self._seeds, self._elapsed, self._member = np.zeros((3, num_envs), np.int64)
-        self._answers(*np.zeros((2, 0), np.int64), np.zeros((0, world.obs_dim - world.state_dim)))
+        nobody = np.zeros(0, np.int64)
+        self._answers(nobody, nobody, np.zeros((0, world.obs_dim - world.state_dim)))
         seal(world)
 
     def reset(self, row: int, seed: int) -> Array:

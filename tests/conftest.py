@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def _with_one_table(export: Callable[..., Any]) -> Callable[..., Any]:
         from torch.onnx._internal.exporter._registration import ONNXRegistry  # takes a while
 
         operators._materialize_cpp_cia_ops = functools.cache(operators._materialize_cpp_cia_ops)
+        torch._ops.Callable = typing.Callable  # keeps the thousands of annotations of an export
         CapturedTraceback.summary = lambda self: traceback.StackSummary()
         ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
 
@@ -111,7 +113,7 @@ def pytest_runtest_call() -> None:
 
 
 def _seed_global_generators(seed: int) -> None:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` looks for accelerators: 0.7 ms
     np.random.seed(seed)
     random.seed(seed)
 

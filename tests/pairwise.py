@@ -141,3 +141,35 @@ class Laws:
             for case in self._selected
             if case.values[0] == test
         ]
+
+
+class Shared:
+    """Laws of the same values, which share them: every law meets every kind, and every value meets a law.
+
+    With `--all` every law meets every value. A module makes one such object, decorates its tests by it, and
+    calls `generate` the hook `pytest_generate_tests`.
+    """
+
+    def __init__(self, name: str, values: Iterable[Any], kind: Callable[[Any], Any]) -> None:
+        self.name, self.tests = name, list[str]()
+        self.kinds: dict[Any, list[Any]] = {}
+        for value in values:
+            self.kinds.setdefault(kind(value), []).append(value)
+
+    def __call__(self, test: Callable[..., None]) -> Callable[..., None]:
+        """Make a test one of the laws."""
+        self.tests.append(test.__name__)
+        return test
+
+    def generate(self, metafunc: pytest.Metafunc) -> None:
+        """Parametrize a law by its values."""
+        if metafunc.function.__name__ in self.tests:
+            metafunc.parametrize(self.name, self.of(metafunc.function.__name__))
+
+    def of(self, test: str) -> list[Any]:
+        """Values of one law: of every kind the next ones, so that all laws together meet each."""
+        law, count, chosen = self.tests.index(test), len(self.tests), []
+        for members in self.kinds.values():
+            share = members[law::count] or [members[law % len(members)]]
+            chosen += members if everything else share
+        return chosen

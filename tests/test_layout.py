@@ -93,9 +93,25 @@ def run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from run_on_import([inner])
 
 
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a module; several laws look at each."""
+    return list(ast.walk(tree))
+
+
 def calls(tree: ast.Module, is_wanted: Callable[[ast.Call], bool]) -> list[int]:
     """Return the lines of the calls that `is_wanted` picks."""
-    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and is_wanted(node)]
+    return [node.lineno for node in nodes(tree) if isinstance(node, ast.Call) and is_wanted(node)]
+
+
+def called(call: ast.Call, names: set[str]) -> tuple[str, str]:
+    """Return what a function is taken from, and its name, if that is one of `names`, else two empty texts."""
+    func = call.func
+    if isinstance(func, ast.Name):
+        return "", func.id if func.id in names else ""
+    if isinstance(func, ast.Attribute) and func.attr in names:
+        return ast.unparse(func.value), func.attr
+    return "", ""
 
 
 # -- imports --------------------------------------------------------------------------------------------
@@ -204,6 +220,7 @@ def test_nothing_prints_behind_the_console_s_back() -> None:
 
 
 DRAWS = {"randn", "rand", "randint", "randperm", "normal", "multinomial", "bernoulli", "poisson"}
+DRAWS_LIKE = {"randn_like", "rand_like", "randint_like"}
 DRAWING_METHODS = {
     *("normal_", "uniform_", "bernoulli", "bernoulli_", "random_", "exponential_", "log_normal_"),
     *("geometric_", "cauchy_"),
@@ -228,26 +245,25 @@ def is_given(call: ast.Call, name: str, *, at: int | None = None) -> bool:
 
 def draws_from_global_state(call: ast.Call) -> bool:
     """Tell whether a call draws numbers that no argument decides."""
-    text = ast.unparse(call.func)
-    module, _, function = text.rpartition(".")
+    module, function = called(call, DRAWS | NUMPY_DRAWS | SEEDED | DRAWS_LIKE)
     if module == "torch" and function in DRAWS:
         return not is_given(call, "generator")
     if function in SEEDED:
         return not is_given(call, "seed", at=0)
     is_legacy = module in ("np.random", "numpy.random") and function in DRAWS | NUMPY_DRAWS
-    return is_legacy or text in ("torch.randn_like", "torch.rand_like", "torch.randint_like")
+    return is_legacy or (module == "torch" and function in DRAWS_LIKE)
 
 
 def draws_in_place(call: ast.Call) -> bool:
     """Tell whether a call is a method of a tensor that draws from the global state; `nn.init` is exempt."""
-    module, _, function = ast.unparse(call.func).rpartition(".")
+    module, _ = called(call, DRAWING_METHODS)
     is_method = bool(module) and module != "torch" and module.rpartition(".")[2] != "init"
-    return is_method and function in DRAWING_METHODS and not is_given(call, "generator")
+    return is_method and not is_given(call, "generator")
 
 
 def test_random_numbers_come_from_an_argument() -> None:
     assert not offenders(lambda path, tree: calls(tree, draws_from_global_state))
-    assert not offenders(lambda path, tree: imported(ast.walk(tree)) & {"random"})
+    assert not offenders(lambda path, tree: imported(nodes(tree)) & {"random"})
     assert set(offenders(lambda path, tree: calls(tree, draws_in_place))) == INITIAL_WEIGHTS
 
 
@@ -296,7 +312,7 @@ VAGUE = {"util", "utils", "misc", "helper", "helpers", "manager", "managers"}
 
 def defined_names(tree: ast.Module) -> Iterator[str]:
     """Yield every name that a module gives to something."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):

@@ -67,3 +67,14 @@ def test_laws_share_their_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pairs_of(rows()) == pairs_of(product) and len(rows()) < len(product) / 2
     monkeypatch.setattr(pairwise, "everything", True)
     assert rows() == product
+
+
+def test_laws_that_share_values_meet_every_kind_and_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = ["a1", "a2", "b1", *(f"c{number}" for number in range(9))]
+    laws = pairwise.Shared("value", values, lambda value: value[0])
+    laws.tests += ["one", "two", "three"]
+    met = {test: laws.of(test) for test in laws.tests}
+    assert all({value[0] for value in found} == set("abc") for found in met.values())
+    assert set().union(*met.values()) == set(values) and sum(map(len, met.values())) == 3 + 3 + 9
+    monkeypatch.setattr(pairwise, "everything", True)
+    assert laws.of("two") == values

@@ -162,7 +162,7 @@ def test_the_expectile_of_numbers_is_where_their_loss_is_least() -> None:
 def test_a_new_actor_becomes_better_than_the_data(config: Any) -> None:
     """The data are 0.32 away from the best action on average, and imitating them perfectly is not better."""
     extra = {"alpha": 10.0} if issubclass(config, ConstrainedTd3Config) else {"temperature": 10.0}
-    run = run_of(small(config, steps=200, actor_lr=3e-3, critic_lr=3e-3, **extra))
+    run = run_of(small(config, steps=100, actor_lr=1e-2, critic_lr=1e-2, **extra))
     while run.progress < run.total:
         run.advance()
     noise = bandit().actions - bandit().observations

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from drawing import require_drawing
 from messages import mentions
-from pairwise import representatives
+from pairwise import Shared, representatives
 
 from burnish.config.schema import describe_part, restore_part
 from envs.engine.pixels import FREE, HasCameras
@@ -23,6 +23,8 @@ from policies.registry import parts
 
 CHUNK = 3
 NAMES = [name for name, part in parts("env").items() if not hasattr(part, "needs")]
+every_task = Shared("name", NAMES, lambda name: name.rpartition("-")[0] or name)
+pytest_generate_tests = every_task.generate
 UNIT = re.compile(r"\w.* \[[^\[\]]+\]$")
 
 
@@ -64,7 +66,7 @@ def test_the_description_is_complete_and_needs_no_simulator(name: str) -> None:
     assert restore_part("env", json.loads(json.dumps(describe_part("env", config)))) == config
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_task
 def test_an_episode_follows_from_its_seed_and_actions_in_any_vector(name: str) -> None:
     config = env(name)
     wide, single = vector_of(config, 2, obs_steps=2), vector_of(config, 1, obs_steps=2)
@@ -89,7 +91,7 @@ def test_an_episode_follows_from_its_seed_and_actions_in_any_vector(name: str) -
     single.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_task
 def test_actions_outside_the_box_act_like_the_nearest_inside(name: str) -> None:
     config = env(name)
     vector = vector_of(config, 2)
@@ -102,7 +104,7 @@ def test_actions_outside_the_box_act_like_the_nearest_inside(name: str) -> None:
     vector.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_task
 def test_the_time_limit_truncates_and_a_reset_touches_its_rows_only(name: str) -> None:
     config = short(name, CHUNK + 1)
     vector = vector_of(config, 2)
@@ -119,7 +121,7 @@ def test_the_time_limit_truncates_and_a_reset_touches_its_rows_only(name: str) -
     vector.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_task
 def test_an_episode_that_the_limit_ends_hands_out_its_own_last_observation(name: str) -> None:
     """The one that the same episode has without the limit; the next episode begins when it is asked to."""
     limited, free = vector_of(short(name, CHUNK + 1), 1, obs_steps=2), vector_of(env(name), 1, obs_steps=2)
@@ -138,7 +140,7 @@ def test_an_episode_that_the_limit_ends_hands_out_its_own_last_observation(name:
         vector.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_task
 def test_a_chunk_that_no_row_takes_part_in_does_nothing(name: str) -> None:
     config = env(name)
     vector = vector_of(config, 1)
@@ -149,7 +151,7 @@ def test_a_chunk_that_no_row_takes_part_in_does_nothing(name: str) -> None:
     vector.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_task
 def test_metrics_are_the_announced_ones(name: str) -> None:
     config = env(name)
     vector = vector_of(config, 2)
@@ -160,7 +162,7 @@ def test_metrics_are_the_announced_ones(name: str) -> None:
     vector.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_task
 def test_a_saved_state_continues_bit_exactly(name: str) -> None:
     config = env(name)
     vector = vector_of(config, 2, obs_steps=2)

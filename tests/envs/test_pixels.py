@@ -123,9 +123,14 @@ def test_cubes_look_as_in_the_visual_worlds_of_ogbench(monkeypatch: pytest.Monke
     import gymnasium
     from ogbench.manipspace.envs.manipspace_env import ManipSpaceEnv
 
+    renderers: dict[Any, OffscreenRenderer] = {}
+
     def drawn(self: Any, *_: object, **__: object) -> np.ndarray:
-        with OffscreenRenderer(self._model, width=32, height=32, camera="front_pixels") as renderer:
-            return renderer.frame(self._data)
+        if self._model not in renderers:
+            renderers[self._model] = OffscreenRenderer(
+                self._model, width=32, height=32, camera="front_pixels"
+            )
+        return renderers[self._model].frame(self._data)
 
     monkeypatch.setattr(ManipSpaceEnv, "render", drawn)
     config = env("cube-single", task=2, cameras=("front_pixels",), image_size=(32, 32))
@@ -136,6 +141,8 @@ def test_cubes_look_as_in_the_visual_worlds_of_ogbench(monkeypatch: pytest.Monke
     theirs = gymnasium.make("visual-cube-single-singletask-task2-v0", disable_env_checker=True)
     expected, _ = theirs.reset(seed=5)
     theirs.close()
+    for renderer in renderers.values():
+        renderer.close()
     np.testing.assert_array_equal(mine, expected)
 
 

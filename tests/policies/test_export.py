@@ -42,12 +42,12 @@ FILES = {MODEL, SIGNATURE, SAMPLE, REPORT, CARD, RUNNER}
 
 def switched_policy() -> Policy:
     """A policy whose last steps run another network."""
-    policy = small_policy(VPDiffusion(num_levels=4), DDPM())
+    policy = small_policy(VPDiffusion(num_levels=2), DDPM())
     tuned = copy.deepcopy(policy.field)
     with torch.no_grad():
         for weight in tuned.parameters():
             weight.mul_(1.3)
-    policy.field = SwitchedField(policy.field, tuned, switch_time=1.5)
+    policy.field = SwitchedField(policy.field, tuned, switch_time=0.5)
     return policy
 
 

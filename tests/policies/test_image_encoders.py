@@ -227,7 +227,7 @@ def test_a_compiled_encoder_is_one_graph_with_the_same_numbers(name: str) -> Non
     policy = build(ENCODERS[name], obs_steps=2)
     obs = observe(policy, 3)
     torch._dynamo.reset()
-    compiled: Callable[..., Any] = torch.compile(policy.encode, fullgraph=True, backend="aot_eager")
+    compiled: Callable[..., Any] = torch.compile(policy.encode, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(obs).vec, policy.encode(obs).vec, atol=1e-5, rtol=1e-5)
 

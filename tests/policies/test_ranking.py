@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
+from pairwise import repeated
 from small_policies import observations, small_policy
 from torch import Tensor
 
@@ -85,21 +86,26 @@ def test_an_energy_chooses_the_chunk_of_the_lowest(process: Any) -> None:
     assert torch.equal(chosen, best(plans, -energies)) and bool(energies.std(dim=1).min() > 0)
 
 
-@pytest.mark.parametrize(
-    ("score", "parts"),
-    [
-        ("density", (RectifiedFlow(), Euler(steps=1))),
-        ("density", MIXTURE),
-        ("energy", (EBT[0], Descent(steps=1))),
-    ],
-)
-def test_a_ranked_policy_is_a_directory_and_a_graph(score: str, parts: Any, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="needs the extra 'export'")
+SCORED = [
+    ("density", (RectifiedFlow(), Euler(steps=1))),
+    ("density", MIXTURE),
+    ("energy", (EBT[0], Descent(steps=1))),
+]
+
+
+@pytest.mark.parametrize(("score", "parts"), SCORED)
+def test_a_ranked_policy_is_a_directory(score: str, parts: Any, tmp_path: Path) -> None:
     policy = ranked(score, *parts, count=2, score_draws=2).eval()
     again = load_policy(save_policy(policy, tmp_path / "policy"))
     noise = policy.sample_noise(4, generator=torch.Generator().manual_seed(1))
     assert torch.equal(again.act(observations(4), noise=noise), policy.act(observations(4), noise=noise))
-    report = export_onnx(again, tmp_path / "exported", batch_sizes=(1, 5), latency_batches=())
+
+
+@pytest.mark.parametrize(("score", "parts"), repeated(SCORED))
+def test_a_ranked_policy_is_a_graph(score: str, parts: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs the extra 'export'")
+    policy = ranked(score, *parts, count=2, score_draws=2).eval()
+    report = export_onnx(policy, tmp_path / "exported", batch_sizes=(1, 5), latency_batches=())
     assert report.worst < 1e-5
 
 

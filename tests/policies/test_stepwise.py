@@ -38,13 +38,13 @@ from policies.wrappers.score_correction import Perturbation
 TOLERANCE = 1e-5
 
 
-def guided() -> Policy:
-    """A policy that attends to its goal twice: with it and without it."""
-    return small_policy(RectifiedFlow(), Euler(steps=2), goal_dim=GOAL_DIM, goal_dropout=0.1, guidance=1.5)
+def guided_with_memory() -> Policy:
+    """A policy that attends to its goal twice, with it and without it, and to its last prediction."""
+    guided = {"goal_dim": GOAL_DIM, "goal_dropout": 0.1, "guidance": 1.5}
+    return small_policy(VPDiffusion(num_levels=8), DPMpp2M(steps=3), **guided)
 
 
 STEPWISE = {
-    "memory": lambda: small_policy(VPDiffusion(num_levels=8), DPMpp2M(steps=3)),
     "clipped eps": lambda: small_policy(
         VPDiffusion(num_levels=8, prediction="v"),
         DDIM(steps=2, eta_per_dim=(0.2, 1.0), eps_clip=2.0, recompute_eps=False),
@@ -54,7 +54,7 @@ STEPWISE = {
     "edm": lambda: small_policy(Edm(), Euler(steps=2)),
     "two stops": lambda: small_policy(Mip()),
     "energy": lambda: small_policy(ScoreEnergy(num_levels=4), DDIM(steps=2)),
-    "guided": guided,
+    "guided with memory": guided_with_memory,
 }
 if everything:  # else a descent is exported by the test of its walks alone
     STEPWISE["descent"] = lambda: small_policy(EnergyDescent(), Descent(steps=3))

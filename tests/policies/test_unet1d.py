@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from pairwise import everything
 from torch import Tensor, nn
 
 import policies.backbones.unet1d as module
@@ -541,6 +542,7 @@ def test_tokens_are_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not everything, reason="with --all: without it a perceptron is compiled")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_gradients_of_a_compiled_network_equal_eager_ones() -> None:
     small = built(CONFIGS["one-level"])

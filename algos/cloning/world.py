@@ -92,7 +92,7 @@ class LearnedWorld:
             raise ConfigError(f"algo={name} learns a new world; leave init out.")
         dataset = dataset_of(setup, name, "recorded steps")
         self._seed, self._device = setup.seed, setup.device
-        self._train, self._held_out = _split(dataset, config.validation_fraction, setup.seed)
+        self._train, self._held_out = held_out(dataset, config.validation_fraction, setup.seed)
         rows = answers_of(self._train)
         cloning = BcConfig(
             steps=config.steps,
@@ -203,6 +203,14 @@ def flags_of(dataset: EpisodeDataset, frames: Tensor, terminated: Tensor) -> Ten
     return torch.stack([terminated, success], dim=1)
 
 
+def held_out(
+    dataset: EpisodeDataset, fraction: float, seed: int
+) -> tuple[EpisodeDataset, EpisodeDataset | None]:
+    """Return the episodes that a run with this seed learns from, and those it is measured on, if any."""
+    count = int(fraction * dataset.num_episodes)
+    return dataset.split(count / dataset.num_episodes, seed=seed) if count else (dataset, None)
+
+
 def episode_of(dataset: EpisodeDataset, frames: Tensor) -> Tensor:
     """Return the episodes (M,) of frames (M,)."""
     return torch.bucketize(frames, dataset.episode_start[1:], right=True)
@@ -256,13 +264,6 @@ def _of_answers(policy: PolicyConfig) -> PolicyConfig:
         normalizer={"state": "gaussian", "action": "gaussian"},
         observation_clip=None,
     )
-
-
-def _split(
-    dataset: EpisodeDataset, fraction: float, seed: int
-) -> tuple[EpisodeDataset, EpisodeDataset | None]:
-    count = int(fraction * dataset.num_episodes)
-    return dataset.split(count / dataset.num_episodes, seed=seed) if count else (dataset, None)
 
 
 def _evenly(count: int, most: int) -> Tensor:

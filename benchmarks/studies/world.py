@@ -1,11 +1,12 @@
 """How far a learned world is from its task: errors by horizon, judgement of policies, speed.
 
-    python -m benchmarks.studies.world avoid=runs/world --dataset rolled.hdf5       errors and speed
+    python -m benchmarks.studies.world avoid=runs/world                             errors and speed
     python -m benchmarks.studies.world avoid=runs/world runs/tuned/checkpoints/*    imagined against real
     python -m benchmarks.studies.world --report                                     only the page
 
-Policies of the second line play as many episodes in the world as in the task. Every line leaves one JSON file
-in docs/results/world/; the page docs/results/world.md is made of these.
+Errors are those on the episodes that the run held out. Policies of the second line play as many episodes in
+the world as in the task. Every line leaves one JSON file in docs/results/world/; the page
+docs/results/world.md is made of these.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
-from algos.cloning.world import errors_by_horizon
+from algos.cloning.world import errors_by_horizon, held_out
+from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import load_policy, locate
 from envs.datasets import read_dataset
+from envs.evaluation.intervals import paired_difference
 from envs.evaluation.settings import EvaluationSettings
 from envs.spec import EnvConfig
 from envs.tasks.world import LearnedTask
@@ -35,10 +39,15 @@ NUM_ENVS = (1, 64)
 _FEWEST = 6  # policies below which no correlation is printed
 
 
-def errors(task: LearnedTask, dataset: str) -> list[float]:
-    """Return the errors of states after 1 … 50 recorded actions, in deviations of the state."""
-    world: Any = load_policy(task.folder)
-    return errors_by_horizon(world, read_dataset(dataset), max(HORIZONS))
+def errors(run: RunDirectory) -> tuple[list[float], int]:
+    """Return the errors of states after 1 … 50 recorded actions, and the number of episodes."""
+    config = run.config
+    dataset = read_dataset(config["dataset"], **config["reader"])
+    _, episodes = held_out(dataset, config["algo"]["validation_fraction"], config["seed"])
+    if episodes is None:
+        raise SystemExit(f"{run.path} held out no episodes.")
+    world: Any = load_policy(run.policy_path())
+    return errors_by_horizon(world, episodes, max(HORIZONS)), episodes.num_episodes
 
 
 def speed(env: EnvConfig, num_envs: int, *, seconds: float = 5.0) -> float:
@@ -128,7 +137,7 @@ tasks that they were learned of."""
 
 def report() -> Path:
     """Write the page."""
-    found = pages.kept("world", advice="give task=<world> first")
+    found = pages.kept("world", advice="give name=<run of a world> first")
     lines = ["# Learned worlds against their tasks", "", INTRODUCTION]
     for one in found:
         lines += ["", *(_judged(one) if "policies" in one else _measured(one))]
@@ -136,11 +145,14 @@ def report() -> Path:
 
 
 def _measured(one: Mapping[str, Any]) -> Iterator[str]:
+    given = one["configuration"]
+    algo = given["algo"]
     yield f"## {one['task']}: errors and speed"
     yield ""
     yield (
         "Error of the state after recorded actions, without reading states in between, in deviations of the "
-        f"state; {one['members']} members, {one['dataset']}."
+        f"state, on {one['episodes']} episodes of {given['dataset']} that were held out; "
+        f"{algo['members']} members, {algo['steps']:,} steps each, process={given['process']['name']}."
     )
     yield ""
     shown = [h for h in HORIZONS if h <= len(one["errors"])]
@@ -156,17 +168,18 @@ def _measured(one: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _judged(one: Mapping[str, Any]) -> Iterator[str]:
-    imagined, real = (
-        np.array([row[kind]["values"] for row in one["policies"]]) for kind in ("imagined", "real")
-    )
-    yield f"## {one['task']}: judged by imagination"
+    policies = in_order(one["policies"])
+    imagined, real = (np.array([row[kind]["values"] for row in policies]) for kind in ("imagined", "real"))
+    yield f"## {one['task']}: judged by imagination, {one['rules']} rules"
     yield ""
-    rules = "known" if one["known_rules"] else "learned"
-    yield f"{real.shape[1]} episodes per policy and side; rewards and ends by {rules} rules."
+    yield f"{real.shape[1]} episodes per policy and side; differences are paired, with 95 % intervals."
     yield ""
-    rows = [(row["label"], f"{a:.2f}", f"{b:.2f}") for row, a, b in zip(
-        one["policies"], imagined.mean(axis=1), real.mean(axis=1), strict=True)]  # fmt: skip
-    yield from pages.table(("policy", "imagined", "real"), rows)
+    rows = [
+        (row["label"], row["algo"], f"{said.mean():.2f}", f"{true.mean():.2f}", _difference(real[0], true))
+        for row, said, true in zip(policies, imagined, real, strict=True)
+    ]
+    first = policies[0]["label"]
+    yield from pages.table(("policy", "made by", "imagined", "real", f"real − real of {first}"), rows)
     if len(real) >= _FEWEST:
         least = ceiling(real)
         yield ""
@@ -179,33 +192,39 @@ def _judged(one: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def in_order(policies: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the judged policies by run, as first given, and step."""
+    runs = list(dict.fromkeys(row["run"] for row in policies))
+    return sorted(policies, key=lambda row: (runs.index(row["run"]), row["step"] or 0))
+
+
+def _difference(before: np.ndarray, after: np.ndarray) -> str:
+    change = paired_difference(before, after)
+    return f"{change.value:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
+
+
 def measure(name: str, task: LearnedTask, options: argparse.Namespace) -> Path:
     """Measure what is asked for; returns the JSON file."""
+    run = RunDirectory.open(str(task.model))
+    about = {"task": name, "configuration": pages.configuration(run)}
     if not options.policies:
-        world: Any = load_policy(task.folder)
-        content = {
-            "task": name,
-            "members": len(world.members),
-            "dataset": Path(options.dataset).name,
-            "errors": errors(task, options.dataset),
-            "speed": {
-                "world": [speed(task, n) for n in NUM_ENVS],
-                "task": [speed(task.imagined, n) for n in NUM_ENVS],
-            },
-        }
-        return pages.keep("world", f"{name}-errors", content)
-    rows = []
+        found, episodes = errors(run)
+        sides = {"world": replace(task, doubt=None), "task": task.imagined}
+        speeds = {side: [speed(env, n) for n in NUM_ENVS] for side, env in sides.items()}
+        return pages.keep(
+            "world", f"{name}-errors", {**about, "episodes": episodes, "errors": found, "speed": speeds}
+        )
+    rows, sides = [], {"imagined": task, "real": task.imagined}
     for path in options.policies:
-        found = locate(path)
-        policy = found.load().eval()
-        sides = {"imagined": task, "real": task.imagined}
+        one = locate(path)
+        policy = one.load().eval()
         results = {side: played(policy, env, options.episodes) for side, env in sides.items()}
-        rows.append({"label": found.label, **results})
+        facts = {"label": one.label, "run": (one.run or one.path).name, "step": one.step}
+        rows.append({**facts, "algo": one.provenance().get("algo"), **results})
         means = ", ".join(f"{side} {np.mean(result['values']):.3f}" for side, result in results.items())
-        print(f"{name}: {found.label}: {means}", flush=True)
-    is_known = task.judge is not None
-    content = {"task": name, "known_rules": is_known, "policies": rows}
-    return pages.keep("world", f"{name}-judged-{'known' if is_known else 'learned'}", content)
+        print(f"{name}: {one.label}: {means}", flush=True)
+    rules = "known" if task.judge is not None else "learned"
+    return pages.keep("world", f"{name}-judged-{rules}", {**about, "rules": rules, "policies": rows})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,9 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("world", nargs="?", help="task=<run or directory of a world>")
+    parser.add_argument("world", nargs="?", help="name=<run of a world>")
     parser.add_argument("policies", nargs="*", help="policies to judge")
-    parser.add_argument("--dataset", help="recorded episodes of the task")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--learned-rules", action="store_true", help="rewards and ends as learned")
     parser.add_argument("--report", action="store_true", help="only write the page")

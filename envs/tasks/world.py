@@ -23,6 +23,7 @@ from envs.engine.vector import ChunkVector
 from envs.spec import Array, EnvConfig, EnvSpec, JudgedTask, StepResult
 from policies.bounds import Checked, bounded
 from policies.errors import CheckpointError, ConfigError
+from policies.networks.weight_cache import seal
 from policies.paths import path_field
 from policies.registry import register
 from policies.storage.policy_folder import load_policy, policy_in, read_config
@@ -37,7 +38,7 @@ class LearnedStepper:
     """N imagined episodes.
 
     Args:
-        world: The model, on the CPU.
+        world: The model, on the CPU; its weights do not change any more.
         num_envs: N.
         starts: `initial`, first states of recorded episodes, or `data`, any recorded states.
         doubt: Truncate where the doubt exceeds this multiple of the model's limit; None: never.
@@ -63,6 +64,9 @@ class LearnedStepper:
         self._num_members = len(world.members)
         self._states = np.zeros((num_envs, world.state_dim))
         self._seeds, self._elapsed, self._member = np.zeros((3, num_envs), np.int64)
+        nobody = np.zeros(0, np.int64)
+        self._answers(nobody, nobody, np.zeros((0, world.obs_dim - world.state_dim)))
+        seal(world)
 
     def reset(self, row: int, seed: int) -> Array:
         """Start an episode of one row in a recorded state; returns (Do,)."""

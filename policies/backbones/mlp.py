@@ -196,7 +196,8 @@ class MlpBackbone(nn.Module):
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         given = (times,) if second_times is None else (times, second_times)
-        plan = self._cache.get((*self.parameters(), *given), lambda: self._plan(*given))
+        weights = () if self._cache.sealed else self.parameters()
+        plan = self._cache.get((*weights, *given), lambda: self._plan(*given))
         finish, chunk = self.trunk.finish_of(plan.fold), plan.chunk
         shape, width = self.chunk_shape, self.part_dims[0]
         offset = _offsets(plan.table, self.cond_encoder(cond.vec) @ plan.cond)

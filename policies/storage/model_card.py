@@ -33,15 +33,32 @@ def render_card(
         *(f"| {_plain(key)} | {_cell(value)} |" for key, value in sorted(facts.items())),
         "",
         *_results(evaluations),
-        *("```python", "import burnish", "", f'policy = burnish.load_policy("{where}")'),
-        f"actions = policy.act(observations)  # (B, {description['obs_steps']}, {description['obs_dim']}) -> "
-        f"(B, {description['act_steps']}, {description['action_dim']})",
-        *("```", "", "## Intended use", ""),
-        f"{made} It maps physical observations of that task to physical actions, and knows nothing of",
-        "observations that its data did not contain. It does not limit actions: whoever commands a machine",
-        "with it must.",
+        *(_use_of_world(where, task) if _is_world(description) else _use(description, where, made)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _use(description: Mapping[str, Any], where: str, made: str) -> Iterator[str]:
+    yield from ("```python", "import burnish", "", f'policy = burnish.load_policy("{where}")')
+    yield (
+        f"actions = policy.act(observations)  # (B, {description['obs_steps']}, {description['obs_dim']}) -> "
+        f"(B, {description['act_steps']}, {description['action_dim']})"
+    )
+    yield from ("```", "", "## Intended use", "")
+    yield f"{made} It maps physical observations of that task to physical actions, and knows nothing of"
+    yield "observations that its data did not contain. It does not limit actions: whoever commands a machine"
+    yield "with it must."
+
+
+def _use_of_world(where: str, task: str | None) -> Iterator[str]:
+    yield from ("```sh", f"burnish eval policy=<policy> env=world env.model={where}", "```", "")
+    yield from ("## Intended use", "")
+    yield f"It imagines the task `{task}`, and knows nothing of states and actions that its data did not"
+    yield "contain. Judge what was trained in it by the task itself."
+
+
+def _is_world(description: Mapping[str, Any]) -> bool:
+    return any(wrapper.get("name") == "world" for wrapper in description.get("wrappers", ()))
 
 
 def task_of(facts: Mapping[str, Any]) -> str | None:
@@ -107,6 +124,8 @@ def _results(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _kind(description: Mapping[str, Any]) -> str:
+    if _is_world(description):
+        return f"A learned world ({_process(description)})"
     if "members" not in description:
         return f"A {_process(description)} policy"
     how, count = description["composition"], len(description["members"])

@@ -282,6 +282,11 @@ def test_noise_moves_a_sampled_world_and_not_a_regression(base: Path) -> None:
 def test_a_saved_world_answers_as_before(base: Path) -> None:
     model: Any = load_policy(folder("flow", base))
     assert isinstance(model, WorldModel) and len(model.members) == 2
+    card = (folder("flow", base) / "README.md").read_text()
+    assert "A learned world (flow)" in card and "env=world" in card and "policy.act" not in card
+    for starts, states in (("initial", model.first_states), ("data", model.states)):
+        first = torch.from_numpy(task(base, starts=starts).stepper(1).reset(0, 9)).float()
+        assert bool((states == first).all(dim=1).any())
     one, two = (torch.nn.utils.parameters_to_vector(member.parameters()) for member in model.members)
     assert not torch.equal(one, two)
     other = save_policy(build_policy(policy_config("flow"), obs_dim=2, action_dim=2), base / "other",

@@ -313,7 +313,7 @@ def _without_parts(node: DictConfig) -> DictConfig:
     return bare
 
 
-_hints = cache(typing.get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
 """Types of the fields of a dataclass, which are looked up for every configuration."""
 
 

@@ -105,12 +105,12 @@ def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) 
     note_step(optimizer)
 
 
-def clipped(grads: Sequence[Tensor], max_norm: float | None) -> Sequence[Tensor]:
+def clipped(grads: list[Tensor], max_norm: float | None) -> list[Tensor]:
     """Return gradients scaled to a joint norm of at most `max_norm`, as PyTorch does; None: unchanged."""
     if max_norm is None:
         return grads
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    return torch._foreach_mul(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return list(torch._foreach_mul(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0)))
 
 
 def _like(grad: Tensor, weight: Tensor) -> Tensor:

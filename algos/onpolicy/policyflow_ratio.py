@@ -131,12 +131,12 @@ class PolicyflowRatio(NoisyFlowRatio):
         return policy.executed(end + noise), record
 
     def velocities(
-        self, cond: Cond, start: Tensor, end: Tensor, row: Tensor, step: Tensor
+        self, cond: Cond, start: Tensor, end: Tensor, row: Tensor | None, step: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return points (P, Th, Da) on the lines at drawn times, and their velocities.
 
         Shapes:
-            start, end: (P, Th, Da). row: (P,) index into cond. step: (P,) of the sampler.
+            start, end: (P, Th, Da). row: (P,) index into cond, None: one each. step: (P,) of the sampler.
         """
         x = self.policy.process.corrupt(end, start, self.times(start).index_select(0, step))
         times = self.policy.table.to_device("net_time", start)

@@ -1,4 +1,4 @@
-"""Planners: known rows are exact, guides and labels of weight nothing do nothing, what cannot be is refused."""
+"""Planners: known rows are exact, guides and labels without weight do nothing, what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from policies.policy import PolicyConfig
 from policies.processes.consistency import Consistency
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.protocols import Cond, Step
+from policies.samplers.hooks import Ascent
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.planner import Planner, PlannerPolicy
 from policies.wrappers.sketch_guidance import SteeredPolicy
@@ -79,14 +81,23 @@ def test_state_and_goal_are_exact_in_every_plan(process: Any, fields: dict[str, 
     assert mask.sum() == 5 and not mask[1:-1].any()
 
 
-def test_a_guide_without_scale_is_no_guide_bit_by_bit_and_with_it_raises_the_value() -> None:
+def test_a_guide_without_scale_is_no_guide_bit_by_bit() -> None:
     policy = planner(**GUIDED)
     cond, noise = policy.encode(observed()), noise_of(policy)
     plain = policy.with_value(guide_repeats=0).trajectory(cond, noise)
     assert torch.equal(policy.with_value(guide_scale=0.0).trajectory(cond, noise), plain)
-    moved = policy.with_value(guide_scale=20.0).trajectory(cond, noise)
-    last = policy.base.table.times[-2]
-    assert (policy.worth(moved, last) > policy.worth(plain, last)).all()
+    assert not torch.equal(policy.with_value(guide_scale=0.5).trajectory(cond, noise), plain)
+
+
+def test_states_climb_the_slope_times_the_variance_but_not_where_they_are_fixed() -> None:
+    x, slope = torch.rand(4, 6, 5), torch.rand(6, 5)
+    fixed = torch.zeros(6, 5, dtype=torch.bool)
+    fixed[0, 2:] = True
+    guide = Ascent(lambda y, t: (slope * y).sum((1, 2)), scale=2.0, repeats=3, rest=1, fixed=fixed)
+    step = Step(0, 2, 0.0, 0.5, Cond(x[:, 0]), alpha=0.1, sigma=0.9, std=0.5)
+    moved = guide.before_prediction(step, x)
+    torch.testing.assert_close(moved, torch.where(fixed, x, x + 3 * 2.0 * 0.25 * slope))
+    assert guide.before_prediction(replace(step, k=1), x) is x
 
 
 def test_of_several_plans_the_most_valuable_is_executed() -> None:

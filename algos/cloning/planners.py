@@ -72,7 +72,7 @@ class PlanningConfig(BcConfig):
     def with_returns(self, dataset: EpisodeDataset) -> EpisodeDataset:
         """Return the dataset with what training reads of returns, as extra keys (N, 1)."""
 
-    def inner(self) -> dict[str, float]:
+    def inner(self) -> dict[str, Any]:
         """Return settings of the policy that denoises the plans."""
         return {"goal_dropout": 0.0, "guidance": 1.0}
 
@@ -133,10 +133,14 @@ class DiffuserConfig(PlanningConfig):
     failure_cost: float = bounded(100.0, ge=0)  # subtracted from the reward at a termination
 
     def planner(self, dataset: EpisodeDataset, sizes: Mapping[str, Any]) -> Planner:
-        guide = (self.guide_scale, self.guide_repeats, self.guide_rest)
-        names = ("guide_scale", "guide_repeats", "guide_rest")
-        chosen = dict(zip(names, guide, strict=True)) | {"plans": self.plans}
-        return Planner(**sizes, value_widths=tuple(self.value_widths), **chosen)
+        return Planner(
+            **sizes,
+            value_widths=self.value_widths,
+            plans=self.plans,
+            guide_scale=self.guide_scale,
+            guide_repeats=self.guide_repeats,
+            guide_rest=self.guide_rest,
+        )
 
     def with_returns(self, dataset: EpisodeDataset) -> EpisodeDataset:
         if not self.value_widths:
@@ -163,13 +167,12 @@ class DecisionDiffuserConfig(PlanningConfig):
     guidance: float = bounded(1.2, ge=0)  # weight of the return when acting; 0: without it
     wanted: float = bounded(0.9, gt=0, le=1)  # quantile of the data's returns that the policy asks for
 
-    def inner(self) -> dict[str, float]:
+    def inner(self) -> dict[str, Any]:
         return {"goal_dropout": self.label_dropout, "guidance": self.guidance}
 
     def planner(self, dataset: EpisodeDataset, sizes: Mapping[str, Any]) -> Planner:
         label = float(dataset.extras["label"].quantile(self.wanted)) if self.returns else None
-        dims = tuple(self.inverse_dims)
-        return Planner(**sizes, inverse_dims=dims, temperature=self.temperature, label=label)
+        return Planner(**sizes, inverse_dims=self.inverse_dims, temperature=self.temperature, label=label)
 
     def with_returns(self, dataset: EpisodeDataset) -> EpisodeDataset:
         if not self.returns:

@@ -12,6 +12,7 @@ Source: Diffuser (arXiv 2205.09991), `ValueFunction` of the released code, whose
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +43,14 @@ class PlanValue(nn.Module):
         ends = (widths[-1] // 2, widths[-1] // 4)
         config = UnetConfig(widths=(*widths, *ends), film="bias", groups=groups)
         self.time_embedding = TimeEmbedding(time_dim, expansion=4)
-        blocks, self.downs = [], nn.ModuleList()
+        blocks: list[ResidualBlock] = []
+        self.downs: Any = nn.ModuleList()
         for level, width in enumerate((*widths, *ends)):
             sizes = ((dims, width), (width, width)) if level < len(widths) else ((dims, width),)
             blocks += [ResidualBlock(config, pair, rows, (time_dim, 0), level=level) for pair in sizes]
             self.downs.append(nn.Conv1d(width, width, 3, stride=2, padding=1))
             dims, rows = width, (rows + 1) // 2
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks: Any = nn.ModuleList(blocks)
         flat = dims * rows
         self.inner, self.outlet = (
             nn.Linear(flat + time_dim, max(flat // 2, 1)),
@@ -67,7 +69,9 @@ class PlanValue(nn.Module):
             film, known = block.film, block.level
             x = evaluate(x, film.modulation(film.of_time(film.features(embedded)).unsqueeze(-2)))
         flat = self._halved(x, known).transpose(1, 2).flatten(1)
-        return self.outlet(mish(self.inner(torch.cat([flat, embedded], dim=1)))).squeeze(1)
+        value: Tensor = self.outlet(mish(self.inner(torch.cat([flat, embedded], dim=1)))).squeeze(1)
+        return value
 
     def _halved(self, x: Tensor, level: int) -> Tensor:
-        return self.downs[level](x.transpose(1, 2)).transpose(1, 2)
+        halved: Tensor = self.downs[level](x.transpose(1, 2)).transpose(1, 2)
+        return halved

@@ -84,8 +84,9 @@ def denoise(
             x = _bounded(transition(table, k, x, bound(k, x), plus=draw), table.clip_state)
             continue
         step = _step(table, k, cond) if hooks and cond is not None else None
-        for hook in () if step is None else hooks:
-            x = hook.before_prediction(step, x)
+        if step is not None:
+            for hook in hooks:
+                x = hook.before_prediction(step, x)
         if is_recorded:
             states.append(x)
         if table.memory is not None:

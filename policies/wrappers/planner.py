@@ -36,7 +36,6 @@ from policies.networks.mlp_blocks import TrunkConfig
 from policies.networks.plan_value import PlanValue
 from policies.normalizer import MODES, Normalizer
 from policies.policy import Policy, reduce_elements
-from policies.policy_config import ChunkSpec
 from policies.processes.base import GaussianPath
 from policies.protocols import TE, Cond, Hook, Hooks, Observation, Reduction, Rng, Start
 from policies.registry import name_of, register
@@ -114,12 +113,9 @@ class PlannerPolicy(WrappedPolicy):
             shape, first = base.chunk.shape, wrapper.value_widths[0]
             self.value = PlanValue(shape, wrapper.value_widths, first, wrapper.value_groups).to(base.dtype)
 
+    chunk: Any = property(lambda self: self.base.config.chunk(self.wrapper.action_dim))
     normalizer: Any = property(lambda self: self._modules["normalizer"])
     encoder: Any = property(lambda self: self._modules["encoder"])
-
-    @property
-    def chunk(self) -> ChunkSpec:
-        return self.base.config.chunk(self.wrapper.action_dim)
 
     @property
     def goal_dim(self) -> int:
@@ -196,20 +192,16 @@ class PlannerPolicy(WrappedPolicy):
 
     # -- acting -----------------------------------------------------------------------------------------
 
-    @property
-    def noise_shape(self) -> tuple[int, ...]:
-        """That of the inner policy; (N, ...) for several plans."""
-        count: int = self.wrapper.plans
-        return (*([count] if count > 1 else []), *self.base.noise_shape)
+    noise_shape: Any = property(lambda self: self._draws() + self.base.noise_shape)  # (N, …) of several plans
+    noise_sensitive: Any = property(lambda self: self.wrapper.temperature > 0)
+
+    def _draws(self) -> tuple[int, ...]:
+        return (self.wrapper.plans,) if self.wrapper.plans > 1 else ()
 
     @property
     def follows_value(self) -> bool:
         """Whether a decision differentiates the value."""
         return self.value is not None and self.wrapper.guide_repeats > 0
-
-    @property
-    def noise_sensitive(self) -> bool:
-        return bool(self.wrapper.temperature > 0)
 
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()

@@ -272,7 +272,7 @@ class PlannerPolicy(WrappedPolicy):
         view.base = cast(Any, self.base).with_guidance(guidance)
         return view
 
-    def with_value(self, **values: Any) -> Self:
+    def with_fields(self, **values: Any) -> Self:
         """Return a view with other fields of `Planner`."""
         view = self._view()
         view.wrapper = replace(self.wrapper, **values)

@@ -84,9 +84,9 @@ def test_state_and_goal_are_exact_in_every_plan(process: Any, fields: dict[str, 
 def test_a_guide_without_scale_is_no_guide_bit_by_bit() -> None:
     policy = planner(**GUIDED)
     cond, noise = policy.encode(observed()), noise_of(policy)
-    plain = policy.with_value(guide_repeats=0).trajectory(cond, noise)
-    assert torch.equal(policy.with_value(guide_scale=0.0).trajectory(cond, noise), plain)
-    assert not torch.equal(policy.with_value(guide_scale=0.5).trajectory(cond, noise), plain)
+    plain = policy.with_fields(guide_repeats=0).trajectory(cond, noise)
+    assert torch.equal(policy.with_fields(guide_scale=0.0).trajectory(cond, noise), plain)
+    assert not torch.equal(policy.with_fields(guide_scale=0.5).trajectory(cond, noise), plain)
 
 
 def test_states_climb_the_slope_times_the_variance_but_not_where_they_are_fixed() -> None:
@@ -103,7 +103,7 @@ def test_states_climb_the_slope_times_the_variance_but_not_where_they_are_fixed(
 def test_of_several_plans_the_most_valuable_is_executed() -> None:
     policy = planner(**GUIDED, plans=3)
     cond, noise = policy.encode(observed()), noise_of(policy)
-    alone = [policy.with_value(plans=1).trajectory(cond, noise[:, i]) for i in range(3)]
+    alone = [policy.with_fields(plans=1).trajectory(cond, noise[:, i]) for i in range(3)]
     worth = torch.stack([policy.worth(plan, policy.base.table.times[-2]) for plan in alone], dim=1)
     best = worth.argmax(dim=1)
     plan = policy.trajectory(cond, noise)

@@ -69,7 +69,7 @@ def test_fine_tuning_is_no_worse_than_the_clone(monkeypatch, run):
 
 
 def test_offline_learning_beats_its_clone_and_its_data(run):
-    recorded, cloned, learned = numbers(r"return: (-[\d.]+)", run("offline", episodes=50, steps=600))
+    recorded, cloned, learned = numbers(r"return: (-[\d.]+)", run("offline", episodes=50, steps=400))
     assert learned > cloned and learned > recorded
 
 

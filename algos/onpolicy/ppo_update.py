@@ -268,10 +268,10 @@ class PpoUpdate:
             objective = objective + score.penalty
         with torch.no_grad():
             away, none = ratio - 1.0, torch.zeros_like(ratio)
-            clipped = (away.abs() > clip_range).to(ratio.dtype)
+            outside = (away.abs() > clip_range).to(ratio.dtype)
             kl = approx_kl(score.log_ratio if score.drift is None else score.drift)
             penalty = none if score.penalty is None else score.penalty
-            terms = (loss, clipped, kl, ratio, away.square(), score.entropy, score.saturated, penalty)
+            terms = (loss, outside, kl, ratio, away.square(), score.entropy, score.saturated, penalty)
             sums = torch.stack([*terms, *[none] * (len(TERMS) - len(terms))]).sum(dim=1) / total
         return objective.sum() / total, sums
 

@@ -142,15 +142,12 @@ class LearnedTask(Checked):
     """The task of a learned world, imagined by it; `algo=world` makes one."""
 
     needs: ClassVar[str] = "model"  # the option without which there is no task
-    conditions: ClassVar[tuple[str, ...]] = ("horizon", "doubt", "known_rules")
 
     model: str | None = path_field()  # run or directory of a learned world
     starts: str = bounded("initial", choices=STARTS)  # data: episodes begin in any recorded state
     horizon: int | None = bounded(None, ge=1)  # time limit in control steps; null: that of the task
     doubt: float | None = bounded(1.5, gt=0)  # truncate above this multiple of the data's 99 %; null: never
-    known_rules: bool = (
-        True  # rewards and ends by the task's rules, where it judges states; false: as learned
-    )
+    known_rules: bool = True  # rewards and ends by the task's rules where it judges states; else as learned
 
     @property
     def folder(self) -> Path:

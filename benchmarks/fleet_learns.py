@@ -44,7 +44,7 @@ PLAN = {
 }
 """When something happens, as fractions of the time."""
 CLONING = {"algo.steps": 5000, "algo.batch_size": 128, "algo.lr": 2e-3, "backbone.width": 256}
-DEMONSTRATIONS, EVALUATED, WINDOW = 20, 100, 40
+DEMONSTRATIONS, EVALUATED, WINDOW = 20, 100, 60
 
 
 class Cable:
@@ -118,7 +118,16 @@ class Fleet:
         policy, dataset = self._given
         listen = f"listen=tcp://127.0.0.1:{self.port}"
         out = f"out={self.folder / 'learner'}"
-        self.start("learner", "learn", f"policy={policy}", f"dataset={dataset}", listen, out, "lr=1e-4")
+        self.start(
+            "learner",
+            "learn",
+            f"policy={policy}",
+            f"dataset={dataset}",
+            listen,
+            out,
+            "lr=3e-4",
+            "batch_size=128",
+        )
 
     def start_robot(self, name: str, *words: str) -> None:
         address = self.cable.address if name == CUT else f"tcp://127.0.0.1:{self.port}"
@@ -230,7 +239,7 @@ def draw(found: dict[str, Any]) -> None:
     rows = found["episodes"]
     for name in ROBOTS:
         own = [row for row in rows if row["robot"] == name]
-        label = f"{name} ({WINDOW // 4} episodes)"
+        label = f"{name} ({WINDOW // 3} episodes)"
         above.plot(*moving(own, WINDOW // 4), linewidth=0.8, alpha=0.6, label=label)
         below.step([row["t"] for row in own], [row["version"] for row in own], where="post", linewidth=1)
     label = f"all ({WINDOW} episodes)"
@@ -264,6 +273,13 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         f"Success of the first version: **{success(found['first'])}**, of the last one, "
         f"{found['versions'][-1]} gradient steps later: **{success(found['last'])}**, on the same "
         f"{len(found['first'])} episodes, intervals of 95 %."
+    )
+    yield ""
+    alone = [row["success"] for row in rows if not row["watched"]]
+    half = len(alone) // 2
+    yield (
+        "Success of the episodes in which nobody could help, while the fleet learned: "
+        f"{success(alone[:half])} in the first half, {success(alone[half:])} in the second."
     )
     yield ""
     yield (

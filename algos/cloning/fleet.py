@@ -7,7 +7,7 @@ Legend: B batch, l_on and l_off mean losses of the fleet's rows and of those of 
     weight_e = 2^(-age_e / half_life)                                        age: episodes that ended later
 
 Of an episode in which nobody took over all rows are cloned if it succeeded, and none otherwise; of others the
-rows of the expert, whatever followed.
+rows of the expert, whatever followed. The observation history of a stretch begins with its first row.
 
 Source: SOP (arXiv 2601.03044) for the share, from descriptions; its constants, the weights by age and what is
 cloned of an episode are ours. Deviations: losses are relative to l_off, since those of a denoiser are so

@@ -61,7 +61,11 @@ class FleetRun:
         self.endpoint = FleetEndpoint(settings, task, run.path / EPISODES)
         self._lags: list[int] = []
         self._row, self._line, self._metrics = 0, -math.inf, Metrics()
-        self._continue()
+        try:
+            self._continue()
+        except BaseException:
+            self.endpoint.__exit__()
+            raise
 
     def __enter__(self) -> FleetRun:
         return self

@@ -64,6 +64,12 @@ def run(config: FleetActConfig, context: RunContext) -> None:
             time.sleep(_WAIT_S)
 
 
+def episode_of(robot: str, number: int, watched: float) -> tuple[int, bool]:
+    """Return the seed of an episode, and whether the expert watches it, independent of how it begins."""
+    draw = np.random.default_rng(derive_seed(0, f"fleet {robot} watched", number))
+    return derive_seed(0, f"fleet {robot}", number), bool(draw.random() < watched)
+
+
 class _Acting:
     """A robot with the policy that it acts with."""
 
@@ -82,8 +88,7 @@ class _Acting:
             return
         config = self._config
         player = self._player_of(version, folder)
-        seed = derive_seed(0, f"fleet {config.name}", self._robot.next_number)
-        watched = bool(np.random.default_rng(seed).random() < config.watched)
+        seed, watched = episode_of(self._robot.name, self._robot.next_number, config.watched)
         played = player.play(seed, watched=watched)
         number = self._robot.report(_reported(played, self._robot.name, self._version, watched))
         end = "success" if played.success else "no success"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from algos.cloning.fleet import FleetCloning
 from algos.cloning.fleet_run import FleetRun, summary
 from algos.training.run_directory import RunDirectory
 from algos.training.signals import StopSignals
 from burnish.config.overrides import RunContext
+from burnish.config.schema import describe_part
 from burnish.console import output, table
 from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, locate
 from burnish.runs.tasks import known_task
@@ -61,7 +64,7 @@ def run(config: FleetLearnConfig, context: RunContext) -> None:
     )
     dataset = read_dataset(config.dataset)
     learner = config.build(policy, dataset if env is None else with_task_observations(env, dataset))
-    directory = _directory(config)
+    directory = _directory(config, {} if env is None else describe_part("env", env))
     with directory.claim(), StopSignals() as stop:
         service = FleetRun(
             learner,
@@ -78,13 +81,13 @@ def run(config: FleetLearnConfig, context: RunContext) -> None:
     _print_result(service)
 
 
-def _directory(config: FleetLearnConfig) -> RunDirectory:
+def _directory(config: FleetLearnConfig, env: Mapping[str, Any]) -> RunDirectory:
     """Return the run directory, a new one or that of an earlier start."""
     out = Path(str(config.out))
     check_folder_to_write(out)
     if (out / RUN_CONFIG).is_file():
         return RunDirectory.open(out)
-    return RunDirectory.create_at(out, asdict(config))
+    return RunDirectory.create_at(out, {**asdict(config), "env": env})
 
 
 def _print_address(service: FleetRun) -> None:

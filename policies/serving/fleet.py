@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policies.errors import ServingError, WriteError
+from policies.errors import DatasetError, ServingError, WriteError
 from policies.serving.endpoint import Endpoint, EndpointSettings
 from policies.serving.fleet_messages import FleetEpisode, from_bytes, max_message, read_episode
 from policies.serving.messages import require
@@ -37,10 +37,19 @@ class EpisodeFiles:
         self.folder, self._task = folder, task
 
     def read(self) -> list[FleetEpisode]:
-        """Return all episodes in the order of `FleetEpisode.place`."""
+        """Return all episodes in the order of `FleetEpisode.place`.
+
+        Raises:
+            DatasetError: If a file holds no episode of this task.
+        """
         files = self.folder.glob(f"*/*{_END}")
-        widths = self._task.obs_dim, self._task.action_dim
-        return sorted((from_bytes(path.read_bytes(), *widths) for path in files), key=lambda one: one.place)
+        return sorted(map(self._episode, files), key=lambda one: one.place)
+
+    def _episode(self, path: Path) -> FleetEpisode:
+        try:
+            return from_bytes(path.read_bytes(), self._task.obs_dim, self._task.action_dim)
+        except ServingError as error:
+            raise DatasetError(f"{path} holds no episode of this fleet: {error} Remove it.") from None
 
     def add(self, episode: FleetEpisode) -> bool:
         """Write an episode to disk; returns whether it is new.

@@ -34,7 +34,7 @@ from policies.storage.atomic_write import atomic_file, draft_folder, sync_tree, 
 _log = logging.getLogger(__name__)
 
 _LATER = ("timeout", "busy", "stopping", "failed")  # reasons after which the robot tries again
-_FILE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 class FleetRobot:
@@ -83,7 +83,7 @@ class FleetRobot:
                 path.unlink()
         self.next_number = max([self.acknowledged, *self.waiting()]) + 1
         self._stopping, self._wake, self._has_policy = (threading.Event() for _ in range(3))
-        self._refusal: ServingError | None = None
+        self._failure: Exception | None = None
         if self._newest() is not None:
             self._has_policy.set()
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
@@ -142,9 +142,9 @@ class FleetRobot:
         return number
 
     def check(self) -> None:
-        """Raise the ServingError with which the learner refused this robot, if it did."""
-        if self._refusal is not None:
-            raise self._refusal
+        """Raise what ended the exchange with the learner: a refusal (ServingError), or a full disk."""
+        if self._failure is not None:
+            raise self._failure
 
     def _file(self, number: int) -> Path:
         return self._home / f"{number:08d}.msgpack"
@@ -154,16 +154,16 @@ class FleetRobot:
         return max(((int(path.name), path) for path in found), default=None)
 
     def _run(self) -> None:
-        """Exchange until the end, or until the learner refuses for good."""
+        """Exchange until the end, a refusal or an error."""
         is_away = False
         while not self._stopping.is_set():
             try:
                 self._send()
                 self._fetch()
                 is_away = False
-            except ServingError as error:
-                if error.reason not in _LATER:
-                    self._refusal = error
+            except Exception as error:  # raised where the robot looks, see `check`
+                if not isinstance(error, ServingError) or error.reason not in _LATER:
+                    self._failure = error
                     self._has_policy.set()
                     return
                 if not is_away:

@@ -12,6 +12,7 @@ import pytest
 from fleet_episodes import fleet_episode
 
 from policies.errors import ConfigError, ServingError
+from policies.serving.encryption import make_keys
 from policies.serving.endpoint import EndpointSettings
 from policies.serving.fleet import FleetEndpoint, FleetTask
 from policies.serving.messages import pack, to_wire, unpack
@@ -167,6 +168,21 @@ def test_a_robot_goes_on_without_a_learner_and_after_a_kill(tmp_path: Path) -> N
         (spool / "00000003.msgpack").touch()  # what a kill between acknowledgement and removal leaves
         with robot_at(learner.endpoint, spool) as robot:
             assert (robot.waiting(), robot.next_number, learner.numbers) == ([], 4, [0, 1, 2, 3])
+
+
+def test_keys_admit_known_robots_only(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    own = {"secret_key": make_keys(keys, "arm1"), "server_key": keys / "server.key"}
+    settings = EndpointSettings(port=0, keys=str(keys))
+    with (
+        Learner(settings, TASK, tmp_path / "episodes") as learner,
+        robot_at(learner.endpoint, tmp_path / "stranger") as stranger,
+        robot_at(learner.endpoint, tmp_path / "arm", **own) as robot,
+    ):
+        for one in (stranger, robot):
+            one.report(fleet_episode())
+        learner.until(lambda: not robot.waiting())
+        assert stranger.waiting() == [0] and learner.repeated == 0
 
 
 def test_versions_never_go_back(tmp_path: Path) -> None:

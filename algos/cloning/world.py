@@ -40,7 +40,7 @@ from policies.threads import torch_threads
 from policies.wrappers.world import World, WorldModel
 
 MOST_STATES = 5000
-"""Stored states at most; as many steps calibrate thresholds and the limit of the doubt, times 4."""
+"""Stored states at most; four times as many steps set thresholds and the limit of the doubt."""
 HORIZONS = (1, 10, 50)
 """Steps after which errors are reported."""
 

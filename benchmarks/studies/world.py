@@ -157,7 +157,7 @@ def _measured(one: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     shown = [h for h in HORIZONS if h <= len(one["errors"])]
     yield from pages.table(
-        ("after", *(f"{h} steps" for h in shown)),
+        ("recorded actions", *map(str, shown)),
         [("error", *(f"{one['errors'][h - 1]:.3f}" for h in shown))],
     )
     yield ""

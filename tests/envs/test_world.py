@@ -20,11 +20,12 @@ from algos.cloning.world import LearnedWorld, WorldConfig, answers_of, errors_by
 from algos.training.serialization import from_plain, to_plain
 from benchmarks.studies.world import MEASURES, agreement
 from envs.datasets.episodes import EpisodeDataset
+from envs.engine.learned import LearnedStepper
 from envs.fit import require_same_task
 from envs.make import env
 from envs.tasks.avoid.task import Avoid, AvoidStepper
 from envs.tasks.gym import Gym
-from envs.tasks.world import LearnedStepper, LearnedTask
+from envs.tasks.world import LearnedTask
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import CheckpointError, ConfigError

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,7 +172,7 @@ class DecisionDiffuserConfig(PlanningConfig):
         return {"goal_dropout": self.label_dropout, "guidance": self.guidance}
 
     def planner(self, dataset: EpisodeDataset, sizes: Mapping[str, Any]) -> Planner:
-        label = float(dataset.extras["label"].quantile(self.wanted)) if self.returns else None
+        label = float(np.quantile(dataset.extras["label"], self.wanted)) if self.returns else None
         return Planner(**sizes, inverse_dims=self.inverse_dims, temperature=self.temperature, label=label)
 
     def with_returns(self, dataset: EpisodeDataset) -> EpisodeDataset:

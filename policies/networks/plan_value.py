@@ -30,18 +30,14 @@ class PlanValue(nn.Module):
 
     Args:
         plan_shape: (H, D).
-        widths: Channels per level; the last one divides by 4 times `groups`.
-        time_dim: Width of the embedded time.
-        groups: Normalisation groups.
+        widths: Channels per level; the first is the width of the embedded time, the last divides by 32.
     """
 
-    def __init__(
-        self, plan_shape: tuple[int, int], widths: tuple[int, ...], time_dim: int, groups: int
-    ) -> None:
+    def __init__(self, plan_shape: tuple[int, int], widths: tuple[int, ...]) -> None:
         super().__init__()
-        rows, dims = plan_shape
+        (rows, dims), time_dim = plan_shape, widths[0]
         ends = (widths[-1] // 2, widths[-1] // 4)
-        config = UnetConfig(widths=(*widths, *ends), film="bias", groups=groups)
+        config = UnetConfig(widths=(*widths, *ends), film="bias")
         self.time_embedding = TimeEmbedding(time_dim, expansion=4)
         blocks: list[ResidualBlock] = []
         self.downs: Any = nn.ModuleList()
@@ -51,11 +47,8 @@ class PlanValue(nn.Module):
             self.downs.append(nn.Conv1d(width, width, 3, stride=2, padding=1))
             dims, rows = width, (rows + 1) // 2
         self.blocks: Any = nn.ModuleList(blocks)
-        flat = dims * rows
-        self.inner, self.outlet = (
-            nn.Linear(flat + time_dim, max(flat // 2, 1)),
-            nn.Linear(max(flat // 2, 1), 1),
-        )
+        inner = dims * rows // 2
+        self.inner, self.outlet = nn.Linear(dims * rows + time_dim, inner), nn.Linear(inner, 1)
         self._ready: WeightCache[list[Block]] = WeightCache()
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from policies.encoders.state import StateEncoder
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.networks.plan_value import PlanValue
+from policies.networks.unet import UnetConfig
 from policies.normalizer import MODES, Normalizer
 from policies.policy import Policy, reduce_elements
 from policies.processes.base import GaussianPath
@@ -57,7 +58,6 @@ class Planner(Checked):
     label: float | None = None  # asked for; null: the network has no label
     temperature: float = bounded(1.0, ge=0)  # scale of all noise
     value_widths: tuple[int, ...] = bounded((), ge=1)  # channels per level of the value; (): no value
-    value_groups: int = bounded(8, ge=1)  # its normalisation groups
     plans: int = bounded(1, ge=1)  # N
     guide_scale: float = bounded(0.1, ge=0)  # step along the value's slope
     guide_repeats: int = bounded(2, ge=0)  # moves per denoising step
@@ -69,9 +69,8 @@ class Planner(Checked):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self.require("goal_dim", self.goal_dim <= self.obs_dim, f"at most obs_dim={self.obs_dim}")
         self.require("plans", self.plans == 1 or bool(self.value_widths), "1 without value")
-        divisor = 4 * self.value_groups
-        fits = not self.value_widths or self.value_widths[-1] % divisor == 0
-        self.require("value_widths", fits, f"a last width that divides by {divisor}")
+        fits = not self.value_widths or self.value_widths[-1] % (4 * UnetConfig.groups) == 0
+        self.require("value_widths", fits, f"a last width that divides by {4 * UnetConfig.groups}")
 
     @property
     def row_dim(self) -> int:
@@ -110,8 +109,7 @@ class PlannerPolicy(WrappedPolicy):
             self.inverse = trunk.build_trunk(2 * wrapper.obs_dim, wrapper.action_dim).to(base.dtype)
         self.value: Any = None
         if wrapper.value_widths:
-            shape, first = base.chunk.shape, wrapper.value_widths[0]
-            self.value = PlanValue(shape, wrapper.value_widths, first, wrapper.value_groups).to(base.dtype)
+            self.value = PlanValue(base.chunk.shape, wrapper.value_widths).to(base.dtype)
 
     chunk: Any = property(lambda self: self.base.config.chunk(self.wrapper.action_dim))
     normalizer: Any = property(lambda self: self._modules["normalizer"])

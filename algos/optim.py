@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from algos.training.ranks import current
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
+from policies.networks.weight_cache import note_step
 
 
 def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: int) -> float:
@@ -52,19 +53,76 @@ def check_schedule(
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
     """Take one optimiser step on a loss; several losses are summed. Returns the loss, detached."""
-    optimizer.zero_grad(set_to_none=True)
-    (loss.sum() if loss.ndim else loss).backward()
-    average_gradients(optimizer)
-    optimizer.step()
+    total = loss.sum() if loss.ndim else loss
+    grads = torch.autograd.grad(total, weights_of(optimizer), allow_unused=True)
+    current().mean_([grad for grad in grads if grad is not None])
+    take_step(optimizer, grads)
     return loss.detach()
+
+
+def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimiser, in order."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+@torch.no_grad()
+def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) -> None:
+    """Take one step along gradients of the optimiser's parameters, in order; None leaves a parameter.
+
+    After its first step a fused Adam or AdamW is one kernel on the optimiser's own state: the numbers of
+    `optimizer.step` without its bookkeeping, which is most of the time of a small network.
+    """
+    weights, rest = weights_of(optimizer), iter(grads)
+    if any(weight not in optimizer.state for weight in weights) or not optimizer.defaults.get("fused"):
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = None if grad is None else _like(grad, weight)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return
+    kernel = torch._fused_adamw_ if isinstance(optimizer, torch.optim.AdamW) else torch._fused_adam_
+    for group in optimizer.param_groups:
+        given = [(weight, grad) for weight in group["params"] if (grad := next(rest)) is not None]
+        if not given:
+            continue
+        states = [optimizer.state[weight] for weight, _ in given]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        kernel(
+            [weight for weight, _ in given],
+            [_like(grad, weight) for weight, grad in given],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+    note_step(optimizer)
+
+
+def clipped(grads: list[Tensor], max_norm: float | None) -> list[Tensor]:
+    """Return gradients scaled to a joint norm of at most `max_norm`, as PyTorch does; None: unchanged."""
+    if max_norm is None:
+        return grads
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return list(torch._foreach_mul(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0)))
+
+
+def _like(grad: Tensor, weight: Tensor) -> Tensor:
+    """Return a gradient with the memory layout of its weight: on a CPU fused kernels take it for granted."""
+    return grad if grad.stride() == weight.stride() else torch.empty_like(weight).copy_(grad)
 
 
 def average_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Replace gradients by their means over the ranks of the run; nothing for one."""
     ranks = current()
     if ranks.world > 1:
-        weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        ranks.mean_([weight.grad for weight in weights if weight.grad is not None])
+        ranks.mean_([weight.grad for weight in weights_of(optimizer) if weight.grad is not None])
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

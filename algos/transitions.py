@@ -13,8 +13,9 @@ remaining actions repeating the last. With Ta = 1 these are the transitions of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -118,6 +119,29 @@ class TransitionTable:
         self._widths = [part.shape[1] for part in parts]
         self._rows = torch.cat(parts, dim=1)
 
+    @classmethod
+    def stacked(
+        cls,
+        blocks: Iterable[TransitionTable],
+        *,
+        frame: Tensor,
+        weight: Tensor | None = None,
+        pictures: Pictures | None = None,
+        next_pictures: Pictures | None = None,
+    ) -> TransitionTable:
+        """Return the rows of some tables as one table; each is copied when it is drawn, and then free."""
+        table, done = cls.__new__(cls), 0
+        table.frame, table._pictures, table._next_pictures = frame, pictures, next_pictures
+        table._weighted = None if weight is None else WeightedRows(weight)
+        table._cache = {}
+        for block in blocks:
+            if not done:
+                table._widths = block._widths
+                table._rows = block._rows.new_empty(len(frame), block._rows.shape[1])
+            table._rows[done : done + len(block)] = block._rows
+            done += len(block)
+        return table
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -203,35 +227,49 @@ def tabulate(
             "Use longer episodes or a policy with fewer act_steps."
         )
     _require_memory(dataset, policy, segment.frames)
-    rewards = (rewarding.scale * dataset.rewards.double() + rewarding.shift)[segment.frames]
-    weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
-    reward = (rewards * weight * segment.real).sum(dim=1).float()
-    discount = rewarding.gamma ** segment.length.double() * ~segment.over
-    actions = policy.normalize_action(dataset.actions)
-    following, has_next = _next_chunks(dataset, segment)
-    planned, real = _plan_frames(dataset, segment, policy)
     pictures: dict[str, Pictures] = {}
     if trains_encoder:
         ends = ("pictures", segment.start, False), ("next_pictures", segment.last, True)
         for name, newest, successor in ends:
             pictures[name] = Pictures(dataset.images, _histories(policy, dataset, newest, successor)[1])
-        read = _flat
-    else:
-        read = _encode
-    return TransitionTable(
-        cond=read(policy, dataset, segment.start),
-        action=actions[segment.frames].flatten(1),
-        reward=reward,
-        next_cond=read(policy, dataset, segment.last, successor=True),
-        discount=discount.float(),
-        next_action=actions[following].flatten(1),
-        has_next=has_next.float(),
-        plan=actions[planned].flatten(1),
-        real=real.float(),
+    columns = partial(_columns, dataset, policy, rewarding, trains_encoder)
+    return TransitionTable.stacked(
+        (TransitionTable(**columns(block)) for block in segment.blocks()),
         frame=segment.start,
         weight=dataset.extras[SAMPLING_WEIGHT][segment.start] if SAMPLING_WEIGHT in dataset.extras else None,
         **pictures,
     )
+
+
+def _columns(
+    dataset: EpisodeDataset,
+    policy: Policy,
+    rewarding: Rewarding,
+    trains_encoder: bool,
+    segment: _Segments,
+) -> dict[str, Any]:
+    """Return the columns of some transitions."""
+    rewards = rewarding.scale * dataset.rewards[segment.frames].double() + rewarding.shift
+    weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
+    first, end = _episodes(dataset, segment.start)
+    following, has_next = _next_chunks(end, segment)
+    planned, real = _plan_frames(first, end, segment, policy)
+    read = _flat if trains_encoder else _encode
+
+    def actions(frames: Tensor) -> Tensor:
+        return policy.normalize_action(dataset.actions[frames]).flatten(1)
+
+    return {
+        "cond": read(policy, dataset, segment.start),
+        "action": actions(segment.frames),
+        "reward": (rewards * weight * segment.real).sum(dim=1).float(),
+        "next_cond": read(policy, dataset, segment.last, successor=True),
+        "discount": (rewarding.gamma ** segment.length.double() * ~segment.over).float(),
+        "next_action": actions(following),
+        "has_next": has_next.float(),
+        "plan": actions(planned),
+        "real": real.float(),
+    }
 
 
 def _require_memory(dataset: EpisodeDataset, policy: Policy, frames: Tensor) -> None:
@@ -255,11 +293,17 @@ class _Segments:
     over: Tensor
     real: Tensor
 
+    def blocks(self) -> Iterator[_Segments]:
+        """Yield the transitions in blocks, so that what is made of them on the way stays small."""
+        parts = (part.split(_ENCODED_AT_ONCE) for part in vars(self).values())
+        yield from map(_Segments, *parts)
+
 
 def _segments(dataset: EpisodeDataset, steps: int) -> _Segments:
     """Return every segment that ends with the task or has a known successor."""
-    over, end = dataset.over, _episode_end(dataset)
+    over = dataset.over
     start = torch.arange(dataset.num_frames, device=over.device)
+    _, end = _episodes(dataset, start)
     wanted = start[:, None] + torch.arange(steps, device=over.device)
     inside = torch.minimum(wanted, end[:, None])
     ended_before = torch.cat([over.new_zeros(len(start), 1), over[inside].cummax(1).values[:, :-1]], dim=1)
@@ -273,23 +317,22 @@ def _segments(dataset: EpisodeDataset, steps: int) -> _Segments:
     return _Segments(*(part[keep] for part in parts))
 
 
-def _episode_end(dataset: EpisodeDataset) -> Tensor:
-    """Return the last frame of every frame's episode, (N,)."""
-    return (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
+def _episodes(dataset: EpisodeDataset, frame: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last frame (M,) of the episodes of frames (M,)."""
+    after = torch.searchsorted(dataset.episode_start, frame, right=True)
+    return dataset.episode_start[after - 1], dataset.episode_start[after] - 1
 
 
-def _next_chunks(dataset: EpisodeDataset, segment: _Segments) -> tuple[Tensor, Tensor]:
+def _next_chunks(end: Tensor, segment: _Segments) -> tuple[Tensor, Tensor]:
     """Return the frames (M, Ta) of the next recorded chunk, and whether it exists (M,)."""
-    end = _episode_end(dataset)[segment.start]
     offset = torch.arange(segment.frames.shape[1], device=end.device)
     frames = torch.minimum(segment.last[:, None] + 1 + offset, end[:, None])
     return frames, (segment.last < end) & ~segment.over
 
 
-def _plan_frames(dataset: EpisodeDataset, segment: _Segments, policy: Policy) -> tuple[Tensor, Tensor]:
+def _plan_frames(first: Tensor, end: Tensor, segment: _Segments, policy: Policy) -> tuple[Tensor, Tensor]:
     """Return the window frames (M, Th) around executed chunks, and which were recorded (M, Th)."""
-    chunk, episode = policy.chunk, dataset.episode_start[:-1].repeat_interleave(dataset.lengths)
-    first, end = episode[segment.start], _episode_end(dataset)[segment.start]
+    chunk = policy.chunk
     end = torch.where(segment.over, segment.last, end)
     offset = torch.arange(chunk.horizon, device=end.device) - chunk.action_start
     wanted = segment.start[:, None] + offset
@@ -328,19 +371,17 @@ def _histories(
     policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the frames (M, To) of the states of histories, and those of their images and goals."""
-    first = dataset.episode_start[:-1].repeat_interleave(dataset.lengths)[frame]
+    first, end = _episodes(dataset, frame)
     back = torch.arange(policy.chunk.obs_steps - 1, -1, -1, device=frame.device)
     history = torch.maximum(frame[:, None] - back + successor, first[:, None])
-    return torch.minimum(history, frame[:, None]), torch.minimum(
-        history, _episode_end(dataset)[frame][:, None]
-    )
+    return torch.minimum(history, frame[:, None]), torch.minimum(history, end[:, None])
 
 
 def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:
     """Return the observations after frames (M,), (M, Do); if unknown, those of the frames."""
     if dataset.next_observations is not None:
         return dataset.next_observations[frame]
-    return dataset.observations[torch.minimum(frame + 1, _episode_end(dataset)[frame])]
+    return dataset.observations[torch.minimum(frame + 1, _episodes(dataset, frame)[1])]
 
 
 def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:

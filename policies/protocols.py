@@ -148,7 +148,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Step:
-    """Denoising step passed to hooks; alpha and sigma at t: x = alpha x0 + sigma eps."""
+    """Denoising step passed to hooks; x = alpha x0 + sigma eps at t, and the step adds noise of `std`."""
 
     k: int
     num_steps: int
@@ -157,10 +157,15 @@ class Step:
     cond: Cond
     alpha: float
     sigma: float
+    std: float = 0.0
 
 
 class Hook:
     """Hook of the denoising loop, e.g. guidance or inpainting; subclasses override methods."""
+
+    def before_prediction(self, step: Step, x: Tensor) -> Tensor:
+        """Return the state (B, Th, Da) that the network reads and from which the step is taken."""
+        return x
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (x0, eps) that replace the network's prediction; both (B, Th, Da)."""

@@ -60,6 +60,10 @@ SMALL: dict[str, Any] = {
     "value_dims": (8,),
     "balance_dims": (8,),
     "vae_width": 8,
+    "value_widths": (32,),
+    "inverse_dims": (8,),
+    "plans": 2,
+    "guide_repeats": 1,
     "critic_horizon": 4,
     "num_ascended": 2,
     "ascent_steps": 2,
@@ -71,6 +75,9 @@ ONE_STEP: dict[str, dict[str, Any]] = {name: {"tuned_steps": 1} for name in ("co
 
 NOISY = {"consistency": 1, "diffusion": 2, "energy": 2}
 """Processes whose default sampler draws noise after the start, and steps that do without."""
+
+FROM_NOTHING = ("diffuser", "decision_diffuser")
+"""Algorithms that continue their own policies alone."""
 
 LIMIT = 3
 """Steps of an episode, so few that every iteration finishes some."""
@@ -141,6 +148,7 @@ def setup(process: str, **changes: Any) -> Setup:
 
 def start(algo: str, process: str, **changes: Any) -> Any:
     """Build a run; one that needs an extra skips the test and says which."""
+    changes = ({"init": None} if algo in FROM_NOTHING else {}) | changes
     try:
         return small(registry.lookup("algo", algo), process).build(setup(process, **changes))
     except MissingExtraError as error:
@@ -155,7 +163,8 @@ def _shared_dataset() -> EpisodeDataset:
 @cache
 def accepts(algo: str, process: str) -> bool:
     try:
-        given = setup(process, dataset=_shared_dataset(), init=_built(process))
+        start = None if algo in FROM_NOTHING else _built(process)
+        given = setup(process, dataset=_shared_dataset(), init=start)
         small(registry.lookup("algo", algo), process).build(given).close()
     except CapabilityError:
         return False

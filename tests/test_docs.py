@@ -259,6 +259,8 @@ EXPLAINED_ON = {
     "residual": ["critics"],
     "recap": ["recap", "bc"],
     "world": ["world"],
+    "diffuser": ["planners", "bc"],
+    "decision_diffuser": ["planners", "bc"],
     "dqc": ["critics"],
     "pa_rl": ["critics"],
     "qam": ["qam", "critics"],

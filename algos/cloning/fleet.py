@@ -35,6 +35,7 @@ from envs.datasets.curation import SAMPLING_WEIGHT
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.windows import DECISION
+from envs.spec import EnvConfig
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError
 from policies.policy import Policy
@@ -61,16 +62,16 @@ class FleetCloning(Checked):
     half_life: float = bounded(200.0, gt=0)  # episodes of the fleet after which one is drawn half as often
     seed: int = bounded(0, ge=0)  # of batches and noise
 
-    def build(self, policy: Policy, dataset: EpisodeDataset) -> FleetLearner:
-        """Return the learner of a policy.
+    def build(self, policy: Policy, dataset: EpisodeDataset, env: EnvConfig | None = None) -> FleetLearner:
+        """Return the learner of a policy; `env` is its task, if that is known.
 
         Raises:
             CapabilityError: If the policy has no matching loss, or takes goals or images.
-            ConfigError: If policy and dataset do not fit.
+            ConfigError: If policy, dataset and task do not fit.
         """
         if policy.goal_dim or policy.images:
             raise CapabilityError("robots of a fleet report states: got a policy that takes goals or images.")
-        return FleetLearner(self, Setup(init=policy, dataset=dataset, seed=self.seed))
+        return FleetLearner(self, Setup(init=policy, dataset=dataset, env=env, seed=self.seed))
 
 
 def online_share(online: float, static: float) -> float:

@@ -54,7 +54,8 @@ class Validation:
 
     def _errors(self, chunk: Tensor) -> Tensor:
         """Return the error (B, n) of sampled chunks (B, n, Th, Da), over recorded actions only."""
-        per_row = (chunk - self._data.action.unsqueeze(1)).square().mean(dim=-1)  # (B, n, Th)
+        action = self._data.action[..., : chunk.shape[-1]]  # rows of a planner hold states as well
+        per_row = (chunk - action.unsqueeze(1)).square().mean(dim=-1)  # (B, n, Th)
         mask = self._data.mask.unsqueeze(1).to(per_row.dtype)
         return (per_row * mask).sum(dim=-1) / mask.sum(dim=-1)
 

@@ -293,7 +293,9 @@ def plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:
 
 def _state_statistics(dataset: EpisodeDataset) -> dict[str, Tensor]:
     """Return mean and std of the states of the transitions; a margin is added to the std."""
-    states = dataset.transitions().observations.double()
-    std = states.std(dim=0, correction=0) + STD_MARGIN
-    moments = {"mean": states.mean(dim=0), "std": std, "min": states.amin(0), "max": states.amax(0)}
-    return {name: value.float() for name, value in moments.items()}
+    frames, moments = dataset.require_transitions(), []
+    for column in dataset.observations.unbind(dim=1):  # in float64, one entry at a time
+        value = column[frames].double()
+        std = value.std(correction=0) + STD_MARGIN
+        moments.append(torch.stack([value.mean(), std, *value.aminmax()]).float())
+    return dict(zip(("mean", "std", "min", "max"), torch.stack(moments, dim=1), strict=True))

@@ -272,8 +272,9 @@ def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Reward
     if table.frame is None or "masks" in dataset.extras:  # with masks, returns continue after the task's end
         return None
     last = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
-    remaining = last - torch.arange(dataset.num_frames, device=last.device) + 1
-    is_known = dataset.terminated[last] | (rewarding.gamma ** remaining.double() < _CUT_WEIGHT)
+    ends, remaining = dataset.terminated[last], last.sub_(torch.arange(len(last), device=last.device)).add_(1)
+    steps = torch.arange(int(dataset.lengths.max()) + 1, device=last.device)
+    is_known = ends | (rewarding.gamma ** steps.double() < _CUT_WEIGHT)[remaining]
     known = is_known[table.frame].nonzero().squeeze(1)
     if not len(known):
         return None

@@ -199,13 +199,12 @@ class FpoRatio(FlowRatio):
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         record, state, draws = experience.record, rows.state, self.num_draws
         if self.per_draw:
-            row, pair = rows.state_row, state.index_select(0, rows.state_row) * draws + rows.step
+            index, pair = rows.state_of_row, rows.index
         else:
-            row = torch.arange(len(state), device=state.device).repeat_interleave(draws)
+            index = state.repeat_interleave(draws)
             pair = (state[:, None] * draws + torch.arange(draws, device=state.device)).flatten()
             advantage = None if advantage is None else advantage.repeat_interleave(draws)
         eps, t, old = (record[name].flatten(0, 1).index_select(0, pair) for name in ("eps", "t", "loss"))
-        index = state.index_select(0, row)
         new = self.losses(experience.cond.rows(index), record["action"].index_select(0, index), eps, t)
         pairs = self.compare(old, new, advantage, t)
         if not self.per_draw:

@@ -72,7 +72,7 @@ class LatentRatio(RatioEstimator):
         return policy.executed(chunk), record
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        state = rows.state.index_select(0, rows.state_row)
+        state = rows.state_of_row
         old, z = (experience.record[name].index_select(0, state) for name in ("log_prob", "latent"))
         mean, log_std = self.policy.actor(experience.cond.rows(state).vec)
         entropy = (log_std + 0.5 * (1 + LOG_2PI)).sum(dim=1)

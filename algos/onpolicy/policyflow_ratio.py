@@ -131,12 +131,12 @@ class PolicyflowRatio(NoisyFlowRatio):
         return policy.executed(end + noise), record
 
     def velocities(
-        self, cond: Cond, start: Tensor, end: Tensor, row: Tensor, step: Tensor
+        self, cond: Cond, start: Tensor, end: Tensor, row: Tensor | None, step: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return points (P, Th, Da) on the lines at drawn times, and their velocities.
 
         Shapes:
-            start, end: (P, Th, Da). row: (P,) index into cond. step: (P,) of the sampler.
+            start, end: (P, Th, Da). row: (P,) index into cond, None: one each. step: (P,) of the sampler.
         """
         x = self.policy.process.corrupt(end, start, self.times(start).index_select(0, step))
         times = self.policy.table.to_device("net_time", start)
@@ -152,11 +152,9 @@ class PolicyflowRatio(NoisyFlowRatio):
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         record = experience.record
-        state = rows.state.index_select(0, rows.state_row)
-        pair = state * self.num_draws + rows.step
-        step, old = (record[name].flatten(0, 1).index_select(0, pair) for name in ("step", "velocity"))
+        step, old = (record[name].flatten(0, 1).index_select(0, rows.index) for name in ("step", "velocity"))
         names = ("start", "end", "noise", "log_prob")
-        start, end, noise, log_prob = (record[name].index_select(0, state) for name in names)
+        start, end, noise, log_prob = (record[name].index_select(0, rows.state_of_row) for name in names)
         cond = experience.cond.rows(rows.state)
         x, velocity = self.velocities(cond, start, end, rows.state_row, step)
         std = self.noise()

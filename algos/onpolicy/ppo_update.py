@@ -37,7 +37,7 @@ from algos.onpolicy.losses import (
     value_losses,
 )
 from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows, Score
-from algos.optim import load_parts, save_parts, warmup_cosine
+from algos.optim import clipped, load_parts, save_parts, take_step, warmup_cosine
 from algos.training.observations import EncodedWhenRead
 from algos.training.ranks import current
 from policies.protocols import Cond
@@ -58,6 +58,11 @@ def alone(name: str, value: Tensor) -> Tensor:
     sums = torch.zeros(len(TERMS), device=value.device, dtype=value.dtype)
     sums[TERMS.index(name)] = value.detach()
     return sums
+
+
+def of_step(values: Tensor, step: Tensor) -> Tensor:
+    """Return the value of each row's inner step, (B,), or of the only one, (1,)."""
+    return values if len(values) == 1 else values.index_select(0, step)
 
 
 def named(sums: Tensor) -> Quantities:
@@ -98,7 +103,9 @@ class GradientThreads:
             mine = own or tasks[:1]
             results = map(Task.run, mine) if self._pool is None else self._pool.map(Task.run, mine)
             first, metrics = next(results)
-            grads = [grad.clone() for grad in first]
+            grads = list(first)
+            if len(mine) > 1 or ranks.world > 1:
+                grads = [grad.clone() for grad in first]
             for more, part in results:
                 torch._foreach_add_(grads, list(more))
                 metrics = metrics + part
@@ -211,13 +218,17 @@ class PpoUpdate:
         else:
             metrics = self.untouched_actor(experience, index)
         critic_grads, value_loss = self.critic_gradient(experience, index)
-        apply_gradient(self.critic_optimizer, self.critic_params, critic_grads, None)
+        take_step(self.critic_optimizer, critic_grads)
         return metrics | {"value/loss": value_loss}
 
     def actor_step(self, experience: Experience, index: Tensor, draws: GeneratorDraws) -> Quantities:
         grads, metrics = self.actor_gradient(experience, index, draws=draws)
-        apply_gradient(self.actor_optimizer, self.actor, grads, self.config.max_grad_norm)
+        take_step(self.actor_optimizer, clipped(grads, self.config.max_grad_norm))
         return metrics
+
+    def ordered(self, index: Tensor) -> Tensor:
+        """Return rows (B,) sorted by environment step where several share one."""
+        return index if self.ratio.inner_steps == 1 else index.sort().values
 
     # -- the actor's loss ------------------------------------------------------------------------------
 
@@ -225,7 +236,7 @@ class PpoUpdate:
         self, experience: Experience, index: Tensor, *, draws: GeneratorDraws
     ) -> tuple[list[Tensor], Quantities]:
         drawn = index.to(experience.advantage.device)
-        index = drawn.sort().values
+        index = self.ordered(drawn)
         tasks = [Task(self.actor, loss) for loss in self.surrogates(experience, index)]
         terms = {
             "policy/cloning_loss": self.cloning_tasks(experience, drawn, draws),
@@ -236,7 +247,7 @@ class PpoUpdate:
         return grads, named(sums) | extra
 
     def surrogates(self, experience: Experience, index: Tensor) -> list[Callable[[], tuple[Tensor, Tensor]]]:
-        """Return the microbatches' parts of the loss at sorted rows (B,), as functions."""
+        """Return the microbatches' parts of the loss at ordered rows (B,), as functions."""
         advantage, size = self.weighted_advantage(experience, index), self.microbatch_size(index)
         return [
             partial(self.surrogate, experience, rows, part, len(index))
@@ -249,17 +260,20 @@ class PpoUpdate:
         """Return this microbatch's part of the loss over `total` rows; `index`, `advantage` are (B,)."""
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
         score = self.score(experience, index, rows, advantage)
-        ratio, clip_range = score.log_ratio.exp(), self.clip_range.index_select(0, rows.step)
-        loss = SURROGATES[self.config.surrogate](ratio, advantage, clip_range)
-        penalty = torch.zeros_like(loss) if score.penalty is None else score.penalty
-        objective = (loss - self.config.entropy_coef * score.entropy + penalty).sum() / total
+        ratio, clip_range = score.log_ratio.exp(), of_step(self.clip_range, rows.step)
+        objective = loss = SURROGATES[self.config.surrogate](ratio, advantage, clip_range)
+        if self.config.entropy_coef:
+            objective = objective - self.config.entropy_coef * score.entropy
+        if score.penalty is not None:
+            objective = objective + score.penalty
         with torch.no_grad():
-            away = ratio - 1.0
+            away, none = ratio - 1.0, torch.zeros_like(ratio)
             clipped = (away.abs() > clip_range).to(ratio.dtype)
             kl = approx_kl(score.log_ratio if score.drift is None else score.drift)
+            penalty = none if score.penalty is None else score.penalty
             terms = (loss, clipped, kl, ratio, away.square(), score.entropy, score.saturated, penalty)
-            sums = torch.stack([term.sum() / total for term in terms])
-            return objective, torch.cat([sums, sums.new_zeros(len(TERMS) - len(terms))])
+            sums = torch.stack([*terms, *[none] * (len(TERMS) - len(terms))]).sum(dim=1) / total
+        return objective.sum() / total, sums
 
     def score(
         self, experience: Experience, index: Tensor, rows: Rows, advantage: Tensor | None = None
@@ -286,11 +300,11 @@ class PpoUpdate:
     def weighted_advantage(self, experience: Experience, index: Tensor) -> Tensor:
         """Return the rows' advantages: normalised over the minibatch, clipped, discounted by inner step."""
         steps = self.ratio.inner_steps
-        advantage = experience.advantage.index_select(0, index // steps)
+        advantage = experience.advantage.index_select(0, index if steps == 1 else index // steps)
         if self.config.normalize_advantage:
             advantage = normalize_advantage(advantage)
         advantage = clip_to_quantiles(advantage, *self.config.advantage_quantiles)
-        return advantage * self.discount.index_select(0, index % steps)
+        return advantage * of_step(self.discount, index % steps)
 
     def untouched_actor(self, experience: Experience, index: Tensor) -> Quantities:
         """Return the metrics of an unchanged policy: every ratio is one."""
@@ -339,17 +353,19 @@ class PpoUpdate:
     # -- the critic's loss -----------------------------------------------------------------------------
 
     def critic_gradient(self, experience: Experience, index: Tensor) -> tuple[list[Tensor], Tensor]:
-        index = index.to(experience.advantage.device).sort().values
+        index = self.ordered(index.to(experience.advantage.device))
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
         size = self.microbatch_size(rows.state)
+        states = rows.state.split(size)
+        counts = [None] * len(states) if rows.count is None else rows.count.split(size)
         tasks = [
             Task(self.critic_params, partial(self.value_loss, experience, state, count, len(index)))
-            for state, count in zip(rows.state.split(size), rows.count.split(size), strict=True)
+            for state, count in zip(states, counts, strict=True)
         ]
         return self.threads.sum(tasks)
 
     def value_loss(
-        self, experience: Experience, state: Tensor, count: Tensor, total: int
+        self, experience: Experience, state: Tensor, count: Tensor | None, total: int
     ) -> tuple[Tensor, Tensor]:
         """Return this microbatch's part of the value loss; states (U,) are weighted by row count."""
         target, old = experience.target.index_select(0, state), experience.value.index_select(0, state)
@@ -357,7 +373,7 @@ class PpoUpdate:
         seen = readable.rows(state)
         value = self.critic(seen.vec if isinstance(seen, Cond) else seen)
         losses = value_losses(value, target, old, self.config.value_clip)
-        loss = (losses * count).sum() / total
+        loss = (losses if count is None else losses * count).sum() / total
         return self.config.vf_coef * loss, loss
 
     def microbatch_size(self, index: Tensor) -> int:
@@ -379,18 +395,3 @@ class PpoUpdate:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_parts(self, self._parts, state)
-
-
-def apply_gradient(
-    optimizer: torch.optim.Optimizer,
-    params: Sequence[nn.Parameter],
-    grads: Sequence[Tensor],
-    max_norm: float | None,
-) -> None:
-    """Take one step along given gradients; their joint norm is clipped to `max_norm` if set."""
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-    if max_norm is not None:
-        nn.utils.clip_grad_norm_(params, max_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)

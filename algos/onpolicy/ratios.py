@@ -31,24 +31,32 @@ REDUCTIONS = ("mean", "per_step", "joint")
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a minibatch, sorted by environment step.
+    """Rows of a minibatch, sorted by environment step where several may share one.
 
     Shapes:
-        state: (U,) distinct environment steps. state_row: (B,) index into `state`. step: (B,) inner step.
-        count: (U,) rows per distinct environment step.
+        index: (B,) environment step * S + inner step. step: (B,) inner step. state: (U,) distinct environment
+        steps. state_row: (B,) index into `state`; None: every row has its own (S = 1). count: (U,) rows per
+        distinct environment step; None: one.
     """
 
-    state: Tensor
-    state_row: Tensor
+    index: Tensor
     step: Tensor
-    count: Tensor
+    state: Tensor
+    state_row: Tensor | None = None
+    count: Tensor | None = None
 
     @classmethod
     def sorted_from(cls, index: Tensor, inner_steps: int) -> Rows:
-        """Split sorted flat indices `environment step * S + inner step`, (B,)."""
-        step = index % inner_steps
+        """Split flat indices (B,), sorted unless S = 1."""
+        if inner_steps == 1:
+            return cls(index, torch.zeros_like(index), index)
         found = torch.unique_consecutive(index // inner_steps, return_inverse=True, return_counts=True)
-        return cls(found[0], found[1], step, found[2])
+        return cls(index, index % inner_steps, *found)
+
+    @property
+    def state_of_row(self) -> Tensor:
+        """The environment step of every row, (B,)."""
+        return self.state if self.state_row is None else self.state.index_select(0, self.state_row)
 
 
 @dataclass(frozen=True)
@@ -231,13 +239,12 @@ class ChainRatio(RatioEstimator):
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         x, x_next = self.transitions(experience, rows)
-        pair = rows.state.index_select(0, rows.state_row) * self.inner_steps + rows.step
-        old, divergence = experience.record["log_prob"].flatten().index_select(0, pair), None
+        old, divergence = experience.record["log_prob"].flatten().index_select(0, rows.index), None
         cond, place = experience.cond.rows(rows.state), (rows.step, rows.state_row)
         if experience.reference is None:
             log_prob, entropy = self.policy.transition_log_prob(cond, x, x_next, *place)
         else:
-            mean, before = experience.reference.index_select(1, pair)
+            mean, before = experience.reference.index_select(1, rows.index)
             points = torch.stack([x_next, mean])
             (log_prob, at_mean), entropy = self.policy.transition_log_prob(cond, x, points, *place)
             divergence = self.reduce_executed(normal_divergence(before, entropy, at_mean))
@@ -246,7 +253,7 @@ class ChainRatio(RatioEstimator):
 
     def transitions(self, experience: Experience, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the states before and after recorded transitions, (B, Th, Da) each."""
-        place = rows.state.index_select(0, rows.state_row) * (self.inner_steps + 1) + rows.step
+        place = rows.index + rows.state_of_row  # a chain of S transitions has S + 1 states
         states = experience.record["chain"].flatten(0, 1)  # (M (S+1), Th, Da)
         return states.index_select(0, place), states.index_select(0, place + 1)
 

@@ -29,8 +29,9 @@ from torch import Tensor
 from algos.base import Quantities
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.losses import approx_kl
-from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate, Task, apply_gradient, named
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate, Task, named
 from algos.onpolicy.ratios import Rows, Score
+from algos.optim import clipped, take_step
 from algos.training.ranks import current
 
 SWEEPS = 50
@@ -165,7 +166,7 @@ class FixpoUpdate(TrustRegionUpdate):
                 return self.beta.detach() * divergence(self.ratio.score(experience, rows)).sum()
 
             grads = self.mean_gradient(experience, index, penalty)
-            apply_gradient(self.actor_optimizer, self.actor, grads, self.config.max_grad_norm)
+            take_step(self.actor_optimizer, clipped(grads, self.config.max_grad_norm))
             self.move_beta(largest)
             steps += 1
         self._fixes += steps

@@ -28,6 +28,7 @@ from benchmarks.speed.cases_flows import flow, reinflow
 from benchmarks.speed.cases_learning import cloning, gather, iteration, update
 from benchmarks.speed.cases_offline import neighbours, offline
 from benchmarks.speed.cases_offpolicy import dsrl, ensembles, replay, steered
+from benchmarks.speed.cases_peers import ppo
 from benchmarks.speed.cases_seeds import seeds
 from benchmarks.speed.timing import Figure
 
@@ -53,8 +54,11 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
         ensembles,
         dsrl,
         critics,
+        ppo,
     )
 }
+PEERS = ("ppo",)
+"""Cases whose peer is another program, to be installed beside ours."""
 
 
 def machine() -> dict[str, object]:
@@ -84,6 +88,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=4, help="that are trained together, of `seeds`")
     parser.add_argument("--dataset", type=Path, help="a file in place of synthetic data of offline learning")
+    parser.add_argument("--peers", action="store_true", help=f"with {', '.join(PEERS)}: Stable-Baselines3")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gate", action="store_true")
     options = parser.parse_args()
@@ -91,7 +96,8 @@ def main() -> int:
     print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
     print(f"{'case':<36}{'ours':>12}{'peer':>12}{'ratio':>8}{'floor':>7}  against", flush=True)
     figures: list[Figure] = []
-    for name in options.cases or CASES:
+    print(processor_name(), flush=True)
+    for name in options.cases or [case for case in CASES if options.peers or case not in PEERS]:
         for figure in CASES[name](options):
             figures.append(figure)
             verdict = "" if figure.ok else "  MISSED"

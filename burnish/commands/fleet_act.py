@@ -15,7 +15,7 @@ from burnish.config.overrides import RunContext
 from envs.datasets.episode import Episode
 from envs.datasets.windows import DECISION
 from envs.fit import require_fit, task_text
-from envs.rollouts.supervised import CORRECTED, SupervisedPlayer
+from envs.rollouts.supervised import CORRECTED, SupervisedPlayer, require_takeover
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, ServingError
 from policies.paths import path_field
@@ -50,6 +50,8 @@ def run(config: FleetActConfig, context: RunContext) -> None:
     """Act until the last episode is acknowledged, or until a stop signal."""
     if config.env is None or config.name is None or config.out is None:
         raise ConfigError("fleet act needs env=<task>, name=<robot> and out=<folder>.")
+    if config.watched:
+        require_takeover(config.env)
     keys: dict[str, Any] = {"secret_key": config.secret_key, "server_key": config.server_key}
     task = task_text(config.env)
     with (

@@ -63,7 +63,9 @@ def run(config: FleetLearnConfig, context: RunContext) -> None:
         "" if env is None else task_text(env), policy.obs_dim, policy.chunk.action_dim, _MAX_STEPS
     )
     dataset = read_dataset(config.dataset)
-    learner = config.build(policy, dataset if env is None else with_task_observations(env, dataset))
+    if env is not None:
+        dataset = with_task_observations(env, dataset)
+    learner = config.build(policy, dataset, env)
     directory = _directory(config, {} if env is None else describe_part("env", env))
     with directory.claim(), StopSignals() as stop:
         service = FleetRun(

@@ -313,6 +313,10 @@ def _without_parts(node: DictConfig) -> DictConfig:
     return bare
 
 
+_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
+"""Types of the fields of a dataclass, which are looked up for every configuration."""
+
+
 def to_object(node: Any) -> Any:
     """Convert a composed tree to dataclasses, tuples, dicts and plain values.
 
@@ -332,7 +336,7 @@ def to_object(node: Any) -> Any:
             raise ConfigError(unknown_key(node._get_full_key(key), kind))
         warn_of_former_key(node._get_full_key(key), node._get_full_key(former[key]))
         node[former[key]] = node[key]
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     return kind(**{f.name: _value(node, f.name, hints[f.name]) for f in fields(kind) if f.init})
 
 
@@ -358,7 +362,7 @@ def describe(config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: If the part of a group is not registered.
     """
-    hints = typing.get_type_hints(type(config))
+    hints = _hints(type(config))
     out: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
@@ -432,7 +436,7 @@ def _refuse_references(data: Any, key: str = "") -> None:
 
 def _described_node(kind: type, data: Mapping[str, Any]) -> DictConfig:
     node = node_of(kind)
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     for key, value in with_present_names(kind, data).items():
         if key in getattr(kind, "dropped", ()):
             continue

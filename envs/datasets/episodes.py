@@ -258,12 +258,11 @@ class EpisodeDataset(EpisodeColumns):
             return torch.arange(self.num_frames, device=self.terminated.device)
         return (~self.is_last | self.terminated).nonzero().squeeze(1)
 
-    def transitions(self) -> Transitions:
-        """Return the transitions: `transition_frames` and their successors.
+    def require_transitions(self) -> Tensor:
+        """Return `transition_frames`.
 
-        The successor is `next_observations` where available, else the next frame of the episode; that of a
-        terminated last frame without a recorded one, unused, is its own observation. Frames with `masks` = 0
-        count as terminated although the recording continues.
+        Raises:
+            DatasetError: If there are none.
         """
         frames = self.transition_frames
         if not len(frames):
@@ -271,6 +270,16 @@ class EpisodeDataset(EpisodeColumns):
                 f"{self.source}: expected frames with a known successor or a termination; all "
                 f"{self.num_frames} are the last of truncated episodes. Record successors."
             )
+        return frames
+
+    def transitions(self) -> Transitions:
+        """Return the transitions: `transition_frames` and their successors.
+
+        The successor is `next_observations` where available, else the next frame of the episode; that of a
+        terminated last frame without a recorded one, unused, is its own observation. Frames with `masks` = 0
+        count as terminated although the recording continues.
+        """
+        frames = self.require_transitions()
         if self.storage.on_disk:
             width = 2 * self.obs_dim + self.action_dim + 4
             require_memory(4 * len(frames) * width, f"{self.source}, as transitions")

@@ -27,8 +27,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.cluster.vq import kmeans2
-from scipy.spatial import KDTree
 
 from envs.datasets.episodes import EpisodeDataset
 from policies.errors import DatasetError
@@ -139,6 +137,8 @@ def disagreement(
 
 def _neighbours(states: np.ndarray, episode: np.ndarray, frames: np.ndarray, k: int) -> np.ndarray:
     """Return the k frames (F, k) of other episodes with the nearest states; fewer if others have fewer."""
+    from scipy.spatial import KDTree  # importing it takes a tenth of what a command needs to start
+
     k = min(k, len(states) - int(np.bincount(episode).max()))
     tree, found = KDTree(states), np.empty((len(frames), k), dtype=np.int64)
     left, wanted = np.arange(len(frames)), min(16 * k, len(states))
@@ -162,6 +162,8 @@ def _episodes(dataset: EpisodeDataset) -> np.ndarray:
 
 def cluster_variance(dataset: EpisodeDataset, clusters: int, samples: int, rng: np.random.Generator) -> float:
     """Return the action variance within clusters of states over the total action variance."""
+    from scipy.cluster.vq import kmeans2
+
     frames = rng.permutation(dataset.num_frames)[:samples]
     states, actions = _standardised(dataset)[frames], dataset.actions.double().numpy()[frames]
     spread = actions.var(axis=0).sum()
@@ -178,6 +180,8 @@ def own_row_rate(
     dataset: EpisodeDataset, beta: float, noise: float, samples: int, rng: np.random.Generator
 ) -> float:
     """Return the own-row rate (see the module); `noise` is the standard deviation of actions."""
+    from scipy.spatial import KDTree
+
     states, actions = beta * _standardised(dataset), dataset.actions.double().numpy()
     frames = rng.permutation(len(states))[:samples]
     moved = actions[frames] + noise * rng.normal(size=(len(frames), actions.shape[1]))

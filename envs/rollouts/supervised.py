@@ -18,6 +18,7 @@ from envs.datasets.episode import Episode
 from envs.datasets.windows import DECISION
 from envs.rollouts.player import EvaluatedPolicy
 from envs.spec import Array, ChunkStep, EnvConfig, EnvSpec
+from policies import registry
 from policies.errors import CapabilityError
 from policies.seeds import seeded_generator
 
@@ -28,11 +29,23 @@ FORESIGHT = 2  # chunks that are simulated before the first of them is executed
 
 @runtime_checkable
 class HasTakeover(Protocol):
-    """A task whose expert can continue a running episode."""
+    """A task whose expert can continue a running episode; its simulator can save its state."""
 
     def take_over(self, stepper: Any, seed: int) -> Callable[[], Array]:
         """Return the expert of the running episode in row 0; it returns the next action (Da,)."""
         ...
+
+
+def require_takeover(env: Any) -> HasTakeover:
+    """Return a task whose expert can take over.
+
+    Raises:
+        CapabilityError: If it has none; names the tasks that have one.
+    """
+    if isinstance(env, HasTakeover):
+        return env
+    able = ", ".join(name for name, part in registry.parts("env").items() if hasattr(part, "take_over"))
+    raise CapabilityError(f"env={env.spec.name} has no expert that takes over; tasks that have one: {able}.")
 
 
 class SupervisedPlayer:
@@ -40,24 +53,17 @@ class SupervisedPlayer:
 
     Args:
         policy: What acts; it may be replaced between episodes.
-        env: The task.
+        env: The task; see `require_takeover` for episodes that are watched.
         expert_steps: Steps for which the expert acts before it hands back.
         speed: Simulated time by real time; None: as fast as possible.
-
-    Raises:
-        CapabilityError: If the expert cannot continue an episode, or the simulator's state cannot be saved.
     """
 
     def __init__(
         self, policy: EvaluatedPolicy, env: EnvConfig, *, expert_steps: int, speed: float | None = None
     ) -> None:
-        if not isinstance(env, HasTakeover):
-            raise CapabilityError(f"env={env.spec.name} has no expert that takes over; use env=avoid.")
         self.policy, self._env, self._expert_steps = policy, env, expert_steps
         self._step_s = 0.0 if speed is None else 1.0 / (speed * env.spec.control_hz)
         self._vector: Any = env.make_vector(1, obs_steps=policy.chunk.obs_steps)
-        if not self._vector.can_save:
-            raise CapabilityError(f"env={env.spec.name} cannot save its state, so nobody can look ahead.")
 
     def close(self) -> None:
         self._vector.close()
@@ -72,7 +78,8 @@ class SupervisedPlayer:
             if left == 0:
                 chunk, expert = self._decide(obs, generator), None
                 if watched and self._fails(chunk, generator):
-                    expert, left = self._env.take_over(self._vector.stepper, seed), self._expert_steps
+                    takes_over = require_takeover(self._env).take_over
+                    expert, left = takes_over(self._vector.stepper, seed), self._expert_steps
             if expert is not None:
                 chunk, left = np.asarray(expert(), np.float32)[None, None], left - 1
             step = self._vector.step_chunk(chunk)

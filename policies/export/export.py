@@ -61,6 +61,7 @@ from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP, Runner
 from policies.threads import torch_threads
 from policies.wrappers.best_of_n import BestOfN
+from policies.wrappers.planner import PlannerPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +125,11 @@ def _require_exportable(policy: Any, graph: str) -> None:
         raise ExportError(f"graph must be one of {', '.join(GRAPHS)}; got '{graph}'.")
     for name in ("onnx", "onnxscript", "onnxruntime"):
         require(name, extra="export", what="export")
+    if isinstance(policy, PlannerPolicy) and policy.follows_value:
+        raise ExportError(
+            "a planner that follows the slope of its value cannot be exported. Train it with "
+            "algo.guide_repeats=0, which chooses among plans alone."
+        )
     if graph == "step":
         require_steps(policy)
     refuse_foreign_loops(policy)

@@ -41,17 +41,19 @@ class _OptimizerSteps:
         return cls.anywhere > since or any(cls.last.get(place, 0) > since for place in storages)
 
 
+def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Count a step of an optimiser; to be called after steps that are not taken by its `step`."""
+    _OptimizerSteps.count = number = _OptimizerSteps.count + 1
+    for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+        if type(tensor) in _PLAIN:
+            _OptimizerSteps.last[_storage(tensor)] = number
+        else:
+            _OptimizerSteps.anywhere = number
+
+
 @cache
 def _watch_optimizers() -> None:
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        _OptimizerSteps.count = number = _OptimizerSteps.count + 1
-        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
-            if type(tensor) in _PLAIN:
-                _OptimizerSteps.last[_storage(tensor)] = number
-            else:
-                _OptimizerSteps.anywhere = number
-
-    register_optimizer_step_post_hook(after_step)
+    register_optimizer_step_post_hook(note_step)
 
 
 def _storage(tensor: Tensor) -> int:

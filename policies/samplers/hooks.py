@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from policies.networks.energy import energy_and_gradient
 from policies.protocols import Cond, Hook, Step
 
 
@@ -32,6 +34,50 @@ class Inpaint(Hook):
 
     def on_state(self, step: Step, x: Tensor) -> Tensor:
         return x + self.mask * (self.known - x) if step.k == step.num_steps - 1 else x
+
+
+@dataclass(frozen=True, eq=False)
+class Overwrite(Hook):
+    """Known values stand clean in every state, for networks that were trained on such states.
+
+    `Inpaint` pins the clean estimate instead, so that known values have the noise of their step.
+
+    Source: Diffuser, arXiv 2205.09991.
+    """
+
+    known: Tensor  # (B, Th, Da) or broadcastable, normalised
+    mask: Tensor  # bool, as `known`; True where known
+
+    def before_prediction(self, step: Step, x: Tensor) -> Tensor:
+        return torch.where(self.mask, self.known, x)
+
+    def on_state(self, step: Step, x: Tensor) -> Tensor:
+        return torch.where(self.mask, self.known, x)
+
+
+@dataclass(frozen=True, eq=False)
+class Ascent(Hook):
+    """Move states up a value before the network reads them, `repeats` times by scale std^2 gradient.
+
+    std is the deviation of the noise that the step adds. The last `rest` steps are left alone.
+
+    Source: Diffuser, arXiv 2205.09991, released code (`scale_grad_by_std`).
+    """
+
+    value: Callable[[Tensor, float], Tensor]  # states (B, Th, Da) and sampling time to values (B,)
+    scale: float
+    repeats: int = 1
+    rest: int = 0
+    fixed: Tensor | None = None  # bool, broadcastable; True where states are not moved
+
+    def before_prediction(self, step: Step, x: Tensor) -> Tensor:
+        if step.num_steps - step.k <= self.rest:
+            return x
+        for _ in range(self.repeats):
+            slope = energy_and_gradient(lambda y: self.value(y, step.t), x)[1]
+            moved = x + self.scale * step.std**2 * slope
+            x = moved if self.fixed is None else torch.where(self.fixed, x, moved)
+        return x
 
 
 @dataclass(frozen=True, eq=False)

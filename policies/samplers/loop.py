@@ -83,9 +83,12 @@ def denoise(
         if not (is_recorded or hooks or table.memory):
             x = _bounded(transition(table, k, x, bound(k, x), plus=draw), table.clip_state)
             continue
+        step = _step(table, k, cond) if hooks and cond is not None else None
+        if step is not None:
+            for hook in hooks:
+                x = hook.before_prediction(step, x)
         if is_recorded:
             states.append(x)
-        step = _step(table, k, cond) if hooks and cond is not None else None
         if table.memory is not None:
             mean, memory = recall_prediction(table, k, *_prediction(table, k, x, bound, step, hooks), memory)
         elif step is not None:
@@ -118,7 +121,8 @@ def _prediction(
 
 
 def _step(table: StepTable, k: int, cond: Cond) -> Step:
-    return Step(k, table.num_steps, table.times[k], table.times[k + 1], cond, table.alpha[k], table.sigma[k])
+    times, noise = (table.times[k], table.times[k + 1]), (table.alpha[k], table.sigma[k], table.spread[k])
+    return Step(k, table.num_steps, *times, cond, *noise)
 
 
 def _unroll(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:

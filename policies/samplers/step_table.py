@@ -105,12 +105,14 @@ class StepTable:
     loop: Callable[[BoundField, Tensor], Tensor] | None = None
     rows: tuple[Coefficients, ...] = field(init=False, repr=False)
     noisy: tuple[bool, ...] = field(init=False, repr=False)
+    spread: tuple[float, ...] = field(init=False, repr=False)  # largest deviation of every step before floors
     _copies: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         columns = self.coefficients[:, :, 0].T.tolist() if self.coefficients.shape[-1] == 1 else []
         object.__setattr__(self, "rows", tuple(Coefficients(*column) for column in columns))
         object.__setattr__(self, "noisy", tuple((self.std > 0).any(dim=-1).tolist()))
+        object.__setattr__(self, "spread", tuple(self.schedule_std.amax(dim=-1).tolist()))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_copies": {}}  # their devices may not exist where it is unpickled

@@ -82,7 +82,7 @@ def test_a_step_makes_good_actions_likelier_and_bad_ones_less_likely(config: Fpo
     good = (torch.arange(ROWS) < ROWS // 2).float() * 2 - 1
     before = ratio_losses(ratio, experience)
     score = ratio.score(experience, rows)
-    advantage = good.index_select(0, rows.state.index_select(0, rows.state_row))
+    advantage = good.index_select(0, rows.state_of_row)
     loss = -(score.log_ratio.exp() * advantage).mean()
     weights = list(policy.field.parameters())
     with torch.no_grad():

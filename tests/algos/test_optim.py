@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from messages import mentions
 from torch import nn
 
-from algos.optim import DelayedDecay, Ema, PowerDecay, check_schedule, restore_optimizer, warmup_cosine
+from algos.optim import (
+    DelayedDecay,
+    Ema,
+    PowerDecay,
+    check_schedule,
+    clipped,
+    restore_optimizer,
+    take_step,
+    warmup_cosine,
+)
 from policies.errors import ConfigError
 
 
@@ -54,6 +63,39 @@ def test_a_restored_optimizer_keeps_its_moments_and_takes_what_is_configured_now
     assert torch.equal(second.state[weight]["exp_avg"], first.state[weight]["exp_avg"])
     group = second.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.5, 0.3, (0.8, 0.9))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_step_along_gradients_is_the_optimizers_own_bit_for_bit(
+    kind: type[torch.optim.Adam] | type[torch.optim.AdamW],
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=g) for shape in ((3, 4), (4,), (2, 3))]
+    ours, theirs = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    groups = ([{"params": side[:2], "lr": 0.3}, {"params": side[2:]}] for side in (ours, theirs))
+    mine, plain = (kind(each, lr=0.1, weight_decay=0.2, fused=True) for each in groups)
+    for n in range(4):
+        grads = [torch.randn(shape, generator=g) for shape in ((4, 3), (), (2, 3))]
+        laid = [grads[0].t(), grads[1].expand(4), None if n == 2 else grads[2]]
+        take_step(mine, laid)
+        for weight, grad in zip(theirs, laid, strict=True):
+            weight.grad = None if grad is None else grad.contiguous()
+        plain.step()
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    for a, b in zip(ours, theirs, strict=True):
+        assert all(torch.equal(mine.state[a][name], value) for name, value in plain.state[b].items())
+    assert all(weight.grad is None for weight in ours)
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1e3])
+def test_gradients_are_clipped_as_pytorch_clips_them(limit: float) -> None:
+    weights = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
+    grads = [torch.tensor([1.0, -2.0, 3.0]), torch.full((2, 2), 0.5)]
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.grad = grad.clone()
+    nn.utils.clip_grad_norm_(weights, limit)
+    assert all(torch.equal(a, w.grad) for a, w in zip(clipped(grads, limit), weights, strict=True))
+    assert clipped(grads, None) is grads
 
 
 def test_power_decay_follows_its_formula() -> None:

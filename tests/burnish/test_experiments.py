@@ -29,6 +29,7 @@ from policies.storage.policy_folder import load_policy
 
 FOLDER = Path(configs.__file__).parent / "experiment"
 OFFLINE = ("td3_bc", "prdc", "a2pr", "rebrac", "iql", "world")
+PLANNERS = ("diffuser", "decision_diffuser")
 CRITICS_OF_CHUNKS = ("qc", "idql", "fql", "expo", "residual", "dqc", "pa_rl", "qam", "trqam", "famo2o")
 NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "gorl", "dsrl", *CRITICS_OF_CHUNKS)
 FROM_REPLAY = ("dsrl", "sac", "rlpd")
@@ -70,7 +71,7 @@ def _ancestry(name: str) -> Iterator[str]:
 
 
 def _is_offline(name: str) -> bool:
-    return _choices(name).get("algo") in OFFLINE
+    return _choices(name).get("algo") in (*OFFLINE, *PLANNERS)
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -194,6 +195,8 @@ def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
     config = composed(name)
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
     narrow = [f"algo.{part}=[16]" for part in ("hidden_dims", "critic_dims") if hasattr(config.algo, part)]
+    if _choices(name)["algo"] in PLANNERS:
+        narrow = ["policy.horizon=8", "policy.act_steps=1", "backbone.widths=[8,16]"]
     few = ["algo.steps=2", "algo.batch_size=8", "evaluation.episodes=0", "progress=false"]
     few += ["algo.warmup_steps=0"] if getattr(config.algo, "warmup_steps", 0) else []
     tiny = [f"experiment={name}", f"dataset={dataset}", *narrow, *few]

@@ -22,7 +22,7 @@ from envs.make import env as make_env
 from envs.rollouts.collect import collect
 from envs.spec import named_options
 from envs.tasks.avoid.task import start_position
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 from policies.serving.fleet import EpisodeFiles, FleetTask
 from policies.storage.policy_folder import save_policy
 
@@ -73,11 +73,23 @@ def test_a_learner_listens_where_a_server_would(values: dict[str, Any], parts: s
         FleetLearnConfig(**values).endpoint()
 
 
-def test_commands_name_what_is_missing(tmp_path: Path) -> None:
+def test_commands_refuse_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=mentions("policy=<run> dataset=<file>")):
         fleet_learn.run(FleetLearnConfig(out="fleet"), RunContext(tmp_path))
     with pytest.raises(ConfigError, match=mentions("name=<robot>")):
         fleet_act.run(FleetActConfig(env=make_env("avoid")), RunContext(tmp_path))
+    with pytest.raises(CapabilityError, match="hopper"):
+        fleet_act.run(FleetActConfig(env=make_env("hopper"), name="arm1", out="arm1"), RunContext(tmp_path))
+
+
+def test_a_dataset_of_another_task_is_no_ground_to_stand_on(tmp_path: Path) -> None:
+    env, other = make_env("avoid"), make_env("avoid", rows="moved")
+    save_policy(policy_for(env), tmp_path / "policy", provenance={"env": named_options(env)})
+    write_dataset(tmp_path / "demos.hdf5", collect(other, episodes=1), other)
+    paths = {"policy": str(tmp_path / "policy"), "dataset": str(tmp_path / "demos.hdf5")}
+    with pytest.raises(ConfigError, match=mentions("env.rows=moved")):
+        fleet_learn.run(FleetLearnConfig(**paths, out=str(tmp_path / "out")), RunContext(tmp_path))
+    assert not (tmp_path / "out").exists()
 
 
 def test_which_episodes_are_watched_says_nothing_of_how_they_begin() -> None:

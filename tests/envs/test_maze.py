@@ -8,6 +8,7 @@ import pickle
 import warnings
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,6 +276,20 @@ def test_a_longer_way_is_taken_where_it_is_allowed() -> None:
         return found
 
     assert taken(0) == {False} and taken(8) == {False, True}
+
+
+def test_play_goes_to_many_places_and_not_only_to_the_goal() -> None:
+    from envs.tasks.mazes.expert import MazeExpert
+
+    def cells(visits: int) -> int:
+        options = {"continuing": True, "control": "waypoint", "hold": 10, "max_episode_steps": 150}
+        task: Any = env("pointmaze-umaze", expert=MazeExpert(visits=visits), **options)
+        places = task.demonstrate(1).observations[:, :2]
+        assert task.layout.is_free(places).all()
+        inside = [task.layout.cell(place) for place in places]
+        return sum(one != other for one, other in pairwise(inside))
+
+    assert cells(20) >= 20 > 7 > cells(0)
 
 
 # -- mistakes and pictures --------------------------------------------------------------------------------

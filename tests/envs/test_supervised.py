@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 from envs.datasets.windows import DECISION
 from envs.make import env as make_env
-from envs.rollouts.supervised import CORRECTED, SupervisedPlayer
+from envs.rollouts.supervised import CORRECTED, SupervisedPlayer, require_takeover
 from policies.errors import CapabilityError
 from policies.policy_config import ChunkSpec
 
@@ -55,5 +56,5 @@ def test_looking_ahead_changes_nothing_where_the_policy_succeeds() -> None:
 
 
 def test_a_task_whose_expert_cannot_take_over_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="hopper"):
-        SupervisedPlayer(Straight(), make_env("hopper"), expert_steps=8)
+    with pytest.raises(CapabilityError, match=mentions("hopper avoid")):
+        require_takeover(make_env("hopper"))

@@ -89,9 +89,10 @@ class NormalPolicy(nn.Module):
         self.chunk = SimpleNamespace(executed=slice(0, 1), act_steps=1, shape=(1, len(log_std)))
 
     def transition_log_prob(
-        self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor
+        self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        mean = self.net(cond.vec)[cond_row][:, None]
+        assert cond_row is None  # of one inner step: every row has its own condition
+        mean = self.net(cond.vec)[:, None]
         std = self.log_std.exp().expand_as(mean)
         return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std)
 

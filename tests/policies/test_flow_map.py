@@ -83,6 +83,18 @@ def test_the_released_forms_are_not_solved_by_the_exact_flow_map(objective: str)
     assert (process.losses(average_velocity, action, te) - flow_error(action, te)).mean() > 1e-3
 
 
+@pytest.mark.parametrize("paper_compat", [False, True])
+def test_the_two_sub_steps_carry_gradients_in_the_released_form_only(paper_compat: bool) -> None:
+    process, has_gradient = FlowMap(paper_compat=paper_compat), []
+
+    def net(*arguments: Any, **_: Any) -> Tensor:
+        has_gradient.append(torch.is_grad_enabled())
+        return average_velocity(*arguments)
+
+    process.losses(net, *draw(process))
+    assert has_gradient == [True, paper_compat, paper_compat, True]  # flow, two sub-steps, the step
+
+
 def test_the_exact_average_velocity_is_meanflow_s_target() -> None:
     action, te = draw(MeanFlow())
     torch.testing.assert_close(

@@ -1,6 +1,7 @@
 """Expert of the point mazes: plans a path through the cells and tracks it with a PD controller.
 
 The path is drawn among those without repeated cells that are at most `detour` cells longer than the shortest.
+With `visits` it leads through drawn cells first, which is play: an episode then shows many ways and no task.
 The point tracks a target slightly ahead on the path. Noise bends the path inside the cells and perturbs the
 target.
 
@@ -14,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -45,6 +47,7 @@ class MazeExpert(Checked):
     noise: float = bounded(1.0, ge=0)  # scale of bends, wobble and pace variation; 0: cell centres
     pace: float = bounded(3.0, gt=0, le=4)  # speed along the path [m/s]
     detour: int = bounded(0, ge=0)  # maximum excess length of a path over the shortest [cells]
+    visits: int = bounded(0, ge=0)  # cells, drawn for every episode, to pass before the goal: play
 
 
 def pd_force(position: Array, velocity: Array, target: Array) -> Array:
@@ -132,8 +135,11 @@ class PathFollower:
         rng: np.random.Generator,
     ) -> None:
         self._rng, self._noise = rng, options.noise * maze.cell_m
-        choice = simple_paths(maze, maze.cell(start), maze.cell(goal), detour=options.detour)
-        cells = choice[int(rng.integers(len(choice)))][1:-1]
+        stops = [maze.cells[int(rng.integers(len(maze.cells)))] for _ in range(options.visits)]
+        stops = [maze.cell(start), *stops, maze.cell(goal)]
+        choices = (simple_paths(maze, *ends, detour=options.detour) for ends in pairwise(stops))
+        legs = [choice[int(rng.integers(len(choice)))][1:] for choice in choices]
+        cells = [cell for leg in legs for cell in leg][:-1]
         bends = BEND * self._noise * rng.standard_normal((len(cells), 2)).clip(-2, 2)
         corners = [maze.center(cell) + bend for cell, bend in zip(cells, bends, strict=True)]
         self._path = Polyline(np.stack([start, *corners, goal]), maze.cell_m)

@@ -169,6 +169,13 @@ def load_critics(learner: Any, arrays: Mapping[str, Any]) -> None:
     load_critic(learner.target_critic, layers_of(arrays, "param_target_critic.value_net"))
 
 
+def restore_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Set the gradients of the only step that an Adam has taken, from its first moments."""
+    keep = optimizer.defaults["betas"][0]
+    for weight, state in optimizer.state.items():
+        weight.grad = state["exp_avg"] / (1 - keep)
+
+
 def assert_critic_gradient(
     critic: Ensemble, arrays: Mapping[str, Any], name: str, share: float = 1.0, close: Any = CLOSE
 ) -> None:

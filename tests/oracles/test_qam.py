@@ -20,6 +20,7 @@ from official_critics import (
     flow_policy,
     layers_of,
     load_critic,
+    restore_gradients,
     valid_rows,
 )
 from torch import Tensor
@@ -139,6 +140,7 @@ def test_target_and_loss_of_the_critics_are_the_official_ones(arrays: dict[str, 
     share = len(kept.row) / len(batch.row)
     learner.critic_optimizer.param_groups[0]["lr"] = 0.0
     out = learner.update_critic(kept, target[kept.row])
+    restore_gradients(learner.critic_optimizer)
     torch.testing.assert_close(share * out["critic/loss"], arrays["critic_loss"].float(), **CLOSE)
     assert_critic_gradient(learner.critic, arrays, "grad_critic.value_net", share, STATED)
 

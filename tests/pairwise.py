@@ -130,7 +130,7 @@ class Laws:
     def generate(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize a law by its cases."""
         if metafunc.function.__name__ in self.tests:
-            metafunc.parametrize(self.names, self.of(metafunc.function.__name__))
+            metafunc.parametrize(",".join(self.names), self.of(metafunc.function.__name__))
 
     def of(self, test: str) -> list[Any]:
         """Cases of one law."""
@@ -143,7 +143,7 @@ class Laws:
         ]
 
 
-class Shared:
+class Shared(Laws):
     """Laws of the same values, which share them: every law meets every kind, and every value meets a law.
 
     With `--all` every law meets every value. A module makes one such object, decorates its tests by it, and
@@ -151,20 +151,10 @@ class Shared:
     """
 
     def __init__(self, name: str, values: Iterable[Any], kind: Callable[[Any], Any]) -> None:
-        self.name, self.tests = name, list[str]()
+        super().__init__((name,), values)
         self.kinds: dict[Any, list[Any]] = {}
-        for value in values:
+        for value in self.cases:
             self.kinds.setdefault(kind(value), []).append(value)
-
-    def __call__(self, test: Callable[..., None]) -> Callable[..., None]:
-        """Make a test one of the laws."""
-        self.tests.append(test.__name__)
-        return test
-
-    def generate(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrize a law by its values."""
-        if metafunc.function.__name__ in self.tests:
-            metafunc.parametrize(self.name, self.of(metafunc.function.__name__))
 
     def of(self, test: str) -> list[Any]:
         """Values of one law: of every kind the next ones, so that all laws together meet each."""

@@ -14,7 +14,7 @@ from algos.training.ranks import current
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_dataset_of, require_fit
-from envs.rollouts.fleet import LOCAL, Fleet
+from envs.rollouts.fleet import LOCAL, Fleet, RolloutSettings
 from envs.rollouts.starts import Starts
 from envs.spec import EnvConfig
 from policies.composition.policy import ComposedPolicy
@@ -62,6 +62,7 @@ class Setup:
     fleet: Fleet = LOCAL
     num_threads: int | None = BuildSettings.num_threads
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
     allow_other_task: bool = False  # accept a dataset that was recorded in another task
 
     def __post_init__(self) -> None:
@@ -72,6 +73,15 @@ class Setup:
     def has_unused_starts(self) -> bool:
         """Whether starts are given that no algorithm has read: it collects no episodes."""
         return callable(vars(self)["_starts"])
+
+    @property
+    def acts_on(self) -> torch.device | None:
+        """Where the policy acts for all environments at once; None: copies of it act in the workers."""
+        where = self.rollout.device
+        at_learner = (
+            self.device.type != "cpu" and not self.fleet.is_free if where == "auto" else where == "learner"
+        )
+        return self.device if at_learner else None
 
     def threads(self, default: int) -> int:
         """Return `num_threads`, or the algorithm's `default`; ConfigError if it is not positive.

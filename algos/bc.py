@@ -34,8 +34,9 @@ from algos.optim import (
     DelayedDecay,
     Ema,
     PowerDecay,
-    average_gradients,
+    clipped,
     restore_optimizer,
+    take_step,
     warmup_cosine,
 )
 from algos.training.ranks import current
@@ -45,6 +46,7 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.bounds import Checked, bounded
 from policies.build import build_policy
 from policies.errors import CheckpointError
+from policies.networks.recorded import Recorded
 from policies.paths import path_field
 from policies.policy import Policy
 from policies.protocols import TE, Cond
@@ -114,6 +116,7 @@ class Bc:
     """A behaviour-cloning run; see `BcConfig`. `policy` is in training, `snapshot` returns its EMA."""
 
     unit = "gradient_steps"
+    replays: ClassVar[bool] = True  # steps differ in batch and draws alone
 
     def __init__(self, config: BcConfig, setup: Setup) -> None:
         self.config, self._num_threads = config, setup.threads(THREADS)
@@ -144,6 +147,8 @@ class Bc:
         )
         rule = _EMA_RULES[config.ema](config.ema_decay, config.ema_start, config.ema_every)
         self._ema = Ema(self.policy, rule)
+        draws_nothing = not self.policy.images  # of images each step draws shifts or crops
+        self._gradients = Recorded(self._take, is_on=self.replays and draws_nothing and current().world == 1)
 
     def _use(self, dataset: EpisodeDataset) -> None:
         """Set the windows of training and validation."""
@@ -189,30 +194,34 @@ class Bc:
 
     def _step(self, batch: CloningBatch) -> Tensor:
         """Take one gradient step; return its detached loss without host synchronisation."""
-        loss = self._loss(batch)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        average_gradients(self._optimizer)
-        if self.config.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
-        self._optimizer.step()
+        loss, grads = self._gradients(batch, self._draw_te())
+        current().mean_([grad for grad in grads if grad is not None])
+        take_step(self._optimizer, clipped(grads, self.config.max_grad_norm))
         self._ema.update(self.policy)
-        return loss.detach()
+        return loss
 
-    def _loss(self, batch: CloningBatch) -> Tensor:
+    def _take(self, batch: CloningBatch, te: TE) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the detached loss and the gradients of all parameters."""
+        loss = self._loss(batch, te)
+        return loss.detach(), list(torch.autograd.grad(loss, self._parameters, allow_unused=True))
+
+    def _loss(self, batch: CloningBatch, te: TE) -> Tensor:
         """Return the matching loss, averaged over recorded entries."""
-        inputs = self._inputs(batch)
+        inputs = self._inputs(batch, te)
         if self.config.dp_compat_mean:
             return self._matching.matching_loss(*inputs, reduce="mean")
         loss = self._matching.matching_loss(*inputs, reduce="step")  # (B, Th)
         return masked_mean(loss, batch.mask)
 
-    def _inputs(self, batch: CloningBatch) -> tuple[Cond, Tensor, TE]:
-        """Return what the matching loss takes: condition, normalised actions, times and noise."""
+    def _draw_te(self) -> TE:
+        """Return times and noise of the own rows of a batch."""
         ranks = current()
         te = self._matching.sample_te(self.config.batch_size, generator=self._generator)
-        te = te if ranks.world == 1 else te.rows(slice(ranks.rank, None, ranks.world))
-        cond = self.policy.encode(batch.obs, generator=ranks.own_generator(self._generator))
+        return te if ranks.world == 1 else te.rows(slice(ranks.rank, None, ranks.world))
+
+    def _inputs(self, batch: CloningBatch, te: TE) -> tuple[Cond, Tensor, TE]:
+        """Return what the matching loss takes: condition, normalised actions, times and noise."""
+        cond = self.policy.encode(batch.obs, generator=current().own_generator(self._generator))
         action = self.policy.normalize_action(batch.action)
         if self._teacher is not None:
             te = self._teacher.add_targets(batch.obs, action, te)

@@ -105,12 +105,14 @@ def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) 
     note_step(optimizer)
 
 
-def clipped(grads: list[Tensor], max_norm: float | None) -> list[Tensor]:
+def clipped(grads: Sequence[Tensor | None], max_norm: float | None) -> Sequence[Tensor | None]:
     """Return gradients scaled to a joint norm of at most `max_norm`, as PyTorch does; None: unchanged."""
-    if max_norm is None:
+    given = [grad for grad in grads if grad is not None]
+    if max_norm is None or not given:
         return grads
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    return list(torch._foreach_mul(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0)))
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(given)))
+    scaled = iter(torch._foreach_mul(given, (max_norm / (norm + 1e-6)).clamp(max=1.0)))
+    return [None if grad is None else next(scaled) for grad in grads]
 
 
 def _like(grad: Tensor, weight: Tensor) -> Tensor:

@@ -12,17 +12,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from policies.encoders import Encoder, ImageShape, ObservationSizes
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.recorded import Recorded
 from policies.networks.weight_cache import forget
 from policies.normalizer import Normalizer
 from policies.policy_config import PolicyConfig
 from policies.protocols import Cond, Hooks, Observation, Reduction, Rng, Start
 
+_REPLAYED: WeakKeyDictionary[Policy, tuple[Any, Recorded[Tensor]]] = WeakKeyDictionary()
 _REGISTERED = ("_modules", "_parameters", "_buffers")  # where a module keeps what is assigned to it
 
 
@@ -168,10 +171,22 @@ class Policy(nn.Module):
             noise: (B, *noise_shape); makes the call deterministic.
             generator: Source of the noise when none is given.
         """
-        cond = self.encode(self.observation(obs))
+        seen = self.observation(obs)
         if noise is None:
-            noise = self.sample_noise(len(cond), generator=generator)
-        return self.executed(self.decode(cond, noise))
+            noise = self.sample_noise(len(seen["state"]), generator=generator)
+        if noise.is_cuda:
+            return self._replayed(seen, noise)
+        return self.executed(self.plan(seen, noise))
+
+    def _replayed(self, obs: Observation, noise: Tensor) -> Tensor:
+        """Return the actions of `act` by recorded kernels, as long as the weights stay where they are."""
+        places = tuple(weight.data_ptr() for weight in self.parameters())
+        kept = _REPLAYED.get(self)
+        if kept is None or kept[0] != (places, self.training):
+            view = self._view()  # without a reference to this module, which is the key
+            kept = ((places, self.training), Recorded(lambda o, n: view.executed(view.plan(o, n))))
+            _REPLAYED[self] = kept
+        return kept[1](obs, noise).clone()
 
     def plan(self, obs: Observation, noise: Tensor) -> Tensor:
         """Return the chunk (B, Th, Da), normalised, of physical observations and noise."""

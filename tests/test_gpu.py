@@ -10,12 +10,13 @@ import pytest
 import torch
 from point_env import PointEnv
 from point_steering import changed, start
+from small_algorithms import FROM_NOTHING, PROCESSES, accepts, dataset, setup, small
 from small_policies import observations, small_policy
 from two_modes import two_mode_setup
 
 from algos.a2pr import A2prConfig
 from algos.base import Setup
-from algos.bc import BcConfig
+from algos.bc import Bc, BcConfig
 from algos.dppo import DppoConfig
 from algos.iql import IqlConfig
 from algos.offline.batched_seeds import SeedBatch, build_seeds
@@ -25,6 +26,8 @@ from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.evaluate import evaluate
+from envs.rollouts.fleet import RolloutSettings
+from policies import registry
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.policy import Policy, PolicyConfig
@@ -64,6 +67,59 @@ def test_actions_are_those_of_the_cpu(name: str) -> None:
     torch.testing.assert_close(out.cpu(), policy.act(obs, noise=noise), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_replayed_decisions_are_those_of_before_the_recording_and_see_new_weights(name: str) -> None:
+    policy = POLICIES[name]().to("cuda")
+    obs = observations(8).cuda()
+    for _ in range(2):
+        noise = [policy.sample_noise(8) for _ in range(6)]
+        replayed = [policy.act(obs, noise=one) for one in noise]
+        with torch.no_grad():
+            alone = [policy.executed(policy.plan(policy.observation(obs), one)) for one in noise]
+        for ours, theirs in zip(replayed, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.mul_(1.1)
+
+
+REPLAYED = ("bc", "td3_bc", "a2pr", "rebrac", "qc", "fql", "expo", "pa_rl", "sac", "dsrl", "diffuser")
+
+
+@pytest.mark.parametrize("algo", REPLAYED)
+def test_replayed_steps_are_those_of_single_kernels(algo: str, caplog: pytest.LogCaptureFixture) -> None:
+    process = next(one for one in ("flow", "diffusion", "deterministic", *PROCESSES) if accepts(algo, one))
+    changes: dict[str, Any] = {"init": None} if algo in FROM_NOTHING else {}
+    given = {"dataset": dataset(), "device": torch.device("cuda"), **changes}
+    weights = []
+    for replays in (True, False):
+        run = small(registry.lookup("algo", algo), process).build(setup(process, **given))
+        recorded = run._gradients if isinstance(run, Bc) else run._recorded
+        recorded._is_on = replays
+        for _ in range(12 if hasattr(run, "_step") else 4):
+            if isinstance(run, Bc):
+                run._step(run._draw())
+            else:
+                getattr(run, "_step", run.advance)()
+        assert bool(recorded._graphs) == replays, caplog.text
+        policy = run.policy if isinstance(run, Bc) else run.learner.policy
+        weights.append([weight.detach().clone() for weight in policy.parameters()])
+        run.close()
+    for ours, theirs in zip(*weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_experience_of_a_policy_on_the_device_is_scored_as_it_was_drawn() -> None:
+    algo = DppoConfig(num_envs=4, steps_per_iteration=8, batch_size=64, update_epochs=1, tuned_steps=2)
+    given = Setup(env=PointEnv(), init=point_policy(), num_workers=2, device=torch.device("cuda"))
+    run = algo.build(given)
+    rollout = run.collect()
+    assert {part.device.type for part in (*rollout.record.values(), *rollout.obs.values())} == {"cuda"}
+    metrics = {name: float(value) for name, value in run.advance().items()}
+    assert abs(metrics["policy/ratio_mean"] - 1.0) < 0.05
+    run.close()
+
+
 def test_workers_evaluate_a_policy_on_the_cpu() -> None:
     policy = point_policy().to("cuda")
     policy.act(torch.zeros(1, 1, 2))  # leaves tables on the device
@@ -86,7 +142,9 @@ def test_cloning_steps_stay_on_the_device_and_lower_the_loss() -> None:
 def test_dppo_updates_on_the_device_while_workers_act_on_the_cpu() -> None:
     init = point_policy()
     algo = DppoConfig(num_envs=4, steps_per_iteration=8, batch_size=64, update_epochs=2, tuned_steps=2)
-    run = algo.build(Setup(env=PointEnv(), init=init, num_workers=0, device=torch.device("cuda")))
+    rollout = RolloutSettings("workers")
+    given = Setup(env=PointEnv(), init=init, num_workers=0, device=torch.device("cuda"), rollout=rollout)
+    run = algo.build(given)
     before = [p.clone() for p in run.policy.scored_net.parameters()]
     metrics = {name: float(value) for name, value in run.advance().items()}
     assert abs(metrics["policy/ratio_mean"] - 1.0) < 0.05

@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from envs.spec import EnvConfig
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError
 from policies.policy import Policy
+from policies.protocols import TE
 from policies.seeds import seeded_generator
 from policies.serving.fleet_messages import FleetEpisode
 from policies.threads import torch_threads
@@ -121,6 +122,8 @@ def _piece(episode: FleetEpisode, rows: slice, weight: float) -> Episode:
 class FleetLearner(Bc):
     """A cloning run whose data grow; see `FleetCloning`. `share` is omega."""
 
+    replays: ClassVar[bool] = False  # each step keeps the losses of its parts
+
     def __init__(self, config: FleetCloning, setup: Setup) -> None:
         chosen = {"batch_size": config.batch_size, "lr": config.lr, "min_lr": config.lr}
         super().__init__(BcConfig(**_CLONING | chosen), setup)
@@ -171,8 +174,8 @@ class FleetLearner(Bc):
         obs = {name: torch.cat([value, theirs.obs[name]]) for name, value in ours.obs.items()}
         return CloningBatch(obs, torch.cat([ours.action, theirs.action]), torch.cat([ours.mask, theirs.mask]))
 
-    def _loss(self, batch: CloningBatch) -> Tensor:
-        loss = self._matching.matching_loss(*self._inputs(batch), reduce="step")
+    def _loss(self, batch: CloningBatch, te: TE) -> Tensor:
+        loss = self._matching.matching_loss(*self._inputs(batch, te), reduce="step")
         if self._count:
             parts = slice(self._count), slice(self._count, None)
             means = [masked_mean(loss[part].detach(), batch.mask[part]) for part in parts]

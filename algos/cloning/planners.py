@@ -36,6 +36,7 @@ from policies.bounds import bounded
 from policies.build import build_policy, complete
 from policies.errors import CapabilityError, ConfigError
 from policies.policy_config import ChunkSpec
+from policies.protocols import TE
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
@@ -204,9 +205,9 @@ class Planning(Bc):
         policy = self.policy
         return PlanWindows(dataset, policy.chunk, pad_end=self.config.pad_end, goal_dim=policy.goal_dim)
 
-    def _loss(self, batch: CloningBatch) -> Tensor:
+    def _loss(self, batch: CloningBatch, te: TE) -> Tensor:
         """Return the losses of plans, inverse dynamics and values, averaged over recorded rows."""
-        cond, rows, te = self._inputs(batch)
+        cond, rows, te = self._inputs(batch, te)
         policy = self.policy
         loss = (self._weight * policy.matching_loss(cond, rows, te, reduce="none")).mean(dim=-1)
         if policy.inverse is not None:

@@ -103,7 +103,7 @@ class EditLearner(ChunkCriticLearner):
         self.target_entropy = config.target_entropy_of(policy.width)
         self.log_alpha = torch.tensor([config.init_alpha], device=base.device).log().requires_grad_()
         self.edit_optimizer = torch.optim.Adam(policy.editor.parameters(), lr=config.actor_lr, fused=True)
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=config.alpha_lr)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=config.alpha_lr, fused=True)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         draws = {"next": self.policy.sample_noise(n, generator=generator)}

@@ -58,7 +58,7 @@ class Famo2oLearner(ValueLearner):
         self.log_alpha = torch.tensor([config.init_alpha], device=policy.device).log().requires_grad_()
         weights = [*policy.chooser.parameters(), policy.log_std]
         self.balance_optimizer = torch.optim.Adam(weights, lr=config.actor_lr, fused=True)
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=config.actor_lr)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=config.actor_lr, fused=True)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         if not self.updates_actor:

@@ -180,6 +180,7 @@ class ChunkCriticLearner(ABC):
     """
 
     policy: Policy
+    is_recordable: ClassVar[bool] = True  # its steps differ in draws and `updates_actor` alone
     moves_first: ClassVar[bool] = True  # target copies move towards the critics of before the step
     critic_first: ClassVar[bool] = True  # actors use the critics of after their step
     row_axes: ClassVar[Mapping[str, int | None]] = {"subset": None, "choosing": None}
@@ -218,6 +219,10 @@ class ChunkCriticLearner(ABC):
     def updates_actor(self) -> bool:
         """Whether the next step updates policy and actors."""
         return (self.steps + 1) % self.config.actor_every == 0
+
+    @property
+    def decisions(self) -> tuple[bool] | None:
+        return (self.updates_actor,) if self.is_recordable and self.iterated is None else None
 
     def step(self, batch: Batch, draws: Draws) -> Quantities:
         """Update critics, policy and actors; return metrics."""

@@ -49,6 +49,8 @@ from policies.registry import name_of, register
 class QamLearner(ChunkCriticLearner):
     """A cloned flow, its tuned copy, critics."""
 
+    is_recordable: ClassVar[bool] = False  # its flow is stepped with gradients that are set by hand
+
     config: QamConfig
     critic_first = False
     own_parts = ("base", "target_base", "actor_optimizer")

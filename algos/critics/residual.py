@@ -34,6 +34,8 @@ from policies.registry import register
 class ResidualLearner(EditLearner):
     """Edits whose scale rises."""
 
+    is_recordable: ClassVar[bool] = False  # the scale follows the steps
+
     config: ResidualConfig
 
     def update_actor(self, batch: Batch, draws: Draws) -> Quantities:

@@ -87,6 +87,8 @@ def product(direction: Tensor, action: Tensor) -> Tensor:
 class SrpoLearner(ValueLearner):
     """Q, V, a frozen cloned policy, and the actor that follows its score."""
 
+    is_recordable: ClassVar[bool] = False  # a phase and a rate follow the steps
+
     config: SrpoConfig
     own_parts: ClassVar[tuple[str, ...]] = (*ValueLearner.own_parts, "actor_optimizer")
 

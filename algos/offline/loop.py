@@ -34,6 +34,7 @@ from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
 from policies.errors import CapabilityError
+from policies.networks.recorded import Recorded
 from policies.policy import Policy
 from policies.seeds import seeded_generator
 from policies.threads import torch_threads
@@ -48,6 +49,8 @@ class Learner(Protocol):
     """Takes gradient steps on batches."""
 
     steps: int  # steps taken
+    # decisions: Hashable | None  optional: what Python decides in the next step, and nothing else does; where
+    # there are any, steps that decide alike are replayed on an accelerator
 
     @property
     def policy(self) -> Policy: ...
@@ -101,6 +104,7 @@ class OfflineRun:
             **(resume_invariants or {}),
         }
         self._done, self._has_warned = 0, False
+        self._recorded = Recorded(self._take, writes_weights=True, is_on=current().world == 1)
 
     @property
     def unit(self) -> str:
@@ -160,9 +164,18 @@ class OfflineRun:
 
     def _step(self) -> dict[str, Tensor]:
         row, draws = self.draw()
-        measured = self.learner.step(self.table.gather(row), draws)
+        decisions = getattr(self.learner, "decisions", None)
+        if decisions is None:
+            measured = self._take(row, draws)
+        else:
+            before = self.learner.steps
+            measured = self._recorded(row, draws, decisions)
+            self.learner.steps = before + 1  # a replay runs no Python
         self.count_step()
         return measured
+
+    def _take(self, row: Tensor, draws: dict[str, Tensor], decisions: Any = None) -> dict[str, Tensor]:
+        return self.learner.step(self.table.gather(row), draws)
 
     def _require_alone(self) -> None:
         if self.is_batched:

@@ -190,6 +190,7 @@ class OnlinePhase:
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
             fleet=setup.fleet,
+            acts_on=setup.acts_on,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
             starts=setup.starts,
@@ -199,7 +200,7 @@ class OnlinePhase:
 
     def act(self, policy: Policy) -> tuple[int, list[EpisodeRow]]:
         """Execute one chunk in every environment; return the number of updates due, and finished episodes."""
-        explorer = Explorer(policy.on_cpu(), self.config.exploration_std)
+        explorer = Explorer(self.pool.acting(policy), self.config.exploration_std)
         rollout = self.pool.collect(explorer, 1)
         batch = batch_of(rollout, policy, self._rewarding)
         first, terminated = (flags[0].to(self._device) for flags in (rollout.first, rollout.terminated))

@@ -174,6 +174,10 @@ class Td3Learner:
             draws["start"] = self.actor.draw(n, generator)
         return draws | self.regulariser.draw(n, generator)
 
+    @property
+    def decisions(self) -> tuple[bool, bool]:
+        return self._updates_targets(self.steps + 1), self._updates_actor(self.steps + 1)
+
     def step(self, batch: Batch, draws: Draws) -> Quantities:
         """Update the critics and, every `policy_delay` steps, the actor and the targets; return metrics."""
         self.steps += 1

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from algos.training.serialization import capture_generator, restore_generator
+from envs.rollouts.collector import map_leaves
 from envs.rollouts.rollout import Rollout
 from envs.spec import GoalTask
 from policies.errors import CapabilityError, ConfigError
@@ -59,6 +60,7 @@ class Hindsight:
     def relabelled(self, rollout: Rollout, transitions: Mapping[str, Any]) -> dict[str, Any] | None:
         """Add a rollout and its transitions; return copies of what finished, as arguments of `Replay.add`."""
         assert rollout.path is not None
+        transitions = map_leaves(transitions, Tensor.cpu)
         steps, num = rollout.length.shape
         found = []
         for t in range(steps):

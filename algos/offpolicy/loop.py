@@ -39,6 +39,7 @@ from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.recorded import Recorded
 from policies.policy import Policy
 from policies.protocols import Observation
 from policies.registry import name_of
@@ -63,7 +64,7 @@ class Explorer:
         """
         policy = self.actor.policy
         cond = policy.encode(policy.observation(obs)).vec
-        eps = torch.randn(len(cond), self.actor.latent_dim, generator=generator)
+        eps = torch.randn(len(cond), self.actor.latent_dim, generator=generator).to(cond)
         latent = self.actor.warmup_latent(cond, eps) if self.is_warmup else self.actor.draw(cond, eps)[0]
         action = self.actor.chunk(cond, latent)
         physical = policy.physical(action.view(len(cond), policy.chunk.act_steps, -1))
@@ -152,6 +153,7 @@ class OffPolicyRun:
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
             fleet=setup.fleet,
+            acts_on=setup.acts_on,
             obs_steps=chunk.obs_steps,
             seed=setup.seed,
             starts=setup.starts,
@@ -180,6 +182,7 @@ class OffPolicyRun:
         self._trained = nn.ParameterList([*learner.actor.parameters(), *learner.encoder])
         rule = DelayedDecay(config.ema_decay, every=1)
         self._ema = Ema(self._trained, rule) if config.ema_decay else None
+        self._recorded = Recorded(self._take, writes_weights=True)
         self._acting: LatentActor | None = None  # CPU copy of the actor, after this many updates:
         self._acting_steps = 0
 
@@ -217,7 +220,7 @@ class OffPolicyRun:
     def _collect(self) -> Rollout:
         is_warmup = self.progress < self.config.warmup_steps
         trains = self._trains_encoder
-        explorer = Explorer(self._actor_on_cpu(), is_warmup=is_warmup, trains_encoder=trains)
+        explorer = Explorer(self._acting_actor(), is_warmup=is_warmup, trains_encoder=trains)
         steps = self.config.steps_per_iteration
         if self._fleet.is_free:
             rollout = self.pool.collect_free(explorer, steps, self._steps)
@@ -252,11 +255,11 @@ class OffPolicyRun:
         found |= {"fleet/lag_mean": lag.double().mean(), "fleet/lag_max": float(lag.max())}
         return found
 
-    def _actor_on_cpu(self) -> LatentActor:
-        """Return the actor on the CPU, for workers; a copy, of which only trained weights are refreshed."""
+    def _acting_actor(self) -> LatentActor:
+        """Return what acts; in workers, a copy on the CPU, of which only trained weights are refreshed."""
         actor = self.learner.actor
         if self._acting is None:
-            self._acting = actor.on_cpu()
+            self._acting = self.pool.acting(actor)
         elif self._steps > self._acting_steps and self._acting.policy is not actor.policy:
             with torch.no_grad():
                 for mine, trained in zip(self._acting.parameters(), actor.parameters(), strict=True):
@@ -287,12 +290,15 @@ class OffPolicyRun:
             self._steps += 1
             batch, draws = self.source.draw(size, generator), self.learner.draw(size, generator)
             updates_actor = self._steps % self.config.actor_every == 0
-            means.add(self.learner.step(batch, draws, updates_actor=updates_actor))
+            means.add(self._recorded(batch, draws, updates_actor))
             if self._ema is not None and updates_actor:
                 self._ema.update(self._trained)
         if count:
             for found in self.learner.finish_round(count, size, self.source, generator):
                 means.add(found)
+
+    def _take(self, batch: ChunkBatch, draws: dict[str, Tensor], updates_actor: bool) -> Quantities:
+        return self.learner.step(batch, draws, updates_actor=updates_actor)
 
     def snapshot(self) -> Policy:
         policy = self.learner.policy.clone().eval().requires_grad_(False)

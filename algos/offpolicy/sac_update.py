@@ -75,7 +75,7 @@ class Temperature:
     def __init__(self, config: OffPolicyConfig, target_entropy: float, device: torch.device) -> None:
         self.target_entropy, learns = target_entropy, config.learn_alpha
         self.log = torch.tensor([config.init_alpha], device=device).log().requires_grad_(learns)
-        self.optimizer = torch.optim.Adam([self.log], lr=config.alpha_lr) if learns else None
+        self.optimizer = torch.optim.Adam([self.log], lr=config.alpha_lr, fused=True) if learns else None
 
     @property
     def value(self) -> Tensor:

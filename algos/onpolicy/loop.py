@@ -131,6 +131,7 @@ class OnPolicy:
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
             fleet=setup.fleet,
+            acts_on=setup.acts_on,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
             starts=setup.starts,
@@ -248,13 +249,13 @@ class OnPolicy:
         return min(1.0, self.iteration / self.config.iterations)
 
     def collect(self) -> Rollout:
-        """Collect the chunk steps of one iteration; workers act on the CPU."""
+        """Collect the chunk steps of one iteration."""
         self.executed = 0
 
         def count(chunks: int) -> None:
             self.executed = chunks * current().world
 
-        actor, reset = self.ratio.on_cpu(), self.config.reset_each_iteration
+        actor, reset = self.pool.acting(self.ratio), self.config.reset_each_iteration
         rollout = self.pool.collect(actor, self.steps_per_iteration, reset=reset, on_progress=count)
         self.executed = None
         return rollout

@@ -133,9 +133,11 @@ class Means:
         self._counts: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Tensor]) -> None:
+        known = [name for name in values if name in self._sums]
+        if known:
+            torch._foreach_add_([self._sums[name] for name in known], [values[name] for name in known])
         for name, value in values.items():
             if name in self._sums:
-                self._sums[name] += value
                 self._counts[name] += 1
             else:
                 self._sums[name], self._counts[name] = value.clone(), 1

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from algos.training.settings import BuildSettings, TrainerSettings
 from envs.datasets.curation import Curation
 from envs.evaluation.settings import EvaluationSettings
+from envs.rollouts.fleet import RolloutSettings
 from envs.rollouts.starts import StartSettings
 from policies.bounds import bounded
 from policies.paths import path_field
@@ -68,7 +69,8 @@ class TrainConfig(BuildSettings):
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
     fleet: Any = None  # where rollout workers run: local (null), or ray, the actors of a cluster
-    device: str = "cpu"  # device of gradients: cpu, cuda or cuda:<n>; rollouts stay on the CPU
+    device: str = "cpu"  # device of gradients: cpu, cuda or cuda:<n>
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
 
     @property

@@ -88,6 +88,7 @@ def prepare(run: ResolvedRun) -> Setup:
         fleet=config.fleet or LOCAL,
         num_threads=config.num_threads,
         device=run.device,
+        rollout=config.rollout,
         allow_other_task=config.allow_other_task,
     )
 

@@ -80,3 +80,14 @@ class RayFleet(Checked):
 
 
 LOCAL = LocalFleet()
+
+
+@dataclass(frozen=True)
+class RolloutSettings(Checked):
+    """Where the policy acts while experience is collected; environments are in the workers."""
+
+    key: ClassVar[str] = "rollout"
+
+    # workers: each with a copy of the policy, on the CPU; learner: one decision for all environments, on
+    # `device`; auto: learner where `device` is an accelerator
+    device: str = bounded("auto", choices=("auto", "workers", "learner"))

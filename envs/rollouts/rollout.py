@@ -7,35 +7,32 @@ Ta executed steps per chunk, Do, Da and Dg widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from envs.engine.workers import FreeWorkers
-from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
+from envs.rollouts.collector import Actor, Collector, map_leaves
+from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.fleet import LOCAL, Fleet
-from envs.rollouts.starts import Leader, Starts
-from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
+from envs.rollouts.starts import Starts
+from envs.spec import Array, EnvConfig
 from policies.errors import CheckpointError, ConfigError
-from policies.seeds import derive_seed, seeded_generator
-
-_SINCE_RESET = 1_000_000  # more episodes than an environment begins between two resets
-_REPORTS = 20  # reports of progress per collection, about
+from policies.seeds import seeded_generator
 
 
-class Actor(Protocol):
-    """Policy for collection; picklable, on the CPU if workers are processes."""
+class Movable(Protocol):
+    """A policy or an actor in training."""
 
-    def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map observations (see `policies.protocols.Observation`) of N rows to chunks and recorded tensors.
-
-        Returns:
-            Physical actions (N, Ta, Da), and tensors (N, ...) by name.
-        """
+    def on_cpu(self) -> Self:
+        """Return itself on the CPU, or a copy there, for workers."""
         ...
+
+
+M = TypeVar("M", bound=Movable)
 
 
 class Processes(Protocol):
@@ -102,6 +99,10 @@ class RolloutPool:
     `starts` leads episodes before the actor acts; rollouts then begin where it ends. With `same_starts`, as
     many environments in a row have the seeds of their first, counted anew from every reset.
 
+    With `acts_on`, the actor stays in this process and decides for all environments at once, on that device,
+    where observations and records then are. Its noise is that of a single worker: on a CPU the numbers are
+    those of `num_workers=0` for any number of workers.
+
     Of a run of several processes (`shared_by`), each has `num_workers` workers with its part of the
     environments, and receives the rollouts of all: W processes with n workers collect what one with W n does.
 
@@ -124,6 +125,7 @@ class RolloutPool:
         shared_by: Processes | None = None,
         starts: Starts | None = None,
         same_starts: int = 1,
+        acts_on: torch.device | None = None,
     ) -> None:
         self._processes = shared_by or _Single()
         per_process, world = max(1, num_workers), self._processes.world
@@ -142,6 +144,13 @@ class RolloutPool:
         arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(self._rows)][self._own]
         self._versions: dict[int, int] = {}  # of the actor, by worker
         self._workers = fleet.start(Collector, arguments, processes=num_workers > 0)
+        self._device, self._generator = acts_on, seeded_generator(seed, "exploration", first)
+        if acts_on is not None and fleet.is_free:
+            raise ConfigError("rollout.device must be workers with fleet.mode=free; got learner.")
+
+    def acting(self, actor: M) -> M:
+        """Return what acts for a policy or actor in training: itself with `acts_on`, else one on the CPU."""
+        return actor if self._device is not None else actor.on_cpu()
 
     def collect(
         self,
@@ -170,8 +179,40 @@ class RolloutPool:
             if on_progress is not None:
                 on_progress(done)
 
+        if self._device is not None:
+            return self._collect_at_once(actor, num_steps, reset, self._device, count)
         arguments = [(actor, num_steps, reset)] * len(self._workers)
         return _join(self._gathered(self._workers.call("collect", arguments, on_message=count)))
+
+    def _collect_at_once(
+        self, actor: Actor, num_steps: int, reset: bool, device: torch.device, count: Callable[[int], None]
+    ) -> Rollout:
+        """Collect with one decision for all environments of this process, computed on a device."""
+        workers, own = self._workers, self._rows[self._own]
+        ends = np.cumsum([len(part) for part in own])[:-1]
+        kept: list[dict[str, dict[str, Tensor]]] = []
+        parts = workers.call("begin", [(num_steps, reset, False)] * len(workers))
+        for _ in range(num_steps):
+            obs = {
+                name: _joined([part[name] for part in parts], axis=0).to(device, non_blocking=True)
+                for name in parts[0]
+            }
+            with torch.no_grad():
+                actions, record = actor.act(obs, self._generator)
+            kept.append({"obs": obs, "record": record})
+            chunks = np.split(actions.cpu().numpy(), ends)
+            parts = workers.call("execute", [(part,) for part in chunks])
+            count(sum(map(len, own)))
+        found = workers.call("read", [()] * len(workers))
+        columns = {
+            group: {name: torch.stack([one[group][name] for one in kept]) for name in kept[0][group]}
+            for group in ("obs", "record")
+        }
+        if self._processes.world == 1:
+            return replace(_join(found), **columns)
+        for part, start, stop in zip(found, [0, *ends], [*ends, sum(map(len, own))], strict=True):
+            part |= map_leaves(columns, lambda values: values[:, start:stop].cpu().numpy())  # noqa: B023
+        return _join(self._gathered(found))
 
     def collect_free(self, actor: Actor, num_steps: int, version: int) -> Rollout:
         """Return the chunks of those workers that are done, at least of one; see `RayFleet.mode`.
@@ -217,7 +258,10 @@ class RolloutPool:
         """
         states = self._gathered(self._workers.call("state", [()] * len(self._workers)))
         processes = {} if self._processes.world == 1 else {"processes": self._processes.world}
-        return {"num_envs": self.num_envs, "workers": _map_leaves(states, _to_tensor), **processes}
+        if self._device is not None:
+            states_of = self._processes.gather([self._generator.get_state()])
+            processes["generators"] = [one for (one,) in states_of]
+        return {"num_envs": self.num_envs, "workers": map_leaves(states, _to_tensor), **processes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`.
@@ -227,7 +271,7 @@ class RolloutPool:
         Raises:
             CheckpointError: If the number of environments or, in as many processes, of workers differs.
         """
-        workers = _map_leaves(state["workers"], _to_array)
+        workers = map_leaves(state["workers"], _to_array)
         saved, present = (state["num_envs"], len(workers)), (self.num_envs, len(self._rows))
         if saved != present:
             if saved[0] != present[0] or state.get("processes", 1) == self._processes.world:
@@ -237,187 +281,12 @@ class RolloutPool:
                 )
             workers = _dealt_again(workers, self._rows)
         self._workers.call("load", [(part,) for part in workers[self._own]])
+        generators = state.get("generators", [])
+        if len(generators) == self._processes.world:
+            self._generator.set_state(generators[self._processes.rank])
 
     def close(self) -> None:
         self._workers.close()
-
-
-class Collector:
-    """One worker's share: a vector of environments and their running episodes.
-
-    `rows` are the global indices of its environments, which determine the seeds; `index` is the worker's.
-    """
-
-    def __init__(
-        self,
-        env: EnvConfig,
-        rows: list[int],
-        index: int,
-        obs_steps: int,
-        seed: int,
-        records_simulator: bool = False,
-        records_path: bool = False,
-        starts: Starts | None = None,
-        same_starts: int = 1,
-    ) -> None:
-        self._records_path = records_path
-        self._rows, self._same_starts = rows, same_starts
-        self._seed, self._records_simulator = seed, records_simulator
-        self._vector: VectorEnv = env.make_vector(len(rows), obs_steps=obs_steps)
-        self._generator = seeded_generator(seed, "exploration", index)
-        self._next_episode = np.zeros(len(rows), np.int64)
-        self._tracker = EpisodeTracker(len(rows))
-        self._leader = None if starts is None else Leader(starts, self._vector)
-        self._obs: Array | None = None  # (n, To, Do); None before the first reset
-        self.notify: Callable[[int], None] = lambda chunks: None  # set by the workers
-
-    def collect(self, actor: Actor, num_steps: int, reset: bool) -> dict[str, Any]:
-        if reset or self._obs is None:
-            self._restart()
-        assert self._obs is not None
-        buffer = _RolloutBuffer(num_steps)
-        episodes: list[EpisodeRow] = []
-        every, told = max(num_steps // _REPORTS, 1), 0
-        for t in range(num_steps):
-            obs = self._observation(self._obs)
-            with torch.no_grad():
-                actions, record = actor.act(_map_leaves(obs, torch.from_numpy), self._generator)
-            step = self._vector.step_chunk(actions.detach().cpu().numpy())
-            first = self._tracker.length == 0
-            self._tracker.add(step)
-            buffer.write(t, obs, first, step, record)
-            if self._records_path:
-                buffer.write_path(t, step.path)
-            if len(rows := np.flatnonzero(step.truncated)):
-                buffer.write_final(t, rows, self._observation(step.obs[rows], rows))
-            if t == num_steps - 1:
-                buffer.last = self._observation(step.obs)
-            episodes += self._finish(step)
-            if (t + 1) % every == 0 and t + 1 < num_steps:
-                self.notify((t + 1 - told) * len(self._rows))
-                told = t + 1
-        return {**buffer.read(), "episodes": episodes}
-
-    def _observation(self, state: Array, rows: Array | None = None) -> dict[str, Array]:
-        """Return the present observations of rows (default: all) with state histories (n, To, Do)."""
-        beside = self._vector.goals(rows) | self._vector.images(rows)
-        if self._records_simulator:
-            beside |= self._vector.simulator(rows)
-        return {name: _single(value) for name, value in ({"state": state} | beside).items()}
-
-    def state(self) -> dict[str, Any]:
-        can_save = self._vector.can_save and self._obs is not None
-        return {
-            "generator": self._generator.get_state(),
-            "next_episode": self._next_episode.copy(),
-            "vector": self._vector.state_dict() if can_save else None,
-            "obs": None if self._obs is None else self._obs.copy(),
-            "tally": self._tracker.state_dict(),
-            **({} if self._leader is None else {"leader": self._leader.state_dict()}),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`; starts new episodes if the simulator could not save."""
-        if state["generator"] is not None:
-            self._generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
-        self._next_episode = np.array(state["next_episode"], np.int64)
-        self._obs = None
-        if self._leader is not None and "leader" in state:  # else `start` is new to the run
-            self._leader.load_state_dict(state["leader"])
-        if state["vector"] is not None:
-            self._vector.load_state_dict(state["vector"])
-            self._tracker.load_state_dict(state["tally"])
-            self._obs = np.array(state["obs"])
-
-    def close(self) -> None:
-        self._vector.close()
-
-    def _restart(self) -> None:
-        rows = np.arange(len(self._rows))
-        self._tracker.reset(rows)
-        if self._same_starts > 1:
-            self._next_episode[:] = (self._next_episode.max() // _SINCE_RESET + 1) * _SINCE_RESET
-        self._obs = self._begin(rows)
-
-    def _begin(self, rows: Array) -> Array:
-        """Start the next episodes of these rows; returns (n, To, Do)."""
-        seeds = self._take_seeds(rows)
-        return self._vector.reset(seeds, rows) if self._leader is None else self._leader.lead(rows, seeds)
-
-    def _take_seeds(self, rows: Array) -> list[int]:
-        """Return and count the seeds of the next episodes of these rows."""
-        seeds = [
-            derive_seed(self._seed, "episode", self._rows[i] // self._same_starts, int(self._next_episode[i]))
-            for i in rows.tolist()
-        ]
-        self._tracker.begin(rows, seeds, self._next_episode[rows])
-        self._next_episode[rows] += 1
-        return seeds
-
-    def _finish(self, step: ChunkStep) -> list[EpisodeRow]:
-        """Return the ended episodes and start the next ones."""
-        self._obs = step.obs
-        done = np.flatnonzero(step.done)
-        if done.size == 0:
-            return []
-        rows = self._tracker.rows(done, step)
-        if self._leader is not None:
-            rows = self._leader.finished(done, rows)
-        self._tracker.reset(done)
-        self._obs = step.obs.copy()
-        self._obs[done] = self._begin(done)
-        return rows
-
-
-class _RolloutBuffer:
-    """Preallocated arrays for T chunks of one worker; `last` are the observations after the last one."""
-
-    last: dict[str, Array]
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._groups: dict[str, dict[str, Array]] = {
-            name: {} for name in ("obs", "step", "record", "metrics")
-        }
-        self._final: list[tuple[Array, dict[str, Array]]] = []
-
-    def write(
-        self, t: int, obs: Mapping[str, Array], first: Array, step: ChunkStep, record: Mapping[str, Tensor]
-    ) -> None:
-        self._write(t, "obs", obs)
-        of_step = {name: getattr(step, name) for name in ("length", "terminated", "truncated")}
-        self._write(t, "step", {"rewards": step.rewards.astype(np.float32), "first": first, **of_step})
-        self._write(t, "metrics", step.metrics)
-        self._write(t, "record", {name: tensor.detach().numpy() for name, tensor in record.items()})
-
-    def _write(self, t: int, group: str, values: Mapping[str, Array]) -> None:
-        arrays = self._groups[group]
-        for name, value in values.items():
-            if t == 0:
-                arrays[name] = np.empty((self._num_steps, *value.shape), value.dtype)
-            arrays[name][t] = value
-
-    def write_path(self, t: int, path: Array) -> None:
-        self._write(t, "step", {"path": path.astype(np.float32)})
-
-    def write_final(self, t: int, rows: Array, obs: dict[str, Array]) -> None:
-        """Add the true final observations of truncated rows (m,)."""
-        self._final.append((np.stack([np.full_like(rows, t), rows], axis=1), obs))
-
-    def read(self) -> dict[str, Any]:
-        index = [np.empty((0, 2), np.int64), *(index for index, _ in self._final)]
-        final = [{name: value[:0] for name, value in self.last.items()}, *(obs for _, obs in self._final)]
-        return {
-            **self._groups,
-            "next_obs_last": self.last,
-            "final_index": np.concatenate(index),
-            "final_obs": {name: np.concatenate([obs[name] for obs in final]) for name in self.last},
-        }
-
-
-def _single(values: Array) -> Array:
-    """Return floating-point values as float32; images are unchanged."""
-    return values.astype(np.float32) if values.dtype.kind == "f" else values
 
 
 def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
@@ -454,14 +323,6 @@ def _dealt_again(workers: Sequence[Mapping[str, Any]], rows: Sequence[Array]) ->
 
 def _joined(arrays: Sequence[Array], axis: int) -> Tensor:
     return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis))
-
-
-def _map_leaves(tree: Any, change: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _map_leaves(value, change) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_map_leaves(value, change) for value in tree)
-    return change(tree)
 
 
 def _to_tensor(leaf: Any) -> Any:

@@ -9,14 +9,15 @@ reads a stale value. A weight counts as changed when
 
 Call `forget` after other writes: through `weight.data` in place, by fused kernels called directly, to a flat
 vector whose slices became the weights (`vector_to_parameters`) or to a stack of which they are views
-(`algos.offline.batched_seeds`) by others than its optimiser, by other processes, by replayed CUDA graphs.
+(`algos.offline.batched_seeds`) by others than its optimiser, by other processes.
 
 Several threads may use one cache, also with different sources: each gets the value of its own sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
@@ -49,6 +50,25 @@ def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             _OptimizerSteps.last[_storage(tensor)] = number
         else:
             _OptimizerSteps.anywhere = number
+
+
+def note_replay() -> None:
+    """Count a change of weights that are not known: recorded kernels wrote to them."""
+    _OptimizerSteps.count = _OptimizerSteps.anywhere = _OptimizerSteps.count + 1
+
+
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """Compute every value anew: recorded kernels must not read one of before."""
+    _Recording.depth += 1
+    try:
+        yield
+    finally:
+        _Recording.depth -= 1
+
+
+class _Recording:
+    depth = 0
 
 
 @cache
@@ -128,7 +148,7 @@ class WeightCache(Generic[T]):
 
 def _cacheable(sources: Sequence[Tensor]) -> bool:
     """Return whether values computed from these tensors may outlive the call."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _Recording.depth:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False  # inside `torch.func.jvp` and the like values are wrapped, and die with the call

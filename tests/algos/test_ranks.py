@@ -29,6 +29,7 @@ from burnish.config.train import TrainConfig
 from burnish.runs.resolve import _require_parallel
 from envs.engine import workers
 from envs.engine.workers import LocalWorkers
+from envs.rollouts.fleet import RolloutSettings
 from policies import registry
 from policies.errors import CheckpointError, ConfigError, TrainingError
 
@@ -121,14 +122,16 @@ def test_two_ranks_take_the_steps_of_one(algo: str) -> None:
     torch.testing.assert_close(parts[0][0], alone[0], rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("acts", ["workers", "learner"])
 @pytest.mark.parametrize("algo", ON_POLICY if pairwise.everything else ["dppo", "gorl"])
 def test_two_ranks_collect_and_learn_what_one_with_two_workers_does(
-    algo: str, monkeypatch: pytest.MonkeyPatch
+    algo: str, acts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = lambda factory, arguments, processes: LocalWorkers(factory, arguments)  # noqa: E731
     monkeypatch.setattr(workers, "start_workers", local)
     weights_alone, metrics_alone, _ = first_iteration(built(algo, num_workers=2))
-    parts = in_ranks(2, lambda: built(algo, num_workers=1), first_iteration)
+    rollout = RolloutSettings(acts)
+    parts = in_ranks(2, lambda: built(algo, num_workers=1, rollout=rollout), first_iteration)
     torch.testing.assert_close(parts[0][0], weights_alone, rtol=0, atol=1e-5)
     for name, value in metrics_alone.items():
         if not name.startswith("time/"):

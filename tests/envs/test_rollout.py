@@ -23,6 +23,7 @@ from policies.errors import CheckpointError, ConfigError, WorkerError
 
 NUM_ENVS, STEPS, CHUNK = 3, 12, 4
 TASK = env("hopper", max_episode_steps=22)
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -63,6 +64,22 @@ def test_one_worker_process_gives_the_numbers_of_none() -> None:
     here, there = pool(0), pool(1)
     for _ in range(2):
         assert_equal(here.collect(Noisy(), STEPS), there.collect(Noisy(), STEPS))
+    there.close()
+
+
+def test_one_decision_for_all_environments_gives_the_numbers_of_one_worker() -> None:
+    here, there = pool(0), pool(2, acts_on=CPU)
+    for reset in (False, True):
+        done: list[int] = []
+        told = there.collect(Noisy(), STEPS, reset=reset, on_progress=done.append)
+        expected = here.collect(Noisy(), STEPS, reset=reset)
+        assert done == [NUM_ENVS * (t + 1) for t in range(STEPS)]
+        order = attrgetter("seed", "episode")
+        assert sorted(told.episodes, key=order) == sorted(expected.episodes, key=order)
+        told.episodes = expected.episodes = []
+        at = torch.argsort(told.final_index[:, 0] * NUM_ENVS + told.final_index[:, 1])
+        told.final_index, told.final_obs = told.final_index[at], {"state": told.final_obs["state"][at]}
+        assert_equal(told, expected)
     there.close()
 
 
@@ -141,15 +158,15 @@ def test_reset_begins_new_episodes_everywhere() -> None:
     assert not collector.collect(Noisy(), 1).first.all()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_restored_pool_continues_bit_exactly(num_workers: int) -> None:
-    source = pool(num_workers)
+@pytest.mark.parametrize(("num_workers", "acts_on"), [(0, None), (2, None), (0, CPU)])
+def test_a_restored_pool_continues_bit_exactly(num_workers: int, acts_on: torch.device | None) -> None:
+    source = pool(num_workers, acts_on=acts_on)
     source.collect(Noisy(), 7)
     file = io.BytesIO()
     torch.save(source.state_dict(), file)
     expected = source.collect(Noisy(), STEPS)
     file.seek(0)
-    restored = pool(num_workers)
+    restored = pool(num_workers, acts_on=acts_on)
     restored.load_state_dict(torch.load(file, weights_only=True))
     assert_equal(restored.collect(Noisy(), STEPS), expected)
     source.close()

@@ -1,0 +1,192 @@
+"""What an accelerator brings: decisions, gradient steps and collections on the CPU and on the device.
+
+    python -m benchmarks.device [--rounds 5] [--device cuda] [--workers 8] [--from FILE]
+
+writes docs/results/scale/device.json and the table in docs/scale.md; with `--from`, from the file of a run on
+another machine. Variants take turns, each waits for the device, and times are medians on the wall. "Kernel by
+kernel" is the device without recorded kernels (`policies.networks.recorded`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from algos.base import Setup
+from algos.bc import BcConfig
+from algos.dppo import DppoConfig
+from algos.td3_bc import Td3BcConfig
+from benchmarks.pages import keep, replace_block
+from benchmarks.ranks import PROCESS, UNET, episodes
+from benchmarks.speed.timing import interleave
+from envs.make import env as make_env
+from envs.rollouts.fleet import RolloutSettings
+from policies.build import build_policy
+from policies.encoders.resnet import ResNetEncoderConfig
+from policies.policy import Policy, PolicyConfig
+from policies.processes.diffusion import VPDiffusion
+from policies.samplers.ddpm import DDIM
+
+PAGE = "docs/scale.md"
+ENVS, CHUNKS = 64, 25
+Call = Callable[[], object]
+MLP = PolicyConfig(process=PROCESS, horizon=4)
+UNET_POLICY = PolicyConfig(process=VPDiffusion(num_levels=100), horizon=16, act_steps=8, backbone=UNET)
+IMAGES = PolicyConfig(process=PROCESS, horizon=16, encoder=ResNetEncoderConfig(width=32))
+
+
+def policy(config: PolicyConfig, device: torch.device) -> Policy:
+    """Return an untrained policy of Hopper's sizes that takes ten DDIM steps."""
+    ones = {"state": torch.ones(11), "action": torch.ones(3)}
+    statistics = {name: {"min": -one, "max": one} for name, one in ones.items()}
+    built = build_policy(config, obs_dim=11, action_dim=3, statistics=statistics)
+    return built.with_sampler(DDIM(steps=10)).eval().requires_grad_(False).to(device)
+
+
+def decision(config: PolicyConfig, rows: int, device: torch.device, replays: bool) -> Call:
+    """Return a decision for rows of observations."""
+    acting = policy(config, device)
+    obs = torch.zeros(rows, 1, 11, device=device)
+    if replays or device.type == "cpu":
+        return lambda: acting.act(obs)
+
+    def act() -> object:
+        with torch.no_grad():
+            return acting.executed(acting.plan(acting.observation(obs), acting.sample_noise(rows)))
+
+    return act
+
+
+def stepping(build: Callable[[Setup], Any], given: Setup, replays: bool) -> Call:
+    """Return a block of gradient steps of a run."""
+    run = build(given)
+    recorded = getattr(run, "_recorded", getattr(run, "_gradients", None))
+    recorded._is_on = recorded._is_on and replays
+    return run.advance  # type: ignore[no-any-return]
+
+
+def cloning(config: PolicyConfig, batch: int, steps: int, device: torch.device, replays: bool) -> Call:
+    """Return gradient steps of cloning."""
+    settings: dict[str, Any] = {"validation_fraction": 0.0, "validation_every": 0, "warmup_steps": 1}
+    algo = BcConfig(steps=10**9, batch_size=batch, log_every=steps, **settings)
+    dataset = episodes(1000, images=config is IMAGES)
+    return stepping(algo.build, Setup(policy=config, dataset=dataset, device=device), replays)
+
+
+def td3_bc(device: torch.device, replays: bool) -> Call:
+    """Return twenty gradient steps of TD3+BC."""
+    algo, plain = Td3BcConfig(steps=10**9, log_every=20), episodes(1000, images=False)
+    dataset = replace(plain, rewards=plain.actions.sum(dim=1))
+    return stepping(algo.build, Setup(dataset=dataset, device=device), replays)
+
+
+def collection(config: PolicyConfig, where: str, workers: int, device: torch.device) -> Call:
+    """Return a collection of DPPO on Hopper by a policy that acts in the workers or on the device."""
+    levels = {"tuned_steps": 10, "num_envs": ENVS, "steps_per_iteration": CHUNKS, "batch_size": 50_000}
+    rollout = RolloutSettings(where)
+    given = Setup(
+        env=make_env("hopper"), init=policy(config, torch.device("cpu")), num_workers=workers,
+        device=device, rollout=rollout,
+    )  # fmt: skip
+    run = DppoConfig(**levels).build(given)  # type: ignore[arg-type]
+    return run.collect
+
+
+def cases(device: torch.device, workers: int) -> dict[str, dict[str, tuple[Callable[[], Call], int]]]:
+    """Return, by case and variant, what builds a call, and the steps of a call."""
+    cpu = torch.device("cpu")
+    found: dict[str, dict[str, tuple[Callable[[], Call], int]]] = {}
+
+    def add(case: str, build: Callable[[torch.device, bool], Call], steps: int = 1) -> None:
+        sides = {"cpu": (cpu, False), "kernels": (device, False), "replayed": (device, True)}
+        found[case] = {name: (partial(build, *side), steps) for name, side in sides.items()}
+
+    for name, config in (("MLP", MLP), ("U-Net of 4 M", UNET_POLICY)):
+        for rows in (1, 64, 1024):
+            add(f"decision, {name}, {rows} rows", partial(decision, config, rows))
+    add("TD3+BC, batch 256, step", td3_bc, 20)
+    add("cloning, MLP, batch 256, step", partial(cloning, MLP, 256, 20), 20)
+    add("cloning, U-Net, batch 256, step", partial(cloning, UNET_POLICY, 256, 2), 2)
+    add("cloning, images 96 × 96, batch 64, step", partial(cloning, IMAGES, 64, 2), 2)
+    for name, config in (("MLP", MLP), ("U-Net", UNET_POLICY)):
+        found[f"collection of {ENVS * CHUNKS:,} chunks, DPPO, {name}"] = {
+            side: (partial(collection, config, where, workers, place), 1)
+            for side, where, place in (("cpu", "workers", cpu), ("kernels", "learner", device))
+        }
+    return found
+
+
+def measure(device: torch.device, rounds: int, workers: int) -> dict[str, dict[str, float]]:
+    """Return seconds of a step by case and variant."""
+
+    def waited(call: Call) -> Call:
+        def run() -> None:
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return run
+
+    found = {}
+    for case, sides in cases(device, workers).items():
+        calls = {name: waited(build()) for name, (build, _) in sides.items()}
+        for call in calls.values():
+            for _ in range(5):  # recordings are made
+                call()
+        times = interleave(calls, rounds=rounds, slot_s=0.0)
+        found[case] = {name: times[name] / sides[name][1] for name in sides}
+        sys.stdout.write(f"{case}: {found[case]}\n")
+        sys.stdout.flush()
+    return found
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Return the lines of the page."""
+    machine = found["environment"]
+    command = f"python -m benchmarks.device --rounds {found['rounds']} --workers {found['workers']}"
+    beside = f"{machine['cpu_count']} cores of {machine['processor']}, {machine['torch_threads']} threads"
+    lines = [
+        f"`{command}`, medians in ms on the wall: {machine['accelerator']} beside {beside}; "
+        f"torch {machine['packages']['torch']}.",
+        "",
+        "| | CPU | device, kernel by kernel | device, replayed | CPU by device |",
+        "|---|---|---|---|---|",
+    ]
+    for case, sides in found["cases"].items():
+        cells = [f"{1000 * sides[name]:.3g}" if name in sides else "–" for name in SIDES]
+        gain = sides["cpu"] / sides.get("replayed", sides["kernels"])
+        lines.append(f"| {case} | {' | '.join(cells)} | **{gain:.2g}** |")
+    return lines
+
+
+SIDES = ("cpu", "kernels", "replayed")
+
+
+def main() -> None:
+    """Measure, keep, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--from", dest="file", help="measurement of another machine")
+    options = parser.parse_args()
+    if options.file:
+        found = json.loads(Path(options.file).read_text())
+        Path("docs/results/scale/device.json").write_text(json.dumps(found, indent=1) + "\n")
+    else:
+        measured = measure(torch.device(options.device), options.rounds, options.workers)
+        facts = {"rounds": options.rounds, "workers": options.workers, "cases": measured}
+        found = json.loads(keep("scale", "device", facts, indent=1).read_text())
+    replace_block(PAGE, "device", table(found))
+
+
+if __name__ == "__main__":
+    main()

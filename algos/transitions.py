@@ -414,7 +414,7 @@ def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDa
     normalizer = policy.normalizer
     if normalizer.modes["action"] != "limits":
         return dataset
-    one = torch.ones(dataset.action_dim)
+    one = torch.ones(dataset.action_dim, device=policy.device)
     low, high = (normalizer.decode("action", side).cpu() for side in (-one, one))
     margin = _ROUNDING * (high - low)
     return clipped_actions(dataset, box_statistics(low - margin, high + margin), of_task=False)

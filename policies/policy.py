@@ -174,8 +174,8 @@ class Policy(nn.Module):
         seen = self.observation(obs)
         if noise is None:
             noise = self.sample_noise(len(seen["state"]), generator=generator)
-        if noise.is_cuda:
-            return self._replayed(seen, noise)
+        if self.device.type == "cuda":
+            return self._replayed(seen, noise.to(self.device))
         return self.executed(self.plan(seen, noise))
 
     def _replayed(self, obs: Observation, noise: Tensor) -> Tensor:

@@ -16,22 +16,24 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from algos.base import Metrics, Setup
+from algos.base import Metrics, Quantities, Setup
 from algos.iql import PolicyLoss
 from algos.offline.config import OfflineConfig
-from algos.offline.loop import OfflineRun
+from algos.offline.loop import OfflineRun, replayed
 from algos.offline.neighbors import Nearest, Search
 from algos.offline.td3_update import Actor, ActorNetwork, Regulariser, actor_network
 from algos.training.metrics import Means
-from algos.transitions import Batch
+from algos.transitions import Batch, TransitionTable
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.critics import Ensemble
 from policies.networks.distributions import gaussian_log_prob
+from policies.networks.recorded import Recorded
 from policies.networks.weight_cache import keeps_values
 from policies.policy import Policy
 from policies.threads import torch_threads
@@ -74,7 +76,7 @@ class SeedBatch:
         count = min([first.config.log_every, first.total - done, *(other - done for other in ahead)])
         with torch_threads(first.num_threads):
             for _ in range(count):
-                means.add(step_together(learner, active))
+                means.add(step_together(learner, active, recorded=self._recorded))
             measured = {name: value.unbind(0) for name, value in means.read().items()}
             excess = [run.overestimation() for run in active]
         rate = {"time/steps_per_s": count / (time.perf_counter() - start)}
@@ -89,17 +91,28 @@ class SeedBatch:
         if self._learner is None or self._active != tuple(runs):
             self._active = tuple(runs)
             self._learner = batched([run.learner for run in runs])
+            self._recorded = Recorded(partial(_take, self._learner, runs[0].table), writes_weights=True)
             for run in runs:
                 run.is_batched = True
         return self._learner, self._active
 
 
-def step_together(learner: Any, runs: Sequence[OfflineRun], rows: Tensor | None = None) -> dict[str, Tensor]:
+def _take(learner: Any, table: TransitionTable, row: Tensor, draws: Quantities, _: Any) -> Quantities:
+    measured: Quantities = learner.step(table.gather(row), draws)
+    return measured
+
+
+def step_together(
+    learner: Any,
+    runs: Sequence[OfflineRun],
+    rows: Tensor | None = None,
+    recorded: Recorded[Quantities] | None = None,
+) -> Quantities:
     """Take one step of every run; return metrics, each (S,). `rows` (S, B) replace the drawn ones."""
     drawn, draws = zip(*(run.draw() for run in runs), strict=True)
     together = {name: torch.stack([each[name] for each in draws]) for name in draws[0]}
-    batch = runs[0].table.gather(torch.stack(drawn) if rows is None else rows)
-    measured: dict[str, Tensor] = learner.step(batch, together)
+    recorded = Recorded(partial(_take, learner, runs[0].table)) if recorded is None else recorded
+    measured = replayed(recorded, learner, torch.stack(drawn) if rows is None else rows, together)
     for run in runs:
         run.learner.steps = learner.steps
         run.count_step()

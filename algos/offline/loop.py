@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from algos.base import Metrics, Setup
+from algos.base import Metrics, Quantities, Setup
 from algos.offline.online import OnlinePhase
 from algos.optim import Ema
 from algos.training.experience import summary
@@ -155,7 +155,7 @@ class OfflineRun:
                 episodes += finished
                 for _ in range(due):
                     size = self.config.batch_size
-                    means.add(self.learner.step(online.draw(size), self.learner.draw(size, self._noise)))
+                    means.add(self._measured(online.draw(size), self.learner.draw(size, self._noise)))
                     if self._ema is not None:
                         self._ema.update(self.learner.policy)
             found = means.read() | summary(episodes, bool(online.pool.env.spec.success_rule))
@@ -163,19 +163,17 @@ class OfflineRun:
         return found | {"replay/rows": float(len(online.experience)), "time/env_steps_per_s": rate}
 
     def _step(self) -> dict[str, Tensor]:
-        row, draws = self.draw()
-        decisions = getattr(self.learner, "decisions", None)
-        if decisions is None:
-            measured = self._take(row, draws)
-        else:
-            before = self.learner.steps
-            measured = self._recorded(row, draws, decisions)
-            self.learner.steps = before + 1  # a replay runs no Python
+        measured = self._measured(*self.draw())
         self.count_step()
         return measured
 
-    def _take(self, row: Tensor, draws: dict[str, Tensor], decisions: Any = None) -> dict[str, Tensor]:
-        return self.learner.step(self.table.gather(row), draws)
+    def _measured(self, source: Tensor | Batch, draws: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take a step on rows of the table (B,), or on a batch."""
+        return replayed(self._recorded, self.learner, source, draws)
+
+    def _take(self, source: Tensor | Batch, draws: dict[str, Tensor], _: Any) -> dict[str, Tensor]:
+        batch = self.table.gather(source) if isinstance(source, Tensor) else source
+        return self.learner.step(batch, draws)
 
     def _require_alone(self) -> None:
         if self.is_batched:
@@ -229,6 +227,7 @@ class OfflineRun:
         self._require_alone()
         require_unchanged(state, self._invariants)
         self.learner.load_state_dict(state["learner"])
+        self._recorded.forget()
         if self._ema is not None:
             self._ema.restore(state.get("ema"), self.learner.policy)
         restore_generator(self._index, state["index"])
@@ -241,6 +240,17 @@ class OfflineRun:
         """Close the environments of the online phase."""
         if self.online is not None:
             self.online.close()
+
+
+def replayed(recorded: Recorded[Quantities], learner: Any, source: Any, draws: Quantities) -> Quantities:
+    """Take a recorded step of a learner, or the step itself where it says no `decisions`."""
+    decisions = getattr(learner, "decisions", None)
+    if decisions is None:
+        return recorded.function(source, draws, None)
+    before = learner.steps
+    measured = recorded(source, draws, decisions)
+    learner.steps = before + 1  # a replay runs no Python
+    return measured
 
 
 def acting(learner: Learner) -> Policy:

@@ -328,6 +328,7 @@ class OffPolicyRun:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require_unchanged(state, self._resume_invariants)
         self.learner.load_state_dict(state["learner"])
+        self._recorded.forget()
         if self._ema is not None:
             self._ema.restore(state.get("ema"), self._trained)
         self.replay.load_state_dict(state["replay"])

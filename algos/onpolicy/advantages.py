@@ -83,7 +83,7 @@ class SimulatorState:
         return len(self.values)
 
     def rows(self, index: Tensor) -> Tensor:
-        return self.values.index_select(0, index)
+        return self.values.index_select(0, index.to(self.values.device))
 
 
 @dataclass(frozen=True)

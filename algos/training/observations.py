@@ -76,7 +76,7 @@ class Record:
         return len(self.obs["state"])
 
     def rows(self, index: Tensor) -> Observation:
-        return mapped(self.obs, lambda part: part.index_select(0, index))
+        return mapped(self.obs, lambda part: part.index_select(0, index.to(part.device)))
 
 
 @dataclass(frozen=True)

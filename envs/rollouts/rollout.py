@@ -209,7 +209,7 @@ class RolloutPool:
             for group in ("obs", "record")
         }
         if self._processes.world == 1:
-            return replace(_join(found), **columns)
+            return replace(_join(found), obs=columns["obs"], record=columns["record"])
         for part, start, stop in zip(found, [0, *ends], [*ends, sum(map(len, own))], strict=True):
             part |= map_leaves(columns, lambda values: values[:, start:stop].cpu().numpy())  # noqa: B023
         return _join(self._gathered(found))
@@ -257,11 +257,13 @@ class RolloutPool:
         Simulators that cannot save their state start new episodes on loading.
         """
         states = self._gathered(self._workers.call("state", [()] * len(self._workers)))
-        processes = {} if self._processes.world == 1 else {"processes": self._processes.world}
+        shared: dict[str, Any] = {}
+        if self._processes.world > 1:
+            shared["processes"] = self._processes.world
         if self._device is not None:
             states_of = self._processes.gather([self._generator.get_state()])
-            processes["generators"] = [one for (one,) in states_of]
-        return {"num_envs": self.num_envs, "workers": map_leaves(states, _to_tensor), **processes}
+            shared["generators"] = [one for (one,) in states_of]
+        return {"num_envs": self.num_envs, "workers": map_leaves(states, _to_tensor), **shared}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`.

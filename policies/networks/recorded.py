@@ -46,10 +46,6 @@ class Recorded(Generic[T]):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self.function, self._writes, self._is_on)
 
-    def is_recorded(self, *inputs: Any) -> bool:
-        """Return whether a call with these inputs is a replay."""
-        return self._signature(list(_leaves(inputs))) in self._graphs
-
     def __call__(self, *inputs: Any) -> T:
         leaves = list(_leaves(inputs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -72,6 +68,10 @@ class Recorded(Generic[T]):
         if self._writes:
             note_replay()
         return out
+
+    def forget(self) -> None:
+        """Record anew: tensors that the function reads or writes are others now."""
+        self._calls, self._graphs = {}, {}
 
     @staticmethod
     def _signature(leaves: list[Any]) -> Hashable:

@@ -156,7 +156,7 @@ class CandidatePolicy(WrappedPolicy):
         if wrapper.score == "density":
             self._use_draws()
         if wrapper.has_critic:
-            self.critic = wrapper.critic_config().build(cond_dim, self.width).to(base.dtype)
+            self.critic = wrapper.critic_config().build(cond_dim, self.width).to(base.device, base.dtype)
         if wrapper.num_edited:
             if math.prod(base.noise_shape) < self.width:
                 raise CapabilityError(
@@ -164,8 +164,8 @@ class CandidatePolicy(WrappedPolicy):
                     f"{math.prod(base.noise_shape)}. Use one whose noise has a row for every action."
                 )
             head = TanhGaussianConfig(wrapper.edit_dims, "relu", layer_norm=False)
-            self.editor = head.build(cond_dim + self.width, self.width).to(base.dtype)
-        self.register_buffer("scale", torch.tensor(wrapper.edit_scale, dtype=base.dtype))
+            self.editor = head.build(cond_dim + self.width, self.width).to(base.device, base.dtype)
+        self.register_buffer("scale", torch.tensor(wrapper.edit_scale, device=base.device, dtype=base.dtype))
 
     @property
     def noise_shape(self) -> tuple[int, ...]:

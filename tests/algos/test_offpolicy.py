@@ -144,12 +144,12 @@ def test_a_copy_that_acts_is_made_once_and_follows_what_is_learned() -> None:
     actor.on_cpu = elsewhere  # type: ignore[method-assign, assignment]
     for _ in range(4):
         run.advance()
-        assert run._actor_on_cpu() is copies[0]
+        assert run._acting_actor() is copies[0]
         same = [torch.equal(p, q) for p, q in zip(copies[0].parameters(), actor.parameters(), strict=True)]
         assert all(same)
     assert len(copies) == 1 and run._steps > 0
     run.load_state_dict(from_plain(to_plain(run.state_dict())))
-    assert run._actor_on_cpu() is copies[1]
+    assert run._acting_actor() is copies[1]
     run.close()
 
 

@@ -41,11 +41,11 @@ BLOCK = 25  # gradient steps per report of behaviour cloning
 def synthetic_experience(run: Any, rows: int) -> Any:
     """Record chains on random observations; advantages and targets are random."""
     generator = torch.Generator().manual_seed(3)
-    state = 0.5 * torch.randn(rows, 1, OBS, generator=generator)
+    state = (0.5 * torch.randn(rows, 1, OBS, generator=generator)).to(run.policy.device)
     with torch.no_grad():
         _, record = run.ratio.act({"state": state}, generator)
     cond = run.policy.encode({"state": state})
-    columns = (torch.randn(rows, generator=generator) for _ in range(3))
+    columns = (torch.randn(rows, generator=generator).to(run.policy.device) for _ in range(3))
     return Experience(cond, record, *columns)
 
 

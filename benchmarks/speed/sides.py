@@ -157,12 +157,15 @@ def require_close(what: str, ours: Any, theirs: Any, tolerance: float) -> None:
         raise SystemExit(f"{what}: ours and the peer differ by {difference:.2e} (tolerance {tolerance:.0e})")
 
 
-def dppo_run(num_workers: int, num_threads: int, steps: int) -> Any:
+def dppo_run(num_workers: int, num_threads: int, steps: int, device: torch.device | None = None) -> Any:
     """Return our DPPO on Hopper with the peer's weights, tuned network included."""
     frozen, tuned, critic = plain_nets()
     init = our_policy(frozen)
     config = DppoConfig(num_envs=ENVS, steps_per_iteration=steps, batch_size=50_000, update_epochs=5)
-    setup = Setup(env=make_env("hopper"), init=init, num_workers=num_workers, num_threads=num_threads)
+    place = torch.device("cpu") if device is None else device
+    setup = Setup(
+        env=make_env("hopper"), init=init, num_workers=num_workers, num_threads=num_threads, device=place
+    )
     run = config.build(setup)
     copy_trunk(tuned, run.policy.scored_net)
     copy_trunk(critic, run.learner.critic)

@@ -96,6 +96,12 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     except ImportError as error:
         sys.stderr.write(f"burnish: error: {error}\n")
         return 2
+    if arguments in (["--help"], ["-h"]):
+        from burnish.config.help import kept_help
+
+        if (page := kept_help(name)) is not None:
+            sys.stdout.write(page)
+            return 0
     from burnish.app import print_error, run_app, wants_traceback
     from burnish.config.errors import USER_ERRORS
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import inspect
 import io
+import json
 import re
 import textwrap
 import tokenize
@@ -23,8 +25,10 @@ from typing import Any
 
 import omegaconf
 
+from burnish.app import run_app
 from burnish.commands.list import summary
 from burnish.config.commands import COMMANDS
+from burnish.config.help import KEPT
 from burnish.config.overrides import default_options, preset_summary, presets
 from burnish.config.schema import GROUPS
 from burnish.config.train import PolicyShape
@@ -62,13 +66,23 @@ EXTRA = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page."""
+    """Write the page, and the help pages of the commands."""
     parser = argparse.ArgumentParser("python -m burnish.commands.keys", description="Write the page of keys.")
     parser.add_argument("path", nargs="?", default=PAGE)
     path = Path(parser.parse_args(arguments).path)
     path.write_text(page(), encoding="utf-8")
-    output().print(f"written: {path}", markup=False, soft_wrap=True)
+    kept = {name: help_of(name) for name, command in COMMANDS.items() if command.schema}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    output().print(f"written: {path}, {KEPT.name}", markup=False, soft_wrap=True)
     return 0
+
+
+def help_of(command: str) -> str:
+    """Return what `burnish <command> --help` says, composed."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        run_app(command, ["--help"])
+    return text.getvalue()
 
 
 @dataclass(frozen=True)

@@ -84,10 +84,13 @@ LOCAL = LocalFleet()
 
 @dataclass(frozen=True)
 class RolloutSettings(Checked):
-    """Where the policy acts while experience is collected; environments are in the workers."""
+    """Where the policy acts while experience is collected; environments are in the workers.
+
+    Attributes:
+        device: `workers`: each acts by a copy of the policy on the CPU; `learner`: one decision for all
+            environments, on `device`; `auto`: `learner` where `device` is an accelerator.
+    """
 
     key: ClassVar[str] = "rollout"
 
-    # workers: each with a copy of the policy, on the CPU; learner: one decision for all environments, on
-    # `device`; auto: learner where `device` is an accelerator
     device: str = bounded("auto", choices=("auto", "workers", "learner"))

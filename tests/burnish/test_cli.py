@@ -386,7 +386,7 @@ def test_threads_default_to_one_unless_the_person_chose(monkeypatch: pytest.Monk
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-@pytest.mark.parametrize("words", [["list", "algos"], ["eval", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["list", "algos"], ["train", "--help"]], ids=" ".join)
 def test_pages_that_only_name_parts_import_none(words: list[str], tmp_path: Path) -> None:
     home = str(Path(cli.__file__).resolve().parents[1])
     code = (

@@ -6,18 +6,37 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pairwise
+import pytest
+
+from burnish import cli
 from burnish.commands import keys
 from burnish.config.commands import COMMANDS
+from burnish.config.help import kept_help
 from policies.bounds import bounded
 from policies.errors import ConfigError
+from policies.registry import PLUGIN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = (ROOT / keys.PAGE).read_text()
 
 
-def test_the_committed_page_is_the_one_that_is_generated(tmp_path: Path) -> None:
-    assert keys.main([str(tmp_path / "keys.md")]) == 0
-    assert (tmp_path / "keys.md").read_text() == COMMITTED, "run python -m burnish.commands.keys"
+def test_the_committed_page_is_the_one_that_is_generated() -> None:
+    assert keys.page() == COMMITTED, "run python -m burnish.commands.keys"
+
+
+def test_kept_help_pages_are_those_that_the_commands_compose(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = [name for name, command in COMMANDS.items() if command.schema]
+    for name in described if pairwise.everything else ("train",):
+        assert kept_help(name) == keys.help_of(name), "run python -m burnish.commands.keys"
+    assert all(map(kept_help, described))
+    monkeypatch.setenv(PLUGIN_VARIABLE, "a_module")
+    assert kept_help("train") is None
+
+
+def test_help_is_printed_as_it_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [cli._dispatch(name, ["--help"]) for name in ("train", "eval")] == [0, 0]
+    assert capsys.readouterr().out == f"{kept_help('train')}{kept_help('eval')}"
 
 
 def test_every_key_is_explained() -> None:

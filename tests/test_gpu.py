@@ -112,6 +112,22 @@ def test_replayed_steps_are_those_of_single_kernels(algo: str, caplog: pytest.Lo
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("algo", "process"), [("dppo", "diffusion"), ("reinflow", "flow"), ("ppo", "gaussian")]
+)
+def test_an_update_never_waits_for_the_device(algo: str, process: str) -> None:
+    run = small(registry.lookup("algo", algo), process).build(setup(process, device=torch.device("cuda")))
+    for mode in ("default", "error"):  # the first step makes tables and moments
+        experience = run.experience(run.collect())
+        index = torch.arange(len(experience) * run.ratio.inner_steps, device="cuda")
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            run.learner.step(experience, index, draws=run.draws, train_actor=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    run.close()
+
+
 def test_experience_of_a_policy_on_the_device_is_scored_as_it_was_drawn() -> None:
     algo = DppoConfig(num_envs=4, steps_per_iteration=8, batch_size=64, update_epochs=1, tuned_steps=2)
     given = Setup(env=PointEnv(), init=point_policy(), num_workers=2, device=torch.device("cuda"))

@@ -227,8 +227,8 @@ class PpoUpdate:
         return metrics
 
     def ordered(self, index: Tensor) -> Tensor:
-        """Return rows (B,) sorted by environment step where several share one."""
-        return index if self.ratio.inner_steps == 1 else index.sort().values
+        """Return rows (B,) sorted by environment step where several share its condition: on a CPU."""
+        return index.sort().values if self.ratio.inner_steps > 1 and index.is_cpu else index
 
     # -- the actor's loss ------------------------------------------------------------------------------
 

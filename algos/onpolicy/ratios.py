@@ -35,7 +35,7 @@ class Rows:
 
     Shapes:
         index: (B,) environment step * S + inner step. step: (B,) inner step. state: (U,) distinct environment
-        steps. state_row: (B,) index into `state`; None: every row has its own (S = 1). count: (U,) rows per
+        steps. state_row: (B,) index into `state`; None: every row has its own. count: (U,) rows per
         distinct environment step; None: one.
     """
 
@@ -47,9 +47,15 @@ class Rows:
 
     @classmethod
     def sorted_from(cls, index: Tensor, inner_steps: int) -> Rows:
-        """Split flat indices (B,), sorted unless S = 1."""
+        """Split flat indices (B,), sorted unless S = 1.
+
+        Steps that share their environment step share its condition on a CPU. Elsewhere each row has its own:
+        finding them would wait for the device.
+        """
         if inner_steps == 1:
             return cls(index, torch.zeros_like(index), index)
+        if not index.is_cpu:
+            return cls(index, index % inner_steps, index // inner_steps)
         found = torch.unique_consecutive(index // inner_steps, return_inverse=True, return_counts=True)
         return cls(index, index % inner_steps, *found)
 

@@ -64,7 +64,8 @@ class Explorer:
         """
         policy = self.actor.policy
         cond = policy.encode(policy.observation(obs)).vec
-        eps = torch.randn(len(cond), self.actor.latent_dim, generator=generator).to(cond)
+        shape = len(cond), self.actor.latent_dim
+        eps = torch.randn(shape, generator=generator, device=generator.device).to(cond)
         latent = self.actor.warmup_latent(cond, eps) if self.is_warmup else self.actor.draw(cond, eps)[0]
         action = self.actor.chunk(cond, latent)
         physical = policy.physical(action.view(len(cond), policy.chunk.act_steps, -1))

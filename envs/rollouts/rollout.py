@@ -21,7 +21,10 @@ from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.starts import Starts
 from envs.spec import Array, EnvConfig
 from policies.errors import CheckpointError, ConfigError
+from policies.networks.recorded import Recorded
 from policies.seeds import seeded_generator
+
+_WORTH_RECORDING = 8  # decisions of a collection, from which on their kernels are recorded, anew for each
 
 
 class Movable(Protocol):
@@ -144,7 +147,8 @@ class RolloutPool:
         arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(self._rows)][self._own]
         self._versions: dict[int, int] = {}  # of the actor, by worker
         self._workers = fleet.start(Collector, arguments, processes=num_workers > 0)
-        self._device, self._generator = acts_on, seeded_generator(seed, "exploration", first)
+        self._device = acts_on
+        self._generator = seeded_generator(seed, "exploration", first, device=acts_on or "cpu")
         if acts_on is not None and fleet.is_free:
             raise ConfigError("rollout.device must be workers with fleet.mode=free; got learner.")
 
@@ -191,6 +195,11 @@ class RolloutPool:
         workers, own = self._workers, self._rows[self._own]
         ends = np.cumsum([len(part) for part in own])[:-1]
         kept: list[dict[str, dict[str, Tensor]]] = []
+        act = Recorded(
+            lambda obs: actor.act(obs, self._generator),
+            is_on=num_steps >= _WORTH_RECORDING,
+            generators=[self._generator],
+        )
         parts = workers.call("begin", [(num_steps, reset, False)] * len(workers))
         for _ in range(num_steps):
             obs = {
@@ -198,8 +207,8 @@ class RolloutPool:
                 for name in parts[0]
             }
             with torch.no_grad():
-                actions, record = actor.act(obs, self._generator)
-            kept.append({"obs": obs, "record": record})
+                actions, record = act(obs)
+            kept.append({"obs": obs, "record": {name: part.clone() for name, part in record.items()}})
             chunks = np.split(actions.cpu().numpy(), ends)
             parts = workers.call("execute", [(part,) for part in chunks])
             count(sum(map(len, own)))

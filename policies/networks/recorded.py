@@ -9,8 +9,9 @@ where recording fails, the function is called as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,24 +28,32 @@ class Recorded(Generic[T]):
     """A function that is replayed from its fourth call with equal shapes on.
 
     Everything that the function decides in Python must follow from its arguments that are no tensors: calls
-    that differ in them are recorded apart. It must not wait for the device, nor draw random numbers from a
-    generator of its own. What it returns is valid until its next call.
+    that differ in them are recorded apart. It must not wait for the device, and draws from `generators`
+    alone. What it returns is valid until its next call.
 
     Args:
         function: Takes and returns tensors, in dictionaries, sequences and dataclasses of them.
         writes_weights: Whether it changes weights, so that values kept of them are stale.
         is_on: Whether to record at all.
+        generators: On the device; the function may draw from them.
     """
 
     def __init__(
-        self, function: Callable[..., T], *, writes_weights: bool = False, is_on: bool = True
+        self,
+        function: Callable[..., T],
+        *,
+        writes_weights: bool = False,
+        is_on: bool = True,
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
-        self.function, self._writes, self._is_on = function, writes_weights, is_on
+        self.function, self._writes, self._is_on, self._generators = (
+            function,
+            writes_weights,
+            is_on,
+            generators,
+        )
         self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, _Graph[T]] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.function, self._writes, self._is_on)
 
     def __call__(self, *inputs: Any) -> T:
         leaves = list(_leaves(inputs))
@@ -58,11 +67,10 @@ class Recorded(Generic[T]):
                 self._calls[signature] = count + 1
                 return self.function(*inputs)
             try:
-                graph = self._graphs[signature] = _Graph(self.function, inputs)
+                graph = self._graphs[signature] = _Graph(self.function, inputs, self._generators)
             except RuntimeError as error:
                 self._is_on = False
-                why = str(error).splitlines()[0]
-                _log.warning("kernels are launched one by one, since they cannot be recorded: %s", why)
+                _warn_once(str(error).splitlines()[0])
                 return self.function(*inputs)
         out = graph.replay(tensors)
         if self._writes:
@@ -84,10 +92,14 @@ class Recorded(Generic[T]):
 class _Graph(Generic[T]):
     """Recorded kernels with the copies of the inputs that they read."""
 
-    def __init__(self, function: Callable[..., T], inputs: tuple[Any, ...]) -> None:
+    def __init__(
+        self, function: Callable[..., T], inputs: tuple[Any, ...], generators: Sequence[torch.Generator]
+    ) -> None:
         kept = _mapped(inputs, lambda tensor: tensor.detach().clone())
         self._inputs = [leaf for leaf in _leaves(kept) if isinstance(leaf, Tensor)]
         self._graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self._graph.register_generator_state(generator)
         with without_caches(), torch.cuda.graph(self._graph):
             self._output = function(*kept)
 
@@ -96,6 +108,11 @@ class _Graph(Generic[T]):
             torch._foreach_copy_(self._inputs, tensors)
         self._graph.replay()
         return self._output
+
+
+@cache
+def _warn_once(why: str) -> None:
+    _log.warning("kernels are launched one by one, since they cannot be recorded: %s", why)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
@@ -125,7 +142,3 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if is_dataclass(tree) and not isinstance(tree, type):
         return type(tree)(**{one.name: _mapped(getattr(tree, one.name), change) for one in fields(tree)})
     return tree
-
-
-def _rebuilt(function: Callable[..., T], writes: bool, is_on: bool) -> Recorded[T]:
-    return Recorded(function, writes_weights=writes, is_on=is_on)

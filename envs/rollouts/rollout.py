@@ -294,7 +294,9 @@ class RolloutPool:
         self._workers.call("load", [(part,) for part in workers[self._own]])
         generators = state.get("generators", [])
         if len(generators) == self._processes.world:
-            self._generator.set_state(generators[self._processes.rank])
+            saved = generators[self._processes.rank]
+            if saved.shape == self._generator.get_state().shape:  # else of another device
+                self._generator.set_state(saved)
 
     def close(self) -> None:
         self._workers.close()

@@ -46,12 +46,8 @@ class Recorded(Generic[T]):
         is_on: bool = True,
         generators: Sequence[torch.Generator] = (),
     ) -> None:
-        self.function, self._writes, self._is_on, self._generators = (
-            function,
-            writes_weights,
-            is_on,
-            generators,
-        )
+        self.function, self._writes, self._is_on = function, writes_weights, is_on
+        self._generators = generators
         self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, _Graph[T]] = {}
 

@@ -141,7 +141,8 @@ class TransitionsConfig(Checked):
             policy = self.initial_policy(setup, data.dataset, data.box)
             with seeded_weights(derive_seed(setup.seed, "learner")):
                 learner = self.learner(policy, data.table, setup)
-            ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
+            rule = DelayedDecay(self.ema_decay, every=1)
+            ema = Ema(learner.policy, rule) if self.ema_decay else None  # of all that acts, critics included
             online = None
             if self.online_steps:
                 rewarding = self.rewarding(data.dataset)

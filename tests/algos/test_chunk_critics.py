@@ -331,6 +331,17 @@ def test_no_value_gradient_reaches_the_cloned_policy() -> None:
         assert not torch.equal(weights(run.learner.base), weights(init("flow"))), algo
 
 
+def test_what_ships_is_the_average_of_all_that_acts_critics_included() -> None:
+    run, plain = (begin(replace(small(QcConfig), log_every=1, ema_decay=decay)) for decay in (0.75, 0.0))
+    average = weights(run.learner.policy)
+    for _ in range(3):
+        run.advance()
+        plain.advance()
+        average = 0.75 * average + 0.25 * weights(plain.learner.policy)
+    assert torch.equal(weights(run.learner.policy), weights(plain.learner.policy))
+    torch.testing.assert_close(weights(run.snapshot()), average)
+
+
 def test_without_refit_the_policy_stays_bit_by_bit() -> None:
     for algo in METHODS[:-1]:  # FamO2O is its cloning
         run = finished(begin(replace(small(registry.lookup("algo", algo)), refit=False)))

@@ -29,7 +29,8 @@ class Recorded(Generic[T]):
 
     Everything that the function decides in Python must follow from its arguments that are no tensors: calls
     that differ in them are recorded apart. It must not wait for the device, and draws from `generators`
-    alone. What it returns is valid until its next call.
+    alone. Inputs that take a gradient, as from an encoder in training, are not copied: such calls are not
+    recorded. What it returns is valid until its next call.
 
     Args:
         function: Takes and returns tensors, in dictionaries, sequences and dataclasses of them.
@@ -54,7 +55,7 @@ class Recorded(Generic[T]):
     def __call__(self, *inputs: Any) -> T:
         leaves = list(_leaves(inputs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not self._is_on or not tensors or not tensors[0].is_cuda:
+        if not self._is_on or not all(tensor.is_cuda and not tensor.requires_grad for tensor in tensors):
             return self.function(*inputs)
         signature = self._signature(leaves)
         graph = self._graphs.get(signature)

@@ -55,7 +55,8 @@ class Recorded(Generic[T]):
     def __call__(self, *inputs: Any) -> T:
         leaves = list(_leaves(inputs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not self._is_on or not all(tensor.is_cuda and not tensor.requires_grad for tensor in tensors):
+        are_copied = all(tensor.is_cuda and not tensor.requires_grad for tensor in tensors)
+        if not (self._is_on and tensors and are_copied):
             return self.function(*inputs)
         signature = self._signature(leaves)
         graph = self._graphs.get(signature)

@@ -37,7 +37,7 @@ from algos.base import Setup
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import OfflineConfig, OfflineData, plain_actor
 from algos.offline.loop import precision
-from algos.optim import descend, load_parts, save_parts
+from algos.optim import descend, load_parts, save_parts, set_rate
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.errors import ConfigError
@@ -94,6 +94,7 @@ class IqlLearner:
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take one gradient step of value, critics and policy; return metrics."""
+        self.prepare()
         self.steps += 1
         with torch.no_grad(), self._precision(batch):
             best = aggregate(self.target_critic(batch.cond, batch.action), "min")
@@ -110,7 +111,6 @@ class IqlLearner:
         polyak(self.target_critic, self.critic, self.config.tau)
         u = u.detach()
         weight = (self.config.temperature * u).exp().clamp(max=_MAX_WEIGHT)
-        self._set_rate()
         with self._precision(batch):
             policy_loss = self.policy_loss(batch, draws)
         actor_loss = (weight * policy_loss).mean(dim=-1)
@@ -131,11 +131,12 @@ class IqlLearner:
     def _value_of(self, cond: Tensor) -> Tensor:
         return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
-    def _set_rate(self) -> None:
+    decisions = ()  # of every step alike
+
+    def prepare(self) -> None:
         """Set the policy's learning rate: cosine decay to zero over the run; constant with online steps."""
-        share = 0.0 if self.config.online_steps else (self.steps - 1) / self.config.steps
-        for group in self.actor_optimizer.param_groups:
-            group["lr"] = self.config.actor_lr * 0.5 * (1 + math.cos(math.pi * share))
+        share = 0.0 if self.config.online_steps else self.steps / self.config.steps
+        set_rate(self.actor_optimizer, self.config.actor_lr * 0.5 * (1 + math.cos(math.pi * share)))
 
     _parts = (
         *("policy", "critic", "value", "target_critic"),

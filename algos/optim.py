@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from algos.training.ranks import current
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
-from policies.networks.weight_cache import note_step
+from policies.networks.weight_cache import is_recording, note_step
 
 
 def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: int) -> float:
@@ -103,6 +103,18 @@ def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) 
             maximize=False,
         )
     note_step(optimizer)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of a step; on an accelerator in a tensor, which recorded steps read."""
+    for group in optimizer.param_groups:
+        device = group["params"][0].device
+        if device.type == "cpu":
+            group["lr"] = lr
+        elif not isinstance(group["lr"], Tensor):
+            group["lr"] = torch.tensor(lr, device=device)
+        elif not is_recording():
+            group["lr"].fill_(lr)
 
 
 def clipped(grads: Sequence[Tensor | None], max_norm: float | None) -> Sequence[Tensor | None]:

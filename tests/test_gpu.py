@@ -84,7 +84,7 @@ def test_replayed_decisions_are_those_of_before_the_recording_and_see_new_weight
                 weight.mul_(1.1)
 
 
-REPLAYED = ("bc", "td3_bc", "a2pr", "rebrac", "qc", "fql", "expo", "pa_rl", "sac", "dsrl", "diffuser")
+REPLAYED = ("bc", "td3_bc", "iql", "a2pr", "rebrac", "qc", "fql", "expo", "pa_rl", "sac", "dsrl", "diffuser")
 
 
 @pytest.mark.parametrize("algo", REPLAYED)

@@ -49,8 +49,8 @@ class Learner(Protocol):
     """Takes gradient steps on batches."""
 
     steps: int  # steps taken
-    # decisions: Hashable | None  optional: what Python decides in the next step, and nothing else does; where
-    # there are any, steps that decide alike are replayed on an accelerator
+    # Optional, for replays on an accelerator: `decisions`, hashable, is all that Python decides in the next
+    # step; `prepare()` sets rates of the next step, which its kernels read.
 
     @property
     def policy(self) -> Policy: ...
@@ -247,7 +247,9 @@ def replayed(recorded: Recorded[Quantities], learner: Any, source: Any, draws: Q
     decisions = getattr(learner, "decisions", None)
     if decisions is None:
         return recorded.function(source, draws, None)
-    before = learner.steps
+    before, prepare = learner.steps, getattr(learner, "prepare", None)
+    if prepare is not None:
+        prepare()
     measured = recorded(source, draws, decisions)
     learner.steps = before + 1  # a replay runs no Python
     return measured

@@ -71,6 +71,11 @@ class _Recording:
     depth = 0
 
 
+def is_recording() -> bool:
+    """Return whether kernels are being recorded: what Python does now, it does once for all replays."""
+    return _Recording.depth > 0
+
+
 @cache
 def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(note_step)

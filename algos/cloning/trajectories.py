@@ -184,7 +184,7 @@ class PolicyGuide(Hook):
 
 
 def require_model(model: Any, spec: EnvSpec, name: str) -> None:
-    """Refuse what is no model of trajectories of a task (ConfigError), or cannot be guided (CapabilityError)."""
+    """Refuse what is no model of a task (ConfigError), or cannot be guided (CapabilityError)."""
     width = spec.obs_dim + spec.action_dim + BESIDE
     if not isinstance(model, DenoisingPolicy) or (model.obs_dim, model.chunk.action_dim) != (NOTHING, width):
         raise ConfigError(f"{name} is no result of algo=trajectories on {spec.name}.")
@@ -217,7 +217,7 @@ def imagined_episodes(
         weight: c.
         seed: Seed of the noise.
     """
-    hooks = [] if policy is None else [PolicyGuide(model, policy, spec, weight)]
+    hooks = [PolicyGuide(model, policy, spec, weight)] if policy is not None and weight else []
     cond = model.condition(torch.zeros(TOGETHER, NOTHING))
     for part in count():
         noise = model.sample_noise(TOGETHER, generator=seeded_generator(seed, "imagined", part))

@@ -12,7 +12,14 @@ from torch import Tensor
 from algos.cloning.trajectories import imagined_episodes, require_model, require_target
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
-from burnish.runs.locate import Located, check_file_to_write, check_folder_to_write, identified, locate, locate_actor
+from burnish.runs.locate import (
+    Located,
+    check_file_to_write,
+    check_folder_to_write,
+    identified,
+    locate,
+    locate_actor,
+)
 from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import Episode, EpisodeDataset, write_dataset
 from envs.datasets.writers import FOLDERS, WITH_IMAGES, check_place, format_to_write

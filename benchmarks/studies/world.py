@@ -124,20 +124,25 @@ def imagined_states(world: Any, start: Tensor, actions: Tensor) -> Tensor:
 
 def frames(env: EnvConfig, states: Tensor) -> list[np.ndarray]:
     """Return pictures of states (n, Do) of a task that `can_be_drawn`."""
-    import mujoco
-
     from envs.engine.rendering import OffscreenRenderer
 
-    simulator: Any = env.make_vector(1).stepper
-    model, data = simulator.model, simulator.datas[0]
-    free = model.nq + model.nv - states.shape[1]
+    stepper: Any = env.make_vector(1).stepper
     pictures = []
-    with OffscreenRenderer(model, width=160, height=160, camera=_camera(model)) as renderer:
+    with OffscreenRenderer(stepper.model, width=160, height=160, camera=_camera(stepper.model)) as renderer:
         for state in states.double().numpy():
-            data.qpos[free:], data.qvel[:] = state[: model.nq - free], state[model.nq - free :]
-            mujoco.mj_forward(model, data)
-            pictures.append(renderer.frame(data))
+            put(stepper, state)
+            pictures.append(renderer.frame(stepper.datas[0]))
     return pictures
+
+
+def put(stepper: Any, state: np.ndarray) -> None:
+    """Put the first simulator into a state (Do,) of a task that `can_be_drawn`."""
+    import mujoco
+
+    model, data = stepper.model, stepper.datas[0]
+    free = model.nq + model.nv - len(state)
+    data.qpos[free:], data.qvel[:] = state[: model.nq - free], state[model.nq - free :]
+    mujoco.mj_forward(model, data)
 
 
 def can_be_drawn(env: EnvConfig) -> bool:

@@ -125,7 +125,7 @@ def record(config: CollectConfig) -> EpisodeDataset:
 
 def _record(config: CollectConfig, found: ResolvedCollect) -> EpisodeDataset:
     env, target = found.env, found.target
-    played, facts = None, {}
+    played, facts = None, dict[str, Any]()
     if found.model is not None:
         played, facts = _imagined(config, found, found.model)
     elif found.policy is not None:
@@ -151,7 +151,8 @@ def _imagined(
     config: CollectConfig, found: ResolvedCollect, model: Located
 ) -> tuple[Iterator[Episode], dict[str, Any]]:
     """Return the imagined episodes, and where they come from."""
-    rows, target = model.load(), None if found.policy is None else found.policy.load()
+    rows: Any = model.load()
+    target = None if found.policy is None else found.policy.load()
     require_model(rows, found.env.spec, f"model={config.model}")
     if target is not None:
         require_target(target, f"policy={config.policy}")

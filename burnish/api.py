@@ -89,7 +89,8 @@ def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str
     """
     written = [with_home(text) for text in overrides]
     for key in DATASETS & set(values):
-        if not isinstance(values[key], (str, os.PathLike, type(None))):
+        given = values[key] if isinstance(values[key], list) else [values[key]]
+        if not all(isinstance(one, (str, os.PathLike, type(None))) for one in given):
             values = values | {key: stored_dataset(values[key])}
     if "env" in values and not isinstance(values["env"], (str, dict, type(None))):
         values = values_of_task(values["env"]) | {key: one for key, one in values.items() if key != "env"}
@@ -132,7 +133,7 @@ def convert_data(dataset: Any, out: str | Path, *overrides: str, **values: Any) 
     """Write a dataset in another format; see `burnish data convert`. Returns the file or folder.
 
     Args:
-        dataset: File or folder of any known format, or Python objects.
+        dataset: File or folder of any known format, a list of them to join, or Python objects.
         out: File or folder to write.
         overrides: Command-line overrides, e.g. `"reader.mask=train"`.
         values: Keys and their values, e.g. `format="lerobot"`, `control_hz=30`.

@@ -22,7 +22,7 @@ from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig
 from policies.wrappers.noise_policy import Steering
 
-ALGOS = [name for name, part in registry.parts("algo").items() if not hasattr(part, "makes_world")]
+ALGOS = [name for name, part in registry.parts("algo").items() if not hasattr(part, "makes_model")]
 """Algorithms whose result acts in their task; `tests/envs/test_world.py` has the other."""
 PROCESSES = list(registry.parts("process"))
 

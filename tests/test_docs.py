@@ -261,6 +261,7 @@ EXPLAINED_ON = {
     "world": ["world"],
     "diffuser": ["planners", "bc"],
     "decision_diffuser": ["planners", "bc"],
+    "trajectories": ["planners"],
     "dqc": ["critics"],
     "pa_rl": ["critics"],
     "qam": ["qam", "critics"],

@@ -54,7 +54,7 @@ class WorldConfig(Checked):
         PETS (arXiv 1805.12114), DIAMOND (arXiv 2405.12399), World4RL (arXiv 2509.19080).
     """
 
-    makes_world: ClassVar[bool] = True  # its result is no policy of the task
+    makes_model: ClassVar[bool] = True  # its result is no policy of the task
 
     members: int = bounded(5, ge=1)  # networks of the ensemble
     steps: int = bounded(20_000, ge=1)  # gradient steps of each member

@@ -1,12 +1,13 @@
 """How far a learned world is from its task: errors by horizon, judgement of policies, speed.
 
-    python -m benchmarks.studies.world avoid=runs/world                             errors and speed
+    python -m benchmarks.studies.world avoid=runs/world                             errors, speed, a strip
     python -m benchmarks.studies.world avoid=runs/world runs/tuned/checkpoints/*    imagined against real
     python -m benchmarks.studies.world --report                                     only the page
 
 Errors are those on the episodes that the run held out. Policies of the second line play as many episodes in
 the world as in the task. Every line leaves one JSON file in docs/results/world/; the page
-docs/results/world.md is made of these.
+docs/results/world.md is made of these. A strip shows a held-out episode beside what the world imagines under
+its actions; it is written alone by `--strip`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import rankdata
+from torch import Tensor
 
 from algos.cloning.world import errors_by_horizon, held_out
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import load_policy, locate
-from envs.datasets import read_dataset
+from envs.datasets import EpisodeDataset, read_dataset
 from envs.evaluation.intervals import paired_difference
 from envs.evaluation.settings import EvaluationSettings
 from envs.spec import EnvConfig
@@ -36,18 +38,25 @@ from envs.tasks.world import LearnedTask
 
 HORIZONS = (1, 5, 10, 20, 35, 50)
 NUM_ENVS = (1, 64)
+STRIP = 50  # actions of a strip
 _FEWEST = 6  # policies below which no correlation is printed
 
 
 def errors(run: RunDirectory) -> tuple[list[float], int]:
     """Return the errors of states after 1 … 50 recorded actions, and the number of episodes."""
+    episodes = _held_out(run)
+    world: Any = load_policy(run.policy_path())
+    return errors_by_horizon(world, episodes, max(HORIZONS)), episodes.num_episodes
+
+
+def _held_out(run: RunDirectory) -> EpisodeDataset:
+    """Return the episodes that a run has not learned from."""
     config = run.config
     dataset = read_dataset(config["dataset"], **config["reader"])
     _, episodes = held_out(dataset, config["algo"]["validation_fraction"], config["seed"])
     if episodes is None:
         raise SystemExit(f"{run.path} held out no episodes.")
-    world: Any = load_policy(run.policy_path())
-    return errors_by_horizon(world, episodes, max(HORIZONS)), episodes.num_episodes
+    return episodes
 
 
 def speed(env: EnvConfig, num_envs: int, *, seconds: float = 5.0) -> float:
@@ -65,6 +74,86 @@ def speed(env: EnvConfig, num_envs: int, *, seconds: float = 5.0) -> float:
             vector.reset(range(steps, steps + len(ended)), ended)
     vector.close()
     return steps / used
+
+
+# -- strip ----------------------------------------------------------------------------------------------
+
+
+def strip(name: str, task: LearnedTask, run: RunDirectory) -> Path:
+    """Draw a held-out episode, its states and frames, and what every member imagines under its actions."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    episodes = _held_out(run)
+    number = int((episodes.lengths > STRIP).nonzero()[0])
+    first = int(episodes.episode_start[number])
+    real = episodes.observations[first : first + STRIP + 1]
+    actions = episodes.actions[first : first + STRIP]
+    told = imagined_states(load_policy(run.policy_path()), real[0], actions)
+    figure = Figure(figsize=(9, 5.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    shown = list(range(0, STRIP + 1, STRIP // 5))
+    drawn = {"real": frames(task.imagined, real[shown]), "imagined": frames(task.imagined, told[0, shown])}
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1.3, 1])
+    for row, (side, pictures) in zip(upper.subplots(2, len(shown)), drawn.items(), strict=True):
+        row[0].set_ylabel(side)
+        for ax, k, frame in zip(row, shown, pictures, strict=True):
+            ax.imshow(frame)
+            ax.set(xticks=[], yticks=[], title=f"after {k} actions" if side == "real" else "")
+    for i, ax in enumerate(lower.subplots(2, 2).flat):
+        ax.plot(told[:, :, i].T, color="#e4572e", linewidth=0.8)
+        ax.plot(real[:, i], color="#2f3640", linewidth=1.2)
+        ax.set_title(task.imagined.spec.obs_names[i], fontsize=8, loc="left")
+        ax.tick_params(labelsize=7)
+    path = pages.RESULTS / f"world-{name}.png"
+    figure.savefig(path, dpi=75)
+    return path
+
+
+def imagined_states(world: Any, start: Tensor, actions: Tensor) -> Tensor:
+    """Return the states (G, T + 1, Do) that G members imagine from a state under actions (T, Da)."""
+    members = len(world.members)
+    states = [start.expand(members, 1, -1)]
+    generator = torch.Generator().manual_seed(0)
+    for action in actions[:, None]:
+        noise = world.sample_noise(1, generator=generator)
+        told = [world.answer(states[-1][g], action, noise).states[g] for g in range(members)]
+        states.append(torch.stack(told))
+    return torch.cat(states, dim=1)
+
+
+def frames(env: EnvConfig, states: Tensor) -> list[np.ndarray]:
+    """Return pictures of states (n, Do) of a task that `can_be_drawn`."""
+    from envs.engine.rendering import OffscreenRenderer
+
+    stepper: Any = env.make_vector(1).stepper
+    pictures = []
+    with OffscreenRenderer(stepper.model, width=160, height=160, camera=_camera(stepper.model)) as renderer:
+        for state in states.double().numpy():
+            put(stepper, state)
+            pictures.append(renderer.frame(stepper.datas[0]))
+    return pictures
+
+
+def put(stepper: Any, state: np.ndarray) -> None:
+    """Put the first simulator into a state (Do,) of a task that `can_be_drawn`."""
+    import mujoco
+
+    model, data = stepper.model, stepper.datas[0]
+    free = model.nq + model.nv - len(state)
+    data.qpos[free:], data.qvel[:] = state[: model.nq - free], state[model.nq - free :]
+    mujoco.mj_forward(model, data)
+
+
+def can_be_drawn(env: EnvConfig) -> bool:
+    """Whether states are the simulator's positions and speeds, but for a place along a track."""
+    model = getattr(env.make_vector(1).stepper, "model", None)
+    return model is not None and model.nq + model.nv - env.spec.obs_dim in (0, 1)
+
+
+def _camera(model: Any) -> str | None:
+    """Return the first camera of a model, if it has one."""
+    return model.camera(0).name if model.ncam else None
 
 
 def played(policy: Any, env: EnvConfig, episodes: int) -> dict[str, Any]:
@@ -165,6 +254,14 @@ def _measured(one: Mapping[str, Any]) -> Iterator[str]:
         (n, *(f"{one['speed'][kind][i]:,.0f}" for kind in ("world", "task"))) for i, n in enumerate(NUM_ENVS)
     ]
     yield from pages.table(("environments", "steps per s of processor time, world", "task"), rows)
+    if (picture := pages.RESULTS / f"world-{one['task']}.png").exists():
+        yield ""
+        yield (
+            "A held-out episode (black) and what the members imagine under its actions (orange), from its "
+            "first state on; frames are drawn from the state, those below from the first member's."
+        )
+        yield ""
+        yield f"![imagined against real]({picture.name})"
 
 
 def _judged(one: Mapping[str, Any]) -> Iterator[str]:
@@ -206,10 +303,14 @@ def _difference(before: np.ndarray, after: np.ndarray) -> str:
 def measure(name: str, task: LearnedTask, options: argparse.Namespace) -> Path:
     """Measure what is asked for; returns the JSON file."""
     run = RunDirectory.open(str(task.model))
+    if options.strip:
+        return strip(name, task, run)
     about = {"task": name, "configuration": pages.configuration(run)}
     if not options.policies:
         found, episodes = errors(run)
         sides = {"world": replace(task, doubt=None), "task": task.imagined}
+        if can_be_drawn(task.imagined):
+            strip(name, task, run)
         speeds = {side: [speed(env, n) for n in NUM_ENVS] for side, env in sides.items()}
         return pages.keep(
             "world", f"{name}-errors", {**about, "episodes": episodes, "errors": found, "speed": speeds}
@@ -236,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("policies", nargs="*", help="policies to judge")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--learned-rules", action="store_true", help="rewards and ends as learned")
+    parser.add_argument("--strip", action="store_true", help="only draw imagined against real states")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

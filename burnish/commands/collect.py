@@ -1,18 +1,27 @@
-"""`burnish collect`: record demonstrations of a task's scripted expert, or episodes of a policy."""
+"""`burnish collect`: record demonstrations of a task's expert, episodes of a policy, or imagined ones."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from algos.cloning.trajectories import imagined_episodes, require_model, require_target
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
-from burnish.runs.locate import Located, check_file_to_write, check_folder_to_write, locate_actor
+from burnish.runs.locate import (
+    Located,
+    check_file_to_write,
+    check_folder_to_write,
+    identified,
+    locate,
+    locate_actor,
+)
 from burnish.runs.tasks import require_task_of, task_of
-from envs.datasets import EpisodeDataset, write_dataset
+from envs.datasets import Episode, EpisodeDataset, write_dataset
 from envs.datasets.writers import FOLDERS, WITH_IMAGES, check_place, format_to_write
 from envs.evaluation.policy_episodes import policy_episodes
 from envs.evaluation.settings import check_seeds
@@ -31,6 +40,8 @@ class CollectConfig(Checked):
 
     env: Any = None  # the task; it must have an expert. With policy, null: the policy's own task
     policy: str | None = path_field()  # a run or policy directory that plays instead of the expert
+    model: str | None = path_field()  # a run of algo=trajectories that imagines windows, near policy if given
+    guidance: float = bounded(1.0, ge=0)  # of model: weight of the policy's slope; 0: as the data
     allow_other_task: bool = False  # record a policy in another task than the one that it was made for
     episodes: int = bounded(50, ge=1)  # episodes in the file
     out: str = path_field("demonstrations.hdf5")  # file to write; Minari's and LeRobot's formats are folders
@@ -51,6 +62,9 @@ class CollectConfig(Checked):
                 self.require(name, given is None, "left out beside policy, which plays itself")
         if self.valid_fraction and self.episodes == 1:
             raise ConfigError(f"valid_fraction={self.valid_fraction} needs at least 2 episodes; got 1.")
+        if self.model is not None:
+            for name in ("noise", "expert"):
+                self.require(name, getattr(self, name) is None, "left out beside model")
         if format_to_write(self.out, self.format) != "robomimic" and self.valid_fraction:
             raise ConfigError(f"valid_fraction needs format=robomimic; got {self.valid_fraction}.")
 
@@ -59,6 +73,7 @@ def run(config: CollectConfig, context: RunContext) -> float:
     """Record, write and summarise; return the expert's success rate or mean return."""
     found = resolve(config)
     player = "expert" if found.policy is None else "policy"
+    player = "model" if found.model is not None else player
     return _print_result(_record(config, found), Path(config.out), found.env, player)
 
 
@@ -68,22 +83,27 @@ class ResolvedCollect:
 
     env: Any
     policy: Located | None  # None: the expert
+    model: Located | None  # None: the task itself
     target: Path
     format: str
 
 
 def resolve(config: CollectConfig) -> ResolvedCollect:
     """Check the task, the policy and the output."""
-    env, policy = config.env, None
-    if config.policy is None:
+    env, allow = config.env, config.allow_other_task
+    policy = None if config.policy is None else locate_actor(config.policy)
+    model = None if config.model is None else locate(config.model, "model")
+    if policy is None and model is None:
         check_expert(env)
-    else:
-        policy = locate_actor(config.policy)
-        env = task_of(policy, " Give env=<name>.") if env is None else env
-        require_task_of(policy, env, "policy", allow_other_task=config.allow_other_task)
+    for key, one in (("policy", policy), ("model", model)):
+        if one is not None:
+            env = task_of(one, " Give env=<name>.") if env is None else env
+            require_task_of(one, env, key, allow_other_task=allow)
     has_images = bool(getattr(env, "cameras", ()))
     place = dataset_target(config.out, config.format, has_images=has_images, overwrite=config.overwrite)
-    return ResolvedCollect(env, policy, *place)
+    if model is not None and (has_images or env.spec.goal_dim):
+        raise ConfigError("model=… imagines states; the task has images or goals beside them.")
+    return ResolvedCollect(env, policy, model, *place)
 
 
 def dataset_target(out: str, form: str | None, *, has_images: bool, overwrite: bool) -> tuple[Path, str]:
@@ -105,8 +125,10 @@ def record(config: CollectConfig) -> EpisodeDataset:
 
 def _record(config: CollectConfig, found: ResolvedCollect) -> EpisodeDataset:
     env, target = found.env, found.target
-    played = None
-    if found.policy is not None:
+    played, facts = None, dict[str, Any]()
+    if found.model is not None:
+        played, facts = _imagined(config, found, found.model)
+    elif found.policy is not None:
         played = policy_episodes(found.policy.load(), env, first_seed=config.first_seed)
     with Counting(f"recording {task_text(env)}", config.episodes) as counting:
         dataset = collect(
@@ -115,13 +137,30 @@ def _record(config: CollectConfig, found: ResolvedCollect) -> EpisodeDataset:
             first_seed=config.first_seed,
             noise=config.noise,
             expert=config.expert,
-            keep_failures=config.keep_failures,
+            keep_failures=config.keep_failures or found.model is not None,
             played=played,
             progress=lambda kept, attempts: counting.show(kept, f"{attempts} attempts"),
         )
+    dataset.meta.update(facts)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_dataset(target, dataset, env, format=found.format, valid_fraction=config.valid_fraction)
     return dataset
+
+
+def _imagined(
+    config: CollectConfig, found: ResolvedCollect, model: Located
+) -> tuple[Iterator[Episode], dict[str, Any]]:
+    """Return the imagined episodes, and where they come from."""
+    rows: Any = model.load()
+    target = None if found.policy is None else found.policy.load()
+    require_model(rows, found.env.spec, f"model={config.model}")
+    if target is not None:
+        require_target(target, f"policy={config.policy}")
+    facts = {"model": identified(model), "guidance": config.guidance if target is not None else 0.0}
+    facts |= {} if found.policy is None else {"policy": identified(found.policy)}
+    seed = config.first_seed
+    episodes = imagined_episodes(rows, found.env.spec, policy=target, weight=config.guidance, seed=seed)
+    return episodes, {"imagined": facts}
 
 
 def check_expert(env: Any) -> None:

@@ -1,14 +1,16 @@
-"""`burnish data convert`: write a dataset in another format."""
+"""`burnish data convert`: write a dataset in another format, or several as one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from burnish.commands.collect import dataset_target
 from burnish.config.overrides import RunContext
 from burnish.console import output, table
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
+from envs.datasets.convert import as_dataset
 from envs.datasets.interface import interface_of, interface_of_task, with_given
 from envs.datasets.recorded_task import recorded_env, recorded_task
 from policies.bounds import Checked, bounded
@@ -20,7 +22,7 @@ from policies.paths import path_field
 class DataConvertConfig(Checked):
     """Configuration of `burnish data convert`."""
 
-    dataset: str | None = path_field()  # file, folder, or name of a downloaded dataset
+    dataset: Any = path_field()  # file, folder, or name of a downloaded dataset; a list is joined
     out: str | None = path_field()  # file to write; Minari's and LeRobot's formats are folders
     format: str | None = None  # robomimic, minari, d4rl, lerobot; null: minari for out=…-v<n>, else robomimic
     reader: dict[str, Any] = bounded({})  # options of the format that is read: see Data
@@ -50,7 +52,7 @@ def convert(config: DataConvertConfig) -> EpisodeDataset:
     """Read a dataset, write it to `config.out`, and return what was written."""
     if config.dataset is None or config.out is None:
         raise ConfigError("data convert needs dataset=<file or folder> and out=<file or folder>.")
-    data = read_dataset(config.dataset, **config.reader)
+    data = _read(config)
     if config.cameras is not None:
         data = data.with_cameras(config.cameras)
     target, form = dataset_target(
@@ -60,6 +62,20 @@ def convert(config: DataConvertConfig) -> EpisodeDataset:
     target.parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"valid_fraction": config.valid_fraction, "video": config.video}
     write_dataset(target, data, format=form, **options)
+    return data
+
+
+def _read(config: DataConvertConfig) -> EpisodeDataset:
+    """Return the dataset, or several as one, which names them in `meta["parts"]`."""
+    if isinstance(config.dataset, str | Path):
+        return read_dataset(config.dataset, **config.reader)
+    parts = [read_dataset(str(one), **config.reader) for one in config.dataset]
+    data = as_dataset(parts, source="dataset")
+    kept = ("source", "env", "imagined")
+    data.meta["parts"] = [
+        {key: part.meta[key] for key in kept if key in part.meta} | {"episodes": part.num_episodes}
+        for part in parts
+    ]
     return data
 
 

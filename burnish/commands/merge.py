@@ -8,12 +8,11 @@ from typing import Any
 
 from burnish.config.overrides import RunContext
 from burnish.console import output, table
-from burnish.runs.locate import Located, check_folder_to_fill, locate
+from burnish.runs.locate import check_folder_to_fill, identified, locate
 from policies.composition.merging import METHODS, merge
 from policies.errors import ConfigError
 from policies.paths import path_field
-from policies.storage.checksums import sha256
-from policies.storage.policy_folder import WEIGHTS, save_policy
+from policies.storage.policy_folder import save_policy
 
 
 @dataclass
@@ -63,8 +62,8 @@ def write_merged(config: MergeConfig) -> tuple[Path, dict[str, Any]]:
     facts = {
         "method": config.method,
         "scale": config.scale,
-        "init": None if start is None else _identified(start),
-        "policies": [_identified(one) | {"weight": w} for one, w in zip(found, weights, strict=True)],
+        "init": None if start is None else identified(start),
+        "policies": [identified(one) | {"weight": w} for one, w in zip(found, weights, strict=True)],
     }
     shared = dict(found[0].provenance())
     for one in found[1:]:
@@ -72,7 +71,3 @@ def write_merged(config: MergeConfig) -> tuple[Path, dict[str, Any]]:
         shared = {key: value for key, value in shared.items() if others.get(key) == value}
     directory = save_policy(policy, target, provenance=shared | {"name": target.name, "merge": facts})
     return directory, facts
-
-
-def _identified(one: Located) -> dict[str, str]:
-    return {"name": one.label, "sha256": sha256(one.path / WEIGHTS)}

@@ -76,8 +76,8 @@ class TrainConfig(BuildSettings):
     @property
     def is_evaluated(self) -> bool:
         """Whether episodes are played while training: there is a task, and the result acts in it."""
-        is_world = getattr(self.algo, "makes_world", False)
-        return self.env is not None and self.evaluation.episodes > 0 and not is_world
+        is_model = getattr(self.algo, "makes_model", False)
+        return self.env is not None and self.evaluation.episodes > 0 and not is_model
 
     def policy_config(self) -> PolicyConfig:
         """Return the configuration of a new policy."""

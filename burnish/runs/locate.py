@@ -16,9 +16,10 @@ from policies.export.exported_policy import ExportedPolicy
 from policies.export.signature import is_exported, read_signature
 from policies.policy import Policy
 from policies.storage import policy_folder
+from policies.storage.checksums import sha256
 from policies.storage.hub import PREFIX, fetch, is_on_hub
 from policies.storage.policy_folder import CONFIG as POLICY_CONFIG
-from policies.storage.policy_folder import interrupted_replacement, read_config
+from policies.storage.policy_folder import WEIGHTS, interrupted_replacement, read_config
 
 RUN_CONFIG = "config.yaml"
 _SEED_FOLDER = re.compile(r"seed-(\d+)")
@@ -58,6 +59,11 @@ class LocatedExport(Located):
 
     def provenance(self) -> Mapping[str, Any]:
         return read_signature(self.path).provenance
+
+
+def identified(one: Located) -> dict[str, str]:
+    """Return the name of a policy and the SHA-256 of its weights."""
+    return {"name": one.label, "sha256": sha256(one.path / WEIGHTS)}
 
 
 def load_policy(policy: str | os.PathLike[str]) -> Policy:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from algos.cloning.world import LearnedWorld, WorldConfig, answers_of, errors_by_horizon
 from algos.training.serialization import from_plain, to_plain
-from benchmarks.studies.world import MEASURES, agreement
+from benchmarks.studies.world import MEASURES, agreement, imagined_states
 from envs.datasets.episodes import EpisodeDataset
 from envs.engine.learned import LearnedStepper
 from envs.fit import require_same_task
@@ -159,6 +159,14 @@ def known(*errors: float) -> WorldModel:
     world.thresholds.fill_(0.5)
     world.first_states.copy_(torch.tensor([[0.1, 0.2], [-1.2, 0.9]]))
     return world
+
+
+def test_a_strip_shows_what_members_imagine_from_one_state_on() -> None:
+    actions = torch.tensor([[0.5, -0.5], [0.25, 0.0], [0.0, 1.0]])
+    told = imagined_states(known(0.0, 0.0), torch.tensor([0.1, 0.2]), actions)
+    assert told.shape == (2, 4, 2)
+    expected = torch.tensor([0.1, 0.2]) + 0.2 * torch.cat([torch.zeros(1, 2), actions.cumsum(dim=0)])
+    torch.testing.assert_close(told, expected.expand(2, -1, -1), rtol=0, atol=2e-5)
 
 
 def test_a_world_that_knows_the_task_plays_its_episodes() -> None:

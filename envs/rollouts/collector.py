@@ -18,6 +18,11 @@ _SINCE_RESET = 1_000_000  # more episodes than an environment begins between two
 _REPORTS = 20  # reports of progress per collection, about
 
 
+def exploration(seed: int, index: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return the generator of the noise of one actor, that of worker `index`."""
+    return seeded_generator(seed, "exploration", index, device=device)
+
+
 class Actor(Protocol):
     """Policy for collection; picklable, on the CPU if workers are processes."""
 
@@ -52,7 +57,7 @@ class Collector:
         self._rows, self._same_starts = rows, same_starts
         self._seed, self._records_simulator = seed, records_simulator
         self._vector: VectorEnv = env.make_vector(len(rows), obs_steps=obs_steps)
-        self._generator = seeded_generator(seed, "exploration", index)
+        self._generator = exploration(seed, index)
         self._next_episode = np.zeros(len(rows), np.int64)
         self._tracker = EpisodeTracker(len(rows))
         self._leader = None if starts is None else Leader(starts, self._vector)

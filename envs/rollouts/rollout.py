@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from envs.engine.workers import FreeWorkers
-from envs.rollouts.collector import Actor, Collector, map_leaves
+from envs.rollouts.collector import Actor, Collector, exploration, map_leaves
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.starts import Starts
 from envs.spec import Array, EnvConfig
 from policies.errors import CheckpointError, ConfigError
 from policies.networks.recorded import Recorded
-from policies.seeds import seeded_generator
 
 _WORTH_RECORDING = 8  # decisions of a collection, from which on their kernels are recorded, anew for each
 
@@ -148,7 +147,7 @@ class RolloutPool:
         self._versions: dict[int, int] = {}  # of the actor, by worker
         self._workers = fleet.start(Collector, arguments, processes=num_workers > 0)
         self._device = acts_on
-        self._generator = seeded_generator(seed, "exploration", first, device=acts_on or "cpu")
+        self._generator = exploration(seed, first, acts_on or "cpu")
         if acts_on is not None and fleet.is_free:
             raise ConfigError("rollout.device must be workers with fleet.mode=free; got learner.")
 

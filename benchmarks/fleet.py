@@ -1,16 +1,18 @@
 """Rollout workers as Ray actors: how fast they are beside processes, and what a kill changes.
 
-    python -m benchmarks.fleet [--rounds 7] [--kills 20]
+    python -m benchmarks.fleet [--rounds 7] [--kills 20] [--sleepers 64]
 
 needs the extra `cluster`; it writes docs/results/scale/fleet.json and its lines in docs/scale.md. The two
 kinds of workers collect the same rollouts in turns. Then runs of DPPO on `avoid`, each with one worker killed
-by SIGKILL in the middle of a ticket, are compared with an undisturbed one.
+by SIGKILL in the middle of a ticket, are compared with an undisturbed one. Last, many workers that only sleep
+show what a large fleet costs who leads it: tickets per second, how old answers are, what a kill costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import statistics
 import tempfile
@@ -38,6 +40,7 @@ from policies.processes.diffusion import VPDiffusion
 
 PAGE = "docs/scale.md"
 STEPS, ENVS, ITERATIONS = 25, 40, 3
+NAP_S, SECONDS = 0.5, 20.0  # longest nap of a sleeping worker; time that they are led
 
 
 class Deadly:
@@ -112,10 +115,70 @@ def kills(count: int) -> dict[str, int]:
     return {"kills": count, "equal": sum(same)}
 
 
+class Sleeper:
+    """A worker that costs no processor time; its answers are its process and whether it was started anew."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.notify: Any = None
+
+    def nap(self, least_s: float, most_s: float) -> int:
+        """Sleep; returns the process."""
+        time.sleep(self._random.uniform(least_s, most_s))
+        return os.getpid()
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def sleepers(count: int, seconds: float) -> dict[str, float]:
+    """Return how a fleet of sleeping workers is led: free-running tickets, then one killed worker."""
+    workers = RayFleet().start(Sleeper, [(seed,) for seed in range(count)], processes=True)
+    workers.call("nap", [(0.0, 0.1)] * count)  # all are there
+    stored = workers.store((0.1, NAP_S))
+    sent = [0] * count  # answers so far, when the ticket was issued
+    answers, lags, processes = 0, [], [0] * count
+
+    def issue(index: int) -> None:
+        sent[index] = answers
+        workers.submit(index, "nap", stored)
+
+    def answered() -> int:
+        nonlocal answers
+        index, processes[index] = workers.next()
+        answers += 1
+        lags.append(answers - sent[index])
+        return int(index)
+
+    used, start = time.process_time(), time.perf_counter()
+    for index in range(count):
+        issue(index)
+    while time.perf_counter() - start < seconds:
+        issue(answered())
+    took, used = time.perf_counter() - start, time.process_time() - used
+    found = {
+        "count": count,
+        "nap_s": 0.5 * (0.1 + NAP_S),
+        "tickets_per_s": answers / took,
+        "lag_median": statistics.median(lags),
+        "lag_max": max(lags),
+        "leader_share": used / took,
+    }
+    os.kill(processes[0], signal.SIGKILL)
+    killed, others = time.perf_counter(), 0
+    while (index := answered()) != 0:
+        issue(index)
+        others += 1
+    found |= {"recovery_s": time.perf_counter() - killed, "meanwhile": others}
+    workers.close()
+    return found
+
+
 def lines(found: dict[str, Any]) -> list[str]:
     """Return the text of the page."""
-    took, end = found["seconds"], found["kills"]
-    command = f"`python -m benchmarks.fleet --rounds {found['rounds']} --kills {end['kills']}`"
+    took, end, asleep = found["seconds"], found["kills"], found["sleepers"]
+    options = f"--rounds {found['rounds']} --kills {end['kills']} --sleepers {asleep['count']:.0f}"
+    command = f"`python -m benchmarks.fleet {options}`"
     return [
         f"{command}, {os.cpu_count()} cores, load {found['load']:.1f}, two workers:",
         "",
@@ -123,7 +186,13 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"`fleet=local`, {1000 * took['ray']:.0f} ms with `fleet=ray`, ratio "
         f"**{took['ray'] / took['local']:.2f}** (medians of turns; rollouts equal bit for bit);",
         f"- **{end['equal']} of {end['kills']}** runs of DPPO in which a worker was killed in the middle of "
-        "a ticket end in the same state as the run without, bit for bit.",
+        "a ticket end in the same state as the run without, bit for bit;",
+        f"- {asleep['count']:.0f} workers that sleep {asleep['nap_s']:.2f} s a ticket on average: "
+        f"**{asleep['tickets_per_s']:.0f} tickets per second** of {asleep['count'] / asleep['nap_s']:.0f} "
+        f"that they can answer, for {100 * asleep['leader_share']:.0f} % of one core of who leads them; "
+        f"between ticket and answer {asleep['lag_median']:.0f} others answer (median; "
+        f"{asleep['lag_max']:.0f} at most). The ticket of a killed worker is answered by a new one, "
+        f"{asleep['recovery_s']:.1f} s and {asleep['meanwhile']:.0f} answers of the others after the kill.",
     ]
 
 
@@ -132,10 +201,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--sleepers", type=int, default=64)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     found = {"rounds": options.rounds, "load": load, "seconds": speed(options.rounds)}
-    keep("scale", "fleet", found | {"kills": kills(options.kills)}, indent=1)
+    found |= {"kills": kills(options.kills), "sleepers": sleepers(options.sleepers, SECONDS)}
+    keep("scale", "fleet", found, indent=1)
     replace_block(PAGE, "fleet", lines(kept("scale", "fleet.json")[0]))
 
 

@@ -179,7 +179,7 @@ class CameraRenderer:
         self._signature = part.mjSTATE_QPOS | part.mjSTATE_MOCAP_POS | part.mjSTATE_MOCAP_QUAT
         self._size = mujoco.mj_stateSize(self._model, self._signature)
         (height, width, _), *_ = images.values()
-        drawing = {"width": width, "height": height, "shadows": shadows}
+        drawing: dict[str, Any] = {"width": width, "height": height, "shadows": shadows}
         self._open: Callable[[], Any] = partial(OffscreenRenderer, self._model, samples=samples, **drawing)
         self._renderer: Any = None
         if renderer == "warp":  # opened at once, because it may refuse the model

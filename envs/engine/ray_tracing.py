@@ -37,17 +37,13 @@ class RayTracer:
     """
 
     def __init__(self, model: mujoco.MjModel, *, width: int, height: int, shadows: bool = True) -> None:
-        self._warp, self._tracer = require_warp()
+        self._warp, self._tracer = require_warp("env.image_renderer=warp")
         self._model, self._size, self._shadows = model, (width, height), shadows
         self._captures: dict[tuple[int, bytes], tuple[Any, Any]] = {}
         self._camera = 0
         with self._warp.ScopedDevice("cpu"):
-            try:
-                self._scene, self._state = self._tracer.put_model(model), self._tracer.make_data(model)
-            except NotImplementedError as error:
-                raise CapabilityError(
-                    f"mujoco-warp does not support this scene: {error}. Use env.image_renderer=opengl."
-                ) from error
+            self._scene = put_model(self._tracer, model, "env.image_renderer=opengl")
+            self._state = self._tracer.make_data(model)
         self._scene.mat_texrepeat.numpy()[:] = _repeats_per_metre(model)
 
     def look_through(self, camera: str) -> None:
@@ -105,16 +101,23 @@ class RayTracer:
         return context, capture.graph
 
 
-def require_warp() -> tuple[Any, Any]:
-    """Import warp and mujoco-warp without their messages.
+def require_warp(what: str) -> tuple[Any, Any]:
+    """Import warp and mujoco-warp without their messages; `what` needs them.
 
     Raises:
         MissingExtraError: If one is not installed.
     """
-    options = {"extra": "warp", "what": "env.image_renderer=warp"}
-    warp = require("warp", **options)
+    warp = require("warp", extra="warp", what=what)
     warp.config.log_level = warp.LOG_ERROR
-    return warp, require("mujoco_warp", **options)
+    return warp, require("mujoco_warp", extra="warp", what=what)
+
+
+def put_model(engine: Any, model: mujoco.MjModel, instead: str) -> Any:
+    """Return a model in mujoco-warp; CapabilityError, with what to use instead, if it lacks something."""
+    try:
+        return engine.put_model(model)
+    except RuntimeError as error:
+        raise CapabilityError(f"mujoco-warp does not support this model: {error}. Use {instead}.") from error
 
 
 def _repeats_per_metre(model: mujoco.MjModel) -> np.ndarray:

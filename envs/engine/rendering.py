@@ -142,7 +142,7 @@ def has_library(name: str) -> bool:
 def require_renderer(name: str) -> None:
     """Raise MissingExtraError unless a renderer of `pixels.RENDERERS` works."""
     if name == "warp":
-        require_warp()
+        require_warp("env.image_renderer=warp")
     else:
         require_gl()
 

@@ -31,7 +31,7 @@ MAY_IMPORT = {
 """Package -> the packages of ours that it may use; assets and configs are data that know nobody."""
 
 NOT_OURS = {"tests", "benchmarks"}
-IMPORTED_AS = {"pyzmq": "zmq", "pytest-xdist": "xdist", "ipython": "IPython"}
+IMPORTED_AS = {"pyzmq": "zmq", "pytest-xdist": "xdist", "ipython": "IPython", "warp-lang": "warp"}
 """Distributions whose module has another name."""
 
 

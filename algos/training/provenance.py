@@ -15,7 +15,7 @@ import torch
 
 _PACKAGES = (
     *("burnish", "torch", "numpy", "mujoco", "gymnasium", "hydra-core", "safetensors"),
-    *("ogbench", "robosuite"),
+    *("ogbench", "robosuite", "mujoco-warp", "warp-lang"),
 )
 
 

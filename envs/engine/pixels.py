@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from envs.engine.ray_tracing import RayTracer
+from envs.engine.rendering import OffscreenRenderer
 from envs.engine.vector import ChunkVector
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
@@ -28,6 +31,7 @@ AnyEnv = TypeVar("AnyEnv")
 
 FREE = "free"
 """Name of MuJoCo's free camera."""
+RENDERERS = ("opengl", "warp")
 
 
 @runtime_checkable
@@ -53,10 +57,15 @@ class HasCameras(Checked):
     image_size: tuple[int, ...] = bounded((96, 96), ge=1)  # image height and width [pixels]
     image_shadows: bool = True  # render shadows; false is several times faster without a GPU
     image_samples: int | None = bounded(None, ge=0)  # samples per pixel; null: the model's; 0: fastest
+    image_renderer: str = bounded(
+        "opengl", choices=RENDERERS
+    )  # warp: ray tracer of mujoco-warp, fast on a CPU
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("image_size", len(self.image_size) == 2, "height and width, e.g. [96,96]")
+        smooth = self.image_renderer == "warp" and self.image_samples
+        self.require("image_samples", not smooth, "0 or null with env.image_renderer=warp")
         if not self.cameras:
             return
         from policies.encoders.images import RESERVED
@@ -74,11 +83,13 @@ class HasCameras(Checked):
 
         Raises:
             ConfigError: If the model lacks a camera.
-            MissingExtraError: If the simulator is not installed.
+            CapabilityError: If the renderer does not support the scene.
+            MissingExtraError: If the simulator or the renderer is not installed.
         """
         stepper, history = self.stepper(num_envs), None
         if self.cameras:
-            drawing = {"shadows": self.image_shadows, "samples": self.image_samples}
+            options = ("shadows", "samples", "renderer")
+            drawing = {name: getattr(self, f"image_{name}") for name in options}
             history = FrameHistory(stepper, self.images, obs_steps=obs_steps, **drawing)
         return ChunkVector(self.spec, stepper, obs_steps=obs_steps, image_history=history)
 
@@ -146,22 +157,34 @@ class CameraRenderer:
 
     Raises:
         ConfigError: If the model lacks a camera.
+        CapabilityError: If the renderer does not support the model.
     """
 
     def __init__(
-        self, stepper: Any, images: Mapping[str, ImageShape], *, shadows: bool, samples: int | None = None
+        self,
+        stepper: Any,
+        images: Mapping[str, ImageShape],
+        *,
+        shadows: bool,
+        samples: int | None = None,
+        renderer: str = "opengl",
     ) -> None:
         import mujoco
 
         self._stepper, self._images = stepper, dict(images)
-        self._drawing: dict[str, Any] = {"shadows": shadows, "samples": samples}
         self._model = copy.copy(stepper.model)
-        _check_camera_names(self._model, images)
+        _check_camera_names(self._model, images, () if renderer == "warp" else (FREE,))
         self._data = mujoco.MjData(self._model)
         part = mujoco.mjtState
         self._signature = part.mjSTATE_QPOS | part.mjSTATE_MOCAP_POS | part.mjSTATE_MOCAP_QUAT
         self._size = mujoco.mj_stateSize(self._model, self._signature)
+        (height, width, _), *_ = images.values()
+        drawing: dict[str, Any] = {"width": width, "height": height, "shadows": shadows}
+        self._open: Callable[[], Any] = partial(OffscreenRenderer, self._model, samples=samples, **drawing)
         self._renderer: Any = None
+        if renderer == "warp":  # opened at once, because it may refuse the model
+            self._open = partial(RayTracer, self._model, **drawing)
+            self._renderer = self._open()
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -200,11 +223,8 @@ class CameraRenderer:
             stage(model, data)
 
     def _render_camera(self, camera: str) -> Array:
-        from envs.engine.rendering import OffscreenRenderer
-
         if self._renderer is None:
-            height, width, _ = self._images[camera]
-            self._renderer = OffscreenRenderer(self._model, width=width, height=height, **self._drawing)
+            self._renderer = self._open()
         self._renderer.look_through(None if camera == FREE else camera)
         image: Array = self._renderer.frame(self._data)
         return image
@@ -219,10 +239,9 @@ class FrameHistory:
         images: Mapping[str, ImageShape],
         *,
         obs_steps: int,
-        shadows: bool = True,
-        samples: int | None = None,
+        **drawing: Any,
     ) -> None:
-        self._renderer = CameraRenderer(stepper, images, shadows=shadows, samples=samples)
+        self._renderer = CameraRenderer(stepper, images, **drawing)
         self._states: list[deque[SceneState]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
 
     def begin(self, row: int) -> None:
@@ -261,9 +280,9 @@ class FrameHistory:
         self._renderer.close()
 
 
-def _check_camera_names(model: Any, cameras: Iterable[str]) -> None:
+def _check_camera_names(model: Any, cameras: Iterable[str], more: tuple[str, ...]) -> None:
     names = [model.camera(i).name for i in range(model.ncam)]
-    known = [*(name for name in names if name), FREE]
+    known = [*(name for name in names if name), *more]
     unknown = [camera for camera in cameras if camera not in known]
     if unknown:
         raise ConfigError(

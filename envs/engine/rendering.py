@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from envs.engine.ray_tracing import require_warp
 from policies.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -138,8 +139,16 @@ def has_library(name: str) -> bool:
     return ctypes.util.find_library(name) is not None
 
 
+def require_renderer(name: str) -> None:
+    """Raise MissingExtraError unless a renderer of `pixels.RENDERERS` works."""
+    if name == "warp":
+        require_warp("env.image_renderer=warp")
+    else:
+        require_gl()
+
+
 def require_gl() -> None:
-    """Raise MissingExtraError unless rendering works."""
+    """Raise MissingExtraError unless OpenGL works."""
     _gl_context(8, 8).free()
 
 

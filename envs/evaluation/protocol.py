@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.engine.pixels import CAMERA_OPTIONS, match_cameras
+from envs.engine.rendering import require_renderer
 from envs.evaluation.settings import EvaluationSettings
 from envs.fit import require_fit
 from envs.rollouts.player import BLOCK_ROWS, EvaluatedPolicy
@@ -28,6 +29,7 @@ _VERSIONS = ("mujoco", "gymnasium", "burnish")
 
 def describe_protocol(env: EnvConfig, settings: EvaluationSettings, task: EnvConfig) -> dict[str, Any]:
     """Return the protocol, everything but the policy that determines the numbers, as JSON values."""
+    images = _describe_images(task)
     numbers = json.loads(json.dumps({**asdict(settings), "steer": describe_steering(settings.steer)}))
     del numbers["num_envs"]  # no effect on the numbers
     if settings.guidance is None:  # protocols of earlier versions lack it
@@ -35,10 +37,10 @@ def describe_protocol(env: EnvConfig, settings: EvaluationSettings, task: EnvCon
     return {
         "env": describe_task(env),
         **numbers,
-        **_describe_images(task),
+        **images,
         "block_rows": BLOCK_ROWS,
         "engine": "exact",
-        "versions": {name: _version(name) for name in (*_VERSIONS, *env.spec.packages)},
+        "versions": {name: _version(name) for name in (*_VERSIONS, *env.spec.packages, *_drawn_by(images))},
     }
 
 
@@ -71,7 +73,13 @@ def _describe_images(task: Any) -> dict[str, Any]:
         return {}
     shapes = {camera: list(shape) for camera, shape in task.images.items()}
     samples = {} if task.image_samples is None else {"samples": task.image_samples}
-    return {"images": {"cameras": shapes, "shadows": task.image_shadows, **samples}}
+    renderer = {} if task.image_renderer == "opengl" else {"renderer": task.image_renderer}
+    return {"images": {"cameras": shapes, "shadows": task.image_shadows, **samples, **renderer}}
+
+
+def _drawn_by(images: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the packages whose versions affect the images."""
+    return ("mujoco-warp", "warp-lang") if "renderer" in images.get("images", {}) else ()
 
 
 @cache
@@ -93,11 +101,9 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
     spec, advice = env.spec, "Evaluate it on the task it was made for."
     require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
     images: Mapping[str, ImageShape] = getattr(policy, "images", {})
-    task = match_cameras(env, images)
+    task: Any = match_cameras(env, images)
     if images:
-        from envs.engine.rendering import require_gl
-
-        require_gl()
+        require_renderer(getattr(task, "image_renderer", "opengl"))
     return task
 
 

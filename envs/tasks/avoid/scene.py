@@ -116,7 +116,7 @@ def load_movable_model() -> mujoco.MjModel:
             kind = geom.type
             spec.delete(geom)
             body.add_geom(name=name, type=kind, pos=place, **kept)
-    spec.site("finish").size[1] = FINISH_HALF_M
+    spec.geom("finish").size[1] = FINISH_HALF_M
     return spec.compile()
 
 
@@ -142,5 +142,5 @@ def read_scene(model: mujoco.MjModel) -> AvoidScene:
         disc_radius=float(model.geom("disc").size[0]),
         half_width=float(right.pos[0] - right.size[0]),
         back_y=float(back.pos[1] + back.size[1]),
-        finish_y=float(model.site("finish").pos[1]),
+        finish_y=float(model.geom("finish").pos[1]),
     )

@@ -10,13 +10,12 @@ kernel" is the device without recorded kernels (`policies.networks.recorded`).
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.offline.batched_seeds import SeedBatch, build_seeds
 from algos.td3_bc import Td3BcConfig
-from benchmarks.pages import keep, replace_block
+from benchmarks.pages import RESULTS, keep, kept, replace_block
 from benchmarks.ranks import PROCESS, UNET, episodes
 from benchmarks.speed.cases_learning import synthetic_experience
 from benchmarks.speed.sides import dppo_run
@@ -153,8 +152,8 @@ def cases(device: torch.device, workers: int) -> dict[str, dict[str, tuple[Calla
     return found
 
 
-def measure(device: torch.device, rounds: int, workers: int) -> dict[str, dict[str, float]]:
-    """Return seconds of a step by case and variant."""
+def measure(device: torch.device, rounds: int, workers: int) -> None:
+    """Measure seconds of a step by case and variant; every case is kept as it ends."""
 
     def waited(call: Call) -> Call:
         def run() -> None:
@@ -174,14 +173,14 @@ def measure(device: torch.device, rounds: int, workers: int) -> dict[str, dict[s
         found[case] = {name: times[name] / sides[name][1] for name in sides}
         sys.stdout.write(f"{case}: {found[case]}\n")
         sys.stdout.flush()
-    return found
+        keep("scale", "device", {"rounds": rounds, "workers": workers, "cases": found}, indent=1)
 
 
 def table(found: dict[str, Any]) -> list[str]:
     """Return the lines of the page."""
     machine = found["environment"]
     command = f"python -m benchmarks.device --rounds {found['rounds']} --workers {found['workers']}"
-    beside = f"{machine['cpu_count']} cores of {machine['processor']}"
+    beside = f"{machine['cpu_count']} CPU cores" + (f" of {name}" if (name := machine["processor"]) else "")
     lines = [
         f"`{command}`, medians in ms on the wall: {machine['accelerator']} beside {beside}; "
         f"torch {machine['packages']['torch']}.",
@@ -209,13 +208,10 @@ def main() -> None:
     parser.add_argument("--from", dest="file", help="measurement of another machine")
     options = parser.parse_args()
     if options.file:
-        found = json.loads(Path(options.file).read_text())
-        Path("docs/results/scale/device.json").write_text(json.dumps(found, indent=1) + "\n")
+        shutil.copy(options.file, RESULTS / "scale" / "device.json")
     else:
-        measured = measure(torch.device(options.device), options.rounds, options.workers)
-        facts = {"rounds": options.rounds, "workers": options.workers, "cases": measured}
-        found = json.loads(keep("scale", "device", facts, indent=1).read_text())
-    replace_block(PAGE, "device", table(found))
+        measure(torch.device(options.device), options.rounds, options.workers)
+    replace_block(PAGE, "device", table(kept("scale", "device.json")[0]))
 
 
 if __name__ == "__main__":

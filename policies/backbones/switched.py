@@ -103,7 +103,8 @@ class SwitchedField(nn.Module):
             base, tuned = (network.bind(cond, times, second_times) for network in networks)
             return lambda k, x: torch.where(is_tuned[k], tuned(k, x), base(k, x))
         sources = (times,) if second_times is None else (times, second_times)
-        split = self._cache.get(sources, lambda: _Split(times, second_times, self.is_tuned(times)))
+        made = lambda: _Split(times, second_times, self.is_tuned(times))  # noqa: E731
+        split = self._cache.get(sources, made, are_tables=True)
         base = self.base.bind(cond, *split.base_times) if split.has_base else None
         tuned = self.tuned.bind(cond, *split.tuned_times) if split.has_tuned else None
         steps: list[tuple[BoundField, int]] = [

@@ -119,12 +119,13 @@ class WeightCache(Generic[T]):
     def clear(self) -> None:
         self._entry: _Entry[T] | None = None
 
-    def get(self, sources: Sequence[Tensor], compute: Callable[[], T]) -> T:
+    def get(self, sources: Sequence[Tensor], compute: Callable[[], T], *, are_tables: bool = False) -> T:
         """Return `compute()`, or its cached result where that is valid and safe to reuse.
 
         Args:
             sources: Every tensor that the value depends on.
             compute: Pure function of the sources; differentiable when a source needs a gradient.
+            are_tables: No source is a weight: the value may become part of recorded kernels.
 
         Returns:
             The value: freshly computed, with its graph, while tracing and whenever a gradient could flow to a
@@ -133,7 +134,7 @@ class WeightCache(Generic[T]):
         entry = self._entry  # read once: another thread may replace it at any moment
         if self.sealed and entry is not None:
             return entry.value
-        if not _cacheable(sources):
+        if not _cacheable(sources) or (is_recording() and not are_tables):
             return compute()
         if entry is not None and entry.is_current(sources):
             return entry.value
@@ -153,7 +154,7 @@ class WeightCache(Generic[T]):
 
 def _cacheable(sources: Sequence[Tensor]) -> bool:
     """Return whether values computed from these tensors may outlive the call."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _Recording.depth:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False  # inside `torch.func.jvp` and the like values are wrapped, and die with the call

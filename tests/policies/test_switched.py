@@ -9,10 +9,11 @@ import torch
 from messages import mentions
 from torch import Tensor, nn
 
-from policies.backbones import Backbone
+from policies.backbones import Backbone, switched
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
+from policies.networks.weight_cache import without_caches
 from policies.protocols import BoundField, Cond
 
 SWITCH, STEPS = 3.0, 7
@@ -100,6 +101,17 @@ def test_bind_equals_forward_and_runs_one_network_per_step(field: SwitchedField)
         for k, time in enumerate(times):
             torch.testing.assert_close(bound(k, x), expected(field, x, time.expand(2), cond))
     assert (field.tuned.rows, field.base.rows) == (4, 6)
+
+
+def test_kernels_that_are_recorded_do_not_read_the_times(
+    field: SwitchedField, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (x, cond), times = inputs(3), torch.linspace(6.0, 0.0, STEPS)
+    with torch.no_grad():
+        before = field.bind(cond, times)(2, x)
+        monkeypatch.setattr(switched, "_Split", lambda *_: pytest.fail("the times were read"))
+        with without_caches():
+            assert torch.equal(field.bind(cond, times)(2, x), before)
 
 
 @pytest.mark.parametrize("times", [[0.0, 1.0], [5.0, 4.0]])

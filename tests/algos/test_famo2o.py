@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import everything
 from small_algorithms import dataset, init, policy_config, setup, small
 from torch import Tensor
 
@@ -114,6 +115,8 @@ def mixed(frames: int = 800) -> Any:
     return replace(dataset(frames // 2, 2), actions=actions, rewards=actions[:, 0].clone())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not everything, reason="with --all: without it another method prefers it")
 def test_a_larger_coefficient_asks_for_the_better_half_of_the_data_and_is_chosen() -> None:
     config = Famo2oConfig(
         steps=600, log_every=200, batch_size=64, gamma=0.0, actor_lr=3e-3, critic_lr=3e-3,
@@ -135,11 +138,17 @@ def test_a_larger_coefficient_asks_for_the_better_half_of_the_data_and_is_chosen
     assert float((policy.act(obs, noise=noise)[:, 0, 0] > 0).double().mean()) > 0.85
 
 
-def test_the_policy_is_a_directory_and_a_graph(tmp_path: Path) -> None:
-    policy = moved(begin().snapshot()).with_sampler(Euler(steps=1)).eval()
+def test_the_policy_is_a_directory(tmp_path: Path) -> None:
+    policy = moved(begin().snapshot()).eval()
     again = load_policy(save_policy(policy, tmp_path / "policy"))
     noise = noise_of(policy)
     assert torch.equal(again.act(observed(), noise=noise), policy.act(observed(), noise=noise))
+
+
+@pytest.mark.skipif(not everything, reason="with --all: without it other conditions are exported")
+def test_the_policy_is_a_graph(tmp_path: Path) -> None:
+    policy = moved(begin().snapshot()).with_sampler(Euler(steps=1)).eval()
+    noise = noise_of(policy)
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     pytest.importorskip("onnxscript", reason="needs the extra `export`")
     from policies.export.export import export_onnx

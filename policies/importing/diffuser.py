@@ -95,7 +95,8 @@ class DiffuserSource(PolicySource):
             DDPM(clip_x0=self.clip, clip_action=None, noise_clip=None, min_std=0.0),
             horizon=self.horizon, act_steps=self.act_steps, observation_clip=None,
         )  # fmt: skip
-        weights, value_widths = network.placed(released, "base.field."), ()
+        weights = network.placed(released, "base.field.")
+        value_widths: tuple[int, ...] = ()
         if self.value is not None:
             value_widths, more = _value(Path(self.value))
             weights |= more

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from algos.base import Setup, dataset_of
 from algos.bc import THREADS, Bc, BcConfig
+from envs.datasets.curation import SAMPLING_WEIGHT
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
 from envs.spec import EnvSpec
@@ -134,7 +135,7 @@ def rows_of(dataset: EpisodeDataset, spec: EnvSpec) -> EpisodeDataset:
         observations=nothing,
         actions=torch.cat(rows, dim=1),
         next_observations=None,
-        extras={},
+        extras={key: dataset.extras[key] for key in (SAMPLING_WEIGHT,) if key in dataset.extras},
         images={},
     )
 

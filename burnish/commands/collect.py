@@ -41,7 +41,7 @@ class CollectConfig(Checked):
     env: Any = None  # the task; it must have an expert. With policy, null: the policy's own task
     policy: str | None = path_field()  # a run or policy directory that plays instead of the expert
     model: str | None = path_field()  # a run of algo=trajectories that imagines windows, near policy if given
-    guidance: float = bounded(1.0, ge=0)  # of model: weight of the policy's slope; 0: as the data
+    guidance: float = bounded(16.0, ge=0)  # of model: weight of the policy's slope; 0: as the data
     allow_other_task: bool = False  # record a policy in another task than the one that it was made for
     episodes: int = bounded(50, ge=1)  # episodes in the file
     out: str = path_field("demonstrations.hdf5")  # file to write; Minari's and LeRobot's formats are folders

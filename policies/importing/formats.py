@@ -110,6 +110,7 @@ class Description:
     state: tuple[str, ...] = ()  # what the program calls the parts of `state`, in order; empty: one part
     fixed: tuple[str, ...] = ()  # features whose map is the identity by construction of the program
     interface: Mapping[str, Any] = field(default_factory=dict)  # as of a dataset: rate and kind of actions
+    wrapper: Any = None  # around the policy of `config`, whose sizes the others are; null: none
 
 
 @dataclass(frozen=True)

@@ -121,17 +121,17 @@ def _import_whole(
     """Build a described policy and give every weight its place."""
     found = source.read(files)
     maps = _chosen_maps(found.maps, [*identity, *found.fixed])
-    modes = {name: "limits" if name in maps else "identity" for name in (*FEATURES, "goal")}
+    own_maps = maps if found.wrapper is None else {}  # a wrapper has the normaliser of its policy
+    modes = {name: "limits" if name in own_maps else "identity" for name in (*FEATURES, "goal")}
     config = replace(found.config, normalizer=modes, sampler=sampler or found.config.sampler)
     nbytes = sum(weight.numel() for weight in found.weights.values()) * 4
     with Budget(_SPARE_BYTES + _BYTES_PER_BYTE * nbytes, _MOST_OPERATIONS):
-        policy = build_policy(
-            config, obs_dim=found.obs_dim, action_dim=found.action_dim, images=found.images
-        ).eval()
+        policy = build_policy(config, obs_dim=found.obs_dim, action_dim=found.action_dim, images=found.images)
+        policy = (policy if found.wrapper is None else found.wrapper.wrap(policy)).eval()
     if left := sorted(found.tensors.left):
         raise CheckpointError(f"the tensors are not those of this policy: unexpected {_listed(left)}.")
     _install_maps(policy, maps)
-    own = {name: value for name, value in policy.state_dict().items() if not name.startswith("normalizer.")}
+    own = {name: value for name, value in policy.state_dict().items() if "normalizer." not in name}
     missing, unknown = sorted(set(own) - set(found.weights)), sorted(set(found.weights) - set(own))
     if missing or unknown:
         raise CheckpointError(

@@ -24,6 +24,7 @@ from algos.cloning.trajectories import (
 )
 from burnish.commands.collect import CollectConfig, record
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
+from envs.datasets.curation import SAMPLING_WEIGHT
 from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
@@ -95,7 +96,9 @@ def test_rows_are_states_actions_rewards_and_ends_and_become_steps_again() -> No
     data = dataset(episodes=1)
     actions = data.actions.clone()
     actions[:, 1], actions[0, 0] = 2 + 1.5 * actions[:, 1], 1.0
-    rows = rows_of(dataclasses.replace(data, actions=actions), spec)
+    extras = {SAMPLING_WEIGHT: torch.full((5,), 0.2), "goal": torch.zeros(5, 2)}
+    rows = rows_of(dataclasses.replace(data, actions=actions, extras=extras), spec)
+    assert list(rows.extras) == [SAMPLING_WEIGHT], "episodes are drawn as curation decides"
     assert rows.actions.shape == (5, 6) and not rows.observations.any()
     found = episode_of(rows.actions, spec, seed=3)
     assert found.terminated and not found.truncated and len(found) == 5, "the row that ends is a step"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from official_networks import install
 from official_networks import read as read_arrays
 from torch import Tensor, nn
@@ -21,10 +22,14 @@ from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.unet1d import Unet1dConfig
 from policies.build import build_policy
+from policies.errors import ConfigError
+from policies.importing.diffuser import DiffuserSource
+from policies.importing.importing import import_policy
 from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.protocols import TE, Cond
 from policies.samplers.ddpm import DDPM
+from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.planner import Planner, PlannerPolicy
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -192,6 +197,33 @@ def test_diffuser_values_and_guided_plans(golden_path: Path) -> None:
     noisy = planner_of(arrays, clip=1.0, prediction="eps")
     plan = noisy.trajectory(Cond(arrays["goal_start"]), tape(arrays, "goal"))
     torch.testing.assert_close(plan.detach(), arrays["eps_chain"][:, -1], **CHAIN)
+
+
+@pytest.mark.golden("diffuser_core.npz")
+def test_released_checkpoints_of_network_and_value_are_imported(golden_path: Path, tmp_path: Path) -> None:
+    arrays = read(golden_path)
+    _, rows, obs, action, levels = arrays["cfg"].tolist()
+    for place, prefix in (("state.pt", "w."), ("value.pt", "value.w.")):
+        named = {f"model.{k[len(prefix) :]}": v for k, v in arrays.items() if k.startswith(prefix)}
+        named |= {"betas": torch.zeros(levels), "loss_fn.weights": torch.zeros(rows, obs + action)}
+        torch.save({"step": 7, "model": {k: 0 * v for k, v in named.items()}, "ema": named}, tmp_path / place)
+    source = DiffuserSource(
+        action_dim=action, horizon=rows, value=str(tmp_path / "value.pt"), plans=1, guide_scale=0.5
+    )
+    statistics = {f"{name}_{kind}": np.full(n, value) for name, n in (("obs", obs), ("action", action))
+                  for kind, value in (("mean", 1.0), ("std", 2.0))}  # fmt: skip
+    np.savez(tmp_path / "normalization.npz", **statistics)
+    policy: Any = import_policy(tmp_path / "state.pt", source, normalization=tmp_path / "normalization.npz")[
+        0
+    ]
+    noise, state = tape(arrays, "plan"), 2 * arrays["step_s0"] + 1
+    found = policy.act({"state": state[:, None]}, noise=noise)
+    expected = 2 * arrays["plan_chain"][:, -1, :1, :action] + 1
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+    loaded = load_policy(save_policy(policy, tmp_path / "policy"))
+    assert torch.equal(loaded.act({"state": state[:, None]}, noise=noise), found)
+    with pytest.raises(ConfigError, match=mentions("source.action_dim source.horizon")):
+        import_policy(tmp_path / "state.pt", DiffuserSource(), identity=["state", "action"])
 
 
 @pytest.mark.golden("decision_diffuser_core.npz")

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from envs.engine.engines import HasEngines, exactly
 from envs.engine.pixels import CAMERA_OPTIONS, match_cameras
 from envs.engine.rendering import require_renderer
 from envs.evaluation.settings import EvaluationSettings
@@ -48,7 +49,8 @@ def describe_task(env: EnvConfig) -> dict[str, Any]:
     """Return a task as JSON values for protocols."""
     spec = env.spec
     options = options_of(with_paths(env, _digest))
-    for name in ("expert", *CAMERA_OPTIONS):  # not part of the evaluated task
+    unused = ("expert", *CAMERA_OPTIONS, *(("engine",) if isinstance(env, HasEngines) else ()))
+    for name in unused:  # not part of the evaluated task
         options.pop(name, None)
     task = {
         "name": spec.name,
@@ -91,7 +93,7 @@ def _version(distribution: str) -> str:
 
 
 def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
-    """Return the task with the cameras of a policy.
+    """Return the task with the cameras of a policy, simulated by MuJoCo itself.
 
     Raises:
         ConfigError: If observations, actions, goals or images of the two differ.
@@ -101,7 +103,7 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
     spec, advice = env.spec, "Evaluate it on the task it was made for."
     require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
     images: Mapping[str, ImageShape] = getattr(policy, "images", {})
-    task: Any = match_cameras(env, images)
+    task: Any = match_cameras(exactly(env), images)
     if images:
         require_renderer(getattr(task, "image_renderer", "opengl"))
     return task

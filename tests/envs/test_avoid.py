@@ -23,7 +23,7 @@ def place(vector: ChunkVector, row: int, x: float, y: float) -> None:
     """Move a disc, at rest, without stepping."""
     stepper = vector.stepper
     assert isinstance(stepper, AvoidStepper)
-    stepper.datas[row].qpos[:] = stepper._position[row] = (x, y)
+    stepper.datas[row].qpos[:] = stepper.rules.position[row] = (x, y)
 
 
 def steer(vector: ChunkVector, actions: np.ndarray) -> list[np.ndarray]:
@@ -309,7 +309,7 @@ def test_a_contact_is_with_the_moved_pillar() -> None:
     stepper.reset(0, 3)
     pillar = stepper.scene_of(0).pillar_x[0][1]
     straight = np.array([[0.0, 1.0]])
-    stepper._qpos[0][:] = stepper._position[0] = (pillar, 0.05)
+    stepper._qpos[0][:] = stepper.rules.position[0] = (pillar, 0.05)
     for _ in range(6):
         step = stepper.step(np.array([0]), straight)
         if step.terminated[0]:

@@ -54,7 +54,7 @@ def test_a_disc_that_was_moved_passes_the_gaps_of_where_it_is_now() -> None:
     stepper.place(1, np.array([scene.gap_x[0][1], scene.row_y[0] - 0.005]))
     stepper.step(np.array([1]), np.array([[0.0, 1.0]]))
     stepper.step(np.array([1]), np.array([[0.0, 1.0]]))
-    assert stepper._gaps[1].tolist() == [1, -1, -1, -1]
+    assert stepper.rules.gaps[1].tolist() == [1, -1, -1, -1]
 
 
 def test_changes_of_position_are_summed_and_places_are_themselves() -> None:

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from envs.engine.engines import HasEngines, exactly
 from envs.engine.physics import MujocoStepper
-from envs.engine.pixels import HasCameras
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.avoid.expert import AvoidExpert, demonstrate_avoid, take_over_avoid
+from envs.tasks.avoid.rules import CONTROL_HZ, MAX_SPEED, AvoidRules, row_shifts, start_position
 from envs.tasks.avoid.scene import (
     FINISH_HALF_M,
     SHIFT_M,
-    START_SPREAD_M,
     AvoidScene,
     load_model,
     load_movable_model,
@@ -43,22 +43,9 @@ if TYPE_CHECKING:
 
     from envs.datasets.episode import Episode
 
-CONTROL_HZ = 20.0
-MAX_SPEED = 0.4  # speed of an action of 1, per axis [m/s]
 ROWS = ("fixed", "moved")
 OBSERVATIONS = ("motion", "position")
 _NUM_ROWS = 4  # R, of the scene; a specification does not load the model
-_SHIFT_STREAM = 2  # separates the random numbers of the rows from those of the start
-
-
-def start_position(seed: int) -> Array:
-    """Draw the (2,) start position of the episode with this seed."""
-    return np.random.default_rng(seed).uniform(-1.0, 1.0, 2) * START_SPREAD_M
-
-
-def row_shifts(seed: int, num_rows: int) -> Array:
-    """Draw the sideways shifts (R,) [m] of the rows in the episode with this seed."""
-    return np.random.default_rng((seed, _SHIFT_STREAM)).uniform(-SHIFT_M, SHIFT_M, num_rows)
 
 
 class AvoidStepper(MujocoStepper):
@@ -74,33 +61,27 @@ class AvoidStepper(MujocoStepper):
         import mujoco
 
         super().__init__(load_movable_model() if moves_rows else load_model(), num_envs)
-        self.scene, self._width = load_scene(), 4 if keeps_speed else 2
-        self._moves_rows = moves_rows
+        self.rules = AvoidRules(num_envs, keeps_speed=keeps_speed)
+        self.scene, self._moves_rows = self.rules.scene, moves_rows
         # Views into the simulators' memory, made once: each attribute access would build a new one.
         self._qpos = [data.qpos for data in self.datas]
         self._qvel = [data.qvel for data in self.datas]
         self._ctrl = [data.ctrl for data in self.datas]
         self._mj_step = mujoco.mj_step
         self._substeps = range(round(1.0 / CONTROL_HZ / self.model.opt.timestep))
-        self._row_y = np.array(self.scene.row_y)
-        self._gap_x = _padded(self.scene.gap_x)
-        self._mode_of = _mode_table(self.scene)
-        self._position = np.zeros((num_envs, 2))
-        self._gaps = np.full((num_envs, len(self._row_y)), -1)
-        self._shift = np.zeros((num_envs, len(self._row_y)))
 
     def reset(self, row: int, seed: int) -> Array:
         """Put the disc of one row at the seed's start, at rest; returns (Do,)."""
         import mujoco
 
         mujoco.mj_resetData(self.model, self.datas[row])
+        start, shift = start_position(seed), None
         if self._moves_rows:
-            self._shift[row] = row_shifts(seed, len(self._row_y))
-            self.datas[row].mocap_pos[:, 0] = self._shift[row]
-        self._position[row] = self._qpos[row][:] = start_position(seed)
+            shift = row_shifts(seed, len(self.scene.row_y))
+            self.datas[row].mocap_pos[:, 0] = shift
+        self._qpos[row][:] = start
         mujoco.mj_forward(self.model, self.datas[row])
-        self._gaps[row] = -1
-        return np.concatenate([self._position[row], np.zeros(2)])[: self._width]
+        return self.rules.begin(row, start, shift)
 
     def step(self, rows: Array, actions: Array) -> StepResult:
         """Advance rows (M,) by actions (M, 2) for one control step, or until contact."""
@@ -109,13 +90,7 @@ class AvoidStepper(MujocoStepper):
         hit = np.array([self._drive(i, speed) for i, speed in zip(index, speeds, strict=True)])
         position = np.concatenate([self._qpos[i] for i in index]).reshape(-1, 2)
         velocity = np.concatenate([self._qvel[i] for i in index]).reshape(-1, 2)
-        self._note_gaps(rows, self._position[rows], position)
-        self._position[rows] = position
-        success = ~hit & (position[:, 1] >= self.scene.finish_y)
-        obs = np.concatenate([position, velocity], axis=1)
-        return StepResult(
-            obs[:, : self._width], success.astype(np.float64), hit | success, np.zeros_like(hit), success
-        )
+        return self.rules.results(rows, hit, position, velocity)
 
     def motion(self, row: int) -> tuple[Array, Array]:
         """Return position [m] and velocity [m/s] of a disc, (2,) each."""
@@ -123,7 +98,7 @@ class AvoidStepper(MujocoStepper):
 
     def scene_of(self, row: int) -> AvoidScene:
         """Return the scene of a running episode."""
-        return self.scene.moved(self._shift[row].tolist()) if self._moves_rows else self.scene
+        return self.scene.moved(self.rules.shift[row].tolist()) if self._moves_rows else self.scene
 
     def plane(self, row: int) -> Plane:
         """Return the scene of a running episode from above; the pace is that of the expert."""
@@ -148,9 +123,9 @@ class AvoidStepper(MujocoStepper):
         scene, room = self.scene, self.scene.disc_radius
         low = (room - scene.half_width, scene.back_y + room)
         high = (scene.half_width - room, scene.finish_y)
-        self._position[row] = self._qpos[row][:] = np.clip(position, low, high)
+        self.rules.position[row] = self._qpos[row][:] = np.clip(position, low, high)
         mujoco.mj_forward(self.model, self.datas[row])
-        return np.concatenate(self.motion(row))[: self._width]
+        return np.concatenate(self.motion(row))[: self.rules.width]
 
     def slide(self, row: int, pillar: int, x: float) -> Array:
         """Shift the row of pillars that holds one of `AvoidScene.obstacles`; returns (Do,)."""
@@ -158,32 +133,31 @@ class AvoidStepper(MujocoStepper):
 
         at_rest, y = self.scene.obstacles[pillar]
         number = self.scene.row_y.index(y)
-        self._shift[row, number] = np.clip(x - at_rest, -SHIFT_M, SHIFT_M)
-        self.datas[row].mocap_pos[number, 0] = self._shift[row, number]
+        self.rules.shift[row, number] = np.clip(x - at_rest, -SHIFT_M, SHIFT_M)
+        self.datas[row].mocap_pos[number, 0] = self.rules.shift[row, number]
         mujoco.mj_forward(self.model, self.datas[row])
-        return np.concatenate(self.motion(row))[: self._width]
+        return np.concatenate(self.motion(row))[: self.rules.width]
 
     def simulator(self) -> Array:
         """Return position, velocity and shifts of the rows, (N, 4 + R), scaled to about [-1, 1]."""
         position, velocity = np.stack(self._qpos), np.stack(self._qvel)
         scales = (self.scene.half_width, MAX_SPEED, SHIFT_M)
-        parts = (position, velocity, self._shift)
+        parts = (position, velocity, self.rules.shift)
         return np.concatenate([part / scale for part, scale in zip(parts, scales, strict=True)], axis=1)
 
     def metrics(self) -> dict[str, Array]:
-        crossed = (self._gaps >= 0).all(axis=1)
-        return {"mode": np.where(crossed, self._mode_of[tuple(np.maximum(self._gaps, 0).T)], -1)}
+        return self.rules.metrics()
 
     def get_state(self) -> dict[str, Array]:
-        return {**super().get_state(), "gaps": self._gaps.copy()}
+        return {**super().get_state(), "gaps": self.rules.gaps.copy()}
 
     def set_state(self, state: Mapping[str, Array]) -> None:
         super().set_state(state)
         for row in range(self.num_envs):
-            self._position[row] = self._qpos[row]
+            self.rules.position[row] = self._qpos[row]
             if self._moves_rows:
-                self._shift[row] = self.datas[row].mocap_pos[:, 0]
-        self._gaps = np.array(state["gaps"])
+                self.rules.shift[row] = self.datas[row].mocap_pos[:, 0]
+        self.rules.gaps = np.array(state["gaps"])
 
     def close(self) -> None:
         self.datas, self._qpos, self._qvel, self._ctrl = [], [], [], []
@@ -198,22 +172,10 @@ class AvoidStepper(MujocoStepper):
                 return True
         return False
 
-    def _note_gaps(self, rows: Array, before: Array, after: Array) -> None:
-        """Record the gap of every row crossed forwards between `before` and `after` (M, 2)."""
-        y0, y1 = before[:, 1:], after[:, 1:]
-        crossed = (y0 < self._row_y) & (self._row_y <= y1)  # (M, R)
-        if not crossed.any():
-            return
-        disc, row = np.nonzero(crossed)
-        share = (self._row_y[row] - y0[disc, 0]) / (y1[disc, 0] - y0[disc, 0])
-        x = before[disc, 0] + share * (after[disc, 0] - before[disc, 0])
-        x = x - self._shift[rows[disc], row]
-        self._gaps[rows[disc], row] = np.abs(self._gap_x[row] - x[:, None]).argmin(axis=1)
-
 
 @register("env", "avoid")
 @dataclass(frozen=True)
-class Avoid(HasCameras):
+class Avoid(HasEngines):
     """Drive a disc through rows of pillars to the finish line; many paths lead through."""
 
     max_episode_steps: int = bounded(100, ge=1)  # time limit in control steps of 50 ms
@@ -223,6 +185,11 @@ class Avoid(HasCameras):
     expert: AvoidExpert = bounded(AvoidExpert(), was="demonstrator")  # options of the expert
 
     camera = "tilted"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_shown = self.engine == "exact" or not self.hides_something
+        self.require("engine", is_shown, "exact with env.rows=moved or env.observation=position")
 
     @property
     def spec(self) -> EnvSpec:
@@ -244,7 +211,11 @@ class Avoid(HasCameras):
         """Whether the state leaves out something that changes."""
         return self.rows == "moved" or self.observation == "position"
 
-    def stepper(self, num_envs: int) -> AvoidStepper:
+    def stepper(self, num_envs: int) -> Any:
+        if self.engine == "warp":
+            from envs.tasks.avoid.warp_stepper import WarpAvoidStepper
+
+            return WarpAvoidStepper(num_envs)
         keeps_speed = self.observation == "motion"
         return AvoidStepper(num_envs, moves_rows=self.rows == "moved", keeps_speed=keeps_speed)
 
@@ -259,7 +230,9 @@ class Avoid(HasCameras):
         return success.astype(np.float64), hit | success, success
 
     def demonstrate(self, seed: int) -> Episode:
-        return demonstrate_avoid(self.stepper(1), seed, self.expert, max_steps=self.max_episode_steps)
+        return demonstrate_avoid(
+            exactly(self).stepper(1), seed, self.expert, max_steps=self.max_episode_steps
+        )
 
     def take_over(self, stepper: AvoidStepper, seed: int) -> Callable[[], Array]:
         """See `envs.rollouts.supervised.HasTakeover`."""
@@ -275,16 +248,3 @@ class Avoid(HasCameras):
         from envs.tasks.avoid.figures import avoid_figure
 
         return avoid_figure(panels, has_pillars=self.rows == "fixed")
-
-
-def _padded(gap_x: tuple[tuple[float, ...], ...]) -> Array:
-    """Return gap centres as (R, G), infinite where a row has fewer gaps."""
-    widest = max(len(row) for row in gap_x)
-    return np.array([row + (np.inf,) * (widest - len(row)) for row in gap_x])
-
-
-def _mode_table(scene: AvoidScene) -> Array:
-    table = np.full([len(row) for row in scene.gap_x], -1)
-    for mode, gaps in enumerate(scene.modes):
-        table[gaps] = mode
-    return table

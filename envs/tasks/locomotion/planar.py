@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from envs.engine.engines import HasEngines, exactly
 from envs.engine.pixels import HasCameras
 from envs.evaluation.scores import reference
 from envs.spec import EnvSpec, symmetric_spec
@@ -115,7 +116,7 @@ _SPEEDS = ("forward speed [m/s]", "vertical speed [m/s]", "torso")
 
 
 @dataclass(frozen=True)
-class _Planar(GymnasiumRobot):
+class _Planar(HasEngines, GymnasiumRobot):
     """Common base of the planar robots with trained actors."""
 
     expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # options of the expert
@@ -129,8 +130,15 @@ class _Planar(GymnasiumRobot):
         names = angles_and_rates((*_ROOT, *self.joints), (*_SPEEDS, *self.joints))
         return describe(self.name, names, self.joints, hz=self.control_hz, max_steps=self.max_episode_steps)
 
+    def stepper(self: Any, num_envs: int) -> Any:
+        if self.engine == "exact":
+            return super().stepper(num_envs)
+        from envs.tasks.locomotion.warp_stepper import WarpRobotStepper
+
+        return WarpRobotStepper(self, num_envs)
+
     def demonstrate(self: Any, seed: int) -> Episode:
-        return demonstrate_locomotion(self.stepper(1), seed, self.expert, spec=self.spec)
+        return demonstrate_locomotion(exactly(self).stepper(1), seed, self.expert, spec=self.spec)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,38 @@ class Robot(Protocol):
     def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array: ...
 
 
+class Judge:
+    """What a robot's rules make of states, whichever engine computed them; keeps `x` (N,) of each."""
+
+    def __init__(self, robot: Robot, model: mujoco.MjModel, num_envs: int) -> None:
+        self.robot, self.model, self.x = robot, model, np.zeros(num_envs)
+        self.names = ("qpos", "qvel", *robot.fields)
+        self._dt = model.opt.timestep * robot.frame_skip
+
+    def begin(self, row: int, parts: list[Array]) -> Array:
+        """Return the observation (Do,) of a first state, whose parts are (1, ...)."""
+        states = self._states(parts)
+        self.x[row] = self.robot.x(states, self.model)[0]
+        observation: Array = self.robot.observe(states)[0]
+        return observation
+
+    def results(self, rows: Array, seen: list[Array], actions: Array) -> StepResult:
+        """Return the results of chunks (M, Ta, Da) with the states after each step, (M, Ta, ...) by part."""
+        shape = actions.shape[:2]
+        states = self._states([part.reshape(-1, *part.shape[2:]) for part in seen])
+        x = np.concatenate([self.x[rows, None], self.robot.x(states, self.model).reshape(shape)], axis=1)
+        self.x[rows] = x[:, -1]
+        x_velocity = ((x[:, 1:] - x[:, :-1]) / self._dt).reshape(-1)
+        has_fallen, flat = self.robot.has_fallen(states), actions.reshape(-1, actions.shape[-1])
+        reward = self.robot.reward(states, x_velocity, flat, has_fallen)
+        obs = self.robot.observe(states)
+        obs, no = obs.reshape(*shape, obs.shape[1]), np.zeros(shape, bool)
+        return StepResult(obs, reward.reshape(shape), has_fallen.reshape(shape), no, no)
+
+    def _states(self, parts: list[Array]) -> States:
+        return States(parts[0], parts[1], dict(zip(self.names[2:], parts[2:], strict=True)))
+
+
 class RobotStepper(MujocoStepper):
     """Steps N copies of one robot; exact, and as fast as `mj_step` allows."""
 
@@ -72,34 +104,23 @@ class RobotStepper(MujocoStepper):
         import mujoco
 
         super().__init__(load_model(robot.xml_file), num_envs)
-        self.robot = robot
+        self.robot, self._judge = robot, Judge(robot, self.model, num_envs)
         self._mj_step: Callable[..., None] = mujoco.mj_step
         # Contact forces are computed only on request of a sensor.
         self._forces = mujoco.mj_rnePostConstraint if "cfrc_ext" in robot.fields else None
-        self._dt = self.model.opt.timestep * robot.frame_skip
         # Cached views into the simulators' memory; each attribute access would create a new one.
-        self._names = ("qpos", "qvel", *robot.fields)
-        self._views = [[getattr(data, name) for name in self._names] for data in self.datas]
+        self._views = [[getattr(data, name) for name in self._judge.names] for data in self.datas]
         self._ctrl = [data.ctrl for data in self.datas]
-        self._start = (self.datas[0].qpos.copy(), self.datas[0].qvel.copy())
-        self._x = np.zeros(num_envs)
 
     def reset(self, row: int, seed: int) -> Array:
         """Start an episode as gymnasium does for this seed; returns (Do,)."""
         import mujoco
-        from gymnasium.utils import seeding
 
-        rng, _ = seeding.np_random(seed)
         data = self.datas[row]
         mujoco.mj_resetData(self.model, data)
-        qpos_noise, qvel_noise = self.robot.noise(rng, self.model.nq, self.model.nv)
-        data.qpos[:] = self._start[0] + qpos_noise
-        data.qvel[:] = self._start[1] + qvel_noise
+        data.qpos[:], data.qvel[:] = draw_start(self.robot, self.model, seed)
         mujoco.mj_forward(self.model, data)
-        states = self._states([view[None] for view in self._views[row]])
-        self._x[row] = self.robot.x(states, self.model)[0]
-        observation: Array = self.robot.observe(states)[0]
-        return observation
+        return self._judge.begin(row, [view[None] for view in self._views[row]])
 
     def step(self, rows: Array, actions: Array) -> StepResult:
         """Advance rows (M,) by actions (M, Da) for one control step (`frame_skip` physics steps)."""
@@ -123,32 +144,26 @@ class RobotStepper(MujocoStepper):
                     forces(model, data)
                 for out, view in pairs:
                     out[j] = view
-        return self._results(rows, seen, actions)
-
-    def _results(self, rows: Array, seen: list[Array], actions: Array) -> StepResult:
-        shape = actions.shape[:2]
-        states = self._states([part.reshape(-1, *part.shape[2:]) for part in seen])
-        x = np.concatenate([self._x[rows, None], self.robot.x(states, self.model).reshape(shape)], axis=1)
-        self._x[rows] = x[:, -1]
-        x_velocity = ((x[:, 1:] - x[:, :-1]) / self._dt).reshape(-1)
-        has_fallen, flat = self.robot.has_fallen(states), actions.reshape(-1, actions.shape[-1])
-        reward = self.robot.reward(states, x_velocity, flat, has_fallen)
-        obs = self.robot.observe(states)
-        obs, no = obs.reshape(*shape, obs.shape[1]), np.zeros(shape, bool)
-        return StepResult(obs, reward.reshape(shape), has_fallen.reshape(shape), no, no)
-
-    def _states(self, parts: list[Array]) -> States:
-        return States(parts[0], parts[1], dict(zip(self._names[2:], parts[2:], strict=True)))
+        return self._judge.results(rows, seen, actions)
 
     def get_state(self) -> dict[str, Array]:
-        return {**super().get_state(), "x": self._x.copy()}
+        return {**super().get_state(), "x": self._judge.x.copy()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         super().set_state(state)
-        self._x = np.array(state["x"], np.float64)
+        self._judge.x = np.array(state["x"], np.float64)
 
     def close(self) -> None:
         self.datas, self._views, self._ctrl = [], [], []
+
+
+def draw_start(robot: Robot, model: mujoco.MjModel, seed: int) -> tuple[Array, Array]:
+    """Return the first qpos (nq,) and qvel (nv,) of an episode, those of gymnasium for this seed."""
+    from gymnasium.utils import seeding
+
+    rng, _ = seeding.np_random(seed)
+    qpos_noise, qvel_noise = robot.noise(rng, model.nq, model.nv)
+    return model.qpos0 + qpos_noise, np.zeros(model.nv) + qvel_noise
 
 
 def load_model(xml_file: str) -> mujoco.MjModel:

@@ -27,6 +27,7 @@ from envs.evaluation.policy_episodes import policy_episodes
 from envs.evaluation.settings import check_seeds
 from envs.fit import task_text
 from envs.rollouts.collect import MAX_ATTEMPTS, collect
+from envs.rollouts.fleet import LOCAL
 from envs.spec import EnvSpec
 from policies import registry
 from policies.bounds import Checked, bounded
@@ -52,9 +53,13 @@ class CollectConfig(Checked):
     keep_failures: bool = False  # also keep episodes that miss the goal
     valid_fraction: float = bounded(0.0, ge=0, lt=1)  # fraction listed under mask/valid
     overwrite: bool = False  # replace an existing file
+    num_workers: int = bounded(0, ge=0)  # processes in which policy plays; 0: this one
+    fleet: Any = None  # where they run: local (null), or ray, the actors of a cluster
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        alone = self.policy is None or self.model is not None
+        self.require("num_workers", not (alone and self.num_workers), "0 unless a policy plays")
         check_seeds("first_seed", self.first_seed, MAX_ATTEMPTS * self.episodes)
         if self.policy is not None:
             for name in ("noise", "expert"):
@@ -129,7 +134,10 @@ def _record(config: CollectConfig, found: ResolvedCollect) -> EpisodeDataset:
     if found.model is not None:
         played, facts = _imagined(config, found, found.model)
     elif found.policy is not None:
-        played = policy_episodes(found.policy.load(), env, first_seed=config.first_seed)
+        played = policy_episodes(
+            found.policy.load(), env, first_seed=config.first_seed,
+            num_workers=config.num_workers, fleet=config.fleet or LOCAL,
+        )  # fmt: skip
     with Counting(f"recording {task_text(env)}", config.episodes) as counting:
         dataset = collect(
             env,

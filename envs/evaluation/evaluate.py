@@ -150,6 +150,7 @@ def evaluate(
     guidance: float | None = EvaluationSettings.guidance,
     keep_observations: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
+    noise_span: int | None = None,
 ) -> Evaluation:
     """Evaluate a policy on seeded episodes.
 
@@ -171,6 +172,8 @@ def evaluate(
         guidance: Weight of the policy's goal or label; None: the policy's own.
         keep_observations: Store `observations`, `actions` and `rewards` of every control step in the rows.
         on_progress: Called with (finished episodes, E).
+        noise_span: Episodes with noise of `noise_seed`; as many after them have that of the next, and so on.
+            None: all.
 
     Raises:
         ConfigError: If an argument is out of range or the policy does not fit the task, images included.
@@ -203,6 +206,7 @@ def evaluate(
         sampling_noise=sampling_noise,
         keep=keep_observations,
         warm_start=short_run,
+        noise_span=noise_span,
     )
     finished = 0
 

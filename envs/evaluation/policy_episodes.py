@@ -12,14 +12,22 @@ from envs.datasets.episode import Episode
 from envs.datasets.windows import DECISION
 from envs.evaluation.evaluate import evaluate
 from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.player import EvaluatedPolicy
 from envs.spec import EnvConfig
 
-TOGETHER = 20  # episodes that are played side by side
+TOGETHER = 20  # episodes that a process plays side by side
 
 
-def policy_episodes(policy: EvaluatedPolicy, env: EnvConfig, *, first_seed: int) -> Iterator[Episode]:
-    """Play a policy without end, one episode per seed from `first_seed` on.
+def policy_episodes(
+    policy: EvaluatedPolicy,
+    env: EnvConfig,
+    *,
+    first_seed: int,
+    num_workers: int = 0,
+    fleet: Fleet = LOCAL,
+) -> Iterator[Episode]:
+    """Play a policy without end, one episode per seed from `first_seed` on; equal for any workers.
 
     Actions are those that were executed, inside the task's box. The noise of an episode depends on its place
     in the order alone. Every step is stored with whether the policy decided there or went on with a chunk,
@@ -28,10 +36,12 @@ def policy_episodes(policy: EvaluatedPolicy, env: EnvConfig, *, first_seed: int)
     Raises:
         ConfigError: If policy and task do not fit.
     """
-    for part in count():
+    parts = max(1, num_workers)
+    for part in count(0, parts):
         rows = evaluate(
-            policy, env, episodes=TOGETHER, first_seed=first_seed + part * TOGETHER, num_envs=TOGETHER,
-            noise_seed=part, keep_observations=True,
+            policy, env, episodes=parts * TOGETHER, first_seed=first_seed + part * TOGETHER,
+            num_envs=parts * TOGETHER, num_workers=num_workers, fleet=fleet,
+            noise_seed=part, noise_span=TOGETHER, keep_observations=True,
         ).rows  # fmt: skip
         for row in rows:
             yield _episode(row, env, policy.chunk.act_steps)

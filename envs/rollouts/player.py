@@ -76,6 +76,7 @@ class EpisodeRunner:
     sampling_noise: str
     keep: bool
     warm_start: WarmStart = field(default_factory=WarmStart)
+    noise_span: int | None = None  # episodes of one root of noise: the next ones have that of the next seed
 
     @cached_property
     def replanner(self) -> Replanner | None:
@@ -83,7 +84,16 @@ class EpisodeRunner:
         return Replanner(self.policy, self.warm_start) if self.warm_start.is_on else None
 
     def generator(self, episode: int) -> torch.Generator:
-        return seeded_generator(self.noise_seed, "evaluation", episode)
+        """Return the generator of the noise of an episode."""
+        root, place = self._place(episode)
+        return seeded_generator(self.noise_seed + root, "evaluation", place)
+
+    def lane(self, episode: int) -> int:
+        """Return the row of its blocks that an episode occupies."""
+        return self._place(episode)[1] % BLOCK_ROWS
+
+    def _place(self, episode: int) -> tuple[int, int]:
+        return (0, episode) if self.noise_span is None else divmod(episode, self.noise_span)
 
     def noise(self, generator: torch.Generator) -> Tensor:
         """Draw the noise of one decision, (*noise_shape), with disabled parts zero."""
@@ -146,7 +156,7 @@ class Evaluator:
 
     def __init__(self, env: EnvConfig, runner: EpisodeRunner, episodes: list[int], num_envs: int) -> None:
         self._runner = runner
-        self._queue = _EpisodeQueue(episodes)
+        self._queue = _EpisodeQueue(episodes, runner.lane)
         width = min(num_envs, len(episodes))
         self._vector: VectorEnv = env.make_vector(width, obs_steps=self._runner.policy.chunk.obs_steps)
         self._tracker = EpisodeTracker(width)
@@ -171,7 +181,8 @@ class Evaluator:
 
     def _begin(self, rows: Array) -> None:
         for row in rows.tolist():
-            lane = int(self._episode[row]) % BLOCK_ROWS if self._episode[row] >= 0 else row % BLOCK_ROWS
+            playing = int(self._episode[row])
+            lane = self._runner.lane(playing) if playing >= 0 else row % BLOCK_ROWS
             self._episode[row] = episode = self._queue.take(lane)
             if episode < 0:
                 continue
@@ -187,7 +198,7 @@ class Evaluator:
         active = self._episode >= 0
         playing = np.flatnonzero(active)
         noise = [self._runner.noise(self._generators[i]) for i in playing.tolist()]
-        lanes = (self._episode[playing] % BLOCK_ROWS).tolist()
+        lanes = [self._runner.lane(episode) for episode in self._episode[playing].tolist()]
         memories = [self._memories[i] for i in playing.tolist()]
         state = {"state": self._obs[playing]}
         obs = state | self._vector.goals(playing) | self._vector.images(playing)
@@ -237,10 +248,10 @@ class _EpisodeBuffer:
 class _EpisodeQueue:
     """Pending episodes, dispatched by lane so that blocks stay full."""
 
-    def __init__(self, episodes: Sequence[int]) -> None:
+    def __init__(self, episodes: Sequence[int], lane_of: Callable[[int], int]) -> None:
         self._lanes: dict[int, list[int]] = {}
         for episode in reversed(episodes):
-            self._lanes.setdefault(episode % BLOCK_ROWS, []).append(episode)
+            self._lanes.setdefault(lane_of(episode), []).append(episode)
 
     def take(self, lane: int) -> int:
         """Return an episode of this lane, else of the fullest one, else -1."""

@@ -1,5 +1,6 @@
 import weakref
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -125,6 +126,16 @@ def test_the_episodes_of_a_policy_are_those_that_happened(name: str) -> None:
             np.testing.assert_allclose(data.rewards[t], step.rewards[0, 0], atol=1e-6)
         last = end - 1
         assert (data.truncated[last], data.terminated[last]) == (step.truncated[0], step.terminated[0])
+
+
+def test_episodes_of_a_policy_are_equal_for_any_number_of_processes() -> None:
+    env = lookup("env", "avoid")(max_episode_steps=5)
+    policy, kept = reaching_out(env), TOGETHER + 5
+    parts = [islice(policy_episodes(policy, env, first_seed=7, num_workers=n), kept) for n in (0, 3)]
+    for one, other in zip(*parts, strict=True):
+        assert one.seed == other.seed
+        assert np.array_equal(one.observations, other.observations)
+        assert np.array_equal(one.actions, other.actions)
 
 
 def test_a_policy_that_fails_too_often_is_not_called_an_expert() -> None:

@@ -67,6 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("explore", patient)
     settings.register_profile("burnish", patient, derandomize=True)
     settings.load_profile("burnish")
+    # Numbers and words of our files are no examples: to find them takes a tenth of collecting.
+    providers = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if constants := getattr(providers, "Constants", None):
+        providers._get_local_constants = functools.cache(constants)
 
 
 def pytest_collection_finish() -> None:

@@ -13,6 +13,7 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.dsrl import DsrlConfig
+from algos.offline.config import TransitionsConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones.mlp import MlpConfig
@@ -162,10 +163,15 @@ def _shared_dataset() -> EpisodeDataset:
 
 @cache
 def accepts(algo: str, process: str) -> bool:
+    """Tell whether an algorithm takes a policy; one of transitions says so before it reads data."""
+    part = small(registry.lookup("algo", algo), process)
     try:
         start = None if algo in FROM_NOTHING else _built(process)
         given = setup(process, dataset=_shared_dataset(), init=start)
-        small(registry.lookup("algo", algo), process).build(given).close()
+        if isinstance(part, TransitionsConfig):
+            part.require_trainable(given, algo)
+        else:
+            part.build(given).close()
     except CapabilityError:
         return False
     except MissingExtraError:

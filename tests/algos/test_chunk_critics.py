@@ -172,11 +172,12 @@ def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], t
 
 @pytest.mark.parametrize(
     "values",
-    [
-        {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3},
-        {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 1, "ascent_lr": 0.1},
-    ],
-    ids=["edits", "ascent"],
+    repeated(
+        [
+            {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 1, "ascent_lr": 0.1},
+            {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3},
+        ]
+    ),
 )
 def test_a_chosen_policy_is_exported_as_one_graph_with_its_critics(
     values: dict[str, Any], tmp_path: Path

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import everything
 from small_algorithms import dataset, init, policy_config, setup, small
 from torch import Tensor
 
@@ -135,11 +136,17 @@ def test_a_larger_coefficient_asks_for_the_better_half_of_the_data_and_is_chosen
     assert float((policy.act(obs, noise=noise)[:, 0, 0] > 0).double().mean()) > 0.85
 
 
-def test_the_policy_is_a_directory_and_a_graph(tmp_path: Path) -> None:
-    policy = moved(begin().snapshot()).with_sampler(Euler(steps=1)).eval()
+def test_the_policy_is_a_directory(tmp_path: Path) -> None:
+    policy = moved(begin().snapshot()).eval()
     again = load_policy(save_policy(policy, tmp_path / "policy"))
     noise = noise_of(policy)
     assert torch.equal(again.act(observed(), noise=noise), policy.act(observed(), noise=noise))
+
+
+@pytest.mark.skipif(not everything, reason="with --all: without it other conditions are exported")
+def test_the_policy_is_a_graph(tmp_path: Path) -> None:
+    policy = moved(begin().snapshot()).with_sampler(Euler(steps=1)).eval()
+    noise = noise_of(policy)
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     pytest.importorskip("onnxscript", reason="needs the extra `export`")
     from policies.export.export import export_onnx

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import everything
 from small_algorithms import dataset, init, policy_config, setup, small
 from torch import Tensor
 
@@ -100,12 +101,18 @@ def test_a_new_label_changes_nothing(name: str) -> None:
         torch.testing.assert_close(found, policy.act(observed(), noise=noise), rtol=0, atol=1e-5)
 
 
-def test_the_policy_is_a_directory_and_a_graph_without_a_label(tmp_path: Path) -> None:
+def test_the_policy_is_a_directory_without_a_label(tmp_path: Path) -> None:
     policy = Advantage(1.5).wrap(labelled().with_sampler(Euler(steps=2))).eval()
     again = load_policy(save_policy(policy, tmp_path / "policy"))
     noise = policy.sample_noise(5, generator=torch.Generator().manual_seed(1))
     assert isinstance(again, AdvantagePolicy) and again.goal_dim == 0 and again.wrapper.guidance == 1.5
     assert torch.equal(again.act(observed(), noise=noise), policy.act(observed(), noise=noise))
+
+
+@pytest.mark.skipif(not everything, reason="with --all: without it other guided policies are exported")
+def test_the_policy_is_a_graph_without_a_label(tmp_path: Path) -> None:
+    policy = Advantage(1.5).wrap(labelled().with_sampler(Euler(steps=2))).eval()
+    noise = policy.sample_noise(5, generator=torch.Generator().manual_seed(1))
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     pytest.importorskip("onnxscript", reason="needs the extra `export`")
     from policies.export.export import export_onnx

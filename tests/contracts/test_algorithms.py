@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from pairwise import Laws, of_each, representatives
+from pairwise import Laws, Shared, of_each, representatives
 from small_algorithms import ALGOS, FROM_NOTHING, PROCESSES, accepts, init, policy_config, small, start
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -50,17 +50,21 @@ def accepted() -> Iterator[Any]:
                 yield pytest.param(algo, process, id=f"{algo}-{process}")
 
 
-def kind_and_process(case: Any) -> tuple[str, str]:
+def loop_and_process(case: Any) -> tuple[str, str]:
     """Return the loop of an algorithm and a process: what may fail together."""
     algo, process = case.values
-    return registry.lookup("algo", algo).__mro__[1].__name__, process
+    *_, loop, _checked, _object = registry.lookup("algo", algo).__mro__
+    return loop.__name__, process
 
 
 MIXED = sorted(accepted(), key=lambda case: zlib.crc32(case.id.encode()))
 """Not the same algorithm first with every process."""
 every_run = Laws(
     ("algo", "process"),
-    dict.fromkeys([*representatives(MIXED, kind_and_process), *of_each(MIXED, lambda case: case.values[:1])]),
+    dict.fromkeys([*representatives(MIXED, loop_and_process), *of_each(MIXED, lambda case: case.values[:1])]),
+)
+every_loop = Shared(
+    "algo,process", of_each(MIXED, lambda case: case.values[:1]), lambda case: loop_and_process(case)[0]
 )
 on_policy = Laws(
     ("algo", "process"),
@@ -73,6 +77,7 @@ ROUNDING = 2 * 16 * torch.finfo(torch.float32).eps / 0.05
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every_run.generate(metafunc)
+    every_loop.generate(metafunc)
     on_policy.generate(metafunc)
 
 
@@ -176,7 +181,7 @@ def test_a_saved_state_continues_bit_by_bit(algo: str, process: str) -> None:
     second.close()
 
 
-@every_run
+@every_loop
 def test_a_run_follows_from_its_seed_and_not_from_global_state(algo: str, process: str) -> None:
     results = []
     for seed, global_seed in ((5, 1), (5, 2), (6, 1)):
@@ -214,7 +219,7 @@ def with_torch_threads(number: int, algo: str, process: str) -> tuple[set[int], 
     return seen, metrics, weights(run.snapshot())
 
 
-@every_run
+@every_loop
 def test_a_run_takes_the_threads_it_was_given_and_not_those_of_the_program(algo: str, process: str) -> None:
     one, many = (with_torch_threads(number, algo, process) for number in (1, 3))
     assert one[0] == many[0] == {1}
@@ -228,7 +233,7 @@ def test_no_threads_at_all_are_refused(algo: str) -> None:
         start(algo, process, num_threads=0)
 
 
-@every_run
+@every_loop
 def test_a_snapshot_is_an_independent_policy_that_saves_and_loads(
     algo: str, process: str, tmp_path: Path
 ) -> None:

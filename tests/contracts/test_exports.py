@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_policies import build, graphs, small
+from test_policies import build, exported, small
 
 from policies import registry
 from policies.errors import ExportError
@@ -26,7 +26,7 @@ CHUNK = {"horizon": 5, "act_steps": 3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("process", "backbone", "sampler"), list(graphs()))
+@pytest.mark.parametrize(("process", "backbone", "sampler"), exported())
 def test_the_export_gives_the_actions_of_the_policy(
     process: str, backbone: str, sampler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

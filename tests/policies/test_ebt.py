@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
+from pairwise import everything
 from small_cloning import finish
 from small_policies import observations, small_policy
 from torch import Tensor
@@ -155,6 +156,7 @@ def test_the_steps_of_training_are_drawn_evenly() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not everything, reason="with --all: without it another energy is learned")
 def test_walks_end_at_the_conditional_mean_of_two_modes() -> None:
     setup = two_mode_setup(0, process=EnergyDescent())
     setup.policy = replace(setup.policy, backbone=MlpConfig(width=64, activation="mish"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import each_value
+from pairwise import each_value, repeated
 from small_cloning import finish
 from small_policies import observations, small_policy
 from torch import Tensor
@@ -181,7 +181,8 @@ CLEARLY = 0.8
 or seed it was 0.93 to 1."""
 
 
-@pytest.mark.parametrize("form", ["dot", "dae"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", repeated(["dot", "dae"]))
 def test_both_modes_are_learned_and_ranked_above_what_lies_between(form: str) -> None:
     config = BcConfig(steps=300, batch_size=64, lr=3e-3, log_every=300, validation_fraction=0.0)
     algorithm = config.build(two_mode_setup(0, process=ScoreEnergy(form=form), width=32))

@@ -29,7 +29,7 @@ STEPS, EPISODES = 12, 2
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Avoid, Policy, Path]:
     """The task, a policy for it with fresh weights, and what was exported of that."""
     env = Avoid(max_episode_steps=STEPS)
-    config = PolicyConfig(process=RectifiedFlow(), sampler=Euler(steps=2), horizon=6, act_steps=3)
+    config = PolicyConfig(process=RectifiedFlow(), sampler=Euler(steps=1), horizon=6, act_steps=3)
     policy = build_policy(config, obs_dim=env.spec.obs_dim, action_dim=env.spec.action_dim, seed=0)
     folder = tmp_path_factory.mktemp("exports") / "made"
     export_onnx(policy, folder, latency_batches=(), batch_sizes=(1,))

@@ -31,7 +31,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("exports") / "honest"
-    export_onnx(small_policy(RectifiedFlow(), Euler(steps=2)), folder, latency_batches=())
+    export_onnx(small_policy(RectifiedFlow(), Euler(steps=1)), folder, latency_batches=())
     return folder
 
 

@@ -29,7 +29,7 @@ from policies.samplers.ode import Euler
 DERIVED = ("lsd", "esd", "mf")
 WITH_DERIVATIVES = [*(FlowMap(objective=name) for name in DERIVED), MeanFlow()]
 NAMES = [*DERIVED, "meanflow"]
-learns_with_all = pytest.mark.skipif(not everything, reason="with --all: without it meanflow learns")
+learns_with_all = pytest.mark.skipif(not everything, reason="with --all: without it other maps learn")
 with_derivatives = pytest.mark.parametrize("process", WITH_DERIVATIVES, ids=NAMES)
 
 BACKBONES = {
@@ -220,6 +220,8 @@ def test_validating_without_gradients_gives_the_same_loss_and_leaves_nothing_beh
 # -- learning --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@learns_with_all
 def test_meanflow_lands_on_both_modes_in_two_and_in_four_steps() -> None:
     policy = trained(MeanFlow(), iterations=400)
     two, four = (score(policy, Euler(steps=steps, clip_action=None)) for steps in (2, 4))

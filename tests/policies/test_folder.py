@@ -10,6 +10,7 @@ import pytest
 import torch
 from forked import exit_code_of
 from messages import mentions
+from pairwise import of_each
 from safetensors.torch import load_file, save_file
 from small_policies import observations, small_policy
 
@@ -237,7 +238,7 @@ def _combinations() -> list[tuple[str, str, int | None]]:
     return found
 
 
-@pytest.mark.parametrize(("process", "sampler", "steps"), _combinations())
+@pytest.mark.parametrize(("process", "sampler", "steps"), of_each(_combinations(), lambda case: case))
 def test_every_process_loads_with_every_sampler(
     process: str, sampler: str, steps: int | None, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from forked import exit_code_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from messages import mentions
+from pairwise import everything
 from small_policies import small_policy
 
 from policies.errors import BurnishError, CheckpointError
@@ -341,7 +342,7 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> None:
         data.pop(path[-1], None) if value is ... else data.update({path[-1]: value})
 
 
-@settings(max_examples=80, suppress_health_check=SHARED_FOLDER)
+@settings(max_examples=80 if everything else 30, suppress_health_check=SHARED_FOLDER)
 @given(changes=CHANGES)
 def test_any_change_of_a_description_loads_or_is_refused_in_words(
     changes: list[tuple[tuple[Any, ...], Any]], directory: Path

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairwise import everything
+from pairwise import each_value, everything, repeated
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 from torch import Tensor, nn
 
@@ -49,8 +49,8 @@ every_image_encoder = pytest.mark.parametrize(
 )
 
 
-COMPILED = list(ENCODERS) if everything else ["state", "resnet-shared", "vit-tokens"]
-"""One of every registered encoder, with the option that changes its graph."""
+COMPILED = list(ENCODERS) if everything else ["resnet-shared"]
+"""A convolutional encoder, with the option that changes its graph; one of attention is exported."""
 
 
 def test_every_registered_encoder_is_tested_here() -> None:
@@ -96,9 +96,9 @@ def observe(policy: Policy, batch: int, seed: int = 0) -> dict[str, Tensor]:
 # -- laws of every encoder ------------------------------------------------------------------------------
 
 
-@every_encoder
-@pytest.mark.parametrize("obs_steps", [1, 2, 3])
-@pytest.mark.parametrize("goal_dim", [0, GOAL_DIM], ids=["", "goal"])
+@pytest.mark.parametrize(
+    ("encoder", "obs_steps", "goal_dim"), each_value(list(ENCODERS.values()), [1, 2, 3], [0, GOAL_DIM])
+)
 def test_shapes_at_every_batch(encoder: Any, obs_steps: int, goal_dim: int) -> None:
     policy = build(encoder, obs_steps, goal_dim=goal_dim)
     assert isinstance(policy.encoder, Encoder)
@@ -543,7 +543,7 @@ def test_two_peaks_share_their_place_by_their_heights() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoder", [replace(RESNET, cameras=("front",)), VIT], ids=["resnet", "vit"])
+@pytest.mark.parametrize("encoder", repeated([VIT, replace(RESNET, cameras=("front",))]))
 def test_an_exported_policy_sees_the_same_images(encoder: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from messages import mentions
+from pairwise import repeated
 from small_policies import observations, small_policy
 from torch import Tensor
 
@@ -108,7 +109,7 @@ def test_a_steered_policy_is_saved_and_acts_the_same(adapter: str, tmp_path: Pat
     assert torch.equal(act(loaded), act(policy))
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("flow", "low_rank"), ("composed", "row_repeat")])
+@pytest.mark.parametrize(("kind", "adapter"), repeated([("flow", "low_rank"), ("composed", "row_repeat")]))
 def test_a_steered_policy_is_exported_as_one_graph(kind: str, adapter: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     policy = steered(replace(SMALL, adapter=adapter), kind)

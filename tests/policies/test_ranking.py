@@ -87,8 +87,8 @@ def test_an_energy_chooses_the_chunk_of_the_lowest(process: Any) -> None:
 
 
 SCORED = [
-    ("density", (RectifiedFlow(), Euler(steps=1))),
     ("density", MIXTURE),
+    ("density", (RectifiedFlow(), Euler(steps=1))),
     ("energy", (EBT[0], Descent(steps=1))),
 ]
 

@@ -131,7 +131,7 @@ def test_a_prediction_at_a_time_is_that_of_the_finest_step() -> None:
     assert policy.table.second_time is not None and not bool(policy.table.second_time.any())
 
 
-@pytest.mark.skipif(not everything, reason="with --all: without it meanflow learns")
+@pytest.mark.skipif(not everything, reason="with --all: without it other maps learn")
 def test_many_steps_land_on_both_modes_and_few_on_more_than_a_flow_s() -> None:
     policy = trained(Shortcut(max_steps=8), iterations=600)
     one, two, eight = (score(policy, Euler(steps=steps, clip_action=None)) for steps in (1, 2, 8))

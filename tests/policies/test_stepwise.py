@@ -51,13 +51,13 @@ STEPWISE = {
     ),
     "x0": lambda: small_policy(VPDiffusion(num_levels=3, prediction="x0"), DDPM(), action_start=1, horizon=5),
     "second time": lambda: small_policy(Shortcut(), Euler(steps=2)),
-    "edm": lambda: small_policy(Edm(), Euler(steps=2)),
-    "two stops": lambda: small_policy(Mip()),
-    "energy": lambda: small_policy(ScoreEnergy(num_levels=4), DDIM(steps=2)),
     "guided with memory": guided_with_memory,
 }
-if everything:  # else a descent is exported by the test of its walks alone
+if everything:  # else gradients are exported by the test of walks alone, and scales of a field as one graph
     STEPWISE["descent"] = lambda: small_policy(EnergyDescent(), Descent(steps=3))
+    STEPWISE["energy"] = lambda: small_policy(ScoreEnergy(num_levels=4), DDIM(steps=2))
+    STEPWISE["edm"] = lambda: small_policy(Edm(), Euler(steps=2))
+    STEPWISE["two stops"] = lambda: small_policy(Mip())
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
+from pairwise import of_each
 from test_td3_update import bandit, flow, small
 from torch import Tensor, nn
 
@@ -57,6 +58,10 @@ ABLE: list[Any] = [
 
 def name_of(case: Any) -> str:
     return case.__name__ if isinstance(case, type) else "-".join(case)
+
+
+def family_of(case: Any) -> list[str]:
+    return [case[0].__mro__[1].__name__]
 
 
 def config_of(kind: Any, options: dict[str, Any]) -> Any:
@@ -128,7 +133,7 @@ def test_half_precision_of_several_seeds_stays_near_that_of_one() -> None:
     assert 0 < difference < 0.05 * way
 
 
-@pytest.mark.parametrize(("kind", "options"), ABLE, ids=name_of)
+@pytest.mark.parametrize(("kind", "options"), of_each(ABLE, family_of), ids=name_of)
 def test_a_seed_goes_on_alone_from_what_was_saved_of_it(kind: Any, options: dict[str, Any]) -> None:
     config = config_of(kind, options)
     runs, group = together(config)
@@ -279,7 +284,7 @@ def bytes_of(folder: Path) -> bytes:
     return (folder / "checkpoints" / "last" / "policy" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("kind", "options"), ABLE, ids=name_of)
+@pytest.mark.parametrize(("kind", "options"), of_each(ABLE, family_of), ids=name_of)
 def test_a_group_resumes_bit_exactly(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
     """Also where it was killed between the checkpoints of two seeds."""
     config = config_of(kind, options)

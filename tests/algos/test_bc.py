@@ -35,7 +35,7 @@ def test_every_process_trains_and_reports(process: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", [RectifiedFlow(), VPDiffusion(num_levels=10, prediction="x0")])
+@pytest.mark.parametrize("process", repeated([VPDiffusion(num_levels=10, prediction="x0"), RectifiedFlow()]))
 @pytest.mark.parametrize("seed", repeated([0, 1, 2]))
 def test_both_modes_are_learned_within_450_steps(process: object, seed: int) -> None:
     config = BcConfig(

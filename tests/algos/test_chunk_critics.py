@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from pairwise import of_each, repeated
+from pairwise import everything, of_each, repeated
 from point_env import PointEnv
 from small_algorithms import dataset, init, policy_config, setup, small, start
 from torch import Tensor
@@ -174,8 +174,8 @@ def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], t
     "values",
     repeated(
         [
-            {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 1, "ascent_lr": 0.1},
             {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3},
+            {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 1, "ascent_lr": 0.1},
         ]
     ),
 )
@@ -412,6 +412,8 @@ def test_rows_that_are_not_executed_have_no_value_gradient() -> None:
     assert bool((learner.value_gradient(cond, chunk)[0, 0] != 0).all())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not everything, reason="with --all: without it another method prefers it")
 def test_adjoint_matching_moves_both_modes_by_their_value_and_keeps_them() -> None:
     """Actions are +-0.6; the value is the first action, so p(a) is that of the data times exp(a tau_Q)."""
     config = QamConfig(
@@ -539,6 +541,8 @@ def test_black_boxes_are_chosen_from_and_corrected(algo: str) -> None:
             begin(replace(config, refit=True), init=black_box)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not everything, reason="with --all: without it another method prefers it")
 def test_qc_prefers_the_better_of_two_modes_that_the_policy_keeps() -> None:
     """Actions are +-0.6; the reward is the first action. The policy stays a clone of both modes."""
     data = two_modes()
@@ -664,7 +668,11 @@ def two_modes(frames: int = 800) -> Any:
 # -- going on in the task -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algo", [*METHODS, *OFFLINE])
+def kind_of(algo: str) -> list[str]:
+    return [registry.lookup("algo", algo).__mro__[1].__name__]
+
+
+@pytest.mark.parametrize("algo", of_each([*METHODS, *OFFLINE], kind_of))
 def test_a_run_goes_on_in_its_task_and_learns_from_what_happens(algo: str) -> None:
     process = "deterministic" if algo in OFFLINE else "flow"
     run = begin(online(algo), process)
@@ -684,7 +692,7 @@ def test_a_run_goes_on_in_its_task_and_learns_from_what_happens(algo: str) -> No
     "algo",
     of_each(
         [algo for algo in (*METHODS, *OFFLINE) if algo != "iql"],  # its rate decays
-        lambda algo: [registry.lookup("algo", algo).__mro__[1].__name__],
+        kind_of,
     ),
 )
 def test_the_steps_on_data_are_those_of_a_run_that_ends_there(algo: str) -> None:
@@ -701,7 +709,7 @@ def test_the_steps_on_data_are_those_of_a_run_that_ends_there(algo: str) -> None
 
 @pytest.mark.parametrize(
     ("algo", "after"),
-    [(algo, 12) for algo in (*METHODS, *OFFLINE)]
+    [(algo, 12) for algo in of_each([*OFFLINE[::-1], *METHODS[::-1]], kind_of)]
     + [(algo, 4) for algo in (*repeated(METHODS), *repeated(OFFLINE))],
 )
 def test_a_run_is_resumed_bit_by_bit_on_data_and_in_its_task(algo: str, after: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import everything
 from point_dppo import SMALL, draws, experience_of, make_init, make_run, shift_weights
 from torch import Tensor
 
@@ -30,7 +31,7 @@ NETS = {
 }
 
 
-@settings(max_examples=30)
+@settings(max_examples=30 if everything else 12)
 @given(
     prediction=st.sampled_from(["eps", "x0", "v"]),
     net=st.sampled_from(sorted(NETS)),

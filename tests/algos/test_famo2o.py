@@ -115,6 +115,8 @@ def mixed(frames: int = 800) -> Any:
     return replace(dataset(frames // 2, 2), actions=actions, rewards=actions[:, 0].clone())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not everything, reason="with --all: without it another method prefers it")
 def test_a_larger_coefficient_asks_for_the_better_half_of_the_data_and_is_chosen() -> None:
     config = Famo2oConfig(
         steps=600, log_every=200, batch_size=64, gamma=0.0, actor_lr=3e-3, critic_lr=3e-3,

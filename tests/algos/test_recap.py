@@ -203,6 +203,8 @@ def share(policy: Any, weight: float) -> float:
     return float((actions[:, 0, 0] > 0).double().mean())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not everything, reason="with --all: without it another method prefers it")
 def test_the_better_half_of_the_data_is_asked_for_and_random_labels_change_nothing() -> None:
     policy = learned(mixed())
     assert 0.3 < share(policy, 0.0) < 0.7

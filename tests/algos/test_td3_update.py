@@ -158,7 +158,7 @@ def test_the_expectile_of_numbers_is_where_their_loss_is_least() -> None:
     assert best == pytest.approx(3 / 4, abs=5e-3)
 
 
-@pytest.mark.parametrize("config", [*CONSTRAINED, IqlConfig], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("config", repeated([*CONSTRAINED, IqlConfig]), ids=lambda c: c.__name__)
 def test_a_new_actor_becomes_better_than_the_data(config: Any) -> None:
     """The data are 0.32 away from the best action on average, and imitating them perfectly is not better."""
     extra = {"alpha": 10.0} if issubclass(config, ConstrainedTd3Config) else {"temperature": 10.0}

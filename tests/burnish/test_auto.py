@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from messages import mentions
+from pairwise import each_value
 
 import burnish
 from algos.dppo import DppoConfig
@@ -33,8 +34,7 @@ def values(algo: str, facts: Facts, *typed: str) -> dict[str, Any]:
     return {one.key: one.value for one in choose(config.algo, facts, fixed) if one.key not in fixed}
 
 
-@pytest.mark.parametrize("facts", [TINY, TUNED])
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize(("algo", "facts"), each_value(ALGORITHMS, [TINY, TUNED]))
 def test_what_is_chosen_composes(algo: str, facts: Facts) -> None:
     written = [f"{key}={quoted(value)}" for key, value in values(algo, facts).items()]
     config = compose_config("train", [f"algo={algo}", *written])

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from dataset_files import write_d4rl_maze
 from omegaconf import OmegaConf
-from pairwise import each_value, of_each, representatives
+from pairwise import each_value, of_each, repeated
 
 import configs
 from burnish.commands import train as train_command
@@ -150,7 +150,9 @@ def test_an_experiment_composes_to_what_its_files_add_up_to(name: str) -> None:
     assert composed(name) == merged_from_differences(name)
 
 
-@pytest.mark.parametrize("name", ["hopper_bc", "kitchen_mixed_bc", "lift_study_bc", "cube_single_bc"])
+@pytest.mark.parametrize(
+    "name", repeated(["kitchen_mixed_bc", "hopper_bc", "lift_study_bc", "cube_single_bc"])
+)
 def test_a_typed_process_replaces_that_of_an_experiment(name: str) -> None:
     assert composed(name).process == VPDiffusion(prediction="eps")
     for typed, expected in (("flow", RectifiedFlow()), ("diffusion", VPDiffusion(prediction="x0"))):
@@ -182,7 +184,7 @@ def _parts(name: str) -> tuple[str | None, str | None]:
     return choices.get("algo"), None if task is None else task().spec.family
 
 
-@pytest.mark.parametrize("name", [n for n in experiments() if n.endswith("_actor")])
+@pytest.mark.parametrize("name", of_each((n for n in experiments() if n.endswith("_actor")), _parts))
 def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
     few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.env_steps=8", "algo.batch_size=4"]
     tiny = [f"experiment={name}", *few, "evaluation.episodes=0", "progress=false"]
@@ -190,7 +192,7 @@ def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
     assert outcome.directory.latest() == 8
 
 
-@pytest.mark.parametrize("name", representatives(filter(_is_offline, experiments()), _parts))
+@pytest.mark.parametrize("name", of_each(filter(_is_offline, experiments()), _parts))
 def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
     config = composed(name)
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
@@ -235,7 +237,7 @@ def _starts_fresh(name: str) -> bool:
     return _choices(name).get("algo") in FRESH
 
 
-@pytest.mark.parametrize("name", [n for n in experiments() if _starts_fresh(n)])
+@pytest.mark.parametrize("name", of_each(filter(_starts_fresh, experiments()), _parts))
 def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
     config = composed(name)
     few = ["algo.num_envs=2", "algo.batch_size=8", "algo.total_steps=16", "algo.warmup_steps=0"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import each_value, everything
+from pairwise import each_value, everything, repeated
 from two_modes import two_mode_setup
 
 from algos.base import Algorithm, Setup
@@ -99,7 +99,7 @@ def assert_resumes_bit_exactly(
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("process", [VPDiffusion(num_levels=5), RectifiedFlow(), GaussianProcess()])
+@pytest.mark.parametrize("process", repeated([VPDiffusion(num_levels=5), RectifiedFlow(), GaussianProcess()]))
 def test_cloning_resumes_bit_exactly(process: object, tmp_path: Path) -> None:
     config = BcConfig(steps=24, batch_size=100, log_every=3, warmup_steps=4, validation_fraction=0.1)
     assert_resumes_bit_exactly(
@@ -187,7 +187,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return run
 
 
-@pytest.mark.parametrize("moment", ["collecting", "updating", "distilling"])
+@pytest.mark.parametrize("moment", repeated(["distilling", "updating", "collecting"]))
 def test_a_run_killed_within_an_iteration_continues_as_if_nothing_had_happened(
     moment: str, whole: RunDirectory, tmp_path: Path
 ) -> None:

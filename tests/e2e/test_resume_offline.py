@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
+from pairwise import of_each
 from test_resume import assert_resumes_bit_exactly
 
 from algos.a2pr import A2prConfig
@@ -43,6 +44,10 @@ def small(config: Any, **options: Any) -> Any:
     return config(**{name: value for name, value in SMALL.items() if name in known} | options)
 
 
+def kind_of(config: Any) -> list[str]:
+    return [config.__mro__[1].__name__]
+
+
 def dataset(frames: int = 120, length: int = 6) -> EpisodeDataset:
     generator = torch.Generator().manual_seed(0)
     ends = torch.zeros(frames, dtype=torch.bool)
@@ -69,19 +74,22 @@ def assert_resumes(config: Any, tmp_path: Path, **parts: Any) -> None:
     assert_resumes_bit_exactly(lambda: config.build(setup), tmp_path, settings, stops=STOPS)
 
 
-@pytest.mark.parametrize("config", NEW, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("config", of_each(NEW, kind_of), ids=lambda c: c.__name__)
 def test_an_actor_from_nothing_resumes_bit_exactly(config: Any, tmp_path: Path) -> None:
     assert_resumes(small(config), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("config", "process"),
-    [
-        (PrdcConfig, VPDiffusion(num_levels=4)),
-        (A2prConfig, RectifiedFlow()),
-        (IqlConfig, RectifiedFlow()),
-        (CdsaConfig, VPDiffusion(num_levels=4)),
-    ],
+    of_each(
+        [
+            (A2prConfig, RectifiedFlow()),
+            (PrdcConfig, VPDiffusion(num_levels=4)),
+            (IqlConfig, RectifiedFlow()),
+            (CdsaConfig, VPDiffusion(num_levels=4)),
+        ],
+        lambda case: kind_of(case[0]),
+    ),
 )
 def test_a_cloned_policy_resumes_bit_exactly(config: Any, process: Any, tmp_path: Path) -> None:
     """Each kind of state on some policy; the contracts go through all policies."""

@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from messages import mentions
+from pairwise import repeated
 
 pytest.importorskip("gymnasium_robotics", reason="needs the extra 'adroit'")
 
@@ -106,7 +107,7 @@ def test_sparse_rewards_equal_those_of_the_sparse_ids(task: str) -> None:
     official.close()
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", repeated(list(TASKS)))
 def test_rows_with_different_scenes_do_not_disturb_each_other(task: str) -> None:
     together, alone = vector_of(task, 3), vector_of(task)
     actions = random_actions(together, 5)
@@ -117,7 +118,7 @@ def test_rows_with_different_scenes_do_not_disturb_each_other(task: str) -> None
         np.testing.assert_array_equal(alone.step_chunk(actions[row : row + 1]).path[0], path[row])
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", repeated(list(TASKS)))
 def test_a_saved_vector_continues_bit_for_bit_with_its_scene(task: str) -> None:
     vector, other = vector_of(task, 2), vector_of(task, 2)
     actions = random_actions(vector, 16)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from dataset_files import made, write_lerobot
 from messages import mentions
+from pairwise import repeated
 
 import burnish
 from burnish.commands.export import ExportConfig, surroundings_of
@@ -123,7 +124,7 @@ def test_files_of_plain_arrays_need_no_rewards(suffix: str, tmp_path: Path) -> N
     torch.testing.assert_close(parts.observations, torch.tensor(OBS).float())
 
 
-@pytest.mark.parametrize("given", [(OBS, ACTIONS), as_dataset((OBS, ACTIONS))], ids=["arrays", "dataset"])
+@pytest.mark.parametrize("given", repeated([(OBS, ACTIONS), as_dataset((OBS, ACTIONS))]))
 def test_objects_are_cloned_and_the_run_can_be_resumed(given: Any, tmp_path: Path) -> None:
     run = burnish.clone(
         given, "trainer.checkpoint_every=1", directory=tmp_path / "runs" / "one", **TINY, **QUIET

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from messages import mentions
+from pairwise import each_value
 
 from envs.engine.vector import ChunkVector
 from envs.evaluation.scores import reference
@@ -102,8 +103,7 @@ def test_points_equal_gymnasium_robotics_bit_for_bit(continuing: bool, reward: s
     assert count["success"] > (10 if continuing else 0), "nobody got to a goal: the rules were not compared"
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize(("name", "dtype"), each_value(list(POINTS), [np.float32, np.float64]))
 def test_all_mazes_of_points_equal_gymnasium_robotics(name: str, dtype: type) -> None:
     actions = np.random.default_rng(1).uniform(-2, 2, (len(SEEDS), 200, 2)).astype(dtype)
     count = compare(name, actions, continuing=True, reward="sparse")
@@ -238,8 +238,7 @@ def test_the_carrot_lies_ahead_on_the_way_and_stops_at_its_end() -> None:
     np.testing.assert_allclose(path.ahead(np.array([1.0, 0.9]), 0.3), [1.0, 1.0])
 
 
-@pytest.mark.parametrize("control", ["force", "waypoint"])
-@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize(("name", "control"), each_value(list(POINTS), ["force", "waypoint"]))
 def test_the_expert_gets_there_in_time(name: str, control: str) -> None:
     hold = 1 if control == "force" else 10
     data = collect(env(name, control=control, hold=hold), episodes=6, first_seed=77)

@@ -122,8 +122,7 @@ def test_a_demonstration_succeeds_in_ogbench_at_the_same_step(name: str, goal: s
     assert episode.success and episode.terminated and not episode.truncated
 
 
-@pytest.mark.parametrize("goal", ["fixed", "appended"])
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize(("name", "goal"), each_value(list(AGENTS), ["fixed", "appended"]))
 def test_success_is_judged_where_and_when_ogbench_does(name: str, goal: str) -> None:
     """Agents are put at the edge of the goal, on both sides of it, and do something."""
     import mujoco
@@ -145,8 +144,9 @@ def test_success_is_judged_where_and_when_ogbench_does(name: str, goal: str) -> 
     assert outcomes[0] == (True, True) and outcomes[-1] == (False, False)
 
 
-@pytest.mark.parametrize("name", ["og-pointmaze-teleport", "og-antmaze-teleport"])
-@pytest.mark.parametrize("task", [0, 5])
+@pytest.mark.parametrize(
+    ("name", "task"), each_value(["og-pointmaze-teleport", "og-antmaze-teleport"], [0, 5])
+)
 def test_teleports_equal_ogbench_and_are_saved(name: str, task: int) -> None:
     vector, other = (vector_of(name, 2, task=5, goal="separate" if task == 0 else "fixed") for _ in range(2))
     stepper: Any = vector.stepper
@@ -285,8 +285,7 @@ def test_tasks_share_one_model_and_leave_no_file_behind() -> None:
 # -- the expert, and datasets -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("name", GUIDED)
+@pytest.mark.parametrize(("name", "task"), each_value(list(GUIDED), [1, 2, 3, 4, 5]))
 def test_the_expert_gets_there_in_time_on_all_tasks(name: str, task: int) -> None:
     for seed in repeated([10, 11]):
         episode = env(name, task=task).demonstrate(seed)  # type: ignore[attr-defined]
@@ -362,7 +361,7 @@ def test_a_drawing_shows_the_whole_maze_and_paths_stay_off_its_walls() -> None:
     assert not ((places > corners) & (places < corners + 4)).all(axis=2).any()
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", repeated(list(AGENTS)))
 def test_a_photograph_shows_the_goal_where_it_is(name: str) -> None:
     require_drawing()
     task: Any = env(name)

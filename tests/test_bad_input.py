@@ -156,8 +156,7 @@ def test_a_file_of_another_kind_or_a_missing_one(shell: Shell) -> None:
 # -- NaN in the data ------------------------------------------------------------------------------------
 
 
-@every_format
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("kind", "value"), each_value(list(WRITERS), [np.nan, np.inf]))
 def test_nan_in_the_data(kind: str, value: float, shell: Shell) -> None:
     path = WRITERS[kind](shell.inputs / "demos.hdf5")
     with h5py.File(path, "r+") as file:

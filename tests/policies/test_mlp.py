@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
-from pairwise import everything, repeated
+from pairwise import each_value, everything, repeated
 from torch import Tensor, nn
 
 from policies.backbones import Backbone
@@ -133,8 +133,7 @@ def test_shared_rows_equal_repeated_rows(net: MlpBackbone, shared: str) -> None:
     assert_same(gradients(net, ours, few.vec), gradients(net, theirs, few.vec), 1e-5)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("batch", [1, 3, 600])
+@pytest.mark.parametrize(("batch", "grad"), each_value([1, 3, 600], [False, True]))
 def test_bind_equals_forward(net: MlpBackbone, batch: int, grad: bool) -> None:
     x, _, cond = inputs(batch)
     times = torch.arange(STEPS).float()

@@ -237,7 +237,7 @@ def test_acting_follows_the_weights(name: str, change: Callable[[Any], None]) ->
     assert (after - before).abs().max() > 1e-3
 
 
-@every_network
+@one_of_each
 def test_acting_follows_each_single_weight(name: str) -> None:
     net = build(name, second_time=True).double()
     x, time, cond = inputs(net, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
-from pairwise import everything
+from pairwise import each_value, everything
 from torch import Tensor, nn
 
 import policies.backbones.unet1d as module
@@ -174,7 +174,7 @@ def test_float32_is_as_close_as_it_can_be(net: Unet1dBackbone) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("horizon", range(1, 34))
+@pytest.mark.parametrize("horizon", range(1, 34) if everything else (*range(1, 10), 16, 33))
 def test_any_horizon_equals_the_chunk_padded_by_its_last_row(horizon: int) -> None:
     chunk = (horizon, 2)
     net = built(CONFIGS["three-levels"], chunk)
@@ -206,8 +206,7 @@ def test_shared_rows_equal_repeated_rows(net: Unet1dBackbone, shared: str) -> No
     assert_same(gradients(net, ours, few.vec), gradients(net, theirs, few.vec))
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("laid_out", [True, False])
+@pytest.mark.parametrize(("grad", "laid_out"), each_value([False, True], [True, False]))
 def test_bind_equals_forward(
     net: Unet1dBackbone, grad: bool, laid_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

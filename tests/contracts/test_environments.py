@@ -23,7 +23,7 @@ from policies.registry import parts
 
 CHUNK = 3
 NAMES = [name for name, part in parts("env").items() if not hasattr(part, "needs")]
-every_task = Shared("name", NAMES, lambda name: name.rpartition("-")[0] or name)
+every_task = Shared("name", NAMES, lambda name: type(env(name)).__module__)
 pytest_generate_tests = every_task.generate
 UNIT = re.compile(r"\w.* \[[^\[\]]+\]$")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairwise import each_value, everything, repeated
+from pairwise import everything, pairwise, repeated
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 from torch import Tensor, nn
 
@@ -97,7 +97,7 @@ def observe(policy: Policy, batch: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("encoder", "obs_steps", "goal_dim"), each_value(list(ENCODERS.values()), [1, 2, 3], [0, GOAL_DIM])
+    ("encoder", "obs_steps", "goal_dim"), pairwise(ENCODERS.values(), [1, 2, 3], [0, GOAL_DIM])
 )
 def test_shapes_at_every_batch(encoder: Any, obs_steps: int, goal_dim: int) -> None:
     policy = build(encoder, obs_steps, goal_dim=goal_dim)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import everything
 from safetensors.torch import load_file
 
 import burnish
@@ -228,6 +229,7 @@ def test_a_report_is_replaced_only_when_asked(base: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not everything, reason="with --all: without it the README's path exports")
 def test_an_export_reproduces_the_tuned_policy(tuned: Run, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     report = burnish.export(tuned, out=tmp_path / "exported")

@@ -124,6 +124,7 @@ def build(process: str, backbone: str, sampler: Any, *, goal_dim: int = 0, **chu
 @cache
 def fits(process: str, **parts: str) -> bool:
     """Tell whether a process can be combined with a sampler or a backbone, by their names."""
+    parts = {"backbone": "mlp"} | parts
     chosen = {group: small(registry.lookup(group, name)) for group, name in parts.items()}
     config = PolicyConfig(process=small(registry.lookup("process", process)), **chosen)
     try:

@@ -153,7 +153,7 @@ def off_policy(name: str) -> tuple[OffPolicyConfig, dict[str, Any]]:
     return DsrlConfig(**small, steering=steering, variant=name.removeprefix("dsrl-")), parts
 
 
-FROM_A_REPLAY = [("na", 0), ("na-mixed", 0), ("dsrl-sac", 0), ("sac", 2)] + [("sac", 0)] * everything
+FROM_A_REPLAY = [("na-mixed", 0), ("dsrl-sac", 0), ("sac", 2)] + [("na", 0), ("sac", 0)] * everything
 
 
 @pytest.mark.parametrize(("name", "num_workers"), FROM_A_REPLAY)

@@ -11,7 +11,8 @@ from messages import mentions
 
 from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.rollouts.rollout import _map_leaves, _to_array, _to_tensor
+from envs.rollouts.collector import map_leaves
+from envs.rollouts.rollout import _to_array, _to_tensor
 from envs.tasks.metaworld.expert import ScriptedExpert
 from envs.tasks.metaworld.tasks import TASKS, MetaworldStepper, load_metaworld
 from policies.errors import ConfigError, MissingExtraError
@@ -90,7 +91,7 @@ def test_a_saved_vector_continues_bit_for_bit(task: str, simulator: None) -> Non
     state = vector.state_dict()
     expected = vector.step_chunk(actions[:, 8:])
     other.reset([7, 8])
-    other.load_state_dict(_map_leaves(_map_leaves(state, _to_tensor), _to_array))  # as a run saves it
+    other.load_state_dict(map_leaves(map_leaves(state, _to_tensor), _to_array))  # as a run saves it
     got = other.step_chunk(actions[:, 8:])
     np.testing.assert_array_equal(got.path, expected.path)
     np.testing.assert_array_equal(got.rewards, expected.rewards)

@@ -172,8 +172,7 @@ def evaluate(
         guidance: Weight of the policy's goal or label; None: the policy's own.
         keep_observations: Store `observations`, `actions` and `rewards` of every control step in the rows.
         on_progress: Called with (finished episodes, E).
-        noise_span: Episodes with noise of `noise_seed`; as many after them have that of the next, and so on.
-            None: all.
+        noise_span: Episodes of one root of noise; the next ones have the next root. None: all.
 
     Raises:
         ConfigError: If an argument is out of range or the policy does not fit the task, images included.
@@ -199,15 +198,9 @@ def evaluate(
         )
     task = prepare_eval(env, policy)
     runner = EpisodeRunner(
-        policy=with_settings(policy, settings),
-        first_seed=first_seed,
-        noise_seed=noise_seed,
-        start_noise=start_noise,
-        sampling_noise=sampling_noise,
-        keep=keep_observations,
-        warm_start=short_run,
-        noise_span=noise_span,
-    )
+        with_settings(policy, settings), first_seed, noise_seed, start_noise, sampling_noise,
+        keep=keep_observations, warm_start=short_run, noise_span=noise_span,
+    )  # fmt: skip
     finished = 0
 
     def count(ended: int) -> None:

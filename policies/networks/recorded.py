@@ -53,10 +53,12 @@ class Recorded(Generic[T]):
         self._graphs: dict[Hashable, _Graph[T]] = {}
 
     def __call__(self, *inputs: Any) -> T:
+        if not (self._is_on and torch.cuda.is_initialized()):
+            return self.function(*inputs)
         leaves = list(_leaves(inputs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         are_copied = all(tensor.is_cuda and not tensor.requires_grad for tensor in tensors)
-        if not (self._is_on and tensors and are_copied):
+        if not (tensors and are_copied):
             return self.function(*inputs)
         signature = self._signature(leaves)
         graph = self._graphs.get(signature)

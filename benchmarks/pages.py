@@ -36,10 +36,18 @@ def keep(page: str, name: str, content: Mapping[str, Any], *, indent: int | None
 
 def configuration(run: RunDirectory) -> dict[str, Any]:
     """Return the composed configuration of a run for a row of results; of paths only the last part."""
-    return {
-        key: Path(value).name if key in ("dataset", "init", "resume") and value else value
-        for key, value in run.config.items()
-    }
+    return without_folders(run.config)
+
+
+def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the last part of its paths."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        is_path = key in ("dataset", "init", "resume", "guide") and isinstance(value, str)
+        found[key] = Path(value).name if is_path else value
+        if isinstance(value, Mapping):
+            found[key] = without_folders(value)
+    return found
 
 
 def kept(page: str, pattern: str = "*.json", *, advice: str = "give task=<policy> first") -> list[Any]:

@@ -1,0 +1,186 @@
+"""Tasks that no experiment knows: `experiment=auto` clones a policy and fine-tunes it, on several seeds.
+
+    python -m benchmarks.studies.new_tasks reacher pick-place --seeds 0,1,2
+    python -m benchmarks.studies.new_tasks adroit-door --dataset door-human.hdf5
+    python -m benchmarks.studies.new_tasks --report                    the page from what is there
+
+Every run leaves one JSON file in docs/results/new_tasks/ (per-episode numbers, curve, composed
+configuration, versions); a run whose file is there is not repeated. The page docs/results/new_tasks.md is
+made of them. The last checkpoint is evaluated, on the same episodes as its clone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import burnish
+from benchmarks import pages
+from benchmarks.studies import once
+from benchmarks.studies.learning import busy, curve, describe_dataset, episode_columns
+from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference
+
+PAGE, EPISODES, AUTO = "new_tasks", 100, "experiment=auto"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, where its demonstrations come from, and what fine-tunes the clone."""
+
+    env: tuple[str, ...]  # overrides that name it
+    demonstrations: int | None  # None: a dataset file is given
+    expert_steps: int | None = (
+        None  # control steps of PPO from nothing that make the expert; None: the task's
+    )
+    algo: str = "dppo"
+    quantity: str = "success"  # or return
+
+
+TASKS = {
+    "pointmaze-umaze": Task(("env=pointmaze-umaze",), 8),
+    "pick-place": Task(("env=metaworld", "env.task=pick-place"), 6),
+    "scene": Task(("env=scene",), 20),
+    "adroit-door": Task(("env=adroit-door", "env.max_episode_steps=300"), None),
+    "reacher": Task(("env=gym", "env.id=Reacher-v5"), 50, 15_000, quantity="return"),
+    "pusher": Task(("env=gym", "env.id=Pusher-v5"), 50, 30_000, quantity="return"),
+}
+
+
+def run_one(name: str, seed: int, *, dataset: str | None, root: Path, workers: int) -> Path:
+    """Record, clone, fine-tune and evaluate one seed, as far as that has not been done; returns its file."""
+    task, target = TASKS[name], pages.RESULTS / PAGE / f"{name}-seed{seed}.json"
+    if target.exists():
+        return target
+    place = root / name / f"seed{seed}"
+    processes: dict[str, Any] = {"num_workers": workers, "num_threads": max(1, workers)}
+    demos = Path(dataset) if dataset else recorded(task, seed, place, processes)
+    # Evaluations on the way change nothing that is learned, and are left out.
+    base = once.trained(place / "clone", *task.env, AUTO, dataset=str(demos), seed=seed, **processes)
+    tuned = once.trained(
+        place / task.algo, AUTO, f"algo={task.algo}", init=str(place / "clone"), seed=seed, **processes
+    )
+    out = str(place / "eval.json")
+    result = burnish.evaluate(
+        tuned, baseline=str(place / "clone"), episodes=EPISODES, num_workers=workers, out=out
+    )
+    assert result.baseline is not None and result.comparison is not None
+    content = {
+        "study": PAGE, "task": name, "algo": task.algo, "seed": seed, "experiment": "auto",
+        "dataset": describe_dataset(demos),
+        "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
+        "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
+        "curve": list(curve(tuned.directory.metrics_path)),
+        "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},
+        "configuration": {
+            "clone": pages.configuration(base.directory), "tune": pages.configuration(tuned.directory)
+        },
+    }  # fmt: skip
+    return pages.keep(PAGE, target.stem, content)
+
+
+def recorded(task: Task, seed: int, place: Path, processes: Mapping[str, Any]) -> Path:
+    """Return the file of a seed's demonstrations, recorded if it is not there."""
+    if task.demonstrations is None:
+        raise SystemExit(f"{task.env[0]} has no expert: give --dataset FILE")
+    path, first = place / "demonstrations.hdf5", once.first_seed(seed)
+    if task.expert_steps is None:
+        name, *options = task.env
+        return once.demonstrations(
+            path, name.removeprefix("env="), task.demonstrations, *options, first=first
+        )
+    if not path.exists():
+        steps = f"algo.env_steps={task.expert_steps}"
+        once.trained(place / "expert", *task.env, AUTO, "algo=ppo", steps, seed=seed, **processes)
+        burnish.collect(
+            policy=str(place / "expert"), episodes=task.demonstrations, first_seed=first, out=str(path)
+        )
+    return path
+
+
+# -- report ---------------------------------------------------------------------------------------------
+
+
+def report() -> Path:
+    """Write the page."""
+    found = pages.kept(PAGE, advice="name a task first")
+    rows = []
+    for name in [name for name in TASKS if any(one["task"] == name for one in found)]:
+        runs = [one for one in found if one["task"] == name]
+        rows += [row(name, [one], str(one["seed"])) for one in runs]
+        if len(runs) > 1:
+            rows.append([f"**{cell}**" if cell else "" for cell in row(name, runs, "all")])
+    lines = ["# New tasks", "", INTRODUCTION, "", pages.INTERVALS, ""]
+    lines += pages.table(COLUMNS, rows)
+    lines += [
+        "",
+        f"Commits: {pages.commits(found)}.{pages.about_commits(found)}",
+        *pages.origin(PAGE, found[0]),
+    ]
+    return pages.write(PAGE, lines)
+
+
+INTRODUCTION = """`python -m benchmarks.studies.new_tasks`: tasks without an experiment. A policy is cloned from
+few demonstrations and fine-tuned, both as `experiment=auto` chooses; nothing else is set. Clone and tuned
+policy play the same 100 episodes. Demonstrations of Reacher and Pusher come from a policy of PPO, stopped
+early; those of the Adroit door are human ([how a clone fares](door.md)); the others are those of the task's
+expert. *Steps* are control steps of fine-tuning."""
+COLUMNS = "task, demonstrations, algorithm, seed, clone, tuned, paired difference, steps, wall".split(", ")
+
+
+def row(name: str, runs: list[Any], seed: str) -> list[str]:
+    """Return the cells of one run, or of all seeds of a task."""
+    task, first = TASKS[name], runs[0]
+    before, after = (np.array([run[when][task.quantity] for run in runs]) for when in ("before", "after"))
+    if len(runs) == 1:
+        difference = Interval(**first["difference"]["difference"])
+    else:
+        difference = paired_difference(before, after)
+    scale, unit = (100, "") if task.quantity == "success" else (1, "return ")
+    digits = 0 if scale == 100 else 1
+    value, low, high = (scale * x for x in (difference.value, difference.low, difference.high))
+    change = f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    spent = ("", "")
+    if len(runs) == 1:
+        spent = f"{first['curve'][-1]['step']:,}", f"{sum(first['wall'].values()) / 60:.0f} min"
+    shown = (unit + quantity(task, values) for values in (before, after))
+    return [name, f"{first['dataset']['episodes']}", first["algo"], seed, *shown, change, *spent]
+
+
+def quantity(task: Task, values: Any) -> str:
+    """Write what values (S, E) say, with the interval."""
+    if task.quantity == "success":
+        return pages.success(values)
+    mean = bootstrap_mean(values)
+    return f"{mean.value:.1f} ({mean.low:.1f} to {mean.high:.1f})"
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("tasks", nargs="*", help=", ".join(TASKS))
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--dataset", help="demonstrations of a task without an expert")
+    parser.add_argument("--root", type=Path, default=Path("runs/new_tasks"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--report", action="store_true", help="write the page from what is there")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    if unknown := set(options.tasks) - set(TASKS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}.")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    for seed in map(int, options.seeds.split(",")):
+        for name in [] if options.report else options.tasks:
+            path = run_one(name, seed, dataset=options.dataset, root=options.root, workers=options.workers)
+            print(f"written: {path}", flush=True)
+    print(f"written: {report()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from algos.base import Metrics, Setup, dataset_of
 from algos.bc import THREADS, Bc, BcConfig
+from envs.datasets.curation import SAMPLING_WEIGHT
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.statistics import statistics_of
 from envs.fit import task_text
@@ -184,6 +185,9 @@ def answers_of(dataset: EpisodeDataset) -> EpisodeDataset:
         torch.zeros_like(last),
         last,
         start,
+        extras={
+            key: dataset.extras[key][steps.frames] for key in (SAMPLING_WEIGHT,) if key in dataset.extras
+        },
         meta={"source": dataset.source},
     )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from algos.cloning.world import LearnedWorld, WorldConfig, answers_of, errors_by_horizon
 from algos.training.serialization import from_plain, to_plain
 from benchmarks.studies.world import MEASURES, agreement, imagined_states
+from envs.datasets.curation import SAMPLING_WEIGHT
 from envs.datasets.episodes import EpisodeDataset
 from envs.engine.learned import LearnedStepper
 from envs.fit import require_same_task
@@ -58,9 +59,13 @@ def episodes(lengths: tuple[int, ...], ended: tuple[bool, ...], *, width: int = 
 
 def test_members_see_changes_rewards_and_flags_of_steps_with_a_successor() -> None:
     data = episodes((3, 2, 1), (True, False, False))
+    data = dataclasses.replace(
+        data, extras=dict(data.extras) | {SAMPLING_WEIGHT: torch.arange(data.num_frames)}
+    )
     rows = answers_of(data)
     assert rows.lengths.tolist() == [3, 1], "the last frame of a recording that was cut has no successor"
     frames = torch.tensor([0, 1, 2, 3])
+    assert torch.equal(rows.extras[SAMPLING_WEIGHT], frames)
     torch.testing.assert_close(rows.observations, torch.cat([data.observations, data.actions], dim=1)[frames])
     assert rows.actions[:, 2].tolist() == frames.tolist()
     assert rows.actions[:, 3:].tolist() == [[0, 0], [0, 0], [1, 1], [0, 0]]

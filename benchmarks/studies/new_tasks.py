@@ -45,6 +45,7 @@ class Task:
 
 TASKS = {
     "pointmaze-umaze": Task(("env=pointmaze-umaze",), 8),
+    "door-open": Task(("env=metaworld", "env.task=door-open"), 2),
     "pick-place": Task(("env=metaworld", "env.task=pick-place"), 6),
     "scene": Task(("env=scene",), 20),
     "adroit-door": Task(("env=adroit-door", "env.max_episode_steps=300"), None),

@@ -126,6 +126,7 @@ def _seed_global_generators(seed: int) -> None:
 def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw few and small frames: pages and clips hold the same."""
     monkeypatch.setattr("burnish.reports.videos.FPS", 4)
+    monkeypatch.setattr("burnish.reports.figures.DPI", 20)
     monkeypatch.setattr("burnish.reports.rollouts._LARGE", {"width": 96, "height": 96})
     monkeypatch.setattr("burnish.reports.rollouts._MOVING_FRAMES", 6)
     monkeypatch.setattr("burnish.reports.rollouts._CLIP_FRAMES", 4)

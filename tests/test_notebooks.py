@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
 import sys
@@ -14,10 +16,15 @@ import nbformat
 import pytest
 from drawing import require_drawing
 from IPython.core.interactiveshell import InteractiveShell
+from pairwise import everything
 from traitlets.config import Config
+
+import burnish
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+RUN = NOTEBOOKS if everything else NOTEBOOKS[1:]
+"""Those that are run: the first takes the steps of the README's path, which runs."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 ALONE: dict[str, Any] = {"num_workers": 0}
@@ -71,7 +78,7 @@ def executed(shell: InteractiveShell, cells: list[Any]) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("small_pictures")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_it_runs_and_shows_a_table_and_a_clip(path: Path, shell: InteractiveShell) -> None:
     require_drawing()
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
@@ -80,6 +87,25 @@ def test_it_runs_and_shows_a_table_and_a_clip(path: Path, shell: InteractiveShel
     sizes.source = "\n".join(f"{name} = {SMALL[name]!r}" for name in named)
     shown = "".join(executed(shell, cells))
     assert "<th>95 % interval</th>" in shown and "data:image/webp;base64," in shown
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_calls_fit_our_functions(path: Path) -> None:
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    calls = [node for node in ast.walk(ast.parse("\n".join(cells))) if isinstance(node, ast.Call)]
+    ours = [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and is_named(call.func.value, "burnish")
+    ]
+    for call in ours:
+        given = {key.arg: key for key in call.keywords if key.arg}
+        inspect.signature(getattr(burnish, call.func.attr)).bind_partial(*call.args, **given)
+    assert len(ours) >= 5
+
+
+def is_named(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

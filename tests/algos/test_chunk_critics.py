@@ -437,12 +437,12 @@ def test_adjoint_matching_moves_both_modes_by_their_value_and_keeps_them() -> No
     ("config", "values"),
     repeated(
         [
+            (IdqlConfig, {"num_candidates": 16}),
             (
                 PaRlConfig,
                 {"num_candidates": 8, "ascent_lr": 0.05, "temperature": 0.1, "refit_after": 30}
                 | {"steps": 100, "log_every": 100, "batch_size": 32},
             ),
-            (IdqlConfig, {"num_candidates": 16}),
             (TrqamConfig, {"divergence_budget": 0.5, "refit": False}),
         ]
     ),

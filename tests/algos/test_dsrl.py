@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from pairwise import of_each
+from pairwise import repeated
 from point_env import PointEnv, PointStepper
 from point_steering import AS_IT_IS, changed, composed, dataset, flow, start
 from torch import Tensor
@@ -343,15 +343,14 @@ def test_a_share_may_be_any_number_and_is_drawn_together_with_experience() -> No
 
 @pytest.mark.parametrize(
     ("variant", "make", "steps"),
-    of_each(
+    repeated(
         [
             pytest.param("na", flow, None, id="na-flow"),
             pytest.param("sac", composed, None, id="sac-composed"),
             pytest.param(
                 "na", partial(flow, VPDiffusion(num_levels=10, prediction="eps")), 5, id="na-diffusion"
             ),
-        ],
-        lambda case: [case.values[0]],
+        ]
     ),
 )
 def test_a_point_is_steered_to_its_goal_by_a_policy_that_never_learned_the_way(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from messages import mentions
+from pairwise import everything
 from point_env import PointEnv
 from point_steering import dataset
 from torch import Tensor, nn
@@ -181,6 +182,7 @@ def test_values_look_beyond_time_limits_and_not_beyond_ends(terminated: float, v
     torch.testing.assert_close(found, torch.full_like(found, value), rtol=0, atol=0.05)
 
 
+@pytest.mark.skipif(not everything, reason="with --all: without it steered actors keep their entropy")
 def test_a_bandit_is_solved_and_its_entropy_is_the_one_asked_for() -> None:
     """Reward -8 |a - a*|^2, one step: the mean goes to a*, the temperature keeps the target entropy."""
     best, target_entropy = torch.tensor([0.4, -0.3]), -2.0

@@ -55,7 +55,7 @@ def judge_hostile_files(figures: dict[str, Any], count: int) -> None:
 def test_hostile_files_end_in_one_error(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("pyarrow")
-    count, told = 24, tmp_path / "figures.json"
+    count, told = 12, tmp_path / "figures.json"
 
     def opened() -> None:
         told.write_text(json.dumps(open_hostile_files(tmp_path / "files", count, 0)))

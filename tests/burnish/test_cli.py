@@ -158,7 +158,7 @@ def test_a_run_below_a_file_is_refused_in_one_line(
 def test_a_mistake_in_a_process_of_its_own_exits_with_2_and_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = _run("train", "algo.lrr=1", cwd=tmp_path)
+    done = _run("eval", "--polcy", "x", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("burnish: error: ") and done.stderr.count("\n") == 1
     monkeypatch.chdir(tmp_path)

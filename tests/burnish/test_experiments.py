@@ -178,10 +178,11 @@ def test_every_experiment_says_what_it_is() -> None:
 
 
 def _parts(name: str) -> tuple[str | None, str | None]:
-    """Return the algorithm of an experiment and the family of its task."""
+    """Return the kind of loop of an experiment and the family of its task: contracts run all algorithms."""
     choices = _choices(name)
     task = registry.parts("env").get(choices.get("env", ""))
-    return choices.get("algo"), None if task is None else task().spec.family
+    loop = registry.lookup("algo", choices["algo"]).__mro__[1].__name__ if "algo" in choices else None
+    return loop, None if task is None else task().spec.family
 
 
 @pytest.mark.parametrize("name", of_each((n for n in experiments() if n.endswith("_actor")), _parts))
@@ -233,11 +234,15 @@ def test_mazes_train_on_files_of_d4rl_and_are_judged(
     assert found.get("d4rl_score", 0.0) == 100 * found["success"] and "return_cvar" in found
 
 
+def _algorithm(name: str) -> list[str]:
+    return [_choices(name)["algo"]]
+
+
 def _starts_fresh(name: str) -> bool:
     return _choices(name).get("algo") in FRESH
 
 
-@pytest.mark.parametrize("name", of_each(filter(_starts_fresh, experiments()), _parts))
+@pytest.mark.parametrize("name", of_each(filter(_starts_fresh, experiments()), _algorithm))
 def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
     config = composed(name)
     few = ["algo.num_envs=2", "algo.batch_size=8", "algo.total_steps=16", "algo.warmup_steps=0"]
@@ -291,9 +296,7 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, cloned: Cloned
 IMAGES = [name for name in filter(_tunes, experiments()) if "_image_" in name]
 
 
-@pytest.mark.parametrize(
-    "name", of_each(IMAGES, lambda name: [_choices(name)["algo"], _choices(name)["env"]])
-)
+@pytest.mark.parametrize("name", of_each(IMAGES, _algorithm))
 def test_one_tiny_iteration_from_images(name: str, cloned: Cloned, tmp_path: Path) -> None:
     one_tiny_iteration(name, cloned, tmp_path, "encoder.width=8", "encoder.features=8")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from entry import exit_code
+from forked import started
 from messages import mentions
 
 from algos.training.provenance import processor_name
@@ -135,7 +136,31 @@ def test_a_damaged_run_is_shown_as_such_and_never_as_markup(tmp_path: Path, line
     assert "<script>" not in html and "<b>" not in html
 
 
-def test_a_run_is_continued_and_stopped_with_a_checkpoint(tmp_path: Path) -> None:
+class Copy:
+    """What `subprocess.Popen` would start, in a copy of this process."""
+
+    def __init__(self, command: list[str], *, stdout: int, **_: Any) -> None:
+        assert command[:3] == [sys.executable, "-m", "burnish"]
+        self._words, self._stdout = command[3:], stdout
+        self._process = started(self._run)
+
+    def _run(self) -> None:
+        for stream in (1, 2):
+            os.dup2(self._stdout, stream)
+        sys.exit(exit_code(*self._words))
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+
+def test_a_run_is_continued_and_stopped_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burnish.lab.run_control.subprocess.Popen", Copy)
     path, data = tmp_path / "runs" / "run", Path(DATA).resolve()
     sizes = ["algo.steps=1000000", "algo.batch_size=8", "backbone.width=8", "evaluation.episodes=0"]
     with pytest.MonkeyPatch.context() as patch:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from forked import command
 from messages import mentions
+from pairwise import everything
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -276,12 +277,12 @@ def hostile_bytes(draw: random.Random) -> bytes:
     return draw.choice(makers)()
 
 
-def test_a_thousand_hostile_requests_leave_it_alive(server: LabServer) -> None:
+def test_hostile_requests_leave_it_alive(server: LabServer) -> None:
     """A visitor meanwhile is answered; no data is given away, and memory is not."""
     draw, secret, before = random.Random(0), token_of(server).encode(), resident_mb()
     with visit(server) as visitor:
         talk(visitor, {"id": 0, "controls": {"plans": 1}}, "id")
-        for number in range(1, 1001):
+        for number in range(1, 1001 if everything else 301):
             with socket.create_connection(("127.0.0.1", server.port), timeout=30) as hostile:
                 try:
                     hostile.sendall(hostile_bytes(draw))

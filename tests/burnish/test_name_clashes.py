@@ -43,9 +43,9 @@ def test_a_program_is_told_of_a_foreign_package_before_it_is_imported(file: str,
 def test_a_command_uses_our_packages_beside_foreign_ones(tmp_path: Path) -> None:
     foreign = "raise SystemExit('imported')"
     (tmp_path / "policies.py").write_text(foreign)
-    done = ran_beside("envs/__init__.py", foreign, tmp_path, "-m", "burnish", "list", "datasets")
+    done = ran_beside("envs/__init__.py", foreign, tmp_path, "-m", "burnish", "list", "algos")
     assert done.returncode == 0, done.stderr
-    assert "robomimic" in done.stdout
+    assert "dppo" in done.stdout
 
 
 def test_a_command_refuses_a_foreign_package_that_is_imported_already(tmp_path: Path) -> None:

@@ -184,20 +184,19 @@ def graphs() -> Iterator[Any]:
 
 
 def exported() -> list[Any]:
-    """Graphs that are exported: of plain perceptrons every other one, as compiling traces loops too."""
+    """Graphs that are exported: each network, attention by its gradient alone, one loop of a perceptron."""
     cases = list(graphs())
-    return cases if everything else [case for case in cases if case not in _plain(cases)[1::2]]
+    return cases if everything else [case for case in cases if _is_exported(case)]
 
 
 def compiled() -> list[Any]:
-    """Loops that are compiled: those that are not exported, gradients of a perceptron, and attention."""
-    cases = list(graphs())
-    chosen = [*_plain(cases)[1::2], *(case for case in cases if case.id in ("ebt-mlp", "flow-transformer"))]
-    return COMBINATIONS if everything else chosen
+    """Loops that are compiled: those that are not exported."""
+    return COMBINATIONS if everything else [case for case in graphs() if not _is_exported(case)]
 
 
-def _plain(cases: list[Any]) -> list[Any]:
-    return [case for case in cases if case.values[1] == "mlp" and case.values[0] not in STEEP]
+def _is_exported(case: Any) -> bool:
+    process, backbone, _ = case.values
+    return process == "diffusion" if backbone == "mlp" else case.id != "flow-transformer"
 
 
 COMBINATIONS = list(combinations())

@@ -147,7 +147,7 @@ def test_a_worker_has_the_environment_of_the_program_as_it_is_now(monkeypatch: p
     monkeypatch.setattr(fork_server, "_current", None)  # one that starts with the first value
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     name = "BURNISH_TEST_OF_WORKERS"
-    for value in ("first", "second", None):
+    for value in ("first", None):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)

@@ -23,6 +23,7 @@ from official_critics import (
     restore_gradients,
     valid_rows,
 )
+from pairwise import repeated
 from torch import Tensor
 
 from algos.critics.qam import QamConfig, QamLearner
@@ -248,7 +249,7 @@ def test_the_fixed_point_of_a_gaussian_and_a_linear_value(arrays: dict[str, Any]
 
 
 @trust
-@pytest.mark.parametrize("budget", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("budget", repeated([0.2, 0.05, 1.0]))
 def test_the_divergence_settles_at_its_budget(arrays: dict[str, Any], budget: float) -> None:
     """Where a flow follows the weight at once: (g s)^2 / (2 lambda^2) of a Gaussian and a linear value."""
     learner = learner_of(arrays)

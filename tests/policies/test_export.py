@@ -64,8 +64,9 @@ def deep_policy() -> Policy:
 
 
 # Every process and sampler by itself is exported in tests/contracts; these are their options.
-CASES = {"switched": switched_policy, "deep-float64": deep_policy}
-if everything:  # else exported in steps alone
+CASES = {"deep-float64": deep_policy}
+if everything:  # else compiled, and exported in steps alone
+    CASES["switched"] = switched_policy
     CASES["diffusion-ddim-noisy"] = lambda: small_policy(
         VPDiffusion(num_levels=8, prediction="v"),
         DDIM(steps=2, eta_per_dim=(0.2, 1.0), eps_clip=2.0, recompute_eps=False),

@@ -17,6 +17,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError
 from policies.importing.importing import import_policy
 from policies.importing.robomimic import RobomimicSource
+from policies.policy import Policy
 from policies.samplers.ddpm import DDIM
 from policies.storage.policy_folder import load_policy, save_policy
 
@@ -57,7 +58,7 @@ def observation(arrays: dict[str, Tensor], keys: tuple[str, ...]) -> dict[str, T
     ("kind", "averaged", "keys"),
     each_value(KINDS, [True, False], [("object", "robot0_eef_pos"), ("robot0_eef_pos", "object")]),
 )
-def test_an_import_acts_as_the_program(
+def test_an_import_acts_as_the_program_and_can_be_fine_tuned(
     kind: str, averaged: bool, keys: tuple[str, ...], tmp_path: Path
 ) -> None:
     path, arrays = written(kind, tmp_path, averaged=averaged)
@@ -67,14 +68,13 @@ def test_an_import_acts_as_the_program(
     torch.testing.assert_close(actions, arrays["out"], rtol=1e-4, atol=2e-5)
     assert conversion.entry == ("model/ema" if averaged else "model/nets")
     assert conversion.normalizer["action"] == "checkpoint"
+    assert_can_be_fine_tuned(policy, arrays, keys)
 
 
-def test_an_import_can_be_fine_tuned(tmp_path: Path) -> None:
-    path, arrays = written("images", tmp_path)
-    policy, _ = import_policy(path, RobomimicSource())
+def assert_can_be_fine_tuned(policy: Policy, arrays: dict[str, Tensor], keys: tuple[str, ...]) -> None:
     assert isinstance(policy, DenoisingPolicy) and isinstance(policy.sampler, DDIM)
     generator = torch.Generator().manual_seed(0)
-    cond = policy.encode(observation(arrays, ("object", "robot0_eef_pos")), generator=generator)
+    cond = policy.encode(observation(arrays, keys), generator=generator)
     policy.matching_loss(cond, arrays["noise"], policy.sample_te(2, generator=generator)).mean().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in policy.parameters())
 

@@ -48,12 +48,14 @@ STEPWISE = {
     "clipped eps": lambda: small_policy(
         VPDiffusion(num_levels=8, prediction="v"),
         DDIM(steps=2, eta_per_dim=(0.2, 1.0), eps_clip=2.0, recompute_eps=False),
+        action_start=1,
+        horizon=5,
     ),
-    "x0": lambda: small_policy(VPDiffusion(num_levels=3, prediction="x0"), DDPM(), action_start=1, horizon=5),
-    "second time": lambda: small_policy(Shortcut(), Euler(steps=2)),
     "guided with memory": guided_with_memory,
 }
 if everything:  # else gradients are exported by the test of walks alone, and scales of a field as one graph
+    STEPWISE["x0"] = lambda: small_policy(VPDiffusion(num_levels=3, prediction="x0"), DDPM())
+    STEPWISE["second time"] = lambda: small_policy(Shortcut(), Euler(steps=2))
     STEPWISE["descent"] = lambda: small_policy(EnergyDescent(), Descent(steps=3))
     STEPWISE["energy"] = lambda: small_policy(ScoreEnergy(num_levels=4), DDIM(steps=2))
     STEPWISE["edm"] = lambda: small_policy(Edm(), Euler(steps=2))

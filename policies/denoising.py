@@ -18,7 +18,7 @@ from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Hooks, Kind, Reduction, Rng, Start
 from policies.registry import register
 from policies.samplers.loop import denoise
-from policies.samplers.step_table import StepTable, transition
+from policies.samplers.step_table import StepTable, table_of, transition
 
 
 @register("policy_class", "denoising")
@@ -53,7 +53,7 @@ class DenoisingPolicy(Policy):
 
     def _use_sampler(self, sampler: Any, *, tuned_steps: int | None, log_prob_min_std: float | None) -> None:
         self.sampler = sampler
-        self.table: StepTable = sampler.table(self.process)
+        self.table: StepTable = table_of(sampler, self.process)
         self.noise_sensitive = not (self.table.is_deterministic and self.table.start_std == 0)
         self.log_prob_min_std = sampler.min_std if log_prob_min_std is None else log_prob_min_std
         steps = self.table.num_steps

@@ -26,6 +26,8 @@ from hydra.core.config_store import ConfigStore
 from hypothesis import HealthCheck, settings
 from torch.utils._traceback import CapturedTraceback
 
+from algos.training import provenance
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -60,12 +62,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
     # That the handle is open is still asked.
     os.fsync = lambda handle: os.fstat(handle) and None
+    provenance._commit = functools.cache(provenance._commit)  # asks git twice, for every run
     # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
     # that is standard error at this moment. While a test captures that, it would be pytest's own file.
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
     patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("explore", patient)
-    settings.register_profile("burnish", patient, derandomize=True)
+    few = settings(patient, max_examples=100 if pairwise.everything else 40)
+    settings.register_profile("burnish", few, derandomize=True)
     settings.load_profile("burnish")
     # Numbers and words of our files are no examples: to find them takes a tenth of collecting.
     providers = sys.modules.get("hypothesis.internal.conjecture.providers")

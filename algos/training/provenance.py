@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def processor_name() -> str:
     return str(known.get("cpu_name") or platform.processor() or platform.machine())
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

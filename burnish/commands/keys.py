@@ -20,6 +20,7 @@ import typing
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -246,11 +247,12 @@ def _documented(docstring: str) -> Iterator[tuple[str, str]]:
                 yield name.strip(), " ".join(text.split("\n\n")[0].split())
 
 
-def _commented(kind: type) -> Iterator[tuple[str, str]]:
+@cache
+def _commented(kind: type) -> list[tuple[str, str]]:
     try:
         source = textwrap.dedent(inspect.getsource(kind))
     except OSError:  # a `variant` without fields of its own
-        return
+        return []
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -258,10 +260,12 @@ def _commented(kind: type) -> Iterator[tuple[str, str]]:
     }
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
+    found = []
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-            yield node.target.id, " ".join(comments[line] for line in lines if line in comments)
+            found.append((node.target.id, " ".join(comments[line] for line in lines if line in comments)))
+    return found
 
 
 def _in_yaml(text: str) -> str:

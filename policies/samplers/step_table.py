@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -151,6 +152,24 @@ class StepTable:
             with torch.inference_mode(False):
                 self._copies[key] = getattr(self, name).to(device=like.device, dtype=like.dtype)
         return self._copies[key]
+
+
+def table_of(sampler: Any, process: Any) -> StepTable:
+    """Return a sampler's table for a process; equal ones share it, as nothing changes a table."""
+    try:
+        hash((sampler, process))
+        is_kept = not torch.compiler.is_compiling()
+    except TypeError:  # options of another program
+        is_kept = False
+    table: StepTable = _kept_table(sampler, process) if is_kept else sampler.table(process)
+    return table
+
+
+@lru_cache(maxsize=64)
+def _kept_table(sampler: Any, process: Any) -> StepTable:
+    with torch.inference_mode(False):  # made while sampling, it is also used in training
+        table: StepTable = sampler.table(process)
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from messages import mentions
+from pairwise import each_value
 from small_cloning import PROCESSES, finish, tiny, weights
 from two_modes import two_mode_setup
 
 from policies.errors import CheckpointError
 
 
-@pytest.mark.parametrize("stop_at", [2, 4])
-@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize(("process", "stop_at"), each_value(PROCESSES, [2, 4]))
 def test_continuation_is_bit_exact(process: object, stop_at: int) -> None:
     config = tiny(validation_fraction=0.1, validation_every=2)
     straight = config.build(two_mode_setup(process=process))

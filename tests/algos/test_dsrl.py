@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from pairwise import repeated
+from pairwise import each_value, repeated
 from point_env import PointEnv, PointStepper
 from point_steering import AS_IT_IS, changed, composed, dataset, flow, start
 from torch import Tensor
@@ -60,8 +60,7 @@ def rows_of(run: OffPolicyRun) -> ChunkBatch:
 # -- what it leaves alone -------------------------------------------------------------------------------
 
 
-@every_variant
-@pytest.mark.parametrize("make", [flow, composed])
+@pytest.mark.parametrize(("variant", "make"), each_value(VARIANTS, [composed, flow]))
 def test_the_base_policy_behaves_bit_by_bit_as_before(variant: str, make: Any, tmp_path: Path) -> None:
     given = make()
     before, flags = acts(given), [p.requires_grad for p in given.parameters()]

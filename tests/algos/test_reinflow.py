@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import mentions
+from pairwise import everything
 from point_flows import REINFLOW, make_flow, make_run
 
 from algos.onpolicy.reinflow_ratio import NoiseConfig, PathTerm, ReinflowRatio
@@ -220,6 +221,7 @@ def test_the_noise_follows_the_share_of_the_run(env_steps: int | None) -> None:
     run.close()
 
 
+@pytest.mark.skipif(not everything, reason="with --all: without it the contracts resume it")
 def test_a_resumed_run_continues_bit_for_bit_with_its_noise(tmp_path: Path) -> None:
     config = replace(REINFLOW, bc_weight=0.1, entropy_coef=0.01)
     straight = make_run(config)

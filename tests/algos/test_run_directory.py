@@ -14,6 +14,7 @@ import pytest
 import torch
 from forked import exit_code_of
 from messages import mentions
+from pairwise import everything
 from random_walk import tiny_policy
 
 import algos.training.provenance
@@ -206,7 +207,7 @@ def test_an_end_at_any_moment_of_saving_leaves_loadable_checkpoints(tmp_path: Pa
         for step in (1, 2):
             before.save_checkpoint(step, tiny_policy(step), {"value": step})
     while ended:
-        moment += 1
+        moment += 1 if everything else 1 + moment % 3 % 2  # of three moments one is left out
         copy = shutil.copytree(before.path, tmp_path / f"run-{moment}", symlinks=True)
         run = RunDirectory.open(copy)
         with run.claim():

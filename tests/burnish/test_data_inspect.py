@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from pairwise import repeated
 
 import burnish
 from burnish import cli
@@ -182,7 +183,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("burnish.commands.data_inspect.draw_dataset", lambda *_: b"")
 
 
-@pytest.mark.parametrize("write", [write_robomimic, write_d4rl, write_minari])
+@pytest.mark.parametrize("write", repeated([write_robomimic, write_d4rl, write_minari]))
 def test_facts_are_the_dataset_s(tmp_path: Path, noisy: EpisodeDataset, write: Any) -> None:
     write(tmp_path / "toy-v0", noisy)
     facts = inspected(tmp_path / "toy-v0", samples=50)

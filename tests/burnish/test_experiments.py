@@ -36,6 +36,7 @@ FROM_REPLAY = ("dsrl", "sac", "rlpd")
 FRESH = ("sac", "rlpd")
 QUICK = ("evaluation.episodes=0", "num_workers=0", "progress=false", "num_threads=1")
 Cloned = Callable[..., tuple[Path, Path]]
+LOOPS = ("OnPolicyConfig", "OffPolicyConfig", "ChunkCriticConfig", "TransitionsConfig")
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
@@ -113,6 +114,7 @@ def merged_from_differences(name: str) -> TrainConfig:
     return merged
 
 
+@cache
 def _option(group: str, name: str) -> Any:
     """Return the node of a part, or of a file with other defaults of one."""
     if name not in presets(group):
@@ -177,11 +179,12 @@ def test_every_experiment_says_what_it_is() -> None:
     assert not [name for name, text in lines.items() if sum(line.startswith("# ") for line in text) < 2]
 
 
-def _parts(name: str) -> tuple[str | None, str | None]:
+def _parts(name: str) -> tuple[str, str | None]:
     """Return the kind of loop of an experiment and the family of its task: contracts run all algorithms."""
     choices = _choices(name)
     task = registry.parts("env").get(choices.get("env", ""))
-    loop = registry.lookup("algo", choices["algo"]).__mro__[1].__name__ if "algo" in choices else None
+    bases = {base.__name__ for base in registry.lookup("algo", choices.get("algo", "bc")).__mro__}
+    loop = next((one for one in LOOPS if one in bases), "")
     return loop, None if task is None else task().spec.family
 
 

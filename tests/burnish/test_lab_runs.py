@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,7 +161,7 @@ class Copy:
 def test_a_run_is_continued_and_stopped_with_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burnish.lab.run_control.subprocess.Popen", Copy)
+    monkeypatch.setattr("burnish.lab.run_control.subprocess", SimpleNamespace(Popen=Copy, DEVNULL=None))
     path, data = tmp_path / "runs" / "run", Path(DATA).resolve()
     sizes = ["algo.steps=1000000", "algo.batch_size=8", "backbone.width=8", "evaluation.episodes=0"]
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 from messages import mentions
-from pairwise import each_value, repeated
+from pairwise import each_value, everything, repeated
 
 from envs.engine.vector import ChunkVector
 from envs.make import env
@@ -77,6 +77,7 @@ def play(
     return count
 
 
+@pytest.mark.skipif(not everything, reason="with --all: without it every robot is compared for fewer")
 @pytest.mark.parametrize("dtype", repeated([np.float64, np.float32]))
 def test_five_hundred_hopper_chunks_equal_gymnasium(dtype: type) -> None:
     assert play("hopper", num_chunks=500, limit=1000, scale=1.5, dtype=dtype)["terminated"] > 50

@@ -11,6 +11,7 @@ import pytest
 import torch
 from drawing import require_drawing
 from messages import mentions
+from pairwise import everything
 
 from envs.datasets import Episode, read_dataset, write_robomimic
 from envs.engine.pixels import match_cameras
@@ -117,6 +118,7 @@ def test_a_saved_vector_goes_on_with_its_pictures() -> None:
     other.close()
 
 
+@pytest.mark.skipif(not everything, reason="with --all: without it a replay has the states that are drawn")
 def test_cubes_look_as_in_the_visual_worlds_of_ogbench(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their model, state and camera, drawn by our renderer: theirs is chosen when MuJoCo is imported."""
     pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")

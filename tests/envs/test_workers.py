@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import started
 from messages import mentions
 from pairwise import repeated
 
@@ -24,7 +24,6 @@ from envs.engine import fork_server
 from envs.engine.workers import LocalWorkers, ProcessWorkers, receive, send, start_workers
 from policies.errors import ConfigError, WorkerError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 
 
@@ -265,28 +264,26 @@ def test_local_workers_do_the_same_here_on_one_thread() -> None:
 
 @pytest.mark.parametrize("in_main_thread", repeated([False, True]))
 def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
-    script = (
-        "import threading\n"
-        "from envs.engine import fork_server\n"
-        "from envs.engine.workers import ProcessWorkers\n"
-        "from test_workers import Probe\n"
-        "def run():\n"
-        "    workers = ProcessWorkers(Probe, [(1,), (2,)])\n"
-        "    print(*workers.pids, fork_server._current._process.pid, flush=True)\n"
-        "    workers.call('work_for_ever', [(), ()])\n"
-    ) + ("run()" if in_main_thread else "t = threading.Thread(target=run); t.start(); t.join()")
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), str(Path(__file__).parent)])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    ours, theirs = os.pipe()
+
+    def run() -> None:
+        workers = ProcessWorkers(Probe, [(1,), (2,)])
+        pids = (*workers.pids, fork_server._current._process.pid)  # type: ignore[union-attr]
+        os.write(theirs, f"{' '.join(map(str, pids))}\n".encode())
+        workers.call("work_for_ever", [(), ()])
+
+    def begin() -> None:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    parent = started(run if in_main_thread else begin)
+    os.close(theirs)
+    with open(ours) as told:
+        pids = [int(pid) for pid in told.readline().split()]
     assert len(pids) == 3 and all(alive(pid) for pid in pids)
     parent.kill()
-    parent.wait()
-    parent.stdout.close()
+    parent.join()
     assert wait_until(lambda: not any(alive(pid) for pid in pids))
 
 

@@ -8,9 +8,9 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from official_networks import stored
 from torch import Tensor, nn
 
 from algos.transitions import Batch
@@ -29,11 +29,8 @@ STATED = {"rtol": 1e-5, "atol": 1e-5}
 
 def arrays_of(path: Path) -> dict[str, Any]:
     """Read every array of a reference file."""
-    with np.load(path, allow_pickle=False) as file:
-        return {
-            name: str(file[name]) if file[name].dtype.kind == "U" else torch.from_numpy(file[name])
-            for name in file.files
-        }
+    found = stored(path)
+    return {name: str(one) if one.dtype.kind == "U" else torch.from_numpy(one) for name, one in found.items()}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from official_networks import stored
 from torch import Tensor
 
 from algos.dsrl import DsrlConfig, SteeredActor
@@ -28,8 +29,7 @@ WEIGHT = {"rtol": 0.0, "atol": 1e-6}
 
 def read(path: Any) -> dict[str, Any]:
     """Return the arrays of a file as tensors, and texts as they are."""
-    with np.load(path, allow_pickle=False) as file:
-        return {name: _value(file[name]) for name in file.files}
+    return {name: _value(array) for name, array in stored(path).items()}
 
 
 def _value(array: np.ndarray) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,20 @@ OUTPUT = {"rtol": 1e-4, "atol": 1e-5}
 """Tolerance of the reference numbers for float32 network outputs and their gradients."""
 
 
+@cache
+def _stored(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+def stored(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a reference file, which is read once; they belong to the test."""
+    return {name: array.copy() for name, array in _stored(path).items()}
+
+
 def read(path: Path) -> dict[str, Tensor]:
-    """Read every array of a reference file."""
-    with np.load(path) as arrays:
-        return {name: torch.from_numpy(np.asarray(arrays[name])) for name in arrays.files}
+    """Return every array of a reference file."""
+    return {name: torch.from_numpy(array) for name, array in stored(path).items()}
 
 
 def official_weights(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:

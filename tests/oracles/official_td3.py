@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from official_networks import stored
 from torch import Tensor, nn
 
 from algos.a2pr import ActionVae
@@ -30,8 +31,7 @@ WEIGHT = {"rtol": 0.0, "atol": 1e-6}
 
 def read(path: Any) -> dict[str, Tensor]:
     """Return the arrays of a file; settings by `cfg/<name>`."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    arrays = stored(path)
     settings = dict(zip(arrays.pop("cfg_names").tolist(), arrays.pop("cfg").tolist(), strict=True))
     numbers = {name: torch.from_numpy(np.asarray(value)) for name, value in arrays.items()}
     return numbers | {

@@ -6,10 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from official_networks import read
+from official_networks import read, stored
 from torch import Tensor, nn
 
 from algos.onpolicy.advantages import Experience
@@ -28,11 +27,10 @@ DPO_CONSTANTS = {"dpo/1.0_0.3": 0.1, "dpo": 0.2, "dpo/4.0_1.2": 0.4}
 
 def case(path: Path, name: str) -> dict[str, Tensor]:
     """Return the numbers of one case of a file."""
-    with np.load(path) as arrays:
-        found = {key.removeprefix(f"{name}/"): arrays[key] for key in arrays if key.startswith(f"{name}/")}
-    return {
-        key: torch.from_numpy(np.asarray(value)) for key, value in found.items() if value.dtype.kind != "U"
+    found = {
+        key.removeprefix(f"{name}/"): one for key, one in stored(path).items() if key.startswith(f"{name}/")
     }
+    return {key: torch.from_numpy(value) for key, value in found.items() if value.dtype.kind != "U"}
 
 
 @pytest.mark.parametrize(

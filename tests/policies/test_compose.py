@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
-from pairwise import each_value, repeated
+from pairwise import pairwise, repeated
 from torch import Tensor
 
 from policies.composition.operators import Composition
@@ -134,11 +134,14 @@ def test_the_guided_sum_counts_from_its_base() -> None:
 # -- paths and units --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lead", [VPDiffusion(100), VPDiffusion(100, prediction="v"), RectifiedFlow()])
 @pytest.mark.parametrize(
-    "other", [VPDiffusion(50, prediction="x0"), RectifiedFlow(), VPDiffusion(100, "linear")]
+    ("lead", "other", "units"),
+    pairwise(
+        [VPDiffusion(100), VPDiffusion(100, prediction="v"), RectifiedFlow()],
+        [VPDiffusion(50, prediction="x0"), RectifiedFlow(), VPDiffusion(100, "linear")],
+        [pytest.param(units) for units in [(1.0, 0.0), (0.4, 0.7), (3.0, -2.0)]],
+    ),
 )
-@pytest.mark.parametrize("units", [(1.0, 0.0), (0.4, 0.7), (3.0, -2.0)])
 def test_one_distribution_in_two_languages_is_one_policy(
     lead: Any, other: Any, units: tuple[float, float]
 ) -> None:
@@ -218,7 +221,7 @@ def test_a_translated_clean_chunk_keeps_to_the_bound_of_its_own_sampler() -> Non
 
 
 @pytest.mark.parametrize(
-    ("other", "units"), each_value([VPDiffusion(400), RectifiedFlow()], [(1.0, 0.0), (0.5, 0.3)])
+    ("other", "units"), repeated([(RectifiedFlow(), (0.5, 0.3)), (VPDiffusion(400), (1.0, 0.0))])
 )
 def test_densities_are_followed_along_a_whole_chain(other: Any, units: tuple[float, float]) -> None:
     sampler = DDPM(clip_x0=None, min_std=0.0, noise_clip=None)

@@ -43,21 +43,18 @@ def observation(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"state": state} | {ours: arrays[f"in.{key}"].movedim(2, -1) for key, ours in CAMERAS.items()}
 
 
-def test_an_import_acts_as_the_program(tmp_path: Path) -> None:
+def test_an_import_acts_as_the_program_and_can_be_fine_tuned(tmp_path: Path) -> None:
     path, source, arrays = written(tmp_path)
-    policy, conversion = import_policy(path, source, sampler=FOUR_STEPS)
+    published, conversion = import_policy(path, source)
+    assert published.sampler == DDPM(noise_clip=None, min_std=0.0, final_std=None)
+    assert isinstance(published, DenoisingPolicy)
+    policy = published.with_sampler(FOUR_STEPS)
     loaded = load_policy(save_policy(policy, tmp_path / "policy", provenance=conversion.facts()))
     actions = loaded.act(observation(arrays), noise=arrays["noise"])
     torch.testing.assert_close(actions, arrays["out"], rtol=1e-4, atol=2e-5)
     assert conversion.facts()["imported_source"]["state"] == ["robot0_eef_pos", "gripper"]
     assert conversion.skipped["the encoder under its other name"] > 0
 
-
-def test_it_samples_as_published_unless_told(tmp_path: Path) -> None:
-    path, source, arrays = written(tmp_path)
-    policy, _ = import_policy(path, source)
-    assert policy.sampler == DDPM(noise_clip=None, min_std=0.0, final_std=None)
-    assert isinstance(policy, DenoisingPolicy)
     generator = torch.Generator().manual_seed(0)
     cond = policy.encode(observation(arrays), generator=generator)
     policy.matching_loss(cond, arrays["noise"], policy.sample_te(2, generator=generator)).mean().backward()

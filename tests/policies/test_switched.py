@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from messages import mentions
+from pairwise import everything
 from torch import Tensor, nn
 
 from policies.backbones import Backbone, switched
@@ -181,6 +182,7 @@ def test_a_switched_field_is_a_backbone(field: SwitchedField) -> None:
     assert isinstance(field, Backbone)
 
 
+@pytest.mark.skipif(not everything, reason="with --all: without it the contracts compile two networks")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_compiled_without_a_graph_break_equals_eager(field: SwitchedField) -> None:

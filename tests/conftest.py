@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
     # That the handle is open is still asked.
     os.fsync = lambda handle: os.fstat(handle) and None
-    provenance._commit = functools.cache(provenance._commit)  # asks git twice, for every run
+    provenance._git = functools.cache(provenance._git)  # asked twice by every run
     # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
     # that is standard error at this moment. While a test captures that, it would be pytest's own file.
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__

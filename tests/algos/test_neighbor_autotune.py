@@ -224,12 +224,12 @@ for how in sys.argv[2:]:
 
 
 def test_the_stated_memory_is_what_a_search_takes() -> None:
-    """Of 100,000 rows of 14 numbers, while it is made and when it is asked for 256 of them."""
+    """Of 200,000 rows of 14 numbers, while it is made and when it is asked for 256 of them."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("peaks of memory are read from Linux' /proc")
     ways = ("tree", "brute", "lists", "approximate")
     told = subprocess.run(
-        [sys.executable, "-c", PEAKS, "100000", *ways], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PEAKS, "200000", *ways], capture_output=True, text=True, check=True
     ).stdout
     for how, line in zip(ways, told.splitlines(), strict=True):
         stated, taken = map(int, line.split())

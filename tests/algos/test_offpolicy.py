@@ -99,7 +99,7 @@ def test_a_block_ends_with_so_many_control_steps_or_updates() -> None:
 
 def test_where_blocks_end_changes_nothing_that_is_learned() -> None:
     found = []
-    for block in (1, 7, 1000):
+    for block in (1, 7):
         run = start(changed(updates_per_step=1.0, warmup_steps=10, total_steps=60, log_every=block))
         while run.progress < run.total:
             run.advance()

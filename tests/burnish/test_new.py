@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,9 +13,8 @@ from forked import exit_code_of
 from messages import mentions
 
 from burnish.commands.new import KINDS, write
+from policies import registry
 from policies.errors import ConfigError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"my_{kind}.py", f"test_my_{kind}.py", f"my_{kind}.md"
         ]  # fmt: skip
     return place
-
-
-def run(folder: Path, *arguments: str, plugins: str = "") -> str:
-    paths = os.pathsep.join([str(ROOT), str(folder)])
-    variables = {**os.environ, "PYTHONPATH": paths, "BURNISH_PLUGINS": plugins}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -57,13 +47,21 @@ def test_their_tests_pass_as_they_are(folder: Path) -> None:
     assert exit_code_of(tested) == 0
 
 
-@pytest.mark.slow
 def test_commands_know_the_modules_that_a_variable_names(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    both = "from burnish.commands import list; list.main(['datasets']); list.main(['samplers'])"
-    listed = run(folder, "-c", both, plugins="my_sampler, my_reader")
-    assert "my_reader" in listed and "my_sampler" in listed
+    """In a copy of this process, whose plug-ins are looked for anew."""
+    told = tmp_path / "told"
+
+    def listed() -> None:
+        os.environ[registry.PLUGIN_VARIABLE] = "my_sampler, my_reader"
+        sys.path.insert(0, str(folder))
+        registry._plugins.cache_clear()
+        with told.open("w") as page, contextlib.redirect_stdout(page):
+            assert [exit_code("list", kind) for kind in ("datasets", "samplers")] == [0, 0]
+
+    assert exit_code_of(listed) == 0
+    assert "my_reader" in told.read_text() and "my_sampler" in told.read_text()
     assert exit_code("list", "samplers") == 0
     assert "my_sampler" not in capsys.readouterr().out
 

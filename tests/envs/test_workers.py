@@ -142,20 +142,6 @@ def test_every_worker_is_a_process_with_one_thread(pool: ProcessWorkers) -> None
     assert os.getpid() not in pool.pids
 
 
-def test_a_worker_has_the_environment_of_the_program_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_current", None)  # one that starts with the first value
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    name = "BURNISH_TEST_OF_WORKERS"
-    for value in ("first", None):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-        workers = ProcessWorkers(Probe, [(1,)])
-        assert workers.call("variable", [(name,)]) == [value]
-        assert workers.call("variable", [("OMP_NUM_THREADS",)]) == ["1"]
-        workers.close()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_the_whole_job_do_not_end_the_workers(pool: ProcessWorkers, number: int) -> None:
     for pid in pool.pids:
@@ -263,13 +249,24 @@ def test_local_workers_do_the_same_here_on_one_thread() -> None:
 
 
 @pytest.mark.parametrize("in_main_thread", repeated([False, True]))
-def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
+def test_workers_have_the_environment_as_it_is_now_and_end_with_a_killed_parent(in_main_thread: bool) -> None:
+    """The parent is a copy of this process, so that what starts its workers starts with the first value."""
     ours, theirs = os.pipe()
+    name = "BURNISH_TEST_OF_WORKERS"
+
+    def tell(*words: object) -> None:
+        os.write(theirs, f"{' '.join(map(str, words))}\n".encode())
 
     def run() -> None:
+        os.environ["OMP_NUM_THREADS"] = "7"
+        for value in ("first", None):
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+            workers = ProcessWorkers(Probe, [(1,)])
+            tell(*(workers.call("variable", [(one,)])[0] for one in (name, "OMP_NUM_THREADS")))
+            workers.close()
         workers = ProcessWorkers(Probe, [(1,), (2,)])
-        pids = (*workers.pids, fork_server._current._process.pid)  # type: ignore[union-attr]
-        os.write(theirs, f"{' '.join(map(str, pids))}\n".encode())
+        tell(*workers.pids, fork_server._current._process.pid)  # type: ignore[union-attr]
         workers.call("work_for_ever", [(), ()])
 
     def begin() -> None:
@@ -280,6 +277,7 @@ def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
     parent = started(run if in_main_thread else begin)
     os.close(theirs)
     with open(ours) as told:
+        assert [told.readline().split() for _ in range(2)] == [["first", "1"], ["None", "1"]]
         pids = [int(pid) for pid in told.readline().split()]
     assert len(pids) == 3 and all(alive(pid) for pid in pids)
     parent.kill()

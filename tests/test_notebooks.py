@@ -85,6 +85,8 @@ def test_it_runs_and_shows_a_table_and_a_clip(path: Path, shell: InteractiveShel
     (sizes,) = (cell for cell in cells if "parameters" in cell.metadata.get("tags", ()))
     named = re.findall(r"^(\w+) = ", sizes.source, re.MULTILINE)
     sizes.source = "\n".join(f"{name} = {SMALL[name]!r}" for name in named)
+    for cell in cells:
+        cell.source = cell.source.replace("for episode in range(10):", "for episode in range(1):")
     shown = "".join(executed(shell, cells))
     assert "<th>95 % interval</th>" in shown and "data:image/webp;base64," in shown
 

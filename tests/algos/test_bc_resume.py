@@ -15,7 +15,7 @@ from two_modes import two_mode_setup
 from policies.errors import CheckpointError
 
 
-@pytest.mark.parametrize(("process", "stop_at"), each_value(PROCESSES, [2, 4]))
+@pytest.mark.parametrize(("process", "stop_at"), each_value([one.values[0] for one in PROCESSES], [2, 4]))
 def test_continuation_is_bit_exact(process: object, stop_at: int) -> None:
     config = tiny(validation_fraction=0.1, validation_every=2)
     straight = config.build(two_mode_setup(process=process))

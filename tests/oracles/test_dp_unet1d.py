@@ -10,6 +10,7 @@ import pytest
 import torch
 from official_networks import install, read
 from official_unets import assert_gradient, nearest, shape_of
+from pairwise import repeated
 from torch import Tensor
 
 from policies.backbones.unet1d import Unet1dBackbone, Unet1dConfig
@@ -68,7 +69,7 @@ def bound_when_frozen(net: Unet1dBackbone, x: Tensor, time: Tensor, cond: Cond) 
 
 
 @pytest.mark.golden("dp_unet1d*.npz")
-@pytest.mark.parametrize("evaluate", [each_row, shared_rows, each_action, bound, bound_when_frozen])
+@pytest.mark.parametrize("evaluate", repeated([each_row, shared_rows, each_action, bound, bound_when_frozen]))
 def test_outputs_and_gradients_equal_the_released_network(golden_path: Path, evaluate: Evaluate) -> None:
     arrays = read(golden_path)
     net = build(arrays)

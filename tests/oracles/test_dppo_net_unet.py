@@ -13,6 +13,7 @@ import pytest
 import torch
 from official_networks import OUTPUT, install, official_weights, read
 from official_unets import assert_gradient, nearest, shape_of
+from pairwise import repeated
 from torch import Tensor
 
 from policies.backbones.unet1d import Unet1dBackbone, Unet1dConfig
@@ -71,7 +72,7 @@ def bound(net: Unet1dBackbone, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
 
 
 @pytest.mark.golden("dppo_net_unet*.npz")
-@pytest.mark.parametrize("evaluate", [each_row, shared_rows, bound])
+@pytest.mark.parametrize("evaluate", repeated([each_row, shared_rows, bound]))
 def test_outputs_and_gradients_equal_the_released_network(golden_path: Path, evaluate: Evaluate) -> None:
     arrays = read(golden_path)
     released = build(golden_path, arrays)

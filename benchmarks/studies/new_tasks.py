@@ -25,6 +25,7 @@ import burnish
 from benchmarks import pages
 from benchmarks.studies import once
 from benchmarks.studies.learning import busy, curve, describe_dataset, episode_columns
+from burnish.api import Run
 from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference
 
 PAGE, EPISODES, AUTO = "new_tasks", 100, "experiment=auto"
@@ -63,8 +64,8 @@ def run_one(name: str, seed: int, *, dataset: str | None, root: Path, workers: i
     processes: dict[str, Any] = {"num_workers": workers, "num_threads": max(1, workers)}
     demos = Path(dataset) if dataset else recorded(task, seed, place, processes)
     # Evaluations on the way change nothing that is learned, and are left out.
-    base = once.trained(place / "clone", *task.env, AUTO, dataset=str(demos), seed=seed, **processes)
-    tuned = once.trained(
+    base = trained(place / "clone", *task.env, AUTO, dataset=str(demos), seed=seed, **processes)
+    tuned = trained(
         place / task.algo, AUTO, f"algo={task.algo}", init=str(place / "clone"), seed=seed, **processes
     )
     out = str(place / "eval.json")
@@ -86,6 +87,13 @@ def run_one(name: str, seed: int, *, dataset: str | None, root: Path, workers: i
     return pages.keep(PAGE, target.stem, content)
 
 
+def trained(place: Path, *overrides: str, **values: Any) -> Run:
+    """Train in a directory; a run that is there goes on with what was chosen for it."""
+    if (place / "checkpoints" / "last").exists():
+        return burnish.train(resume=str(place))
+    return once.trained(place, *overrides, **values)
+
+
 def recorded(task: Task, seed: int, place: Path, processes: Mapping[str, Any]) -> Path:
     """Return the file of a seed's demonstrations, recorded if it is not there."""
     if task.demonstrations is None:
@@ -98,7 +106,7 @@ def recorded(task: Task, seed: int, place: Path, processes: Mapping[str, Any]) -
         )
     if not path.exists():
         steps = f"algo.env_steps={task.expert_steps}"
-        once.trained(place / "expert", *task.env, AUTO, "algo=ppo", steps, seed=seed, **processes)
+        trained(place / "expert", *task.env, AUTO, "algo=ppo", steps, seed=seed, **processes)
         burnish.collect(
             policy=str(place / "expert"), episodes=task.demonstrations, first_seed=first, out=str(path)
         )

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     columns, rows = tabulate(found, folder)
     console, shown = output(), len(columns)
-    while shown > len(_FACTS) and sum(len(name) + 2 for name in columns[:shown]) > console.width:
+    widths = [max(len(str(cell)) for cell in cells) + 2 for cells in zip(columns, *rows, strict=True)]
+    while shown > len(_FACTS) and sum(widths[:shown]) > console.width:
         shown -= 1
     console.print(table("", columns[:shown], [row[:shown] for row in rows]))
     if hidden := columns[shown:]:
@@ -63,7 +64,7 @@ def tabulate(runs: Sequence[RunDirectory], folder: Path) -> tuple[tuple[str, ...
 
 
 def differing_keys(runs: Sequence[RunDirectory]) -> list[str]:
-    """Return the configuration keys whose values differ between runs, in order of appearance."""
+    """Return the configuration keys whose values differ between runs that have them, in order."""
     configs = [dict(flat_config(run.config)) for run in runs]
     names = dict.fromkeys(key for config in configs for key in config)
     shown = (
@@ -71,7 +72,11 @@ def differing_keys(runs: Sequence[RunDirectory]) -> list[str]:
         for key in names
         if key.split(".")[0] not in _NOT_COMPARED and key not in ("algo.name", "env.name")
     )
-    return [key for key in shown if len({json.dumps(config.get(key), default=str) for config in configs}) > 1]
+    return [key for key in shown if _values(configs, key) > 1]
+
+
+def _values(configs: Sequence[Mapping[str, Any]], key: str) -> int:
+    return len({json.dumps(config[key], default=str) for config in configs if key in config})
 
 
 def _row(run: RunDirectory, folder: Path, keys: Sequence[str]) -> tuple[object, ...]:

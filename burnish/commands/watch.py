@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -53,16 +54,26 @@ def run(config: WatchConfig, context: RunContext) -> None:
 
 
 def require_display() -> None:
-    """Refuse a machine without a display (CapabilityError)."""
-    if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+    """Refuse a machine whose display does not open (CapabilityError); MuJoCo would end the process."""
+    if sys.platform != "linux":
+        return
+    names = [f"{key}={os.environ[key]}" for key in ("DISPLAY", "WAYLAND_DISPLAY") if os.environ.get(key)]
+    if not names:
         raise CapabilityError("watch opens a window, and there is no display here.")
+    import glfw
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GLFW reports its reason as a warning
+        if not glfw.init():
+            raise CapabilityError(f"watch opens a window; the display ({', '.join(names)}) does not open.")
+        glfw.terminate()
 
 
 def open_viewer(model: Any, data: Any) -> AbstractContextManager[Any]:
     """Open MuJoCo's passive viewer.
 
     Raises:
-        CapabilityError: If it cannot be opened: a display that refuses, or macOS without `mjpython`.
+        CapabilityError: If it cannot be opened, as on macOS without `mjpython`.
     """
     try:
         import mujoco.viewer

@@ -20,6 +20,7 @@ from envs.evaluation.intervals import (
     Interval,
     bootstrap_iqm,
     conditional_value_at_risk,
+    stated,
     success_rate,
     value_at_risk,
     wilson,
@@ -141,8 +142,10 @@ def headline(
 
 def level_of(label: str, evaluations: Sequence[Evaluation]) -> Level:
     """Return the main quantity of one policy, or of several seeds together."""
-    interval, episodes = asdict(main_interval(evaluations)), sum(len(one.rows) for one in evaluations)
-    return Level(label, evaluations[0].quantity, interval, episodes)
+    quantity, episodes = evaluations[0].quantity, sum(len(one.rows) for one in evaluations)
+    interval = main_interval(evaluations)
+    known = asdict(interval) if quantity == "success" else stated(interval, episodes)
+    return Level(label, quantity, known, episodes)
 
 
 def main_interval(evaluations: Sequence[Evaluation]) -> Interval:

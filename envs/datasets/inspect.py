@@ -122,6 +122,8 @@ def _columns(path: Path) -> Iterator[StoredArray]:
         columns, _ = read_table(str(path), form)
     folder = "*" if path.parent.name.isdecimal() else path.parent.name
     for name, column in columns.items():
+        if name.startswith("stats/"):
+            continue  # LeRobot's numbers about the columns that are described here
         for key, values in _flat(name, column):
             yield StoredArray(f"{folder}/{key}", values.shape, values.dtype, iter([values]))
 

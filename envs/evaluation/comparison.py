@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 from envs.evaluation.evaluate import Evaluation
-from envs.evaluation.intervals import Interval, paired_difference
+from envs.evaluation.intervals import Interval, paired_difference, stated
 from envs.spec import Array
 from policies.errors import ConfigError
 
@@ -35,7 +35,7 @@ class Comparison:
         return "clearly different" if self.difference.excludes_zero else "within noise"
 
     def __str__(self) -> str:
-        mean, interval = format_interval(self.quantity, asdict(self.difference))
+        mean, interval = format_interval(self.quantity, stated(self.difference, self.episodes))
         caution = "" if self.same_protocol else " Their protocols differ."
         return (
             f"paired difference of {self.quantity}: {mean} (95 % interval {interval}) on "

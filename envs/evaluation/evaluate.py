@@ -23,6 +23,7 @@ from envs.evaluation.intervals import (
     RISK_SHARE,
     bootstrap_mean,
     conditional_value_at_risk,
+    stated,
     value_at_risk,
     wilson,
 )
@@ -68,24 +69,27 @@ class Evaluation:
         raise ConfigError(f"episodes have no quantity '{quantity}'; choose one of {known}.")
 
     def summary(self) -> dict[str, Any]:
-        """Return means with 95 % intervals, and the worst returns; success and score only if defined."""
+        """Return means with 95 % intervals, and the worst returns; success and score only if defined.
+
+        One episode alone has an interval of its success (Wilson's), and none of its numbers.
+        """
         out: dict[str, Any] = {
             "env": self.protocol["env"]["name"],
             "episodes": len(self.rows),
             "protocol_hash": self.protocol_hash,
         }
         for quantity in ("return", "length"):
-            out[quantity] = asdict(bootstrap_mean(self.values(quantity)))
+            out[quantity] = stated(bootstrap_mean(self.values(quantity)), len(self.rows))
         if self.protocol["env"]["success_rule"]:
             out["success"] = asdict(wilson(int(self.values("success").sum()), len(self.rows)))
         if self.protocol["env"]["reference_scores"]:
-            out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
+            out["d4rl_score"] = stated(bootstrap_mean(self.d4rl_scores()), len(self.rows))
         returns, share = self.values("return"), {"share": RISK_SHARE}
         out["return_value_at_risk"] = {"value": value_at_risk(returns)} | share
         out["return_var"] = out["return_value_at_risk"]  # former name, for one version
-        out["return_cvar"] = asdict(conditional_value_at_risk(returns)) | share
+        out["return_cvar"] = stated(conditional_value_at_risk(returns), len(self.rows)) | share
         if self.rows and NETWORK_CALLS in self.rows[0].metrics:
-            out[NETWORK_CALLS] = asdict(bootstrap_mean(self.values(NETWORK_CALLS)))
+            out[NETWORK_CALLS] = stated(bootstrap_mean(self.values(NETWORK_CALLS)), len(self.rows))
         return out
 
     def d4rl_scores(self) -> Array:

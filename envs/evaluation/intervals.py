@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
 
 import numpy as np
@@ -36,6 +36,12 @@ class Interval:
     @property
     def half_width(self) -> float:
         return (self.high - self.low) / 2
+
+
+def stated(interval: Interval, num_episodes: int) -> dict[str, float]:
+    """Return the fields of a bootstrap interval; one episode alone has no interval, and then no ends."""
+    found = asdict(interval)
+    return found if num_episodes > 1 else {"value": found["value"]}
 
 
 def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:

@@ -73,6 +73,7 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["eval", "policy=x", "start_noise=some"], "start_noise must be random or zero"),
         (["collect"], "collect needs env=<name>, or policy=<run>; tasks with an expert: avoid"),
         (["collect", "env=ant"], "env=ant has no expert"),
+        (["collect", "env=Reacher-v5"], "env=Reacher-v5; a gymnasium environment is env=gym env.id=<id>"),
         (["export", "graph=half"], "graph must be one of: whole, step; got 'half'"),
         (["import"], "import needs weights=<checkpoint>"),
         (["import", "weights=x.pt"], "import needs source=<program>; choose one of: diffusion_policy, dppo"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ def test_runs_are_found_at_any_depth_and_damaged_ones_left_out(
     found = readable_runs(runs_below(sweep.parent))
     assert [run.path for run in found] == [sweep / "0", sweep / "1"]
     assert differing_keys(found) == ["algo.lr"]
+    other: Any = SimpleNamespace(config={**found[0].config, "algo": {"name": "td3_bc", "alpha": 2.5}})
+    assert differing_keys([found[0], other]) == [], "algo.alpha is no key of bc"
     columns, rows = tabulate(found, sweep)
     line = dict(zip(columns, map(str, rows[1]), strict=True))
     assert (line["run"], line["algo"], line["task"], line["step"], line["budget"]) == (

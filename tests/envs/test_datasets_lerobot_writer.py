@@ -17,6 +17,7 @@ import burnish
 from burnish.commands import data_inspect
 from burnish.config.schema import compose_config
 from envs.datasets import Episode, EpisodeDataset, read_dataset, write_dataset, write_lerobot, writers
+from envs.datasets.inspect import describe_file
 from envs.datasets.writers import lerobot
 from envs.tasks.avoid.task import Avoid
 from policies.errors import ConfigError, DatasetError
@@ -97,6 +98,8 @@ def test_info_says_what_lerobot_asks_for(tmp_path: Path) -> None:
     assert info["features"]["observation.images.top"]["dtype"] == "image"
     tasks = parquet.read_table(tmp_path / "demos/meta/tasks.parquet").to_pydict()
     assert tasks == {"task_index": [0], "__index_level_0__": ["put it there"]}
+    described = {one.key for one in describe_file(tmp_path / "demos")}
+    assert "chunk-000/action" in described and not any("stats/" in key for key in described)
 
 
 def test_statistics_are_those_of_all_frames(tmp_path: Path) -> None:

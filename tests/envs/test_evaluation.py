@@ -292,14 +292,24 @@ def test_evaluations_from_before_packages_were_recorded_are_read_and_compared() 
 
 
 def test_the_summary_has_a_score_where_references_exist_and_no_success_without_a_rule() -> None:
-    summary = evaluate(Standing(), TASK, episodes=4).summary()
+    four = evaluate(Standing(), TASK, episodes=4)
+    summary = four.summary()
     returns = summary["return"]["value"]
     assert summary["d4rl_score"]["value"] == pytest.approx(100 * (returns + 20.272305) / (3234.3 + 20.272305))
     assert summary["return"]["low"] <= returns <= summary["return"]["high"]
-    worst = evaluate(Standing(), TASK, episodes=4).values("return").min()
+    worst = four.values("return").min()
     assert summary["return_cvar"]["value"] == summary["return_value_at_risk"]["value"] == worst
     assert summary["return_var"] == summary["return_value_at_risk"]  # former name
     assert "success" not in summary and summary["length"]["value"] == 30
+
+
+def test_one_episode_has_no_interval_of_its_numbers() -> None:
+    two = evaluate(Standing(), TASK, episodes=2)
+    one = replace(two, rows=two.rows[:1])
+    summary = one.summary()
+    assert [set(summary[name]) for name in ("return", "length", "d4rl_score")] == [{"value"}] * 3
+    assert set(summary["return_cvar"]) == {"value", "share"}
+    assert "95 % interval –" in str(compare(one, one)) and " to " in str(compare(two, two))
 
 
 def rows(seeds: Sequence[int], returns: Sequence[float]) -> tuple[EpisodeRow, ...]:

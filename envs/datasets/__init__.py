@@ -63,7 +63,8 @@ def dataset_format(path: str | Path) -> str:
     else:
         with read_hdf5(path) as file:
             found = f"the keys {sorted(file)}"
-    known = f"one of the formats {', '.join(readers())} (`burnish list datasets`)"
+    others = ", ".join(name for name in readers() if name != "arrays")
+    known = f"'observations' and 'actions', or one of the formats {others} (`burnish list datasets`)"
     raise DatasetError(f"{path}: expected {known}; found {found}.")
 
 

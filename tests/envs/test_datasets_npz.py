@@ -306,7 +306,7 @@ def test_objects_are_never_unpickled(tmp_path):
 
 def test_an_archive_of_another_kind_says_what_is_in_it(tmp_path):
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
-    with pytest.raises(DatasetError, match=mentions("['x']")):
+    with pytest.raises(DatasetError, match=mentions("'observations' and 'actions' ['x']")):
         read_dataset(tmp_path / "other.npz")
     (tmp_path / "folder").mkdir()
     with pytest.raises(DatasetError, match=mentions("formats nothing")):

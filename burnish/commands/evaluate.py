@@ -50,8 +50,9 @@ class Result:
 
     def __str__(self) -> str:
         """Return one line per quantity, and the comparison."""
-        mean = (" ".join(map(str, row[2:5])) for row in summary_rows([(self.label, self.evaluation)]))
-        about = f"{self.label}, {self.evaluation.summary()['episodes']} episodes"
+        rows = summary_rows([(self.label, self.evaluation)])
+        mean = (f"{name}: {value} ({around})" for _, _, name, value, around, _ in rows)
+        about = f"{self.label}, {len(self.evaluation.rows)} episodes (95 % intervals)"
         compared = [] if self.comparison is None else [str(self.comparison)]
         return "\n".join([about, *mean, *compared, f"written: {self.path}"])
 

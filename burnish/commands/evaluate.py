@@ -51,7 +51,7 @@ class Result:
     def __str__(self) -> str:
         """Return one line per quantity, and the comparison."""
         rows = summary_rows([(self.label, self.evaluation)])
-        mean = (f"{name}: {value} ({around})" for _, _, name, value, around, _ in rows)
+        mean = (f"{name}: {value} ({around})".removesuffix(" (–)") for _, _, name, value, around, _ in rows)
         about = f"{self.label}, {len(self.evaluation.rows)} episodes (95 % intervals)"
         compared = [] if self.comparison is None else [str(self.comparison)]
         return "\n".join([about, *mean, *compared, f"written: {self.path}"])

@@ -121,15 +121,19 @@ def _quantile(ordered: Tensor, q: float) -> Tensor:
 def policy_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor | float) -> tuple[Tensor, Tensor]:
     """Return (-A r, -A clip(r, 1 - c, 1 + c)), each (B,); PPO minimises the mean of their maximum.
 
+    The second has no gradient: where it is the larger one, r is outside of 1 +- c and its clip constant.
+
     Source: Schulman et al., arXiv 1707.06347, equation 7.
     """
-    clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)  # type: ignore[arg-type]
-    return -advantage * ratio, -advantage * clipped
+    against = -advantage
+    clipped = ratio.detach().clamp(1.0 - clip_range, 1.0 + clip_range)  # type: ignore[arg-type]
+    return against * ratio, against * clipped
 
 
 def ppo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
     """Return PPO's losses (B,): the maximum of the unclipped and the clipped loss."""
-    return torch.maximum(*policy_losses(ratio, advantage, clip_range))
+    plain, clipped = policy_losses(ratio, advantage, clip_range)
+    return torch.where(plain >= clipped, plain, clipped)
 
 
 def spo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:

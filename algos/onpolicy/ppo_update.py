@@ -73,15 +73,17 @@ def named(sums: Tensor) -> Quantities:
 
 @dataclass(frozen=True)
 class Task:
-    """Part of a minibatch's loss: `loss()` returns (scalar loss, metrics (n,)) for `params`."""
+    """Part of a minibatch's loss: `weight` times the sum of what `loss()` returns before its metrics (n,)."""
 
     params: Sequence[nn.Parameter]
     loss: Callable[[], tuple[Tensor, Tensor]]
+    weight: float = 1.0
 
     def run(self) -> tuple[tuple[Tensor, ...], Tensor]:
         with torch.enable_grad():
-            loss, metrics = self.loss()
-            grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
+            losses, metrics = self.loss()
+            slope = torch.full_like(losses, self.weight)
+            grads = torch.autograd.grad(losses, self.params, slope, allow_unused=True, materialize_grads=True)
         return grads, metrics.detach()
 
 
@@ -237,7 +239,8 @@ class PpoUpdate:
     ) -> tuple[list[Tensor], Quantities]:
         drawn = index.to(experience.advantage.device)
         index = self.ordered(drawn)
-        tasks = [Task(self.actor, loss) for loss in self.surrogates(experience, index)]
+        share = 1.0 / len(index)
+        tasks = [Task(self.actor, losses, share) for losses in self.surrogates(experience, index)]
         terms = {
             "policy/cloning_loss": self.cloning_tasks(experience, drawn, draws),
             "policy/demo_loss": self.demo_tasks(draws),
@@ -247,7 +250,7 @@ class PpoUpdate:
         return grads, named(sums) | extra
 
     def surrogates(self, experience: Experience, index: Tensor) -> list[Callable[[], tuple[Tensor, Tensor]]]:
-        """Return the microbatches' parts of the loss at ordered rows (B,), as functions."""
+        """Return the microbatches' losses and metrics at ordered rows (B,), as functions."""
         advantage, size = self.weighted_advantage(experience, index), self.microbatch_size(index)
         return [
             partial(self.surrogate, experience, rows, part, len(index))
@@ -257,7 +260,7 @@ class PpoUpdate:
     def surrogate(
         self, experience: Experience, index: Tensor, advantage: Tensor, total: int
     ) -> tuple[Tensor, Tensor]:
-        """Return this microbatch's part of the loss over `total` rows; `index`, `advantage` are (B,)."""
+        """Return a microbatch's losses (B,) and its part of the metrics of `total` rows; `advantage` is (B,)."""
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
         score = self.score(experience, index, rows, advantage)
         ratio, clip_range = score.log_ratio.exp(), of_step(self.clip_range, rows.step)
@@ -273,7 +276,7 @@ class PpoUpdate:
             penalty = none if score.penalty is None else score.penalty
             terms = (loss, outside, kl, ratio, away.square(), score.entropy, score.saturated, penalty)
             sums = torch.stack([*terms, *[none] * (len(TERMS) - len(terms))]).sum(dim=1) / total
-        return objective.sum() / total, sums
+        return objective, sums
 
     def score(
         self, experience: Experience, index: Tensor, rows: Rows, advantage: Tensor | None = None
@@ -304,7 +307,7 @@ class PpoUpdate:
         if self.config.normalize_advantage:
             advantage = normalize_advantage(advantage)
         advantage = clip_to_quantiles(advantage, *self.config.advantage_quantiles)
-        return advantage * of_step(self.discount, index % steps)
+        return advantage if steps == 1 else advantage * of_step(self.discount, index % steps)
 
     def untouched_actor(self, experience: Experience, index: Tensor) -> Quantities:
         """Return the metrics of an unchanged policy: every ratio is one."""
@@ -358,8 +361,9 @@ class PpoUpdate:
         size = self.microbatch_size(rows.state)
         states = rows.state.split(size)
         counts = [None] * len(states) if rows.count is None else rows.count.split(size)
+        weight = self.config.vf_coef / len(index)
         tasks = [
-            Task(self.critic_params, partial(self.value_loss, experience, state, count, len(index)))
+            Task(self.critic_params, partial(self.value_loss, experience, state, count, len(index)), weight)
             for state, count in zip(states, counts, strict=True)
         ]
         return self.threads.sum(tasks)
@@ -367,14 +371,14 @@ class PpoUpdate:
     def value_loss(
         self, experience: Experience, state: Tensor, count: Tensor | None, total: int
     ) -> tuple[Tensor, Tensor]:
-        """Return this microbatch's part of the value loss; states (U,) are weighted by row count."""
+        """Return the losses (U,) of distinct states, weighted by row count, and their part of the mean."""
         target, old = experience.target.index_select(0, state), experience.value.index_select(0, state)
         readable = experience.cond if experience.seen is None else experience.seen
         seen = readable.rows(state)
         value = self.critic(seen.vec if isinstance(seen, Cond) else seen)
         losses = value_losses(value, target, old, self.config.value_clip)
-        loss = (losses if count is None else losses * count).sum() / total
-        return self.config.vf_coef * loss, loss
+        losses = losses if count is None else losses * count
+        return losses, losses.detach().sum() / total
 
     def microbatch_size(self, index: Tensor) -> int:
         """Return the rows of a microbatch: cache-sized on a CPU, a rank's whole share elsewhere."""

@@ -21,6 +21,7 @@ from algos.onpolicy.losses import (
     merge_moments,
     normalize_advantage,
     policy_losses,
+    ppo_losses,
     successor_values,
     value_losses,
 )
@@ -153,12 +154,14 @@ def test_clip_to_quantiles_matches_torch(values: list[float], low: float, high: 
     torch.testing.assert_close(clip_to_quantiles(x, low, high), x.clamp(*limits))
 
 
-def test_policy_losses_have_no_gradient_beyond_the_clip_range() -> None:
-    ratio = torch.tensor([1.3, 0.7, 1.3, 0.7], requires_grad=True)
-    advantage = torch.tensor([1.0, -1.0, -1.0, 1.0])
-    torch.maximum(*policy_losses(ratio, advantage, 0.1)).sum().backward()
+def test_ppo_losses_have_no_gradient_beyond_the_clip_range() -> None:
+    ratio = torch.tensor([1.3, 0.7, 1.3, 0.7, 1.0, 1.05], requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, -1.0, 1.0, 2.0, -2.0])
+    losses = ppo_losses(ratio, advantage, torch.tensor(0.1))
+    losses.sum().backward()
     assert ratio.grad is not None
-    assert ratio.grad.tolist() == [0.0, 0.0, 1.0, -1.0]
+    assert ratio.grad.tolist() == [0.0, 0.0, 1.0, -1.0, -2.0, 2.0]
+    assert torch.equal(losses, torch.maximum(*policy_losses(ratio, advantage, 0.1)))
 
 
 def test_value_losses_clip_takes_the_worse() -> None:

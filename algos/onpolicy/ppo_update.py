@@ -260,7 +260,7 @@ class PpoUpdate:
     def surrogate(
         self, experience: Experience, index: Tensor, advantage: Tensor, total: int
     ) -> tuple[Tensor, Tensor]:
-        """Return a microbatch's losses (B,) and its part of the metrics of `total` rows; `advantage` is (B,)."""
+        """Return a microbatch's losses (B,) and its part of the metrics of `total` rows."""
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
         score = self.score(experience, index, rows, advantage)
         ratio, clip_range = score.log_ratio.exp(), of_step(self.clip_range, rows.step)

@@ -254,6 +254,19 @@ def test_every_algorithm_learns_from_images_with_a_frozen_encoder(name: str) -> 
     run.close()
 
 
+def test_an_update_with_a_frozen_encoder_encodes_each_observation_once() -> None:
+    require_drawing()
+    run, encoded = started("dppo", seeing("dppo"), SIGHT, update_epochs=3), []
+    rollout = run.collect()
+    run.policy.encoder.register_forward_hook(lambda module, args, cond: encoded.append(len(cond)))
+    experience = run.experience(rollout)
+    assert sum(encoded) == 3 * 2 + 2 + len(rollout.final_index)  # before chunks, after the last, truncated
+    encoded.clear()
+    run.learner.update(experience, iteration=0, draws=run.draws)
+    assert not encoded
+    run.close()
+
+
 def test_remembered_features_are_those_of_the_images() -> None:
     require_drawing()
     run = started("dsrl", seeing("dsrl"), SIGHT)

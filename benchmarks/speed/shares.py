@@ -1,0 +1,183 @@
+"""Where the processor time of an iteration goes: of PPO with small networks, and of DPPO on images.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.speed.shares [ppo] [images] [--rounds 3]
+
+writes docs/results/speed/shares.json, and tables in docs/speed.md and docs/scale.md. Time is processor time
+(user and system) of the learner and its workers together. A part is counted without the parts inside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from algos.base import Setup
+from algos.onpolicy import advantages, ppo_update
+from algos.onpolicy.loop import OnPolicy
+from algos.training.provenance import processor_name
+from benchmarks.pages import RESULTS, keep, replace_block, table
+from benchmarks.speed.cases_peers import ENVS, ppo_run
+from envs.engine import workers
+from envs.rollouts import rollout
+from envs.rollouts.collector import Collector
+from policies.build import build_policy
+from policies.normalizer import box_statistics
+
+WORKERS = 2
+PAGES = {"ppo": "docs/speed.md", "images": "docs/scale.md"}
+REST = "the rest"
+
+
+class Stopwatch:
+    """Processor time of this process by part, each without the parts inside it."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self._inside, self._since = [REST], time.process_time()
+
+    def times(self, owner: Any, name: str, part: str) -> None:
+        """Count the calls of a function of a module or an object as a part."""
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.turn()
+            self._inside.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.turn()
+                self._inside.pop()
+
+        owner.__dict__[name] = timed
+
+    def turn(self) -> None:
+        """Add the time since the last turn to the part that runs."""
+        now = time.process_time()
+        self.spent[self._inside[-1]] = self.spent.get(self._inside[-1], 0.0) + now - self._since
+        self._since = now
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds since the last reading by part."""
+        self.turn()
+        read, self.spent = self.spent, {}
+        return read
+
+
+class TimedCollector(Collector):
+    """A collector that knows what its time was spent on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watch, self._actor = Stopwatch(), None
+        self._watch.times(self._vector, "images", "drawing images")
+        self._watch.times(self._vector, "step_chunk", "simulation")
+        self._watch.times(workers, "send", "pipes")
+
+    def collect(self, actor: Any, num_steps: int, reset: bool) -> dict[str, Any]:
+        """Collect as ever, with the parts of acting."""
+        self._watch.times(actor.policy, "encode", "encoding to act")
+        self._watch.times(actor, "act", "acting, without encoding")
+        return super().collect(actor, num_steps, reset)
+
+    def shares(self) -> dict[str, float]:
+        """Return the seconds of this process by part."""
+        return self._watch.read()
+
+
+def image_run() -> OnPolicy:
+    """Return DPPO on avoid by sight, 8 environments in 2 workers, from a policy that knows nothing."""
+    from burnish.config.schema import compose_config  # the other case needs no configuration
+
+    cloning = compose_config("train", ["experiment=avoid_moved_bc", "dataset=demonstrations"])
+    tuning = compose_config("train", ["experiment=avoid_moved_dppo", "init=policy"])
+    spec = cloning.env.spec
+    box = {"state": (-torch.ones(spec.obs_dim), torch.ones(spec.obs_dim))}
+    box["action"] = (torch.tensor(spec.action_low), torch.tensor(spec.action_high))
+    policy = build_policy(
+        cloning.policy_config(),
+        obs_dim=spec.obs_dim,
+        action_dim=spec.action_dim,
+        images=cloning.env.images,
+        statistics={name: box_statistics(low.float(), high.float()) for name, (low, high) in box.items()},
+    )
+    setup = Setup(env=tuning.env, init=policy, num_workers=WORKERS, num_threads=1)
+    run: OnPolicy = replace(tuning.algo, num_envs=ENVS).build(setup)
+    return run
+
+
+def watched(run: OnPolicy, in_workers: bool) -> Stopwatch:
+    """Return a stopwatch of the parts of a run in this process."""
+    watch, learner = Stopwatch(), run.learner
+    watch.times(learner, "update", "update, rest")
+    watch.times(learner, "actor_gradient", "gradient of the actor")
+    watch.times(learner, "critic_gradient", "gradient of the critic")
+    watch.times(ppo_update, "take_step", "optimisers, clipping")
+    watch.times(ppo_update, "clipped", "optimisers, clipping")
+    watch.times(run, "experience", "advantages")
+    watch.times(advantages, "encode", "encoding for the update")
+    watch.times(workers, "send", "pipes")
+    watch.times(workers, "receive", "pipes")
+    if not in_workers:
+        (collector,) = run.pool._workers._objects  # type: ignore[attr-defined]
+        watch.times(run, "collect", "collecting, rest")
+        watch.times(run.ratio, "act", "acting")
+        watch.times(collector._vector, "step_chunk", "simulation")
+    return watch
+
+
+def iterations(case: str, rounds: int) -> Iterator[Mapping[str, float]]:
+    """Yield the seconds of iterations by part, after one that warms up."""
+    from benchmarks.speed import shares  # workers import classes by their names
+
+    if by_workers := case == "images":
+        rollout.Collector = shares.TimedCollector  # type: ignore[misc]
+    run = image_run() if by_workers else ppo_run()
+    watch, calls = watched(run, by_workers), [()] * len(run.pool._workers)
+    for turn in range(rounds + 1):
+        run.advance()
+        spent = watch.read()
+        for part in run.pool._workers.call("shares", calls) if by_workers else []:
+            for name, seconds in part.items():
+                spent[name] = spent.get(name, 0.0) + seconds
+        watch.read()
+        if turn:
+            yield spent
+    run.close()
+
+
+def main() -> None:
+    """Measure the cases and write their tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", choices=[*PAGES, []])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    path = RESULTS / "speed" / "shares.json"
+    content = json.loads(path.read_text()) if path.exists() else {}
+    for case in options.cases or PAGES:
+        rows = list(iterations(case, options.rounds))
+        medians = {name: statistics.median(row.get(name, 0.0) for row in rows) for name in rows[0]}
+        content[case] = {"seconds": medians, "processor": processor_name(), "rounds": options.rounds}
+        ranked, total = sorted(medians.items(), key=lambda item: -item[1]), sum(medians.values())
+        told = table(
+            ("part", "ms", "share"),
+            [(name, f"{1e3 * s:.0f}", f"{100 * s / total:.1f} %") for name, s in ranked if s > 0],
+        )
+        command = f"`python -m benchmarks.speed.shares {case} --rounds {options.rounds}`"
+        head = f"{command}, {processor_name()}, an iteration of {1e3 * total:.0f} ms:"
+        replace_block(PAGES[case], f"shares of {case}", [head, "", *told])
+        print(*told, sep="\n", flush=True)
+    keep("speed", "shares", content)
+
+
+if __name__ == "__main__":
+    main()

@@ -42,16 +42,16 @@ SMALL = {
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("small_pictures")]
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, pages: tuple[Path, ...] = PAGES) -> list[str]:
     """Return the fenced blocks of README and tutorial, in the order of reading."""
     fence = rf"^```{language}\n(.*?)^```"
-    return [block for page in PAGES for block in re.findall(fence, page.read_text(), flags=re.S | re.M)]
+    return [block for page in pages for block in re.findall(fence, page.read_text(), flags=re.S | re.M)]
 
 
 def commands() -> list[str]:
-    return [
-        line for block in blocks("bash") for line in block.splitlines() if line and not line.startswith("#")
-    ]
+    """Return the commands of the README, with `--all` also of the tutorial, which `test_docs` composes."""
+    shown = blocks("bash", PAGES if everything else PAGES[:1])
+    return [line for block in shown for line in block.splitlines() if line and not line.startswith("#")]
 
 
 def shortened(command: str) -> list[str]:
@@ -68,7 +68,11 @@ def test_the_shell_path_runs_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     for words in map(shortened, commands()):
         assert exit_code(*words) == 0, words
     assert Path("exported", "policy.onnx").stat().st_size > 0
-    assert Path("runs", "tuned", "report", "index.html").stat().st_size > 0
+    page = Path("runs", "tuned", "report", "index.html").read_text()
+    assert "<h2>Learning</h2>" in page and "<h2>Behaviour</h2>" in page
+    assert page.count("data:image/png;base64,") == 1, "the paths of both policies"
+    assert "before: " in page and "after: " in page
+    assert "://" not in page, "the page needs nothing from elsewhere"
 
 
 def test_the_python_path_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "sac": (SacConfig(**OFF_POLICY), TanhGaussianProcess()),
 }
 CHAINS = ("ppo", "dppo", "reinflow", "fpo", "policyflow")
-KINDS = ("dppo", "fpo", "policyflow")  # of ratios
+KINDS = ("dppo", "fpo")  # of ratios: of recorded chains, and of losses
 SIGHT = env("avoid", rows="moved", observation="position", cameras=("ahead",), image_size=(24, 24))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from messages import mentions
+from pairwise import each_value
 
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.make import env
@@ -39,8 +40,10 @@ def policy_of(name: str = "ddpm") -> Policy:
     return build_policy(config, obs_dim=TASK.spec.obs_dim, action_dim=TASK.spec.action_dim, seed=3)
 
 
-@pytest.mark.parametrize("name", PROCESSES)
-@pytest.mark.parametrize("warm_start", [WarmStart(steps=2), WarmStart(steps=1, renoise=True, gripper=(1,))])
+@pytest.mark.parametrize(
+    ("name", "warm_start"),
+    each_value(list(PROCESSES), [WarmStart(steps=2), WarmStart(steps=1, renoise=True, gripper=(1,))]),
+)
 def test_rows_do_not_depend_on_the_number_of_environments_or_workers(
     name: str, warm_start: WarmStart
 ) -> None:

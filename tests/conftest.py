@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, settings
 from torch.utils._traceback import CapturedTraceback
 
 from algos.training import provenance
+from envs.engine.rendering import replay_frames
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -128,7 +129,10 @@ def _seed_global_generators(seed: int) -> None:
 
 @pytest.fixture
 def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw few and small frames: pages and clips hold the same."""
+    """Draw few and small frames, without shadows and smooth edges: pages and clips hold the same."""
+    plain = {"width": 96, "height": 96, "shadows": False, "samples": 0}
+    for name, value in plain.items():
+        monkeypatch.setitem(replay_frames.__kwdefaults__, name, value)
     monkeypatch.setattr("burnish.reports.videos.FPS", 4)
     monkeypatch.setattr("burnish.reports.figures.DPI", 20)
     monkeypatch.setattr("burnish.reports.rollouts._LARGE", {"width": 96, "height": 96})

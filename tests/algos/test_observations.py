@@ -62,7 +62,8 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 CHAINS = ("ppo", "dppo", "reinflow", "fpo", "policyflow")
 KINDS = ("dppo", "fpo")  # of ratios: of recorded chains, and of losses
-SIGHT = env("avoid", rows="moved", observation="position", cameras=("ahead",), image_size=(24, 24))
+PLAIN = {"image_shadows": False, "image_samples": 0}  # the main cost of drawing
+SIGHT = env("avoid", rows="moved", observation="position", cameras=("ahead",), image_size=(24, 24), **PLAIN)
 
 
 def policy_of(process: Any, *, widths: dict[str, int], images: Any = None, **encoder: Any) -> Policy:

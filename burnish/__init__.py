@@ -21,7 +21,7 @@ import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from burnish.name_clashes import require_own_packages
+from burnish.name_clashes import require_graphics_library, require_own_packages
 
 if TYPE_CHECKING:
     from burnish.api import (
@@ -96,11 +96,13 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use.
 
     Raises:
-        ImportError: If another project's package shadows one of ours; see `burnish.name_clashes`.
+        ImportError: If another project's package shadows one of ours, or `MUJOCO_GL` names a library that is
+            not installed; see `burnish.name_clashes`.
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'burnish' has no attribute '{name}'")
     require_own_packages()
+    require_graphics_library()
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

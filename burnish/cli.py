@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import os
 import sys
 from collections.abc import Sequence
 
 from burnish.config.commands import COMMANDS
-from burnish.name_clashes import prefer_own_packages, require_own_packages
+from burnish.name_clashes import prefer_own_packages, require_graphics_library, require_own_packages
 
 _THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 """Idle threads slow down small networks; set before numeric libraries are imported.
@@ -41,21 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if name not in COMMANDS and any(known.startswith(f"{name} ") for known in COMMANDS):
         name = " ".join(given[:2])  # the second word is wrong or missing
     sys.exit(_dispatch(name, rest))
-
-
-def require_graphics_library() -> None:
-    """Refuse a `MUJOCO_GL` whose library is missing, which breaks the import of MuJoCo.
-
-    Raises:
-        ImportError: Names the library and the remedy.
-    """
-    name = os.environ.get("MUJOCO_GL", "").strip().lower()
-    library, package = {"egl": ("EGL", "libegl1"), "osmesa": ("OSMesa", "libosmesa6")}.get(name, ("", ""))
-    if sys.platform == "linux" and library and ctypes.util.find_library(library) is None:
-        raise ImportError(
-            f"MUJOCO_GL={name} needs lib{library}, which is not installed. Install it (Debian: {package}), "
-            "or unset MUJOCO_GL."
-        )
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -1,8 +1,13 @@
-"""Packages of other projects with the names of ours: found, and moved behind ours, without importing them."""
+"""What breaks imports: other projects' packages with the names of ours, a graphics library that is not there.
+
+Both are found without importing anything; packages of these names are moved behind ours.
+"""
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -44,6 +49,21 @@ def require_own_packages() -> None:
     for name, is_ours, detail in found_packages():
         if not is_ours:
             raise ImportError(f"package {name}: {detail}.")
+
+
+def require_graphics_library() -> None:
+    """Refuse a `MUJOCO_GL` whose library is missing, which breaks the import of MuJoCo.
+
+    Raises:
+        ImportError: Names the library and the remedy.
+    """
+    name = os.environ.get("MUJOCO_GL", "").strip().lower()
+    library, package = {"egl": ("EGL", "libegl1"), "osmesa": ("OSMesa", "libosmesa6")}.get(name, ("", ""))
+    if sys.platform == "linux" and library and ctypes.util.find_library(library) is None:
+        raise ImportError(
+            f"MUJOCO_GL={name} needs lib{library}, which is not installed. Install it (Debian: {package}), "
+            "or unset MUJOCO_GL."
+        )
 
 
 def _place_of(name: str) -> Path | None:

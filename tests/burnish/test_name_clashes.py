@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import mentions
 
+import burnish
 from burnish.name_clashes import found_packages, require_own_packages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -52,6 +54,16 @@ def test_a_command_refuses_a_foreign_package_that_is_imported_already(tmp_path: 
     done = ran_beside("algos.py", "", tmp_path, "-c", IMPORTED)
     assert done.returncode == 2
     assert f"package algos: {tmp_path / 'algos.py'} hides ours" in done.stderr
+
+
+def test_a_program_is_told_of_a_missing_graphics_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MuJoCo's import would end in an AttributeError of OpenGL."""
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    with pytest.raises(ImportError, match=mentions("MUJOCO_GL=osmesa libOSMesa libosmesa6")):
+        burnish.collect  # noqa: B018 - names are imported at first use
+    monkeypatch.setenv("MUJOCO_GL", "glfw")
+    assert burnish.collect
 
 
 def test_a_folder_without_code_hides_nothing(tmp_path: Path) -> None:

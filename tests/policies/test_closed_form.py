@@ -97,7 +97,7 @@ def test_the_improved_policy_is_exported_as_one_graph(tmp_path: Path) -> None:
     from policies.export.export import export_onnx
     from policies.runner import MODEL
 
-    policy = wrapped("gaussian", radii=(0.0, 0.5, 1.0))
+    policy = wrapped("gaussian", radii=(0.0, 1.0))
     export_onnx(policy, tmp_path / "out", latency_batches=())
     graph = onnxruntime.InferenceSession(tmp_path / "out" / MODEL)
     given = {"observation": observed().numpy()}

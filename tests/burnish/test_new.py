@@ -13,6 +13,7 @@ from forked import exit_code_of
 from messages import mentions
 
 from burnish.commands.new import KINDS, write
+from envs.datasets import readers
 from policies import registry
 from policies.errors import ConfigError
 
@@ -57,6 +58,7 @@ def test_commands_know_the_modules_that_a_variable_names(
         os.environ[registry.PLUGIN_VARIABLE] = "my_sampler, my_reader"
         sys.path.insert(0, str(folder))
         registry._plugins.cache_clear()
+        readers.cache_clear()
         with told.open("w") as page, contextlib.redirect_stdout(page):
             assert [exit_code("list", kind) for kind in ("datasets", "samplers")] == [0, 0]
 

@@ -35,7 +35,9 @@ def written(
     weights |= {name: torch.ones(shape) for name, shape in shapes.items() if name.endswith(constant)}
     others = {name: value + 0.25 for name, value in weights.items()}
     model = {"nets": others, "ema": weights} if averaged else {"nets": weights, "ema": None}
-    model = {"nets": {}, "ema": None} if changes else model  # refused before weights are read
+    model = (
+        {"nets": {"weight": torch.ones(1)}, "ema": None} if changes else model
+    )  # refused before it is read
     for name, value in changes.items():
         *parents, last = name.split(".")
         node = whole["config"]

@@ -35,9 +35,8 @@ def written(
     weights |= {name: torch.ones(shape) for name, shape in shapes.items() if name.endswith(constant)}
     others = {name: value + 0.25 for name, value in weights.items()}
     model = {"nets": others, "ema": weights} if averaged else {"nets": weights, "ema": None}
-    model = (
-        {"nets": {"weight": torch.ones(1)}, "ema": None} if changes else model
-    )  # refused before it is read
+    if changes and kind == "images":
+        model = {"nets": {"weight": torch.ones(1)}, "ema": None}  # refused before they are read
     for name, value in changes.items():
         *parents, last = name.split(".")
         node = whole["config"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,7 @@ def gl_backends() -> tuple[str, ...]:
 @contextmanager
 def gl_for_others() -> Iterator[None]:
     """Set `MUJOCO_GL` for a block, to a kind of `gl_backends`; gymnasium's own choice needs a display."""
+    load_triton()
     with_display = bool(os.environ.get("DISPLAY")) or sys.platform != "linux"
     usable = [kind for kind in gl_backends() if kind != "glfw" or with_display]
     if "MUJOCO_GL" in os.environ or not usable:
@@ -205,7 +207,20 @@ def _camera(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
     return view
 
 
+@cache
+def load_triton() -> None:
+    """Load the compiler of PyTorch's builds for GPUs, if there is one, before a GL stack.
+
+    It and Mesa's software rasteriser each bring an LLVM; loaded after Mesa's, its own ends the process, for
+    instance at an export after a drawing. Takes 0.2 s.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        with suppress(ImportError):
+            importlib.import_module("triton._C.libtriton")
+
+
 def _gl_context(width: int, height: int) -> Any:
+    load_triton()
     reasons = []
     for backend in gl_backends():
         if backend == "glfw" and sys.platform == "linux" and not os.environ.get("DISPLAY"):

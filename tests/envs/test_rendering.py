@@ -67,3 +67,19 @@ def test_without_any_library_the_error_names_both(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "mujoco.egl", None)
     with pytest.raises(MissingExtraError, match=mentions("libegl1 libosmesa6")):
         require_gl()
+
+
+def test_a_compiler_is_loaded_before_the_gl_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of PyTorch's builds for GPUs, which ends the process if Mesa was first."""
+    loaded: list[str] = []
+    context = SimpleNamespace(GLContext=lambda width, height: (width, height))
+    fake = SimpleNamespace(
+        util=SimpleNamespace(find_spec=lambda name: name),
+        import_module=lambda name: loaded.append(name) or context,
+    )
+    monkeypatch.setattr(rendering, "importlib", fake)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    rendering.load_triton.cache_clear()
+    assert rendering._gl_context(4, 3) == (4, 3)
+    rendering.load_triton.cache_clear()
+    assert loaded == ["triton._C.libtriton", "mujoco.egl"]

@@ -28,19 +28,16 @@ from benchmarks.studies.learning import busy, curve, describe_dataset, episode_c
 from burnish.api import Run
 from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference
 
-PAGE, EPISODES, AUTO = "new_tasks", 100, "experiment=auto"
+PAGE, EPISODES, AUTO, ALGO = "new_tasks", 100, "experiment=auto", "dppo"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task, where its demonstrations come from, and what fine-tunes the clone."""
+    """A task, where its demonstrations come from, and what it is judged by."""
 
     env: tuple[str, ...]  # overrides that name it
     demonstrations: int | None  # None: a dataset file is given
-    expert_steps: int | None = (
-        None  # control steps of PPO from nothing that make the expert; None: the task's
-    )
-    algo: str = "dppo"
+    expert_steps: int | None = None  # of PPO, whose policy is the expert; None: the task's
     quantity: str = "success"  # or return
 
 
@@ -65,16 +62,14 @@ def run_one(name: str, seed: int, *, dataset: str | None, root: Path, workers: i
     demos = Path(dataset) if dataset else recorded(task, seed, place, processes)
     # Evaluations on the way change nothing that is learned, and are left out.
     base = trained(place / "clone", *task.env, AUTO, dataset=str(demos), seed=seed, **processes)
-    tuned = trained(
-        place / task.algo, AUTO, f"algo={task.algo}", init=str(place / "clone"), seed=seed, **processes
-    )
+    tuned = trained(place / ALGO, AUTO, f"algo={ALGO}", init=str(place / "clone"), seed=seed, **processes)
     out = str(place / "eval.json")
     result = burnish.evaluate(
         tuned, baseline=str(place / "clone"), episodes=EPISODES, num_workers=workers, out=out
     )
     assert result.baseline is not None and result.comparison is not None
     content = {
-        "study": PAGE, "task": name, "algo": task.algo, "seed": seed, "experiment": "auto",
+        "study": PAGE, "task": name, "algo": ALGO, "seed": seed, "experiment": "auto",
         "dataset": describe_dataset(demos),
         "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
         "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,

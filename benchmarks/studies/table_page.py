@@ -142,13 +142,13 @@ that needed them. One process and one thread per run; a *core minute* is a minut
 demonstrations and clone. {intervals}
 
 *P(better)*: probability that an episode goes better than the clone's, equal ones count half. *Area*: mean
-success over the budget. *Ways*: share of the clone's ways to succeed that are still taken. *Calls*:
-evaluations of the network per decision. *ms*: one decision of the exported policy. The columns sort by a
-click on the site."""
+success over the budget. *Ways*: share of the clone's ways to succeed that are still taken. *ms*: one
+decision of the exported policy. *MB*: largest memory of the process in training. The columns sort by a click
+on the site."""
 
 COLUMNS = (
     *("method", "curve", "seeds", "clone", "10 %", "50 %", "last", "IQM", "lowest seed", "best on the way"),
-    *("area", "P(better)", "ways", "steps", "gradient steps", "core min", "calls", "ms", "MB"),
+    *("area", "P(better)", "ways", "steps", "gradient steps", "core min", "ms", "MB"),
 )
 
 
@@ -189,7 +189,6 @@ def cells(row: Rows) -> list[str]:
     better, kept = improvement(row.before, after), row.kept_modes()
     name = row.name if runs[0]["is_init"] else f"{row.name} (no clone)"
     actor = [max(run["gradient_steps"].values(), default=0) for run in runs]
-    calls = np.mean([np.mean(run["after"].get("network_calls", [np.nan])) for run in runs])
     curve = f"![](table/{row.task}-{row.name}.svg)"
     return [
         name, curve, f"{len(runs)}", pages.success(row.before),
@@ -199,7 +198,6 @@ def cells(row: Rows) -> list[str]:
         "–" if kept is None else f"{100 * kept:.0f} %",
         f"{np.mean([run['points'][-1]['step'] for run in runs]):,.0f}", f"{np.mean(actor):,.0f}",
         f"{np.mean([run['points'][-1]['cpu_s'] for run in runs]) / 60:.1f}",
-        "–" if np.isnan(calls) else f"{calls:.0f}",
         f"{np.median([run['decision_ms'] for run in runs]):.2f}", f"{max(run['peak_mb'] for run in runs)}",
     ]  # fmt: skip
 

@@ -43,7 +43,7 @@ REPORTS = {
         name: (f"benchmarks.studies.{name}",)
         for name in (
             "cloning", "composition", "contained", "door", "exported", "families", "latency", "locomotion",
-            "new_tasks", "steering", "serving", "warm_start", "world",
+            "new_tasks", "steering", "serving", "table", "warm_start", "world",
         )
     },
     "simulators": ("benchmarks.simulators.__main__",),

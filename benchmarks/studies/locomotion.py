@@ -29,13 +29,13 @@ from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean, paired_difference
 from envs.make import env as make_env
 
-PAGE, EPISODES, STEPS = "locomotion", 50, 20_000
+PAGE, EPISODES, STEPS, WIDTH = "locomotion", 50, 20_000, 256
 RECORDED, NOISE = 100, 0.1  # episodes of a recorded dataset, and noise on the actions of its expert
 DATA = {"hopper-medium": "hopper", "walker2d": "walker2d"}
 """The task of a dataset; one that has the name of its task is recorded."""
 
 DEFAULT, AS_IS = "diffusion, x0", "4 actions"
-LONG = f"algo.steps={3 * STEPS}"
+LONG = 2 * STEPS
 ACTING: dict[str, dict[str, Any]] = {
     AS_IS: {},
     "2 actions": {"act_steps": 2},
@@ -53,13 +53,12 @@ class Clone(NamedTuple):
 
 CLONES = {
     DEFAULT: Clone(acting=tuple(ACTING)),
-    "diffusion, eps": Clone(("process=diffusion_eps",)),
-    "edm": Clone(("process=edm",)),
-    "flow": Clone(("process=flow",)),
     "regression": Clone(("process=regression",), (AS_IS, "1 action")),
     "plain actor": Clone(PLAIN, ("1 action",)),
-    f"{DEFAULT}, {3 * STEPS:,} steps": Clone((LONG,)),
-    f"regression, {3 * STEPS:,} steps": Clone(("process=regression", LONG)),
+    "diffusion, eps": Clone(("process=diffusion_eps",)),
+    "flow": Clone(("process=flow",)),
+    "edm": Clone(("process=edm",)),
+    f"{DEFAULT}, {LONG:,} steps": Clone((f"algo.steps={LONG}",)),
 }
 
 
@@ -91,7 +90,8 @@ def run_one(data: str, clone: str, seed: int, *, dataset: Path, root: Path) -> P
     if target.exists():
         return target
     task = DATA[data]
-    wished = ("algo=bc", f"env={task}", f"algo.steps={STEPS}", *setting.overrides)
+    width = () if clone == "plain actor" else (f"backbone.width={WIDTH}",)
+    wished = ("algo=bc", f"env={task}", f"algo.steps={STEPS}", *width, *setting.overrides)
     run = once.trained(root / target.stem, *_last(wished), dataset=str(dataset), seed=seed)
     policy, episodes = run.load_policy(), {}
     for title in setting.acting:
@@ -115,11 +115,12 @@ def _last(overrides: Iterable[str]) -> list[str]:
 # -- report ---------------------------------------------------------------------------------------------
 
 INTRODUCTION = f"""`python -m benchmarks.studies.locomotion <data>`: clones of recorded walking, {STEPS:,}
-gradient steps unless said otherwise, everything else as `algo=bc` has it: chunks of four actions, of which as
-many are executed as the row says. The *plain actor* is that of TD3+BC: one action by regression, 256 × 256,
-Adam at 3e-4, weights not averaged. {EPISODES} episodes per seed with the last checkpoint; scores of D4RL (0
-random, 100 expert). *Against* has the paired difference of the score from the default clone with four
-actions, on the same seeds and episodes. *Zero noise* acts without noise, at the start and on the way."""
+gradient steps unless said otherwise, an MLP {WIDTH} wide, everything else as `algo=bc` has it: chunks of four
+actions, of which as many are executed as the row says. The *plain actor* is that of TD3+BC: one action by
+regression, 256 × 256, Adam at 3e-4, weights not averaged. {EPISODES} episodes per seed with the last
+checkpoint; scores of D4RL (0 random, 100 expert). *Against* has the paired difference of the score from the
+default clone with four actions, on the same seeds and episodes. *Zero noise* acts without noise, at the start
+and on the way."""
 COLUMNS = ("clone", "executed", "seeds", "return", "score", "against")
 
 

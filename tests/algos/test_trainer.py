@@ -459,7 +459,7 @@ def test_a_resumed_run_goes_on_counting_processor_time(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("algos.training.trainer.cpu_s", lambda: now[0])
+    monkeypatch.setattr("algos.training.run_time.cpu_s", lambda: now[0])
 
     class Slow(RandomWalk):
         def advance(self) -> dict:

@@ -19,7 +19,7 @@ from algos.training.session import Member
 from algos.training.signals import Interrupted
 from algos.training.trainer import train_together
 from burnish.config.overrides import RunContext
-from burnish.config.schema import describe, describe_part
+from burnish.config.saved import describe, describe_part
 from burnish.config.train import TrainConfig
 from burnish.console import output, table
 from burnish.runs.best_evaluation import best_evaluation

@@ -11,7 +11,8 @@ import yaml
 
 from burnish import cli
 from burnish.config.overrides import Overrides
-from burnish.config.schema import compose_command, compose_config, describe, restore, restore_part
+from burnish.config.saved import describe, restore, restore_part
+from burnish.config.schema import compose_command, compose_config
 from burnish.config.train import TrainConfig
 from policies import registry
 from policies.bounds import bounded

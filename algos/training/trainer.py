@@ -92,7 +92,7 @@ def train_together(
     """
     settings, ranks = settings or TrainerSettings(), current()
     if ranks.rank:
-        settings = replace(settings, tensorboard=False, loggers=())
+        settings = replace(settings, loggers=())
     with ExitStack() as held:
         for member in members:
             held.enter_context(member.run.claim())
@@ -257,7 +257,7 @@ class _Loop:
         first, done = self.sessions[0].algorithm, self._slowest.progress
         with ExitStack() as held:
             for session in self.sessions:
-                for name in session.settings.trackers:
+                for name in session.settings.loggers:
                     logger = open_logger(name, session.run, first_step=session.algorithm.progress)
                     session.loggers.append(logger)
                     held.callback(logger.close)

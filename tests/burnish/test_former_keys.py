@@ -93,6 +93,14 @@ def test_saved_configurations_with_former_names_load_silently(caplog: pytest.Log
     assert not caplog.records
 
 
+def test_a_saved_run_with_the_former_key_of_tensorboard_keeps_its_trackers() -> None:
+    saved = describe(compose_config("train", ["algo=renamed", "trainer.loggers=[csv]"]))
+    saved["trainer"]["tensorboard"] = True
+    assert restore(TrainConfig, saved).trainer.loggers == ("tensorboard", "csv")
+    del saved["trainer"]["loggers"]
+    assert restore(TrainConfig, saved).trainer.loggers == ("tensorboard",)
+
+
 def test_a_key_that_never_was_is_refused_with_the_closest_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'algo\.sped'\. Did you mean 'speed'\?"):
         compose_config("train", ["algo=renamed", "algo.sped=2"])

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,9 @@ def truncate_jsonl(path: Path, size: int, *, through: int | None = None) -> None
     if size > path.stat().st_size:
         size = max((end for end, _ in _complete_rows(path)), default=0)
     elif through is not None:
-        for end, row in _complete_rows(path):
-            if end > size:
-                if row.get("step", through + 1) > through:
-                    break
-                size = end
+        later = ((end, row) for end, row in _complete_rows(path) if end > size)
+        kept = takewhile(lambda found: found[1].get("step", through + 1) <= through, later)
+        size = max((end for end, _ in kept), default=size)
     os.truncate(path, size)
 
 

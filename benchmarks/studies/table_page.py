@@ -146,6 +146,12 @@ success over the budget. *Ways*: share of the clone's ways to succeed that are s
 decision of the exported policy. *MB*: largest memory of the process in training. The columns sort by a click
 on the site."""
 
+BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. Methods with
+fewer seeds, or made for less than a third of the steps, are left out of a comparison."""
+
+SUMMARY = """Best methods by budget, on seeds and episodes that no setting was chosen on, and those that are
+not clearly behind ([how, and what each costs](results/table.md)):"""
+
 COLUMNS = (
     *("method", "curve", "seeds", "clone", "10 %", "50 %", "last", "IQM", "lowest seed", "best on the way"),
     *("area", "P(better)", "ways", "steps", "gradient steps", "core min", "ms", "MB"),
@@ -157,22 +163,15 @@ def report(page: str) -> Path:
     found = pages.kept(page, advice="name a task first")
     table = rows_of(found)
     seeds = sorted({run["seed"] for run in found})
-    lines = [
-        "# One table",
-        "",
-        INTRODUCTION.format(seeds=f"{seeds[0]} to {seeds[-1]}", intervals=pages.INTERVALS),
-    ]
+    head = INTRODUCTION.format(seeds=f"{seeds[0]} to {seeds[-1]}", intervals=pages.INTERVALS)
+    lines = ["# One table", "", head]
     for task, rows in table.items():
-        lines += [
-            "",
-            f"## {task}",
-            "",
-            *budgets(rows),
-            "",
-            *pages.table(COLUMNS, [cells(row) for row in rows]),
-        ]
+        lines += ["", f"## {task}", "", *budgets(rows), "", BRACKETS, ""]
+        lines += pages.table(COLUMNS, [cells(row) for row in rows])
         for row in rows:
             (pages.RESULTS / page / f"{row.task}-{row.name}.svg").write_text(sparkline(*row.curve()))
+    summary = [line for task, rows in table.items() for line in ("", f"`{task}`:", "", *budgets(rows))]
+    pages.replace_block("docs/results.md", "table", [SUMMARY, *summary])
     lines += ["", f"Commits: {pages.commits(found)}.{pages.about_commits(found)} {processors(found)}"]
     return pages.write(page, [*lines, *pages.origin(page, found[0])])
 
@@ -219,11 +218,6 @@ def budgets(rows: Sequence[Rows]) -> Iterator[str]:
         ]
         others = f"; not clearly behind: {', '.join(near)}" if near else "; clearly ahead of all others"
         yield f"- **{called}**: {name}, {pages.success(best)}{others}."
-    yield ""
-    yield (
-        "In brackets: how probably an episode of the best goes better than one of theirs. Methods with fewer "
-        "seeds, or made for less than a third of the steps, are left out of a comparison."
-    )
 
 
 def sparkline(shares: np.ndarray, rates: np.ndarray, width: int = 110, height: int = 30) -> str:

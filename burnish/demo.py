@@ -7,6 +7,7 @@ writes a report with pictures and an exported graph. Nothing is downloaded or pr
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import time
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     set_thread_defaults()
     import burnish
+    from algos.training.provenance import describe_environment
     from algos.training.run_directory import new_folder
     from burnish.console import output
     from burnish.runs.locate import dated_folder
@@ -44,13 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     out, console = new_folder(dated_folder("demo")), output()
     workers = min(2, os.cpu_count() or 1)
-    started = time.perf_counter()
+    started, seconds = time.perf_counter(), {}
 
     def stage(title: str, do: Callable[[], T]) -> T:
         begin = time.perf_counter()
         console.rule(title)
         result = do()
-        console.print(f"  {time.perf_counter() - begin:.0f} s")
+        seconds[title[5:]] = round(time.perf_counter() - begin, 1)
+        console.print(f"  {seconds[title[5:]]:.0f} s")
         return result
 
     demos = stage(
@@ -77,6 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.copy(picture, out)
 
     assert result.baseline is not None and result.comparison is not None
+    record = {
+        "before": result.baseline.values("success").tolist(),
+        "after": result.evaluation.values("success").tolist(),
+        "onnx_difference": exported.worst, "seconds": seconds, "environment": describe_environment(),
+    }  # fmt: skip
+    (out / "demo.json").write_text(json.dumps(record) + "\n")
     console.rule("result")
     for name, evaluation in (("before", result.baseline), ("after", result.evaluation)):
         mean, interval = format_interval("success", evaluation.summary()["success"])

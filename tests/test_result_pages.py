@@ -12,7 +12,7 @@ import pytest
 
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
-from benchmarks.studies import offline, verify
+from benchmarks.studies import offline, table, table_page, verify
 from envs.evaluation.intervals import conditional_value_at_risk, success_rate, wilson
 
 
@@ -158,3 +158,68 @@ def test_a_row_that_cannot_be_repeated_says_what_it_lacks(change: dict[str, Any]
     given |= change
     row = {"environment": {key: given.pop(key) for key in ("commit", "processor")}} | given
     assert list(verify.missing(row, Everything(ROOT))) == lacks
+
+
+def row(
+    name: str, seed: int, rates: dict[float, list[int]], *, limit: int = 100, **more: Any
+) -> dict[str, Any]:
+    """Return a run of the table: successes of four episodes by share of its budget, before it at 0."""
+    before, *later = rates.values()
+    points = [
+        {"share": share, "step": round(share * limit), "cpu_s": 2 * share * limit, "success": values}
+        for share, values in zip([*rates][1:], later, strict=True)
+    ]
+    tune = {"algo": {"lr": 0.1}, "seed": seed, "name": f"{name}-{seed}"}
+    ways = [0, 1, 2, 3]
+    return {
+        "task": "avoid", "algo": name, "seed": seed, "is_init": True, "points": points,
+        "before": {"success": before, "mode": ways}, "after": {"success": later[-1], "mode": ways},
+        "configuration": {"tune": tune}, "settings_sha256": table_page.settings_digest(tune),
+        "gradient_steps": {"actor": 3}, "peak_mb": 400 + seed, "decision_ms": 0.5 + seed,
+    } | more  # fmt: skip
+
+
+HALF, THREE, ALL = [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]
+
+
+def test_the_table_compares_what_methods_reach_within_a_budget() -> None:
+    (slow, quick) = table_page.rows_of(
+        [row("slow", seed, {0: HALF, 0.5: THREE, 1: ALL}) for seed in (7, 8)]
+        + [row("quick", seed, {0: HALF, 0.5: HALF, 1: THREE}, limit=20) for seed in (8, 7)]
+    )["avoid"]
+    assert (slow.name, quick.name) == ("slow", "quick")
+    assert [run["seed"] for run in quick.runs] == [7, 8]
+    for limit, reached in ((10, HALF), (50, THREE), (99, ALL), (10_000, None)):  # 5 % of tolerance
+        found = slow.at("step", limit)
+        assert found is None if reached is None else (found == reached).all()
+    assert quick.at("step", 100) is None and quick.at("step", 50) is not None
+    assert (quick.at("cpu_s", 1000) == THREE).all()  # it ended long before
+    assert (slow.area() == 0.5 * (0.5 + 0.75) / 2 + 0.5 * (0.75 + 1) / 2).all()
+    assert slow.kept_modes() == 1.0
+    better = table_page.improvement(slow.before, slow.after)
+    assert better.value == 0.75 and better.low < 0.75 < better.high
+    cells = dict(zip(table_page.COLUMNS, table_page.cells(quick), strict=True))
+    assert (cells["10 %"], cells["50 %"], cells["steps"], cells["MB"]) == ("50 %", "50 %", "20", "408")
+    assert (cells["best on the way"], cells["core min"], cells["ms"]) == ("75 %", "0.7", "8.00")
+
+
+def test_the_table_refuses_rows_that_contradict_themselves_or_each_other() -> None:
+    good = row("dppo", 0, {0: HALF, 1: ALL})
+    for change in (
+        {"after": good["after"] | {"success": THREE}},
+        {"configuration": {"tune": {"algo": {"lr": 0.2}}}},
+    ):
+        with pytest.raises(SystemExit, match="avoid-dppo-seed0"):
+            table_page.rows_of([good | change])
+    other = {"algo": {"lr": 0.2}}
+    changed = {"configuration": {"tune": other}, "settings_sha256": table_page.settings_digest(other)}
+    with pytest.raises(SystemExit, match="different settings"):
+        table_page.rows_of([good, row("dppo", 1, {0: HALF, 1: ALL}, **changed)])
+
+
+def test_every_method_of_the_table_has_an_experiment_and_a_budget() -> None:
+    for study in table.CHOSEN:
+        for method in table.methods_of(study).values():
+            for told in (method.base, method.tuned):
+                assert (ROOT / f"configs/experiment/{told.split()[0]}.yaml").exists()
+            assert method.budget % table.INTERVALS == 0

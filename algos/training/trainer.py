@@ -14,6 +14,7 @@ import torch
 from algos.base import Algorithm, Metrics
 from algos.training.loggers import MetricLogger, open_logger
 from algos.training.metrics import Scalars, broken, read_jsonl, read_out
+from algos.training.processor_time import cpu_s
 from algos.training.progress import LONG_ITERATION_S, LONG_S, Bar, Lines, announced, open_display, planned
 from algos.training.ranks import current
 from algos.training.run_directory import RunDirectory
@@ -319,6 +320,7 @@ class _Session:
         self.loggers: list[MetricLogger] = []
         self.fresh: dict[str, float] = {}  # metrics not displayed yet
         self.elapsed_s, self.started = 0.0, clock()
+        self.cpu_s, self._cpu_started = 0.0, cpu_s()
         self.evaluation_s, self.last_evaluation_s = 0.0, _UNKNOWN_S
         self._has_skipped = False
         self._processes = [(0, current().world)]  # number of processes from each step on
@@ -338,7 +340,7 @@ class _Session:
             restore_global_rng(state["global_rng"])
             trainer = state["trainer"]
             self.evaluated, self.elapsed_s = trainer["evaluated"], trainer["elapsed_s"]
-            self._metrics_bytes = trainer["metrics_bytes"]
+            self.cpu_s, self._metrics_bytes = trainer.get("cpu_s", 0.0), trainer["metrics_bytes"]
             self.evaluation_s = trainer.get("evaluation_s", 0.0)
             self.last_evaluation_s = trainer.get("last_evaluation_s", _UNKNOWN_S)
             self._count_processes(step, trainer.get("processes", [(0, 1)]))
@@ -378,6 +380,7 @@ class _Session:
             return False
         self.evaluated = self.saved
         self.elapsed_s = max(self.elapsed_s, last.get("time/elapsed_s") or 0.0)
+        self.cpu_s = max(self.cpu_s, last.get("time/cpu_s") or 0.0)
         return True
 
     def amend(self) -> None:
@@ -463,6 +466,7 @@ class _Session:
             "trainer": {
                 "evaluated": self.evaluated,
                 "elapsed_s": self.elapsed(),
+                "cpu_s": self.cpu(),
                 "evaluation_s": self.evaluation_s,
                 "last_evaluation_s": self.last_evaluation_s,
                 "metrics_bytes": self.run.metrics_bytes,
@@ -476,7 +480,8 @@ class _Session:
         self.saved = step
 
     def _record(self, values: Scalars) -> None:
-        row, step = {**values, "time/elapsed_s": self.elapsed()}, self.algorithm.progress
+        row = {**values, "time/elapsed_s": self.elapsed(), "time/cpu_s": self.cpu()}
+        step = self.algorithm.progress
         self.run.log(row, step)
         for logger in self.loggers:
             logger.write(row, step)
@@ -485,6 +490,14 @@ class _Session:
     def elapsed(self) -> float:
         """Return the time so far [s], over all attempts, with evaluations."""
         return self.elapsed_s + self._clock() - self.started
+
+    def cpu(self) -> float:
+        """Return the processor time so far [s], over all attempts, with evaluations and workers.
+
+        It is that of the whole process, also if several runs are trained in it; of several processes
+        (`algos.training.ranks`), of the first.
+        """
+        return self.cpu_s + cpu_s() - self._cpu_started
 
     def _is_due(self, before: int, every: int | None) -> bool:
         total = self.algorithm.total

@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from policies.errors import ConfigError, WorkerError
 
@@ -89,6 +90,10 @@ class ForkServer:
         self._finalizer = weakref.finalize(self, _close, self._control, self._process)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def is_usable(self) -> bool:
         """Whether the server is alive and owned by this process (a forked program needs its own)."""
         return self.owner == os.getpid() and self._process.poll() is None
@@ -138,6 +143,27 @@ def fork_worker(target: str) -> Child:
         if _current is None or not _current.is_usable or _current.target != target:
             _current = ForkServer(target)
         return _current.fork()
+
+
+def workers_cpu_s() -> float:
+    """Return the processor time [s] of the fork server and its workers, living and ended.
+
+    It is 0 without a server, and where `/proc` does not list processes.
+    """
+    with _lock:
+        if _current is None or not _current.is_usable:
+            return 0.0
+        server = _current.pid
+    with contextlib.suppress(OSError):
+        living = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        return sum(_cpu_ticks(pid) for pid in [str(server), *living]) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _cpu_ticks(pid: str) -> int:
+    """Return user and system time of a process and of the children that it collected."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime: proc(5)
 
 
 def run_fork_server(target: str, descriptor: int, parent: int, die_with_parent: int) -> None:

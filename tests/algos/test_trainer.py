@@ -455,6 +455,35 @@ def test_a_resumed_run_remembers_the_time_of_its_evaluations(run: RunDirectory) 
     assert evaluated == [1, 0, 4, 6, 8, 10]
 
 
+def test_a_resumed_run_goes_on_counting_processor_time(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("algos.training.trainer.cpu_s", lambda: now[0])
+
+    class Slow(RandomWalk):
+        def advance(self) -> dict:
+            now[0] += 10.0
+            return super().advance()
+
+    def evaluator(policy: torch.nn.Module, step: int) -> dict[str, float]:
+        now[0] += 3.0
+        return {"success": 1.0}
+
+    settings = TrainerSettings(eval_every=2)
+    train(Slow(2), run, settings, evaluator=evaluator, progress=False)
+    now[0] = 1000.0  # of another process
+    train(Slow(4), run, settings, evaluator=evaluator, progress=False)
+    rows = read_jsonl(run.metrics_path)
+    assert [row["time/cpu_s"] for row in rows] == [10, 20, 23, 33, 43, 46]
+    state = run.load_training_state(4)
+    assert state["trainer"]["cpu_s"] == 43
+    del state["trainer"]["cpu_s"]  # of an earlier version
+    monkeypatch.setattr(run, "load_training_state", lambda step: state)
+    train(Slow(5), run, progress=False)
+    assert read_jsonl(run.metrics_path)[-1]["time/cpu_s"] == 46 + 10
+
+
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(run: RunDirectory) -> None:
     train(RandomWalk(10), run, progress=False)
     with run.metrics_path.open("a") as file:

@@ -40,7 +40,7 @@ def assert_equal(first: Any, second: Any, where: str = "state") -> None:
     elif isinstance(first, dict):
         assert first.keys() == second.keys(), where
         for key, value in first.items():
-            if key not in ("elapsed_s", "metrics_bytes"):
+            if key not in ("elapsed_s", "cpu_s", "metrics_bytes"):
                 assert_equal(value, second[key], f"{where}[{key!r}]")
     elif isinstance(first, list | tuple):
         assert len(first) == len(second), where

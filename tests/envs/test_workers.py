@@ -20,6 +20,7 @@ from forked import started
 from messages import mentions
 from pairwise import repeated
 
+from algos.training.processor_time import cpu_s
 from envs.engine import fork_server
 from envs.engine.workers import LocalWorkers, ProcessWorkers, receive, send, start_workers
 from policies.errors import ConfigError, WorkerError
@@ -56,6 +57,12 @@ class Probe:
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(self) -> float:
+        began = time.process_time()
+        while time.process_time() < began + 0.05:
+            pass
+        return time.process_time()
 
     def work_for_ever(self) -> None:
         while True:
@@ -140,6 +147,19 @@ def test_every_worker_is_a_process_with_one_thread(pool: ProcessWorkers) -> None
     assert [pid for pid, _, _ in answers] == pool.pids
     assert {(threads, omp) for _, threads, omp in answers} == {(1, "1")}
     assert os.getpid() not in pool.pids
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are listed in /proc on Linux alone")
+def test_the_time_of_workers_counts_while_they_live_and_afterwards() -> None:
+    begun, own = fork_server.workers_cpu_s(), time.process_time()
+    workers = ProcessWorkers(Probe, [(1,), (2,)])
+    spent = sum(workers.call("work", [(), ()]))
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    living = fork_server.workers_cpu_s() - begun
+    assert living > spent - 4 * tick and spent >= 0.1
+    workers.close()
+    assert fork_server.workers_cpu_s() - begun > living - 4 * tick
+    assert cpu_s() >= own + living
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,66 @@
+"""What `make demo` showed, on the page docs/results/demo.md and in README.
+
+python -m benchmarks.studies.demo runs/2026-11-26/10-00-00-demo        keep the record of a demonstration
+python -m benchmarks.studies.demo --report                             both texts from what was kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks import pages
+from benchmarks.pages import success
+from envs.evaluation.intervals import paired_difference
+
+PAGE = "demo"
+
+
+def kept(folder: Path) -> Path:
+    """Keep the record of a demonstration of code without changes; returns its file."""
+    content = json.loads((folder / "demo.json").read_text())
+    if (commit := str(content["environment"]["commit"])).endswith("-dirty"):
+        raise SystemExit(f"the demonstration ran with changes on top of {commit}")
+    target = pages.RESULTS / PAGE / "demo.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content) + "\n")
+    return target
+
+
+def report() -> Path:
+    """Write the page and the block of README."""
+    (found,) = pages.kept(PAGE, advice="run make demo first")
+    where, seconds = found["environment"], found["seconds"]
+    before, after = success(found["before"]), success(found["after"])
+    change = paired_difference(found["before"], found["after"])
+    value, low, high = (100 * x for x in (change.value, change.low, change.high))
+    text = (
+        f"One run on {where['cpu_count']} cores of an {where['processor']} ({where['instructions']}), "
+        f"{sum(seconds.values()):.0f} s after installation: success {before} before fine-tuning and {after} "
+        f"after it, on the same {len(found['after'])} episodes (95 % intervals); paired difference "
+        f"{value:+.0f} points ({low:.0f} to {high:.0f}). The ONNX graph equals the policy to "
+        f"{found['onnx_difference']:.1e}."
+    )
+    pages.replace_block("README.md", "demo", [text])
+    rows = [(what, f"{spent:.0f}") for what, spent in seconds.items()]
+    lines = ["# The demonstration", "", f"`make demo`. {text}", "", *pages.table(("part", "seconds"), rows)]
+    return pages.write(PAGE, [*lines, "", f"Commit: {pages.commits([found])}.", *pages.origin(PAGE, found)])
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Keep a record, and write the texts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, help="of a demonstration")
+    parser.add_argument("--report", action="store_true", help="write the texts from what is there")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    if options.folder is not None:
+        print(f"kept: {kept(options.folder)}")
+    print(f"written: {report()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

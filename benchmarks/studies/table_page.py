@@ -1,0 +1,243 @@
+"""The page of `benchmarks.studies.table`: what every method reaches, by budget, and what it costs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import pages
+from envs.evaluation.intervals import Interval, bootstrap_iqm, bootstrap_mean, paired_difference
+
+BUDGETS = {
+    "avoid": (("step", 30_000, "30,000 environment steps"), ("step", 450_000, "450,000 environment steps"),
+              ("cpu_s", 60, "one minute of a core"), ("cpu_s", 180, "three minutes of a core")),
+}  # fmt: skip
+"""Budgets at which methods are compared: a cost, its limit, and how the page calls it."""
+
+OF_A_RUN = ("seed", "name", "dataset", "init", "directory")
+"""Keys in which the runs of a method differ."""
+
+
+def settings_digest(configuration: Mapping[str, Any]) -> str:
+    """Return the digest of a composed configuration, without what differs between the runs of a method."""
+    kept = {key: value for key, value in configuration.items() if key not in OF_A_RUN}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The runs of one method on one task, in the order of their seeds."""
+
+    task: str
+    name: str
+    runs: Sequence[Mapping[str, Any]]
+
+    @property
+    def after(self) -> np.ndarray:
+        """Successes of the last checkpoint (S, E)."""
+        return np.array([run["after"]["success"] for run in self.runs])
+
+    @property
+    def before(self) -> np.ndarray:
+        """Successes of the clones (S, E)."""
+        return np.array([run["before"]["success"] for run in self.runs])
+
+    def at(self, cost: str, limit: float) -> np.ndarray | None:
+        """Return the successes (S, E) of the last checkpoint within a budget.
+
+        A run that ended within the budget counts as it ended; the clone counts where there is no checkpoint
+        within it. None if a seed ended within a third of the steps: the method was not made for them.
+        """
+        found = []
+        for run in self.runs:
+            within = [point for point in run["points"] if point[cost] <= 1.05 * limit]
+            if 3 * run["points"][-1][cost] < limit and cost == "step":
+                return None
+            found.append(within[-1]["success"] if within else run["before"]["success"])
+        return np.array(found)
+
+    def at_share(self, share: float) -> np.ndarray:
+        """Return the successes (S, E) after a share of the method's own budget."""
+        marks = [min(run["points"], key=lambda point: abs(point["share"] - share)) for run in self.runs]
+        return np.array([mark["success"] for mark in marks])
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return shares of the budget (P,), from 0 on, and success rates (S, P)."""
+        shares = [0.0, *(point["share"] for point in self.runs[0]["points"])]
+        rates = [
+            [np.mean(run["before"]["success"]), *(np.mean(point["success"]) for point in run["points"])]
+            for run in self.runs
+        ]
+        return np.array(shares), np.array(rates)
+
+    def area(self) -> np.ndarray:
+        """Return the mean success over the budget, per seed (S,): the area under its curve."""
+        shares, rates = self.curve()
+        return ((rates[:, 1:] + rates[:, :-1]) / 2 * np.diff(shares)).sum(axis=1)
+
+    def kept_modes(self) -> float | None:
+        """Return the share of the clone's ways that the last checkpoint still takes, mean over seeds."""
+        if "mode" not in self.runs[0]["after"]:
+            return None
+        ways = ([_ways(run[when]) for when in ("before", "after")] for run in self.runs)
+        return float(np.mean([len(before & after) / len(before) for before, after in ways]))
+
+
+def _ways(episodes: Mapping[str, Sequence[float]]) -> set[int]:
+    return {
+        int(mode)
+        for mode, success in zip(episodes["mode"], episodes["success"], strict=True)
+        if success and mode >= 0
+    }
+
+
+def improvement(before: np.ndarray, after: np.ndarray) -> Interval:
+    """Return how probably an episode goes better than its pair; equal ones count half."""
+    return bootstrap_mean((after > before) + 0.5 * (after == before))
+
+
+def rows_of(found: Sequence[Mapping[str, Any]]) -> dict[str, list[Rows]]:
+    """Return the rows by task; methods in the order of their success.
+
+    Raises:
+        SystemExit: If the runs of a method have different settings, or a file contradicts itself.
+    """
+    tasks: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for run in found:
+        tasks.setdefault(run["task"], {}).setdefault(run["algo"], []).append(run)
+        if problem := next(contradictions(run), None):
+            raise SystemExit(f"{run['task']}-{run['algo']}-seed{run['seed']}: {problem}")
+    table = {}
+    for task, methods in tasks.items():
+        rows = [
+            Rows(task, name, sorted(runs, key=lambda run: int(run["seed"]))) for name, runs in methods.items()
+        ]
+        for row in rows:
+            if len({run["settings_sha256"] for run in row.runs}) > 1:
+                raise SystemExit(f"{task}-{row.name}: seeds were trained with different settings")
+        table[task] = sorted(rows, key=lambda row: -row.after.mean())
+    return table
+
+
+def contradictions(run: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a file says twice and not alike."""
+    if run["settings_sha256"] != settings_digest(run["configuration"]["tune"]):
+        yield "the digest of its settings is not that of its configuration"
+    if run["points"][-1]["success"] != run["after"]["success"]:
+        yield "its last point is not its last checkpoint"
+
+
+# -- page -----------------------------------------------------------------------------------------------
+
+INTRODUCTION = """`python -m benchmarks.studies.table <task>`: every method begins with the clones of the
+same seeds, {seeds}, and plays the same 100 episodes, at its last checkpoint. Settings were chosen in the
+studies of each task, on other seeds and other episodes, with unequal care: most trials went into the methods
+that needed them. One process and one thread per run; a *core minute* is a minute of processor time, without
+demonstrations and clone. {intervals}
+
+*P(better)*: probability that an episode goes better than the clone's, equal ones count half. *Area*: mean
+success over the budget. *Ways*: share of the clone's ways to succeed that are still taken. *ms*: one
+decision of the exported policy. *MB*: largest memory of the process in training. The columns sort by a click
+on the site."""
+
+COLUMNS = (
+    *("method", "curve", "seeds", "clone", "10 %", "50 %", "last", "IQM", "lowest seed", "best on the way"),
+    *("area", "P(better)", "ways", "steps", "gradient steps", "core min", "ms", "MB"),
+)
+
+
+def report(page: str) -> Path:
+    """Write the page and its curves."""
+    found = pages.kept(page, advice="name a task first")
+    table = rows_of(found)
+    seeds = sorted({run["seed"] for run in found})
+    lines = [
+        "# One table",
+        "",
+        INTRODUCTION.format(seeds=f"{seeds[0]} to {seeds[-1]}", intervals=pages.INTERVALS),
+    ]
+    for task, rows in table.items():
+        lines += [
+            "",
+            f"## {task}",
+            "",
+            *budgets(rows),
+            "",
+            *pages.table(COLUMNS, [cells(row) for row in rows]),
+        ]
+        for row in rows:
+            (pages.RESULTS / page / f"{row.task}-{row.name}.svg").write_text(sparkline(*row.curve()))
+    lines += ["", f"Commits: {pages.commits(found)}.{pages.about_commits(found)} {processors(found)}"]
+    return pages.write(page, [*lines, *pages.origin(page, found[0])])
+
+
+def processors(found: Sequence[Mapping[str, Any]]) -> str:
+    """Name the processors of a page."""
+    return f"Processors: {', '.join(sorted({run['environment']['processor'] for run in found}))}."
+
+
+def cells(row: Rows) -> list[str]:
+    """Return the cells of a method."""
+    runs, after = row.runs, row.after
+    best = row.curve()[1].max(axis=1)
+    better, kept = improvement(row.before, after), row.kept_modes()
+    name = row.name if runs[0]["is_init"] else f"{row.name} (no clone)"
+    actor = [max(run["gradient_steps"].values(), default=0) for run in runs]
+    curve = f"![](table/{row.task}-{row.name}.svg)"
+    return [
+        name, curve, f"{len(runs)}", pages.success(row.before),
+        _rate(row.at_share(0.1)), _rate(row.at_share(0.5)), pages.success(after),
+        pages.percent(bootstrap_iqm(after)), _rate(after[after.mean(axis=1).argmin()]), _rate(best),
+        _rate(row.area()), f"{better.value:.2f} ({better.low:.2f}–{better.high:.2f})",
+        "–" if kept is None else f"{100 * kept:.0f} %",
+        f"{np.mean([run['points'][-1]['step'] for run in runs]):,.0f}", f"{np.mean(actor):,.0f}",
+        f"{np.mean([run['points'][-1]['cpu_s'] for run in runs]) / 60:.1f}",
+        f"{np.median([run['decision_ms'] for run in runs]):.2f}", f"{max(run['peak_mb'] for run in runs)}",
+    ]  # fmt: skip
+
+
+def _rate(values: Any) -> str:
+    return f"{100 * np.mean(values):.0f} %"
+
+
+def budgets(rows: Sequence[Rows]) -> Iterator[str]:
+    """Yield a line per budget: the best method, and those that are not clearly worse."""
+    for cost, limit, called in BUDGETS[rows[0].task]:
+        known = [(row.name, row.runs, values) for row in rows if (values := row.at(cost, limit)) is not None]
+        known = [one for one in known if len(one[1]) == max(len(runs) for _, runs, _ in known)]
+        name, _, best = max(known, key=lambda one: one[2].mean())
+        near = [
+            f"{other} {_rate(values)} ({improvement(values, best).value:.2f})"
+            for other, _, values in known
+            if other != name and paired_difference(values, best).low <= 0
+        ]
+        others = f"; not clearly behind: {', '.join(near)}" if near else "; clearly ahead of all others"
+        yield f"- **{called}**: {name}, {pages.success(best)}{others}."
+    yield ""
+    yield (
+        "In brackets: how probably an episode of the best goes better than one of theirs. Methods with fewer "
+        "seeds, or made for less than a third of the steps, are left out of a comparison."
+    )
+
+
+def sparkline(shares: np.ndarray, rates: np.ndarray, width: int = 110, height: int = 30) -> str:
+    """Return a small picture: success of every seed over the budget, their mean in bold, the clone dashed."""
+
+    def line(values: np.ndarray, style: str) -> str:
+        x, y = 2 + shares * (width - 4), 2 + (1 - values) * (height - 4)
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+        return f'<polyline fill="none" {style} points="{points}"/>'
+
+    faint = [line(one, 'stroke="#7aa6d8" stroke-width="0.7" opacity="0.7"') for one in rates]
+    mean = rates.mean(axis=0)
+    level = line(np.full_like(mean, mean[0]), 'stroke="#999" stroke-width="0.7" stroke-dasharray="2 2"')
+    thick = line(mean, 'stroke="#1f6fc4" stroke-width="1.8"')
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    return "\n".join([head, level, *faint, thick, "</svg>", ""])

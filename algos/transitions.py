@@ -13,7 +13,7 @@ remaining actions repeating the last. With Ta = 1 these are the transitions of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -220,23 +220,24 @@ def tabulate(
     """
     dataset = dataset.with_cameras(policy.images)
     steps = policy.chunk.act_steps if steps is None else steps
-    segment = _segments(dataset, steps)
-    if not len(segment.start):
+    start = _starts(dataset, steps)
+    if not len(start):
         raise DatasetError(
             f"{dataset.source}: no {steps} frames in a row have a known successor. "
             "Use longer episodes or a policy with fewer act_steps."
         )
-    _require_memory(dataset, policy, segment.frames)
+    _require_memory(dataset, policy, len(start), steps)
     pictures: dict[str, Pictures] = {}
     if trains_encoder:
-        ends = ("pictures", segment.start, False), ("next_pictures", segment.last, True)
+        ends = ("pictures", start, False), ("next_pictures", _segments(dataset, start, steps).last, True)
         for name, newest, successor in ends:
             pictures[name] = Pictures(dataset.images, _histories(policy, dataset, newest, successor)[1])
     columns = partial(_columns, dataset, policy, rewarding, trains_encoder)
+    blocks = (_segments(dataset, block, steps) for block in start.split(_ENCODED_AT_ONCE))
     return TransitionTable.stacked(
-        (TransitionTable(**columns(block)) for block in segment.blocks()),
-        frame=segment.start,
-        weight=dataset.extras[SAMPLING_WEIGHT][segment.start] if SAMPLING_WEIGHT in dataset.extras else None,
+        (TransitionTable(**columns(block)) for block in blocks),
+        frame=start,
+        weight=dataset.extras[SAMPLING_WEIGHT][start] if SAMPLING_WEIGHT in dataset.extras else None,
         **pictures,
     )
 
@@ -272,11 +273,11 @@ def _columns(
     }
 
 
-def _require_memory(dataset: EpisodeDataset, policy: Policy, frames: Tensor) -> None:
+def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int, steps: int) -> None:
     """Refuse a table that does not fit into memory, for a dataset mapped from disk."""
     if not dataset.storage.on_disk:
         return
-    chunk, (num, steps) = policy.chunk, frames.shape
+    chunk = policy.chunk
     conditions, actions = 2 * chunk.obs_steps * dataset.obs_dim, 2 * steps * dataset.action_dim
     width = conditions + actions + chunk.horizon * (dataset.action_dim + 1) + 3
     require_memory(2 * 4 * num * width, f"{dataset.source}, as a table of transitions")
@@ -293,28 +294,32 @@ class _Segments:
     over: Tensor
     real: Tensor
 
-    def blocks(self) -> Iterator[_Segments]:
-        """Yield the transitions in blocks, so that what is made of them on the way stays small."""
-        parts = (part.split(_ENCODED_AT_ONCE) for part in vars(self).values())
-        yield from map(_Segments, *parts)
+
+def _starts(dataset: EpisodeDataset, steps: int) -> Tensor:
+    """Return the frames (M,) from which a segment ends with the task or has a known successor."""
+
+    def known(start: Tensor) -> Tensor:
+        segment, end = _segments(dataset, start, steps), _episodes(dataset, start)[1]
+        keep = (segment.length == steps) | segment.over
+        if dataset.next_observations is None or dataset.images:
+            # a last frame with mask 0 may lack an action
+            keep &= (segment.last < end) | dataset.terminated[segment.last]
+        return start[keep]
+
+    frames = torch.arange(dataset.num_frames, device=dataset.actions.device)
+    return torch.cat([known(block) for block in frames.split(_ENCODED_AT_ONCE)])
 
 
-def _segments(dataset: EpisodeDataset, steps: int) -> _Segments:
-    """Return every segment that ends with the task or has a known successor."""
-    over = dataset.over
-    start = torch.arange(dataset.num_frames, device=over.device)
-    _, end = _episodes(dataset, start)
-    wanted = start[:, None] + torch.arange(steps, device=over.device)
+def _segments(dataset: EpisodeDataset, start: Tensor, steps: int) -> _Segments:
+    """Return the segments from frames (M,)."""
+    over, (_, end) = dataset.over, _episodes(dataset, start)
+    wanted = start[:, None] + torch.arange(steps, device=start.device)
     inside = torch.minimum(wanted, end[:, None])
     ended_before = torch.cat([over.new_zeros(len(start), 1), over[inside].cummax(1).values[:, :-1]], dim=1)
     real = (wanted <= end[:, None]) & ~ended_before
     length = real.sum(dim=1)
     last = start + length - 1
-    keep = (length == steps) | over[last]
-    if dataset.next_observations is None or dataset.images:
-        keep &= (last < end) | dataset.terminated[last]  # a last frame with mask 0 may lack an action
-    parts = (start, last, torch.minimum(wanted, last[:, None]), length, over[last], real)
-    return _Segments(*(part[keep] for part in parts))
+    return _Segments(start, last, torch.minimum(wanted, last[:, None]), length, over[last], real)
 
 
 def _episodes(dataset: EpisodeDataset, frame: Tensor) -> tuple[Tensor, Tensor]:

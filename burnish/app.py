@@ -20,8 +20,9 @@ from omegaconf import DictConfig, flag_override
 
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import USER_ERRORS, error_message
+from burnish.config.hydra_sources import register_configs
 from burnish.config.overrides import Overrides, RunContext, check_arguments, quoted, with_home
-from burnish.config.schema import compose_renamed, register_configs, to_command
+from burnish.config.schema import compose_renamed, to_command
 from policies.errors import ConfigError
 from policies.extras import require
 

@@ -21,7 +21,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from burnish.config import schema
+from burnish.config.hydra_sources import RENAMED
+from burnish.config.nodes import GROUPS
 from policies import registry
 
 _FOUND: dict[Any, tuple[DefaultsList, Any]] = {}
@@ -90,7 +91,7 @@ def forget() -> None:
 def _sources(repo: Any) -> tuple[Any, ...] | None:
     """Return what files are read from; None where they may change."""
     sources = tuple((source.scheme(), source.path) for source in repo.get_sources())
-    return None if schema.RENAMED.get({}) or any(scheme == "file" for scheme, _ in sources) else sources
+    return None if RENAMED.get({}) or any(scheme == "file" for scheme, _ in sources) else sources
 
 
 def _map_where_read(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
@@ -124,4 +125,4 @@ def _parts(found: DefaultsList) -> list[Any]:
 
 
 def _is_part(group: str, name: str) -> bool:
-    return group in schema.GROUPS and registry.is_known(group, name)
+    return group in GROUPS and registry.is_known(group, name)

@@ -21,7 +21,8 @@ from burnish.app import with_main_key
 from burnish.cli import split_command
 from burnish.commands.list import KINDS
 from burnish.config.commands import COMMANDS
-from burnish.config.schema import GROUPS, compose_config
+from burnish.config.nodes import GROUPS
+from burnish.config.schema import compose_config
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones import Backbone

@@ -22,7 +22,8 @@ from small_policies import small_policy
 
 import burnish
 from algos.training.run_directory import RunDirectory
-from burnish.config.schema import compose_config, describe, restore, restore_part
+from burnish.config.saved import describe, restore, restore_part
+from burnish.config.schema import compose_config
 from burnish.runs.resolve import parts_of
 from envs.datasets import read_dataset, readers
 from envs.datasets.files.hdf5 import read_hdf5, write_hdf5

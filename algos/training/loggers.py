@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from algos.training.metrics import TensorBoardWriter, read_jsonl
+from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from policies.extras import require
 from policies.registry import lookup, register
@@ -45,11 +45,22 @@ def open_logger(name: str, run: RunDirectory, *, first_step: int) -> MetricLogge
 
 
 @register("logger", "tensorboard")
-class TensorBoardLogger(TensorBoardWriter):
-    """Event files in <run>/tensorboard."""
+class TensorBoardLogger:
+    """Event files in <run>/tensorboard; records of an earlier attempt after `first_step` are hidden."""
 
     def __init__(self, run: RunDirectory, *, first_step: int) -> None:
-        super().__init__(run.path / "tensorboard", first_step=first_step)
+        require("tensorboard", extra="tensorboard", what="trainer.loggers=[tensorboard]")
+        from torch.utils.tensorboard import SummaryWriter
+
+        purged = first_step + 1 if first_step else 0
+        self._events = SummaryWriter(str(run.path / "tensorboard"), purge_step=purged)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._events.close()
 
 
 @register("logger", "csv")

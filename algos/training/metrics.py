@@ -1,4 +1,4 @@
-"""Metrics of a run: JSON lines, and optional TensorBoard event files."""
+"""Metrics of a run: plain numbers, their means, and JSON lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.extras import require
 from policies.storage.atomic_write import write_errors
 
 _log = logging.getLogger(__name__)
@@ -76,11 +76,9 @@ def truncate_jsonl(path: Path, size: int, *, through: int | None = None) -> None
     if size > path.stat().st_size:
         size = max((end for end, _ in _complete_rows(path)), default=0)
     elif through is not None:
-        for end, row in _complete_rows(path):
-            if end > size:
-                if row.get("step", through + 1) > through:
-                    break
-                size = end
+        later = ((end, row) for end, row in _complete_rows(path) if end > size)
+        kept = takewhile(lambda found: found[1].get("step", through + 1) <= through, later)
+        size = max((end for end, _ in kept), default=size)
     os.truncate(path, size)
 
 
@@ -102,27 +100,6 @@ def _complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield end, row
             else:
                 _log.warning("%s: line %d is no JSON object and is left out; it is damaged.", path, number)
-
-
-class TensorBoardWriter:
-    """Writes event files; records of an earlier attempt after `first_step` are hidden.
-
-    Raises:
-        MissingExtraError: If TensorBoard is not installed.
-    """
-
-    def __init__(self, directory: str | Path, *, first_step: int = 0) -> None:
-        require("tensorboard", extra="tensorboard", what="tensorboard=true")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._events = SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else 0)
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._events.close()
 
 
 class Means:

@@ -13,46 +13,33 @@ kill, a checkpoint exists completely or not at all. Checkpoints are never rewrit
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
-import pickle
-import platform
 import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
-import torch
-import yaml
 from omegaconf import OmegaConf
-from omegaconf._utils import get_yaml_loader
 
+from algos.training.checkpoint_files import read_training_state, write_checkpoint
 from algos.training.metrics import append_jsonl, truncate_jsonl
 from algos.training.provenance import describe_environment
-from algos.training.serialization import from_plain, to_plain
+from algos.training.run_config import read_config
+from algos.training.run_lock import LOCK, holder, take_lock
 from policies.errors import CheckpointError
 from policies.policy import Policy
-from policies.storage.atomic_write import atomic_file, sync, sync_tree, write_errors, write_text
-from policies.storage.checksums import CHECKSUMS, is_intact, write_checksums
-from policies.storage.policy_folder import save_policy
-from policies.storage.strict_json import MAX_DEPTH, depth_of, fits, own_file, read_small
+from policies.storage.atomic_write import sync, write_errors, write_text
+from policies.storage.strict_json import own_file, read_small
 
-STATE_FORMAT = 1
 _CONFIG, _OVERRIDES, _ENVIRONMENT = "config.yaml", "overrides.txt", "environment.json"
-_METRICS, _LOCK = "metrics.jsonl", ".lock"
-_CONFIG_BYTES, _LOCK_BYTES = 2**18, 2**10
+_METRICS = "metrics.jsonl"
 _CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
 _EVAL, _EVAL_NAME = "eval", re.compile(r"step-(\d+)(-.+)?")
-_STATE_FILE = Path("training_state") / "state.pt"
-_UNREADABLE = (  # raised by `torch.load` on damaged files
-    *(RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError),
-    *(AttributeError, TypeError, IndexError),
-)
 
 
 class EvalFile(NamedTuple):
@@ -93,7 +80,7 @@ class RunDirectory:
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
-        run._lock = run._take_lock()
+        run._lock = take_lock(path)
         if (path / _CONFIG).exists():
             raise CheckpointError(f"{path} holds a run. Continue it with resume={path}, or choose another.")
         (path / _CHECKPOINTS).mkdir(exist_ok=True)
@@ -134,7 +121,7 @@ class RunDirectory:
         return True
 
     def _removable(self) -> set[Path]:
-        known = {self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, _LOCK)}
+        known = {self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, LOCK)}
         empty = {item for item in self.path.glob("*") if item.is_file() and not item.stat().st_size}
         return known | empty | set(self.path.glob("*.log"))
 
@@ -155,7 +142,7 @@ class RunDirectory:
             CheckpointError: If the file is damaged or not a mapping.
         """
         if self._config is None:
-            self._config = _read_config(self.path / _CONFIG)
+            self._config = read_config(self.path / _CONFIG)
         return self._config
 
     def section(self, key: str) -> dict[str, Any]:
@@ -186,38 +173,15 @@ class RunDirectory:
         Raises:
             CheckpointError: If another process holds the lock.
         """
-        lock, self._lock = self._lock or self._take_lock(), None
+        lock, self._lock = self._lock or take_lock(self.path), None
         with lock:
             (self.path / _CHECKPOINTS).mkdir(exist_ok=True)
             self._clean()
             yield
 
-    def _take_lock(self) -> IO[str]:
-        lock = (self.path / _LOCK).open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise CheckpointError(
-                f"{self.path} is being written by another process. Wait for it, or start another run."
-            ) from None
-        lock.truncate(0)
-        lock.write(json.dumps({"pid": os.getpid(), "host": platform.node()}))
-        lock.flush()
-        return lock
-
     def writer(self) -> int | None:
         """Return the number of the process of this machine that holds the write lock; None: there is none."""
-        try:
-            with own_file(self.path / _LOCK).open() as lock:
-                held = json.loads(lock.read(_LOCK_BYTES) or "{}")
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_here = isinstance(held, dict) and held.get("host") == platform.node()
-            return held["pid"] if is_here and fits(held.get("pid"), int) and held["pid"] > 1 else None
-        except (OSError, ValueError):
-            pass
-        return None
+        return holder(self.path)
 
     def checkpoints(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
@@ -271,17 +235,10 @@ class RunDirectory:
         target, aside = self.path / _CHECKPOINTS / str(step), self._aside()
         if target.exists():
             raise CheckpointError(f"{target} exists already; a checkpoint is never rewritten.")
-        state = to_plain({"format": STATE_FORMAT, "step": step, **training_state}, "training_state")
-        facts = {"run": self.path.name, "step": step, **(provenance or {})}
+        state, facts = {"step": step, **training_state}, {"run": self.path.name, "step": step}
         try:
             with write_errors(target):
-                aside.mkdir()
-                save_policy(policy, aside / "policy", provenance=facts)
-                (aside / _STATE_FILE).parent.mkdir()
-                with atomic_file(aside / _STATE_FILE) as file:
-                    torch.save(state, cast(IO[bytes], file))
-                write_checksums(aside)
-                sync_tree(aside)
+                write_checkpoint(aside, policy, state, provenance=facts | dict(provenance or {}))
             os.rename(aside, target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -304,23 +261,7 @@ class RunDirectory:
         Raises:
             CheckpointError: If it is missing, damaged, or of another format.
         """
-        folder = self.checkpoint_path(step)
-        path = folder / _STATE_FILE
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing: this checkpoint can be run but not resumed.")
-        try:
-            if not is_intact(folder, _STATE_FILE):
-                raise OSError(f"its SHA-256 is not that of {CHECKSUMS}")
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except _UNREADABLE as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise CheckpointError(
-                f"{path} is damaged ({reason}). Remove its checkpoint to continue from the one before."
-            ) from None
-        if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
-            found = state.get("format") if isinstance(state, dict) else type(state).__name__
-            raise CheckpointError(f"{path} must have format {STATE_FORMAT}; got {found}.")
-        return from_plain(state)
+        return read_training_state(self.checkpoint_path(step))
 
     def rewind(self, step: int | None, *, metrics_bytes: int = 0) -> None:
         """Remove everything after a checkpoint: later checkpoints and metrics rows.
@@ -400,44 +341,6 @@ class FollowedRun(RunDirectory):
     def rewind(self, step: int | None, *, metrics_bytes: int = 0) -> None: ...
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
-
-
-class _PlainLoader(get_yaml_loader()):  # type: ignore[misc]
-    """YAML of scalars, lists and mappings; aliases are refused, as they can expand a short text."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "aliases are not read", mark)
-        return super().compose_node(parent, index)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Read a mapping of plain values without resolving or building anything."""
-    try:
-        found = yaml.load(read_small(own_file(path), _CONFIG_BYTES), Loader=_PlainLoader)
-        if not isinstance(found, dict):
-            raise ValueError(f"it must hold keys with values; got {type(found).__name__}")
-        if depth_of(found) > MAX_DEPTH:
-            raise ValueError("it is nested too deep")
-        _require_plain(found)
-    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(f"{path} is damaged ({' '.join(reason.split())}). Restore it.") from None
-    return found
-
-
-def _require_plain(value: Any) -> None:
-    """Refuse values outside JSON, such as dates, sets and non-string keys."""
-    if isinstance(value, dict):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise ValueError(f"keys must be text; got {odd[0]!r}")
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            _require_plain(item)
-    elif not (value is None or isinstance(value, str | int | float)):
-        raise ValueError(f"values must be text or numbers; got {type(value).__name__}")
 
 
 def new_folder(path: Path) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.bounds import Checked, bounded
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -21,13 +24,18 @@ class TrainerSettings(Checked):
     )  # units; null: a tenth of the run, within a fifth of its time; 0: at the end only
     eval_first: bool = False  # also evaluate before the first iteration
     keep_checkpoints: int | None = bounded(None, ge=1)  # newest checkpoints to keep; null: all
-    tensorboard: bool = False  # also write TensorBoard event files; as loggers=[tensorboard]
+    tensorboard: bool = False  # former form of loggers=[tensorboard]; goes with the next version
     loggers: tuple[str, ...] = ()  # trackers of metrics: tensorboard, wandb, mlflow, csv, or of a plug-in
 
-    @property
-    def trackers(self) -> tuple[str, ...]:
-        """Names of the trackers, each once."""
-        return tuple(dict.fromkeys([*(("tensorboard",) if self.tensorboard else ()), *self.loggers]))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensorboard:
+            _log.warning(
+                "trainer.tensorboard is called trainer.loggers=[tensorboard] now; the former name goes with "
+                "the next version."
+            )
+            self.tensorboard, self.loggers = False, ("tensorboard", *self.loggers)
+        self.loggers = tuple(dict.fromkeys(self.loggers))
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _ours() -> Iterator[Finding]:
 
 
 def _parts() -> Iterator[Finding]:
-    from burnish.config.schema import GROUPS
+    from burnish.config.nodes import GROUPS
     from policies import registry
 
     try:

@@ -13,7 +13,7 @@ from algos.cloning.fleet_run import FleetRun, summary
 from algos.training.run_directory import RunDirectory
 from algos.training.signals import StopSignals
 from burnish.config.overrides import RunContext
-from burnish.config.schema import describe_part
+from burnish.config.saved import describe_part
 from burnish.console import output, table
 from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, locate
 from burnish.runs.tasks import known_task

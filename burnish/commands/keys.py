@@ -30,8 +30,8 @@ from burnish.app import run_app
 from burnish.commands.list import summary
 from burnish.config.commands import COMMANDS
 from burnish.config.help import KEPT
+from burnish.config.nodes import GROUPS
 from burnish.config.overrides import default_options, preset_summary, presets
-from burnish.config.schema import GROUPS
 from burnish.config.train import PolicyShape
 from burnish.console import output
 from envs.datasets import reader_options

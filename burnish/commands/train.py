@@ -16,10 +16,11 @@ from algos.base import Algorithm
 from algos.training.provenance import processor_name
 from algos.training.ranks import current, join
 from algos.training.run_directory import RunDirectory, eval_name
+from algos.training.session import Member
 from algos.training.signals import Interrupted
-from algos.training.trainer import Member, train_together
+from algos.training.trainer import train_together
 from burnish.config.overrides import RunContext
-from burnish.config.schema import describe, describe_part
+from burnish.config.saved import describe, describe_part
 from burnish.config.train import TrainConfig
 from burnish.console import output, table
 from burnish.reports.beside_data import beside_data

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from algos.training.run_directory import RunDirectory
-from burnish.config.schema import restore
+from burnish.config.saved import restore
 from burnish.console import Counting
 from burnish.reports.figures import to_png
 from burnish.reports.videos import Sheet, beside, film_sheet, replayed, require_pictures, webp, worst_first

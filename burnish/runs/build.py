@@ -12,7 +12,7 @@ from pathlib import Path
 from algos.base import Algorithm, Metrics, Setup
 from algos.training.ranks import current
 from algos.training.run_directory import FollowedRun, RunDirectory, new_folder
-from burnish.config.schema import describe
+from burnish.config.saved import describe
 from burnish.config.train import TrainConfig
 from burnish.runs.locate import folder_of, locate, seed_folders
 from burnish.runs.resolve import ResolvedRun

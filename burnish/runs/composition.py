@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_weights
 from algos.training.run_directory import new_folder
-from burnish.config.schema import describe_part
+from burnish.config.saved import describe_part
 from burnish.console import Counting, table
 from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate

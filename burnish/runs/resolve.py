@@ -17,8 +17,10 @@ import torch
 from algos.base import device_of
 from algos.training.ranks import current
 from algos.training.run_directory import RunDirectory
+from burnish.config.nodes import GROUPS
 from burnish.config.overrides import Overrides, RunContext
-from burnish.config.schema import GROUPS, compose_config, restore, restore_part
+from burnish.config.saved import restore, restore_part
+from burnish.config.schema import compose_config
 from burnish.config.train import TrainConfig
 from burnish.runs.auto import is_auto, with_choices
 from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, locate, seed_folders

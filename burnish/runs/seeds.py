@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algos.training.resume_checks import settings_of
-from burnish.config.schema import describe
+from burnish.config.saved import describe
 from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
 from envs.evaluation.settings import check_seeds
 from policies import registry

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from algos.training.run_directory import RunDirectory
-from burnish.config.schema import describe_part, restore_part
+from burnish.config.saved import describe_part, restore_part
 from burnish.runs.locate import Located
 from envs.evaluation.protocol import describe_task
 from envs.fit import require_same_task, task_text

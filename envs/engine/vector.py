@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.engine.mujoco_warnings import log_warnings
 from envs.spec import (
     Array,
     ChunkStep,
@@ -61,6 +62,7 @@ class ChunkVector:
     ) -> None:
         if obs_steps < 1:
             raise ConfigError(f"obs_steps must be at least 1; got {obs_steps}.")
+        log_warnings()
         self.spec = spec
         self.stepper = stepper
         self.num_envs = stepper.num_envs

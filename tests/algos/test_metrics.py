@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ from hypothesis import strategies as st
 from messages import mentions
 
 from algos.training.metrics import (
-    TensorBoardWriter,
     append_jsonl,
     broken,
     read_jsonl,
     read_out,
     truncate_jsonl,
 )
-from policies.errors import ConfigError, MissingExtraError
+from policies.errors import ConfigError
 
 
 def test_read_out_keeps_names_order_and_values() -> None:
@@ -105,9 +103,3 @@ def test_truncation_cuts_at_the_size_and_drops_partial_rows(tmp_path: Path) -> N
 def test_missing_file_is_empty(tmp_path: Path) -> None:
     truncate_jsonl(tmp_path / "none", 0)
     assert read_jsonl(tmp_path / "none") == []
-
-
-def test_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(MissingExtraError, match=mentions("tensorboard=true burnish[tensorboard]")):
-        TensorBoardWriter(tmp_path)

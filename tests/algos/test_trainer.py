@@ -11,7 +11,8 @@ import torch
 from messages import mentions
 from random_walk import RandomWalk
 
-from algos.training.metrics import TensorBoardWriter, read_jsonl
+from algos.training.loggers import TensorBoardLogger
+from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from algos.training.signals import Interrupted
 from algos.training.trainer import TrainerSettings, train
@@ -247,23 +248,25 @@ def test_tensorboard_files_hold_the_numbers(run: RunDirectory) -> None:
     pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(RandomWalk(3), run, TrainerSettings(tensorboard=True), progress=False)
+    train(RandomWalk(3), run, TrainerSettings(loggers=("tensorboard",)), progress=False)
     events = EventAccumulator(str(run.path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("policy/loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
-def test_tensorboard_hides_what_an_attempt_left_that_was_started_over(tmp_path: Path) -> None:
+def test_tensorboard_hides_what_an_attempt_left_that_was_started_over(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     both = tmp_path / "both"
     both.mkdir()
     for second, values in enumerate(((1.0, 2.0, 3.0), (9.0,))):
-        writer = TensorBoardWriter(tmp_path / "written")
+        writer = TensorBoardLogger(run, first_step=0)
         for step, value in enumerate(values, start=1):
             writer.write({"policy/loss": value}, step)
         writer.close()
-        (events,) = (tmp_path / "written").iterdir()
+        (events,) = (run.path / "tensorboard").iterdir()
         events.rename(both / f"events.out.tfevents.{second:010}")  # read in the order of these seconds
     shown = EventAccumulator(str(both)).Reload().Scalars("policy/loss")
     assert [(event.step, event.value) for event in shown] == [(1, 9.0)]
@@ -459,7 +462,7 @@ def test_a_resumed_run_goes_on_counting_processor_time(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("algos.training.trainer.cpu_s", lambda: now[0])
+    monkeypatch.setattr("algos.training.run_time.cpu_s", lambda: now[0])
 
     class Slow(RandomWalk):
         def advance(self) -> dict:

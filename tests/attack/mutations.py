@@ -17,7 +17,8 @@ from small_policies import small_policy
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from burnish.config.schema import compose_config, describe, restore
+from burnish.config.saved import describe, restore
+from burnish.config.schema import compose_config
 from burnish.config.train import TrainConfig
 from burnish.runs.locate import locate
 from burnish.runs.resolve import parts_of

@@ -21,8 +21,8 @@ from burnish.commands.doctor import main as doctor
 from burnish.commands.list import availability
 from burnish.commands.list import main as list_command
 from burnish.config.commands import COMMANDS
+from burnish.config.nodes import GROUPS
 from burnish.config.overrides import groups_of, keys_of, with_home
-from burnish.config.schema import GROUPS
 from envs.engine import rendering
 
 

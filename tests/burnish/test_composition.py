@@ -13,7 +13,7 @@ from messages import mentions
 
 import burnish
 from burnish import cli
-from burnish.config.schema import describe_part
+from burnish.config.saved import describe_part
 from envs.datasets import write_robomimic
 from envs.make import env
 from envs.rollouts.collect import collect

@@ -16,15 +16,11 @@ from hydra.core.singleton import Singleton
 from messages import mentions
 from omegaconf import OmegaConf
 
+from burnish.config.hydra_sources import register_configs
+from burnish.config.nodes import GROUPS
 from burnish.config.overrides import Overrides
-from burnish.config.schema import (
-    GROUPS,
-    compose_config,
-    describe,
-    register_configs,
-    restore,
-    to_object,
-)
+from burnish.config.saved import describe, restore
+from burnish.config.schema import compose_config, to_object
 from burnish.config.train import PolicyShape, TrainConfig
 from policies import registry
 from policies.errors import ConfigError

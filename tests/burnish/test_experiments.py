@@ -16,8 +16,9 @@ from pairwise import each_value, of_each, repeated
 
 import configs
 from burnish.commands import train as train_command
+from burnish.config.nodes import GROUPS, node_of
 from burnish.config.overrides import RunContext, experiments, presets
-from burnish.config.schema import GROUPS, compose_config, node_of, to_command
+from burnish.config.schema import compose_config, to_command
 from burnish.config.train import TrainConfig
 from burnish.runs.resolve import resolve
 from envs.datasets import EpisodeDataset, write_robomimic

@@ -11,7 +11,8 @@ import yaml
 
 from burnish import cli
 from burnish.config.overrides import Overrides
-from burnish.config.schema import compose_command, compose_config, describe, restore, restore_part
+from burnish.config.saved import describe, restore, restore_part
+from burnish.config.schema import compose_command, compose_config
 from burnish.config.train import TrainConfig
 from policies import registry
 from policies.bounds import bounded
@@ -90,6 +91,14 @@ def test_saved_configurations_with_former_names_load_silently(caplog: pytest.Log
     assert restore_part("algo", saved["algo"]) == config.algo
     assert registry.from_json("algo", {"name": "renamed", "pace": 2.0}).speed == 2.0
     assert not caplog.records
+
+
+def test_a_saved_run_with_the_former_key_of_tensorboard_keeps_its_trackers() -> None:
+    saved = describe(compose_config("train", ["algo=renamed", "trainer.loggers=[csv]"]))
+    saved["trainer"]["tensorboard"] = True
+    assert restore(TrainConfig, saved).trainer.loggers == ("tensorboard", "csv")
+    del saved["trainer"]["loggers"]
+    assert restore(TrainConfig, saved).trainer.loggers == ("tensorboard",)
 
 
 def test_a_key_that_never_was_is_refused_with_the_closest_one() -> None:

@@ -13,7 +13,7 @@ from drawing import require_drawing
 from messages import mentions
 from pairwise import Shared, representatives
 
-from burnish.config.schema import describe_part, restore_part
+from burnish.config.saved import describe_part, restore_part
 from envs.engine.pixels import FREE, HasCameras
 from envs.make import env
 from envs.spec import EnvConfig, VectorEnv

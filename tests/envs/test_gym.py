@@ -14,7 +14,8 @@ from messages import mentions
 from own_environments import Walk
 
 import burnish
-from burnish.config.schema import compose_config, describe_part, restore_part
+from burnish.config.saved import describe_part, restore_part
+from burnish.config.schema import compose_config
 from burnish.runs.locate import Located
 from burnish.runs.tasks import known_task, task_of, values_of_task
 from envs.evaluation.evaluate import evaluate

@@ -20,7 +20,7 @@ from forked import started
 from messages import mentions
 from pairwise import repeated
 
-from algos.training.processor_time import cpu_s
+from algos.training.run_time import cpu_s
 from envs.engine import fork_server
 from envs.engine.workers import LocalWorkers, ProcessWorkers, receive, send, start_workers
 from policies.errors import ConfigError, WorkerError

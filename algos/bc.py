@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from algos.base import Metrics, Setup, dataset_of, goal_dim_of, require_one_policy
 from algos.cloning.batches import CloningBatch, Shuffle, WeightedStream, WindowSampler
 from algos.cloning.distillation import Teacher
+from algos.cloning.quality import quality
 from algos.cloning.validation import Validation, masked_mean, matching_of
 from algos.optim import (
     DecayRule,
@@ -113,7 +114,12 @@ class BcConfig(Checked):
 
 
 class Bc:
-    """A behaviour-cloning run; see `BcConfig`. `policy` is in training, `snapshot` returns its EMA."""
+    """A behaviour-cloning run; see `BcConfig`.
+
+    Attributes:
+        policy: In training; `snapshot` returns its EMA.
+        data: How good the data are, for the model card; see `algos.cloning.quality`.
+    """
 
     unit = "gradient_steps"
     replays: ClassVar[bool] = True  # steps differ in batch and draws alone
@@ -127,6 +133,7 @@ class Bc:
         self._matching = matching_of(self.policy)
         dataset = dataset.with_cameras(self.policy.images)  # skips decoding of unused cameras
         self._digest, self._dataset_name = dataset.digest(), dataset.source
+        self.data = quality(dataset)
         self._teacher = _teacher_of(config, setup, self.policy)
         self._seed, self._device = setup.seed, setup.device
         self._use(dataset)

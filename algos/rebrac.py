@@ -79,6 +79,7 @@ class RebracConfig(ConstrainedTd3Config):
     """
 
     actor_value: ClassVar[str] = "min"
+    closer: ClassVar[str] = "Raise algo.actor_weight, or lower algo.gamma."
 
     alpha: float = bounded(1.0, ge=0)
     batch_size: int = bounded(1024, ge=1)

@@ -84,6 +84,8 @@ class SeedBatch:
             id(run): {**{name: value[s] for name, value in measured.items()}, **excess[s], **rate}
             for s, run in enumerate(active)
         }
+        for run in active:
+            run.warn(found[id(run)])
         return [found.get(id(run), {}) for run in self.runs]
 
     def _learner_of(self, runs: Sequence[OfflineRun]) -> tuple[Any, tuple[OfflineRun, ...]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup, dataset_of, goal_dim_of, require_condition_vector, require_one_policy
-from algos.offline.loop import THREADS, Learner, OfflineRun, Probes, probes_of
+from algos.offline.loop import THREADS, Learner, Limits, OfflineRun, Probes, limits_of, probes_of
 from algos.offline.online import OnlineConfig, OnlinePhase
 from algos.optim import DelayedDecay, Ema
 from algos.training.observations import encoder_module
@@ -38,12 +38,13 @@ STD_MARGIN = 1e-3  # added to every state std, as in the released code
 
 @dataclass(frozen=True)
 class OfflineData:
-    """Data shared by the seeds: dataset, action bounds (empty with `init`), transitions, probes."""
+    """Data shared by the seeds: dataset, action bounds (empty with `init`), transitions, probes, limits."""
 
     dataset: EpisodeDataset
     box: dict[str, Tensor]
     table: TransitionTable
     probes: Probes | None
+    limits: Limits
 
 
 @dataclass
@@ -52,6 +53,8 @@ class TransitionsConfig(Checked):
 
     fixed_length: ClassVar[bool] = False  # whether a schedule depends on `steps`
     splits_batches: ClassVar[bool] = True  # over the processes of a run
+    closer: ClassVar[str] = "Lower algo.gamma, take fewer algo.steps, or use another algorithm."
+    """How to stay closer to the data, for warnings."""
 
     steps: int = bounded(1_000_000, ge=1)  # gradient steps of the critic
     batch_size: int = bounded(256, ge=1)  # transitions
@@ -133,7 +136,9 @@ class TransitionsConfig(Checked):
             policy = self.initial_policy(setup, dataset, box)
             on_device = dataset.to(setup.device)
             table = tabulate(on_device, policy, rewarding, steps=self.backup_steps(policy))
-            return OfflineData(dataset, box, table, probes_of(table, on_device, rewarding))
+            length = None if spec is None else spec.max_episode_steps
+            limits = limits_of(table, on_device, rewarding, episode_steps=length, advice=self.closer)
+            return OfflineData(dataset, box, table, probes_of(table, on_device, rewarding), limits)
 
     def run(self, setup: Setup, data: OfflineData) -> OfflineRun:
         """Return the run on prepared transitions."""
@@ -150,7 +155,8 @@ class TransitionsConfig(Checked):
                 online = OnlinePhase(*parts, chunks=self.backup_steps(policy) // policy.chunk.act_steps)
             return OfflineRun(
                 self, setup, learner, data.table, data.dataset,
-                probes=data.probes, ema=ema, online=online, resume_invariants=self.resume_invariants(),
+                probes=data.probes, limits=data.limits, ema=ema, online=online,
+                resume_invariants=self.resume_invariants(),
             )  # fmt: skip
 
     def require_trainable(self, setup: Setup, algo: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from algos.base import Metrics, Quantities, Setup
+from algos.base import AT_BOUND, Metrics, Quantities, Setup
 from algos.offline.online import OnlinePhase
 from algos.optim import Ema
 from algos.training.experience import summary
@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 THREADS = 1  # torch threads, unless `num_threads` is set
 _PROBES = 4096  # rows, at most
 _CUT_WEIGHT = 0.01  # largest weight of the rewards missing from a truncated episode
+_ROUNDING = 0.01  # of the span of returns: values of new critics may be that much below the least
+_SATURATED, _SATURATED_TIMES = 0.25, 1.5  # share of action entries at bounds, and times that of the data
 
 
 class Learner(Protocol):
@@ -87,6 +89,7 @@ class OfflineRun:
         dataset: EpisodeDataset,
         *,
         probes: Probes | None = None,
+        limits: Limits | None = None,
         ema: Ema | None = None,
         online: OnlinePhase | None = None,
         resume_invariants: Mapping[str, Any] | None = None,
@@ -103,7 +106,8 @@ class OfflineRun:
             **({"total": config.steps} if config.fixed_length or online is not None else {}),
             **(resume_invariants or {}),
         }
-        self._done, self._has_warned = 0, False
+        self._limits, self._warned = limits, set[str]()
+        self._done = 0
         self._recorded = Recorded(self._take, writes_weights=True, is_on=current().world == 1)
 
     @property
@@ -143,9 +147,15 @@ class OfflineRun:
             for _ in range(count):
                 means.add(self._step())
             measured = means.read() | self.overestimation()
-        if self._probes is not None and not self._has_warned and "critic/value" in measured:
-            self._has_warned = self._probes.warned_of(float(measured["critic/value"]))
+        self.warn(measured)
         return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
+
+    def warn(self, measured: Mapping[str, Any]) -> None:
+        """Warn once of values that no return reaches, and once of actions at their bounds."""
+        found = {} if self._limits is None else self._limits.broken(measured)
+        for text in (text for kind, text in found.items() if kind not in self._warned):
+            _log.warning("%s", text)
+        self._warned |= found.keys()
 
     def _advance_online(self, online: OnlinePhase) -> Metrics:
         before, start, means, episodes = online.progress, time.perf_counter(), Means(), []
@@ -263,29 +273,11 @@ def acting(learner: Learner) -> Policy:
 
 @dataclass(frozen=True)
 class Probes:
-    """Conditions (P, C), actions (P, A) and discounted returns to go (P,) of rows of the data.
-
-    `largest` is the return of an episode that gets the largest reward of the data for ever; infinite for
-    gamma = 1.
-    """
+    """Conditions (P, C), actions (P, A) and discounted returns to go (P,) of rows of the data."""
 
     cond: Tensor
     action: Tensor
     to_go: Tensor
-    largest: float = math.inf
-
-    def warned_of(self, value: float) -> bool:
-        """Warn of a mean value that no return can reach; returns whether it is one."""
-        if value <= self.largest:
-            return False
-        _log.warning(
-            "the critics diverge: their mean value is %.4g, and no return exceeds %.4g, that of the largest "
-            "reward of the data in every step. The policy follows their errors: use settings or an algorithm "
-            "that stay closer to the data.",
-            value,
-            self.largest,
-        )
-        return True
 
     @torch.no_grad()
     def overestimation(self, critic: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -307,9 +299,71 @@ def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Reward
     row = known[places]
     rewards = rewarding.scale * dataset.rewards + rewarding.shift
     to_go = replace(dataset, rewards=rewards).returns_to_go(rewarding.gamma)[table.frame[row]]
-    batch, most = table.gather(row), max(float(rewards.max()), 0.0)
-    largest = most / (1.0 - rewarding.gamma) if rewarding.gamma < 1 else math.inf
-    return Probes(batch.cond.contiguous(), batch.action.contiguous(), to_go.to(batch.reward), largest)
+    batch = table.gather(row)
+    return Probes(batch.cond.contiguous(), batch.action.contiguous(), to_go.to(batch.reward))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What no discounted return leaves, and how many of the recorded action entries are at their bounds.
+
+    `least` and `most` are the returns of an episode with the smallest, or the largest, reward of the data in
+    every step, and 0 where ending at once is beyond them. `advice` says how to stay closer to the data.
+    """
+
+    least: float
+    most: float
+    at_bound: float
+    advice: str
+
+    def broken(self, measured: Mapping[str, Any]) -> dict[str, str]:
+        """Return what the metrics say against a policy, by kind."""
+        found, margin = {}, _ROUNDING * (self.most - self.least)
+        for name in ("critic/value", "actor/value"):
+            value = float(measured.get(name, self.most))
+            if not self.least - margin <= value <= self.most:
+                above = value > self.most
+                found["values"] = (
+                    f"the critics diverge: {name} is {value:.4g}, and no return "
+                    f"{'exceeds' if above else 'is below'} {self.most if above else self.least:.4g}, that of "
+                    f"the {'largest' if above else 'smallest'} reward of the data in every step. The policy "
+                    f"follows their errors. {self.advice}"
+                )
+        share = float(measured.get("actor/saturated_fraction", 0.0))
+        if share > max(_SATURATED, _SATURATED_TIMES * self.at_bound):
+            found["actions"] = (
+                f"actor/saturated_fraction is {share:.2f}, of the data {self.at_bound:.2f}: the policy acts "
+                f"at its bounds, where the critics know little. {self.advice}"
+            )
+        return found
+
+
+def limits_of(
+    table: TransitionTable,
+    dataset: EpisodeDataset,
+    rewarding: Rewarding,
+    *,
+    episode_steps: int | None,
+    advice: str,
+) -> Limits:
+    """Return the limits of values and actions of a dataset.
+
+    Args:
+        table: Its transitions, which hold normalised actions.
+        dataset: The episodes.
+        rewarding: Discount, and how rewards are transformed.
+        episode_steps: Largest length of an episode in the task, if known. It counts where every recorded
+            episode ends with the task; values of others continue behind their ends.
+        advice: How to stay closer to the data.
+    """
+    gamma, ends = rewarding.gamma, dataset.terminated[dataset.episode_start[1:] - 1]
+    weight = 1 / (1 - gamma) if gamma < 1 else math.inf
+    if bool(ends.all()) and "masks" not in dataset.extras:
+        steps = max(int(dataset.lengths.max()), episode_steps or 0)
+        weight = (1 - gamma**steps) / (1 - gamma) if gamma < 1 else float(steps)
+    least, most = (rewarding.scale * float(one) + rewarding.shift for one in dataset.rewards.aminmax())
+    at_bound = float((table.action.abs() > AT_BOUND).float().mean())
+    return Limits(weight * least if least < 0 else 0.0, weight * most if most > 0 else 0.0, at_bound, advice)
 
 
 def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:

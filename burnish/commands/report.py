@@ -15,6 +15,7 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands.runs import differing_keys, flat_config
 from burnish.config.overrides import RunContext
 from burnish.console import output
+from burnish.reports.beside_data import beside_data
 from burnish.reports.curves import MEAN_COLOURS, Chart, learning_charts, run_colours
 from burnish.reports.facts import cost_of, facts_of, origin_of
 from burnish.reports.html import render
@@ -368,6 +369,8 @@ def _numbers(group: Group, stored: Mapping[str, Stored], num_groups: int) -> Num
             notes.append(f"{name} against {versus['policy']}: {comparison_of(versus)}")
         if (both := best_evaluation(one)) is not None and both.count > 1:
             notes.append(f"{name}, {both.last.quantity} while training: {both}.")
+        if text := beside_data(one):
+            notes.append(f"{name}, beside its data: {text}.")
     protocols = sorted({one.protocol_hash[:12] for one in together})
     notes.append(f"Protocol {', '.join(protocols)}{'; not pooled' if len(protocols) > 1 else ''}.")
     return Numbers(group.title if num_groups > 1 else "", tables, notes)

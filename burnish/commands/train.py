@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from algos.base import Algorithm
 from algos.training.provenance import processor_name
 from algos.training.ranks import current, join
 from algos.training.run_directory import RunDirectory, eval_name
@@ -22,6 +23,7 @@ from burnish.config.overrides import RunContext
 from burnish.config.saved import describe, describe_part
 from burnish.config.train import TrainConfig
 from burnish.console import output, table
+from burnish.reports.beside_data import beside_data
 from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.build import build, opened_directories
 from burnish.runs.evaluation import evaluate_with, headline
@@ -75,7 +77,7 @@ def launch(run: ResolvedRun) -> list[TrainResult]:
                     algorithm,
                     directory,
                     _evaluator(config, directory, last),
-                    provenance(run, config),
+                    provenance(run, config) | facts_of_data(algorithm),
                     (describe(config), typed.texts) if typed.items and run.continued else None,
                 )
                 for algorithm, directory, config, typed, last in zip(
@@ -116,6 +118,12 @@ def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if value is not None}
 
 
+def facts_of_data(algorithm: Algorithm) -> dict[str, Any]:
+    """Return how good the data of cloning are, as provenance; empty if they do not say it."""
+    found = getattr(algorithm, "data", None)
+    return {"data": found} if found else {}
+
+
 def _interface_of(config: TrainConfig) -> dict[str, Any] | None:
     """Return rate, limits and names of the task's actions."""
     found = {} if config.env is None else interface_of_task(config.env.spec)
@@ -133,6 +141,8 @@ def report_lines(results: Sequence[TrainResult]) -> Table:
         rows += [(name, f"{value:.4g}") for name, value in one.last_evaluation.items()]
         if (both := best_evaluation(one.directory)) is not None and both.count > 1:
             rows.append((both.last.quantity, both))
+        if text := beside_data(one.directory):
+            rows.append(("data", text))
         return table("", ("", ""), rows)
     names = list(dict.fromkeys(name for one in results for name in one.last_evaluation))
     cells = []

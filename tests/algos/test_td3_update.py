@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -18,11 +18,18 @@ from torch import Tensor
 from algos.a2pr import A2prConfig, ActionVae
 from algos.base import Setup
 from algos.iql import IqlConfig, expectile_loss
-from algos.offline.loop import OfflineRun
-from algos.offline.td3_update import Actor, ConstrainedTd3Config, Td3Learner
+from algos.offline.loop import OfflineRun, limits_of
+from algos.offline.td3_update import (
+    Actor,
+    ConstrainedTd3Config,
+    Td3Learner,
+    settling_steps,
+    warn_of_short_run,
+)
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
+from algos.transitions import Rewarding
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
@@ -252,7 +259,7 @@ def test_overestimation_is_zero_for_returns_and_a_shift_for_shifted_ones() -> No
     assert "critic/overestimation" in run.advance()
 
 
-def test_values_that_no_return_reaches_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_values_and_actions_beyond_limits_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     sizes = SIZES | {"log_every": 1}
     run = Td3BcConfig(steps=4, gamma=0.5, **sizes).build(Setup(dataset=recording((9,), (True,)), seed=1))
     learner: Any = run.learner
@@ -262,9 +269,48 @@ def test_values_that_no_return_reaches_are_warned_of_once(caplog: pytest.LogCapt
         learner.critic.bias[-1] += 50.0
     run.advance()
     run.advance()
-    largest = 2 * float(recording((9,), (True,)).rewards.max())
+    largest = (2 - 0.5**8) * float(recording((9,), (True,)).rewards.max())
     (text,) = caplog.messages
-    assert f"exceeds {largest:.4g}" in text
+    assert f"exceeds {largest:.4g}" in text and "algo.alpha" in text
+    run.warn({"critic/value": torch.tensor(-50.0), "actor/saturated_fraction": torch.tensor(0.9)})
+    run.warn({"actor/saturated_fraction": torch.tensor(0.9)})
+    _, text = caplog.messages
+    assert text.startswith("actor/saturated_fraction is 0.90, of the data 0.")
+
+
+LIMITS = [  # ends of two episodes of 3 and 2 steps, gamma, steps in the task, sum of gamma^k
+    ((True, False), 0.5, 6, 2.0),
+    ((True, True), 0.5, 4, 1.875),
+    ((True, True), 0.5, None, 1.75),
+    ((True, True), 1.0, 4, 4.0),
+    ((True, False), 1.0, 4, math.inf),
+]
+
+
+@pytest.mark.parametrize(("ends", "gamma", "steps", "weight"), LIMITS)
+def test_limits_are_the_returns_of_the_extreme_rewards_in_every_step(
+    ends: tuple[bool, ...], gamma: float, steps: int | None, weight: float
+) -> None:
+    data = replace(recording((3, 2), ends), rewards=torch.tensor([-1.0, 0.0, 3.0, 1.0, 2.0]))
+    table = run_of(small(Td3BcConfig)).table
+    for shift, most in ((0.0, 6.0), (-7.0, 0.0)):  # of all negative rewards the best is to end
+        found = limits_of(table, data, Rewarding(gamma, 2.0, shift), episode_steps=steps, advice="")
+        assert (found.least, found.most) == (weight * (shift - 2.0), weight * most if most else 0.0)
+    assert found.at_bound == float((table.action.abs() > 0.98).float().mean())
+
+
+def test_a_run_that_ends_before_values_stand_is_told_their_time_constant(caplog: Any) -> None:
+    config = Td3BcConfig(steps=25_000, gamma=0.99, tau=0.005, policy_delay=2)
+    value, target = 0.0, 0.0
+    for step in range(1, round(settling_steps(config)) + 1):
+        value = 1.0 + config.gamma * target
+        target += config.tau * (value - target) if step % config.policy_delay == 0 else 0.0
+    assert value == pytest.approx((1 - math.exp(-1)) / (1 - config.gamma), rel=0.01)
+    warn_of_short_run(config)
+    warn_of_short_run(replace(config, steps=80_000))
+    warn_of_short_run(replace(config, steps=4))
+    (text,) = caplog.messages
+    assert "in 40000 gradient steps" in text
 
 
 def test_no_probe_where_every_recording_is_cut_short() -> None:

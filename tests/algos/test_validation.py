@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from small_cloning import tiny
 from two_modes import two_mode_setup
 
 from algos.cloning.batches import WindowSampler
+from algos.cloning.quality import quality
 from algos.cloning.validation import Validation
 
 
@@ -36,3 +40,14 @@ def test_validation_of_the_demonstrator_itself_is_zero(monkeypatch: pytest.Monke
     unit = 1.0 / policy.normalizer.action_scale.item()
     assert float(found["validation/action_mse_best"]) == pytest.approx(0.0, abs=1e-10)
     assert float(found["validation/action_mse"]) == pytest.approx(unit**2 / 2.0, rel=1e-5)
+
+
+def test_data_are_as_good_as_what_they_recorded() -> None:
+    data = two_mode_setup().dataset
+    assert data is not None
+    silent = replace(data, rewards=torch.zeros_like(data.rewards), episode_extras={})
+    assert quality(silent) == {}
+    success = torch.arange(data.num_episodes) == 0
+    told = replace(silent, rewards=torch.ones_like(data.rewards), episode_extras={"success": success})
+    count = data.num_episodes
+    assert quality(told) == {"episodes": count, "return": len(data) / count, "success": 1 / count}

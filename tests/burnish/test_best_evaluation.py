@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_walk import tiny_policy
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands.report import ReportConfig, report
+from burnish.reports.beside_data import STILL_RISING, beside_data
 from burnish.runs.best_evaluation import best_evaluation
 from envs.evaluation.evaluate import Evaluation
 from envs.rollouts.episodes import EpisodeRow
@@ -77,3 +79,23 @@ def test_the_worst_tenth_is_stated_of_every_task(rule: str, scores: Any) -> None
     summary = evaluation(40, rule=rule, scores=scores).summary()
     assert (summary["return_value_at_risk"]["value"], summary["return_cvar"]["value"]) == (31.5, 31.0)
     assert summary["return_value_at_risk"]["share"] == summary["return_cvar"]["share"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("half", "data", "said"),
+    [
+        (40, {"return": 90.0}, "return of the data 90.0 (mean of 7 episodes), of the policy 50.0"),
+        (49, {"return": 90.0}, "return of the data 90.0 (mean of 7 episodes), of the policy 50.0"),
+        (40, {"success": 1.0}, ""),
+        (40, {}, ""),
+    ],
+)
+def test_a_clone_is_told_beside_its_data_and_rises_beyond_the_noise_of_both(
+    tmp_path: Path, half: float, data: dict[str, float], said: str
+) -> None:
+    values = {"step-90": evaluation(0), "step-100": evaluation(50), "step-40": evaluation(half)}
+    run = run_of(tmp_path / "run", {**values, "step-45": evaluation(0, episodes=3)})
+    run.save_checkpoint(100, tiny_policy(), {}, provenance={"data": {"episodes": 7, **data}})
+    found = beside_data(run) or ""
+    assert found.startswith(said) and bool(found) == bool(said)
+    assert found.endswith(STILL_RISING) == (bool(said) and half == 40)

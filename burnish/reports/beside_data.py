@@ -1,0 +1,60 @@
+"""A cloned policy beside its data: the last evaluation, and whether evaluations still rose."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from algos.training.run_directory import RunDirectory
+from burnish.runs.best_evaluation import CheckpointEvaluation, best_evaluation
+from burnish.runs.locate import locate
+from envs.evaluation.comparison import format_interval
+
+STILL_RISING = "still rising: more algo.steps may help"
+
+
+def beside_data(directory: RunDirectory) -> str | None:
+    """Return a line that compares the last evaluation of a run with the episodes that it was cloned from.
+
+    None without evaluation, or where the data hold nothing in the unit of the task.
+    """
+    both = None if directory.latest() is None else best_evaluation(directory)
+    if both is None:
+        return None
+    last, data = both.last, locate(directory.path, "run").provenance().get("data", {})
+    if last.quantity not in data:
+        return None
+    recorded, _ = format_interval(last.quantity, {"value": data[last.quantity]})
+    own, around = format_interval(last.quantity, last.summary[last.quantity])
+    rises = any(is_above(last, one) for one in _halfway(directory, last))
+    return (
+        f"{last.quantity} of the data {recorded} (mean of {data['episodes']} episodes), of the policy {own} "
+        f"({around}; {last.summary['episodes']} episodes){f'; {STILL_RISING}' if rises else ''}"
+    )
+
+
+def _halfway(directory: RunDirectory, last: CheckpointEvaluation) -> Iterator[CheckpointEvaluation]:
+    """Yield the evaluation nearest to half of the steps of the last, by its protocol, if there is one."""
+    known: dict[int, Mapping[str, Any]] = {
+        one.step: json.loads(one.path.read_text())["summary"]
+        for one in directory.evals()
+        if one.is_of_training and 0.25 * last.step <= one.step <= 0.75 * last.step
+    }
+    alike = [step for step, one in known.items() if one["protocol_hash"] == last.summary["protocol_hash"]]
+    if alike:
+        step = min(alike, key=lambda one: abs(one - last.step / 2))
+        yield CheckpointEvaluation(step, dict(known[step]), last.quantity)
+
+
+def is_above(one: CheckpointEvaluation, other: CheckpointEvaluation) -> bool:
+    """Whether an evaluation exceeds another by more than the half-widths of both intervals, added in squares.
+
+    False where one of them has no interval.
+    """
+    found = [each.summary[one.quantity] for each in (one, other)]
+    if not all("low" in each for each in found):
+        return False
+    noise = math.hypot(*((each["high"] - each["low"]) / 2 for each in found))
+    return bool(found[0]["value"] - found[1]["value"] > noise)

@@ -217,9 +217,23 @@ def test_the_table_refuses_rows_that_contradict_themselves_or_each_other() -> No
         table_page.rows_of([good, row("dppo", 1, {0: HALF, 1: ALL}, **changed)])
 
 
-def test_every_method_of_the_table_has_an_experiment_and_a_budget() -> None:
+def test_scores_of_the_table_are_shares_of_an_expert_and_their_worst_is_a_tenth() -> None:
+    few = [[0.0] * 20, [*np.linspace(0.0, 1000.0, 20)]]
+    run = row("iql", 0, {0: few[0], 1: few[1]}, quantity="return")  # type: ignore[dict-item]
+    for point, told in zip(
+        [run["before"], *run["points"], run["after"]], [few[0], few[1], few[1]], strict=True
+    ):
+        point["return"] = told
+    run |= {"task": "hopper-medium", "protocol": {"env": {"reference_scores": [0.0, 2000.0]}}}
+    del run["before"]["mode"], run["after"]["mode"]
+    (found,) = table_page.rows_of([run])["hopper-medium"]
+    cells = dict(zip(table_page.COLUMNS, table_page.cells(found), strict=True))
+    assert cells["clone"] == "0 % (0–0)" and cells["last"].startswith("25 % (") and cells["ways"] == "–"
+    assert cells["worst"] == f"{100 * np.mean(few[1][:2]) / 2000:.0f} %"
+
+
+def test_every_method_of_the_table_has_an_experiment() -> None:
     for study in table.CHOSEN:
         for method in table.methods_of(study).values():
-            for told in (method.base, method.tuned):
-                assert (ROOT / f"configs/experiment/{told.split()[0]}.yaml").exists()
-            assert method.budget % table.INTERVALS == 0
+            name = method.tuned[0].partition("experiment=")[2]
+            assert (ROOT / f"configs/experiment/{name}.yaml").exists() and method.base

@@ -1,12 +1,14 @@
-"""One table: every method under one protocol, from the same cloned policies.
+"""One table: every method under one protocol, from the same cloned policies or on the same data.
 
     python -m benchmarks.studies.table avoid                            every method, five seeds
     python -m benchmarks.studies.table avoid --methods dppo,dsrl --seeds 100,101 --jobs 2
+    python -m benchmarks.studies.table hopper-medium --dataset FILE     learning from a fixed dataset
     python -m benchmarks.studies.table --report                         the page from what is there
 
-Settings were chosen in other studies (`benchmarks.studies.learning`), on seeds 0 to 9 and their episodes.
-Here every training seed is new, and so are the episodes and the noise of evaluations. Methods of a seed begin
-with the same clones. One process and one thread train a run, without evaluations on the way; checkpoints are
+Settings were chosen in other studies (`learning` and `offline` beside this file), on seeds 0 to 9 and their
+episodes. Here every training seed is new, and so are the episodes and the noise of evaluations. Methods of a
+seed begin with the same clones; those that learn an actor from data alone are compared with a clone of that
+actor. One process and one thread train a run, without evaluations on the way; checkpoints are
 played afterwards. Each run leaves one JSON file in docs/results/table/; a run whose file is there is not
 repeated, one that was stopped goes on. A working copy with changes is refused.
 """
@@ -20,10 +22,9 @@ import logging
 import resource
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,14 @@ from assets import path as asset_path
 from benchmarks import pages
 from benchmarks.studies import once, table_page
 from benchmarks.studies.definitions import STUDIES
-from benchmarks.studies.learning import FROM_DATA, OFF_POLICY, describe_dataset, episode_columns, recipe
+from benchmarks.studies.learning import FROM_DATA, describe_dataset, episode_columns, recipe
+from benchmarks.studies.offline import BASES, DATA, dataset_of, settings_of
+from burnish.commands.evaluate import Result
+from burnish.config.schema import compose_config
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.spec import EnvConfig
+from policies.processes.gaussian import GaussianPolicy
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import WEIGHTS
 
@@ -54,66 +59,81 @@ SHARES = (2 / 30, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 @dataclass(frozen=True)
 class Method:
-    """How a row is trained."""
+    """How a row is trained: overrides of the commands."""
 
-    base: str  # experiment of the clone it begins with, or is compared with; overrides after blanks
-    tuned: str  # experiment that trains it; overrides after blanks
-    budget: int  # environment steps
+    base: tuple[str, ...]  # of the clone it begins with, or is compared with
+    tuned: tuple[str, ...]
     has_init: bool = True  # whether it begins with the clone
-    has_data: bool = False  # whether it learns from the demonstrations too
+    has_data: bool = False  # whether it learns from the data too
+
+    @property
+    def budget(self) -> int:
+        """Steps in the task, or gradient steps of a method that learns from data alone."""
+        algo = compose_config("train", self.tuned).algo
+        names = ("env_steps", "total_steps", "online_steps", "steps")
+        return next(int(steps) for name in names if (steps := getattr(algo, name, None)))
 
 
-def methods_of(study: str) -> dict[str, Method]:
-    """Return the methods of a study, with its settings."""
-    found, budgets = STUDIES[study], BUDGETS[study]
-    return {
-        name: Method(
-            found.bases.get(name, found.bases["dsrl"]), found.tuned[name], budgets[name in OFF_POLICY],
-            name in found.bases, name in FROM_DATA or name not in found.bases,
-        )
-        for name in CHOSEN[study]
-    }  # fmt: skip
-
-
-BUDGETS = {"avoid": (450_000, 30_000)}
-"""Environment steps of a task: of methods that learn from what they just did, and from all they have."""
 CHOSEN = {
     "avoid": (
         "dppo", "reinflow-r", "reinflow-ddim", "reinflow-mip", "fpo++", "awm", "policyflow", "ppo",
         "ppo-mixture", "gorl", "dsrl", "dsrl-diffusion", "rlpd", "idql",
-    )
+    ),
+    "hopper-medium": (
+        "td3_bc", "rebrac", "iql", "prdc", "a2pr", "study_td3_bc", "study_prdc", "study_a2pr",
+        "flow+iql", "flow+td3_bc", "flow+prdc", "diffusion+iql", "diffusion+srpo",
+    ),
 }  # fmt: skip
-"""The methods of a task."""
+"""The methods of a task: of `learning`, or of a dataset of `offline`."""
 
 
-def run_one(study: str, name: str, seed: int, root: Path) -> Path:
+def methods_of(task: str) -> dict[str, Method]:
+    """Return the methods of a task, with the settings of its study."""
+    return {name: (offline_method if task in DATA else method)(task, name) for name in CHOSEN[task]}
+
+
+def method(task: str, name: str) -> Method:
+    """Return a method of a study of learning."""
+    study = STUDIES[task]
+    base = tuple(recipe(study.bases.get(name, study.bases["dsrl"])))
+    tuned, is_tuned = tuple(recipe(study.tuned[name])), name in study.bases
+    return Method(base, tuned, is_tuned, name in FROM_DATA or not is_tuned)
+
+
+def offline_method(task: str, name: str) -> Method:
+    """Return a method of the study of offline learning; new actors are compared with a cloned one."""
+    base, _, algo = name.rpartition("+")
+    options = argparse.Namespace(steps=None, autocast=None, set=[])
+    clone = [f"experiment={DATA[task].task}_{BASES[base]}"] if base else settings_of(task, "", "bc", options)
+    tuned = settings_of(task, base, algo, options)
+    return Method(tuple(clone), tuple(tuned), bool(base), has_data=True)
+
+
+def run_one(task: str, name: str, seed: int, root: Path, dataset: str | None) -> Path:
     """Train one method from the clone of a seed, and play its checkpoints; returns its file."""
-    target = pages.RESULTS / PAGE / f"{study}-{name}-seed{seed}.json"
+    target = pages.RESULTS / PAGE / f"{task}-{name}-seed{seed}.json"
     if target.exists():
         return target
-    method = methods_of(study)[name]
-    demos, base = clone_of(study, method.base, seed, root)
-    place = root / study / f"{name}-seed{seed}"
-    values: dict[str, Any] = {
-        "seed": seed,
-        **ONE_PROCESS,
-        "trainer.checkpoint_every": method.budget // INTERVALS,
-    }
-    values |= {"init": str(base)} if method.has_init else {}
-    values |= {"dataset": str(demos)} if method.has_data else {}
-    run = once.trained(place, *recipe(method.tuned), **values)
+    chosen, quantity = methods_of(task)[name], "return" if task in DATA else "success"
+    data, base = clone_of(task, chosen.base, seed, root, dataset)
+    place, budget = root / task / f"{name}-seed{seed}", chosen.budget
+    values = {"seed": seed, **ONE_PROCESS, "trainer.checkpoint_every": budget // INTERVALS}
+    values |= {"init": str(base)} if chosen.has_init else {}
+    values |= {"dataset": str(data)} if chosen.has_data else {}
+    run = once.trained(place, *chosen.tuned, **values)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    marks = points(run.directory, method.budget)
+    marks = points(run.directory, budget, is_offline=task in DATA)
     for mark in marks:
-        mark["success"] = played(place / "checkpoints" / str(mark.pop("checkpoint")))["success"]
-    result = burnish.evaluate(run, baseline=str(base), out=str(place / "eval.json"), **PROTOCOL, **ONE_ENV)
+        checkpoint = place / "checkpoints" / str(mark.pop("checkpoint"))
+        mark[quantity] = episode_columns(played(task, checkpoint).evaluation)[quantity]
+    result = played(task, place, baseline=str(base))
     assert result.baseline is not None and result.comparison is not None
     content = {
-        "study": PAGE, "task": study, "algo": name, "seed": seed, "experiment": method.tuned,
-        "base": method.base, "is_init": method.has_init, "base_sha256": sha256(policy_of(base) / WEIGHTS),
-        "dataset": describe_dataset(demos), "task_sha256": task_digest(task_of(locate(str(run)))),
-        "protocol": result.evaluation.protocol,
-        "budget": method.budget, "points": marks, "gradient_steps": gradient_steps(run.directory),
+        "study": PAGE, "task": task, "algo": name, "seed": seed, "settings": chosen.tuned,
+        "base": chosen.base, "is_init": chosen.has_init, "base_sha256": sha256(policy_of(base) / WEIGHTS),
+        "dataset": describe_dataset(data), "task_sha256": task_digest(task_of(locate(str(run)))),
+        "protocol": result.evaluation.protocol, "quantity": quantity,
+        "budget": budget, "points": marks, "gradient_steps": gradient_steps(run.directory),
         "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
         "difference": asdict(result.comparison), "peak_mb": peak, "decision_ms": decision_ms(place),
         "configuration": {"clone": configuration(base), "tune": configuration(place)},
@@ -123,44 +143,51 @@ def run_one(study: str, name: str, seed: int, root: Path) -> Path:
 
 
 ONE_PROCESS = {"num_workers": 0, "num_threads": 1}
-ONE_ENV = {"num_workers": 0}
 
 
-def clone_of(study: str, experiment: str, seed: int, root: Path) -> tuple[Path, Path]:
-    """Return the demonstrations of a seed and the clone of them, made if they are not there."""
-    found, folder = STUDIES[study], root / study
-    assert found.demonstrations is not None
-    demos = once.demonstrations(
-        folder / f"demonstrations-seed{seed}.hdf5", found.env, found.demonstrations, *found.options,
-        first=once.first_seed(seed), noise=found.noise,
-    )  # fmt: skip
-    place = folder / f"{experiment.replace(' ', '-')}-seed{seed}"
-    once.trained(place, *recipe(experiment), dataset=str(demos), seed=seed, **ONE_PROCESS)
-    return demos, place
+def clone_of(
+    task: str, overrides: Sequence[str], seed: int, root: Path, dataset: str | None
+) -> tuple[Path, Path]:
+    """Return the data of a task, or the demonstrations of a seed, and a clone; what is missing is made."""
+    folder = root / task
+    if task in DATA:
+        data = dataset_of(task, dataset, root)
+    else:
+        study, data = STUDIES[task], folder / f"demonstrations-seed{seed}.hdf5"
+        assert study.demonstrations is not None
+        told = study.env, study.demonstrations, *study.options
+        once.demonstrations(data, *told, first=once.first_seed(seed), noise=study.noise)
+    is_plain = not overrides[0].startswith("experiment=")
+    name = "plain" if is_plain else "-".join((overrides[0].partition("=")[2], *overrides[1:]))
+    place = folder / f"{name}-seed{seed}"
+    once.trained(place, *overrides, dataset=str(data), seed=seed, **ONE_PROCESS)
+    return data, place
 
 
-def points(run: RunDirectory, budget: int) -> list[dict[str, Any]]:
-    """Return the checkpoints nearest to the shares of a budget: steps in the task, seconds of processor time.
+def points(run: RunDirectory, budget: int, *, is_offline: bool) -> list[dict[str, Any]]:
+    """Return the checkpoints nearest to the shares of a budget: steps, and seconds of processor time.
 
     Gradient steps on data, before the task, count as time and not as steps in the task.
     """
     rows = list(read_jsonl(run.metrics_path))
-    on_data = max((row["step"] for row in rows if "time/steps_per_s" in row), default=0)
-    found = []
+    on_data = [] if is_offline else [row["step"] for row in rows if "time/steps_per_s" in row]
+    before, found = max(on_data, default=0), []
     for share in SHARES:
-        step = min(run.checkpoints(), key=lambda step: abs(step - on_data - share * budget))
+        step = min(run.checkpoints(), key=lambda step: abs(step - before - share * budget))
         cpu_s = [row["time/cpu_s"] for row in rows if row["step"] <= step][-1]
         found.append(
-            {"share": round(share, 4), "checkpoint": step, "step": step - on_data, "cpu_s": round(cpu_s, 2)}
+            {"share": round(share, 4), "checkpoint": step, "step": step - before, "cpu_s": round(cpu_s, 2)}
         )
     return found
 
 
-def played(checkpoint: Path) -> dict[str, list[float]]:
-    """Return the numbers of the episodes of a checkpoint."""
+def played(task: str, policy: Path, **values: Any) -> Result:
+    """Play the episodes of the table with a run or checkpoint; offline, Gaussians act by their mean."""
+    if task in DATA and isinstance(burnish.load_policy(policy), GaussianPolicy):
+        values["sampling_noise"] = "zero"
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "eval.json")
-        return episode_columns(burnish.evaluate(str(checkpoint), out=out, **PROTOCOL, **ONE_ENV).evaluation)
+        return burnish.evaluate(str(policy), out=out, num_workers=0, **PROTOCOL, **values)
 
 
 def gradient_steps(run: RunDirectory) -> dict[str, int]:
@@ -209,27 +236,29 @@ def configuration(run: Path) -> dict[str, Any]:
 # -- commands -------------------------------------------------------------------------------------------
 
 
-def missing(study: str, methods: Iterable[str], seeds: Iterable[int]) -> list[tuple[str, int]]:
+def missing(task: str, methods: Iterable[str], seeds: Iterable[int]) -> list[tuple[str, int]]:
     """Return methods and seeds without a file, seed after seed."""
     return [
         (name, seed)
         for seed in seeds
         for name in methods
-        if not (pages.RESULTS / PAGE / f"{study}-{name}-seed{seed}.json").exists()
+        if not (pages.RESULTS / PAGE / f"{task}-{name}-seed{seed}.json").exists()
     ]
 
 
-def run_all(study: str, methods: list[str], seeds: list[int], root: Path, jobs: int) -> None:
+def run_all(
+    task: str, methods: list[str], seeds: list[int], root: Path, jobs: int, dataset: str | None
+) -> None:
     """Make the clones, then every row, each in a process of its own."""
-    todo, known = missing(study, methods, seeds), methods_of(study)
+    todo, known = missing(task, methods, seeds), methods_of(task)
     clones = sorted({(seed, known[name].base) for name, seed in todo})
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        made = [pool.submit(clone_of, study, base, seed, root) for seed, base in clones]
+        made = [pool.submit(clone_of, task, base, seed, root, dataset) for seed, base in clones]
         for one in made:
             one.result()
-        rows = [pool.submit(partial(run_one, study, name, seed, root)) for name, seed in todo]
-        for one in rows:
-            print(f"written: {one.result()}", flush=True)
+        rows = [pool.submit(run_one, task, name, seed, root, dataset) for name, seed in todo]
+        for row in rows:
+            print(f"written: {row.result()}", flush=True)
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -238,6 +267,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("task", nargs="?", choices=list(CHOSEN))
     parser.add_argument("--methods", help="names by commas; without: all of the task")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--dataset", help="file of a dataset that cannot be recorded")
     parser.add_argument("--root", type=Path, default=Path("runs/table"))
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--report", action="store_true", help="write the page from what is there")
@@ -253,13 +283,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
             )
         if str(commit := describe_environment()["commit"]).endswith("-dirty"):
             raise SystemExit(f"rows name a commit; this working copy has changes on top of {commit}")
-        run_all(
-            options.task,
-            methods,
-            [int(seed) for seed in options.seeds.split(",")],
-            options.root,
-            options.jobs,
-        )
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+        run_all(options.task, methods, seeds, options.root, options.jobs, options.dataset)
     print(f"written: {table_page.report(PAGE)}")
     return 0
 

@@ -12,11 +12,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pages
-from envs.evaluation.intervals import Interval, bootstrap_iqm, bootstrap_mean, paired_difference
+from envs.evaluation.intervals import (
+    Interval,
+    bootstrap_iqm,
+    bootstrap_mean,
+    conditional_value_at_risk,
+    paired_difference,
+)
 
 BUDGETS = {
     "avoid": (("step", 30_000, "30,000 environment steps"), ("step", 450_000, "450,000 environment steps"),
               ("cpu_s", 60, "one minute of a core"), ("cpu_s", 180, "three minutes of a core")),
+    "hopper-medium": (("step", 4_000, "4,000 gradient steps"), ("step", 100_000, "100,000 gradient steps"),
+                      ("cpu_s", 60, "one minute of a core"), ("cpu_s", 180, "three minutes of a core")),
 }  # fmt: skip
 """Budgets at which methods are compared: a cost, its limit, and how the page calls it."""
 
@@ -39,17 +47,21 @@ class Rows:
     runs: Sequence[Mapping[str, Any]]
 
     @property
+    def quantity(self) -> str:
+        return quantity_of(self.runs[0])
+
+    @property
     def after(self) -> np.ndarray:
-        """Successes of the last checkpoint (S, E)."""
-        return np.array([run["after"]["success"] for run in self.runs])
+        """Episodes of the last checkpoint (S, E): successes, or scores of D4RL, of which an expert has 1."""
+        return np.array([values(run, run["after"]) for run in self.runs])
 
     @property
     def before(self) -> np.ndarray:
-        """Successes of the clones (S, E)."""
-        return np.array([run["before"]["success"] for run in self.runs])
+        """Episodes of the clones (S, E)."""
+        return np.array([values(run, run["before"]) for run in self.runs])
 
     def at(self, cost: str, limit: float) -> np.ndarray | None:
-        """Return the successes (S, E) of the last checkpoint within a budget.
+        """Return the episodes (S, E) of the last checkpoint within a budget.
 
         A run that ended within the budget counts as it ended; the clone counts where there is no checkpoint
         within it. None if a seed ended within a third of the steps: the method was not made for them.
@@ -59,25 +71,25 @@ class Rows:
             within = [point for point in run["points"] if point[cost] <= 1.05 * limit]
             if 3 * run["points"][-1][cost] < limit and cost == "step":
                 return None
-            found.append(within[-1]["success"] if within else run["before"]["success"])
+            found.append(values(run, within[-1] if within else run["before"]))
         return np.array(found)
 
     def at_share(self, share: float) -> np.ndarray:
-        """Return the successes (S, E) after a share of the method's own budget."""
+        """Return the episodes (S, E) after a share of the method's own budget."""
         marks = [min(run["points"], key=lambda point: abs(point["share"] - share)) for run in self.runs]
-        return np.array([mark["success"] for mark in marks])
+        return np.array([values(run, mark) for run, mark in zip(self.runs, marks, strict=True)])
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return shares of the budget (P,), from 0 on, and success rates (S, P)."""
+        """Return shares of the budget (P,), from 0 on, and means of the episodes (S, P)."""
         shares = [0.0, *(point["share"] for point in self.runs[0]["points"])]
         rates = [
-            [np.mean(run["before"]["success"]), *(np.mean(point["success"]) for point in run["points"])]
+            [np.mean(values(run, episodes)) for episodes in (run["before"], *run["points"])]
             for run in self.runs
         ]
         return np.array(shares), np.array(rates)
 
     def area(self) -> np.ndarray:
-        """Return the mean success over the budget, per seed (S,): the area under its curve."""
+        """Return the mean over the budget, per seed (S,): the area under its curve."""
         shares, rates = self.curve()
         return ((rates[:, 1:] + rates[:, :-1]) / 2 * np.diff(shares)).sum(axis=1)
 
@@ -87,6 +99,20 @@ class Rows:
             return None
         ways = ([_ways(run[when]) for when in ("before", "after")] for run in self.runs)
         return float(np.mean([len(before & after) / len(before) for before, after in ways]))
+
+
+def quantity_of(run: Mapping[str, Any]) -> str:
+    """Return what a run is judged by: success, or return."""
+    return str(run.get("quantity", "success"))
+
+
+def values(run: Mapping[str, Any], episodes: Mapping[str, Any]) -> np.ndarray:
+    """Return successes (E,), or scores of D4RL, divided by 100."""
+    found = np.array(episodes[quantity_of(run)], np.float64)
+    if quantity_of(run) == "success":
+        return found
+    random, expert = run["protocol"]["env"]["reference_scores"]
+    return (found - random) / (expert - random)
 
 
 def _ways(episodes: Mapping[str, Sequence[float]]) -> set[int]:
@@ -129,7 +155,7 @@ def contradictions(run: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a file says twice and not alike."""
     if run["settings_sha256"] != settings_digest(run["configuration"]["tune"]):
         yield "the digest of its settings is not that of its configuration"
-    if run["points"][-1]["success"] != run["after"]["success"]:
+    if run["points"][-1][quantity_of(run)] != run["after"][quantity_of(run)]:
         yield "its last point is not its last checkpoint"
 
 
@@ -139,12 +165,13 @@ INTRODUCTION = """`python -m benchmarks.studies.table <task>`: every method begi
 same seeds, {seeds}, and plays the same 100 episodes, at its last checkpoint. Settings were chosen in the
 studies of each task, on other seeds and other episodes, with unequal care: most trials went into the methods
 that needed them. One process and one thread per run; a *core minute* is a minute of processor time, without
-demonstrations and clone. {intervals}
+data and clone. {intervals}
 
-*P(better)*: probability that an episode goes better than the clone's, equal ones count half. *Area*: mean
-success over the budget. *Ways*: share of the clone's ways to succeed that are still taken. *ms*: one
-decision of the exported policy. *MB*: largest memory of the process in training. The columns sort by a click
-on the site."""
+Cells are success, or for walking robots the return in percent of an expert's, 0 being that of random actions
+(score of D4RL). *Worst*: the lowest seed, or the worst tenth of all scores. *P(better)*: probability that an
+episode goes better than the clone's, equal ones count half. *Area*: mean over the budget. *Ways*: share of
+the clone's ways to succeed that are still taken. *ms*: one decision of the exported policy. *MB*: largest
+memory of the process in training. The columns sort by a click on the site."""
 
 BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. Methods with
 fewer seeds, or made for less than a third of the steps, are left out of a comparison."""
@@ -153,7 +180,7 @@ SUMMARY = """Best methods by budget, on seeds and episodes that no setting was c
 not clearly behind ([how, and what each costs](results/table.md)):"""
 
 COLUMNS = (
-    *("method", "curve", "seeds", "clone", "10 %", "50 %", "last", "IQM", "lowest seed", "best on the way"),
+    *("method", "curve", "seeds", "clone", "10 %", "50 %", "last", "IQM", "worst", "best on the way"),
     *("area", "P(better)", "ways", "steps", "gradient steps", "core min", "ms", "MB"),
 )
 
@@ -190,10 +217,9 @@ def cells(row: Rows) -> list[str]:
     actor = [max(run["gradient_steps"].values(), default=0) for run in runs]
     curve = f"![](table/{row.task}-{row.name}.svg)"
     return [
-        name, curve, f"{len(runs)}", pages.success(row.before),
-        _rate(row.at_share(0.1)), _rate(row.at_share(0.5)), pages.success(after),
-        pages.percent(bootstrap_iqm(after)), _rate(after[after.mean(axis=1).argmin()]), _rate(best),
-        _rate(row.area()), f"{better.value:.2f} ({better.low:.2f}–{better.high:.2f})",
+        name, curve, f"{len(runs)}", around(row, row.before), rate(row.at_share(0.1)),
+        rate(row.at_share(0.5)), around(row, after), pages.percent(bootstrap_iqm(after)), rate(worst(row)),
+        rate(best), rate(row.area()), f"{better.value:.2f} ({better.low:.2f}–{better.high:.2f})",
         "–" if kept is None else f"{100 * kept:.0f} %",
         f"{np.mean([run['points'][-1]['step'] for run in runs]):,.0f}", f"{np.mean(actor):,.0f}",
         f"{np.mean([run['points'][-1]['cpu_s'] for run in runs]) / 60:.1f}",
@@ -201,30 +227,44 @@ def cells(row: Rows) -> list[str]:
     ]  # fmt: skip
 
 
-def _rate(values: Any) -> str:
-    return f"{100 * np.mean(values):.0f} %"
+def worst(row: Rows) -> np.ndarray:
+    """Return the successes of the lowest seed, or the worst tenth of all scores."""
+    if row.quantity == "success":
+        lowest: np.ndarray = row.after[row.after.mean(axis=1).argmin()]
+        return lowest
+    return np.array(conditional_value_at_risk(row.after).value)
+
+
+def around(row: Rows, found: np.ndarray) -> str:
+    """Write the mean of episodes (S, E) with its interval."""
+    return pages.success(found) if row.quantity == "success" else pages.percent(bootstrap_mean(found))
+
+
+def rate(found: Any) -> str:
+    """Write a mean in percent."""
+    return f"{100 * np.mean(found):.0f} %"
 
 
 def budgets(rows: Sequence[Rows]) -> Iterator[str]:
     """Yield a line per budget: the best method, and those that are not clearly worse."""
     for cost, limit, called in BUDGETS[rows[0].task]:
-        known = [(row.name, row.runs, values) for row in rows if (values := row.at(cost, limit)) is not None]
+        known = [(row.name, row.runs, at) for row in rows if (at := row.at(cost, limit)) is not None]
         known = [one for one in known if len(one[1]) == max(len(runs) for _, runs, _ in known)]
         name, _, best = max(known, key=lambda one: one[2].mean())
         near = [
-            f"{other} {_rate(values)} ({improvement(values, best).value:.2f})"
-            for other, _, values in known
-            if other != name and paired_difference(values, best).low <= 0
+            f"{other} {rate(theirs)} ({improvement(theirs, best).value:.2f})"
+            for other, _, theirs in known
+            if other != name and paired_difference(theirs, best).low <= 0
         ]
         others = f"; not clearly behind: {', '.join(near)}" if near else "; clearly ahead of all others"
-        yield f"- **{called}**: {name}, {pages.success(best)}{others}."
+        yield f"- **{called}**: {name}, {around(rows[0], best)}{others}."
 
 
 def sparkline(shares: np.ndarray, rates: np.ndarray, width: int = 110, height: int = 30) -> str:
     """Return a small picture: success of every seed over the budget, their mean in bold, the clone dashed."""
 
     def line(values: np.ndarray, style: str) -> str:
-        x, y = 2 + shares * (width - 4), 2 + (1 - values) * (height - 4)
+        x, y = 2 + shares * (width - 4), 2 + (1 - values.clip(0, 1)) * (height - 4)
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
         return f'<polyline fill="none" {style} points="{points}"/>'
 

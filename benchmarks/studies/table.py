@@ -117,7 +117,7 @@ def run_one(task: str, name: str, seed: int, root: Path, dataset: str | None) ->
     chosen, quantity = methods_of(task)[name], "return" if task in DATA else "success"
     data, base = clone_of(task, chosen.base, seed, root, dataset)
     place, budget = root / task / f"{name}-seed{seed}", chosen.budget
-    values = {"seed": seed, **ONE_PROCESS, "trainer.checkpoint_every": budget // INTERVALS}
+    values: dict[str, Any] = {"seed": seed, **ONE_PROCESS, "trainer.checkpoint_every": budget // INTERVALS}
     values |= {"init": str(base)} if chosen.has_init else {}
     values |= {"dataset": str(data)} if chosen.has_data else {}
     run = once.trained(place, *chosen.tuned, **values)
@@ -128,7 +128,7 @@ def run_one(task: str, name: str, seed: int, root: Path, dataset: str | None) ->
         mark[quantity] = episode_columns(played(task, checkpoint).evaluation)[quantity]
     result = played(task, place, baseline=str(base))
     assert result.baseline is not None and result.comparison is not None
-    content = {
+    content: dict[str, Any] = {
         "study": PAGE, "task": task, "algo": name, "seed": seed, "settings": chosen.tuned,
         "base": chosen.base, "is_init": chosen.has_init, "base_sha256": sha256(policy_of(base) / WEIGHTS),
         "dataset": describe_dataset(data), "task_sha256": task_digest(task_of(locate(str(run)))),
@@ -142,7 +142,7 @@ def run_one(task: str, name: str, seed: int, root: Path, dataset: str | None) ->
     return pages.keep(PAGE, target.stem, content)
 
 
-ONE_PROCESS = {"num_workers": 0, "num_threads": 1}
+ONE_PROCESS: dict[str, Any] = {"num_workers": 0, "num_threads": 1}
 
 
 def clone_of(
@@ -155,8 +155,8 @@ def clone_of(
     else:
         study, data = STUDIES[task], folder / f"demonstrations-seed{seed}.hdf5"
         assert study.demonstrations is not None
-        told = study.env, study.demonstrations, *study.options
-        once.demonstrations(data, *told, first=once.first_seed(seed), noise=study.noise)
+        told: dict[str, Any] = {"first": once.first_seed(seed), "noise": study.noise}
+        once.demonstrations(data, study.env, study.demonstrations, *study.options, **told)
     is_plain = not overrides[0].startswith("experiment=")
     name = "plain" if is_plain else "-".join((overrides[0].partition("=")[2], *overrides[1:]))
     place = folder / f"{name}-seed{seed}"

@@ -44,7 +44,7 @@ THREADS = 1  # torch threads, unless `num_threads` is set
 _PROBES = 4096  # rows, at most
 _CUT_WEIGHT = 0.01  # largest weight of the rewards missing from a truncated episode
 _ROUNDING = 0.01  # of the span of returns: values of new critics may be that much below the least
-_SATURATED, _SATURATED_TIMES = 0.25, 1.5  # share of action entries at bounds, and times that of the data
+_SATURATED, _SATURATED_TIMES = 0.4, 1.75  # share of action entries at bounds, and times that of the data
 
 
 class Learner(Protocol):

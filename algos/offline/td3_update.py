@@ -20,8 +20,6 @@ Source: TD3+BC, arXiv 2106.06860; PRDC, arXiv 2306.06569; released code of PRDC 
 from __future__ import annotations
 
 import copy
-import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -45,11 +43,6 @@ from policies.policy import Policy
 from policies.processes.deterministic import DeterministicPolicy
 from policies.processes.gaussian import GaussianPolicy
 from policies.registry import name_of
-
-_log = logging.getLogger(__name__)
-
-_SETTLED = 2.0  # time constants after which values stand, by 86 %
-_TRIAL = 1000  # gradient steps; of a shorter run nobody expects a result
 
 
 @dataclass(frozen=True)
@@ -298,31 +291,6 @@ class ConstrainedTd3Config(OfflineConfig):
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
         warn_of_clipped_actions(table, setup, name_of("algo", self))
-        if setup.init is None:
-            warn_of_short_run(self)
         actor, like = Actor(policy), table.cond
         critic = self.critic_config().build(like.shape[1], table.action.shape[1]).to(like.device, like.dtype)
         return Td3Learner(actor, critic, self.regulariser(actor, table, setup), self)
-
-
-def settling_steps(config: ConstrainedTd3Config) -> float:
-    """Return the time constant of values, in gradient steps; infinite without discount.
-
-    Target copies move by `tau` every `policy_delay` steps, and critics are short of their level V by gamma
-    times what the copies are short of it: V - Q falls as exp(-n tau (1 - gamma) / policy_delay).
-    """
-    rate = config.tau * (1.0 - config.gamma)
-    return config.policy_delay / rate if rate else math.inf
-
-
-def warn_of_short_run(config: ConstrainedTd3Config) -> None:
-    """Warn of a run that ends before its values stand; below `_TRIAL` steps it is a trial."""
-    needed = settling_steps(config)
-    if _TRIAL <= config.steps < _SETTLED * needed < math.inf:
-        _log.warning(
-            "algo.steps=%d ends before values stand: they approach their level by 63 %% in %.0f gradient "
-            "steps, algo.policy_delay / (algo.tau (1 - algo.gamma)), and until then the actor follows the "
-            "next few rewards. Raise algo.tau or algo.steps, or lower algo.gamma.",
-            config.steps,
-            needed,
-        )

@@ -19,13 +19,7 @@ from algos.a2pr import A2prConfig, ActionVae
 from algos.base import Setup
 from algos.iql import IqlConfig, expectile_loss
 from algos.offline.loop import OfflineRun, limits_of
-from algos.offline.td3_update import (
-    Actor,
-    ConstrainedTd3Config,
-    Td3Learner,
-    settling_steps,
-    warn_of_short_run,
-)
+from algos.offline.td3_update import Actor, ConstrainedTd3Config, Td3Learner
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
@@ -297,20 +291,6 @@ def test_limits_are_the_returns_of_the_extreme_rewards_in_every_step(
         found = limits_of(table, data, Rewarding(gamma, 2.0, shift), episode_steps=steps, advice="")
         assert (found.least, found.most) == (weight * (shift - 2.0), weight * most if most else 0.0)
     assert found.at_bound == float((table.action.abs() > 0.98).float().mean())
-
-
-def test_a_run_that_ends_before_values_stand_is_told_their_time_constant(caplog: Any) -> None:
-    config = Td3BcConfig(steps=25_000, gamma=0.99, tau=0.005, policy_delay=2)
-    value, target = 0.0, 0.0
-    for step in range(1, round(settling_steps(config)) + 1):
-        value = 1.0 + config.gamma * target
-        target += config.tau * (value - target) if step % config.policy_delay == 0 else 0.0
-    assert value == pytest.approx((1 - math.exp(-1)) / (1 - config.gamma), rel=0.01)
-    warn_of_short_run(config)
-    warn_of_short_run(replace(config, steps=80_000))
-    warn_of_short_run(replace(config, steps=4))
-    (text,) = caplog.messages
-    assert "in 40000 gradient steps" in text
 
 
 def test_no_probe_where_every_recording_is_cut_short() -> None:

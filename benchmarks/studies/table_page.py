@@ -250,6 +250,8 @@ def budgets(rows: Sequence[Rows]) -> Iterator[str]:
     for cost, limit, called in BUDGETS[rows[0].task]:
         known = [(row.name, row.runs, at) for row in rows if (at := row.at(cost, limit)) is not None]
         known = [one for one in known if len(one[1]) == max(len(runs) for _, runs, _ in known)]
+        if not known:
+            continue
         name, _, best = max(known, key=lambda one: one[2].mean())
         near = [
             f"{other} {rate(theirs)} ({improvement(theirs, best).value:.2f})"

@@ -195,6 +195,9 @@ def test_the_table_compares_what_methods_reach_within_a_budget() -> None:
     assert found is not None and found.tolist() == [THREE, THREE]
     assert (slow.area() == 0.5 * (0.5 + 0.75) / 2 + 0.5 * (0.75 + 1) / 2).all()
     assert slow.kept_modes() == 1.0
+    alone = table_page.rows_of([row("late", 8, {0: HALF, 1: ALL})])["avoid"]
+    common = table_page.on_common_seeds([slow, quick, *alone])
+    assert [[run["seed"] for run in one.runs] for one in common] == [[8], [8], [8]]
     better = table_page.improvement(slow.before, slow.after)
     assert better.value == 0.75 and better.low < 0.75 < better.high
     cells = dict(zip(table_page.COLUMNS, table_page.cells(quick), strict=True))

@@ -173,8 +173,8 @@ episode goes better than the clone's, equal ones count half. *Area*: mean over t
 the clone's ways to succeed that are still taken. *ms*: one decision of the exported policy. *MB*: largest
 memory of the process in training. The columns sort by a click on the site."""
 
-BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. Methods with
-fewer seeds, or made for less than a third of the steps, are left out of a comparison."""
+BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. Compared on the seeds
+that all methods have; a method made for less than a third of the steps is left out."""
 
 SUMMARY = """Best methods by budget, on seeds and episodes that no setting was chosen on, and those that are
 not clearly behind ([how, and what each costs](results/table.md)):"""
@@ -245,17 +245,24 @@ def rate(found: Any) -> str:
     return f"{100 * np.mean(found):.0f} %"
 
 
+def on_common_seeds(rows: Sequence[Rows]) -> list[Rows]:
+    """Return the rows with the seeds that all of them have."""
+    common = set.intersection(*({run["seed"] for run in row.runs} for row in rows))
+    kept = ([run for run in row.runs if run["seed"] in common] for row in rows)
+    return [Rows(row.task, row.name, runs) for row, runs in zip(rows, kept, strict=True) if runs]
+
+
 def budgets(rows: Sequence[Rows]) -> Iterator[str]:
-    """Yield a line per budget: the best method, and those that are not clearly worse."""
-    for cost, limit, called in BUDGETS[rows[0].task]:
-        known = [(row.name, row.runs, at) for row in rows if (at := row.at(cost, limit)) is not None]
-        known = [one for one in known if len(one[1]) == max(len(runs) for _, runs, _ in known)]
+    """Yield a line per budget: the best method, and those that are not clearly worse, on common seeds."""
+    rows = on_common_seeds(rows)
+    for cost, limit, called in BUDGETS[rows[0].task] if rows else ():
+        known = [(row.name, at) for row in rows if (at := row.at(cost, limit)) is not None]
         if not known:
             continue
-        name, _, best = max(known, key=lambda one: one[2].mean())
+        name, best = max(known, key=lambda one: one[1].mean())
         near = [
             f"{other} {rate(theirs)} ({improvement(theirs, best).value:.2f})"
-            for other, _, theirs in known
+            for other, theirs in known
             if other != name and paired_difference(theirs, best).low <= 0
         ]
         others = f"; not clearly behind: {', '.join(near)}" if near else "; clearly ahead of all others"

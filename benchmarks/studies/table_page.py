@@ -173,8 +173,8 @@ episode goes better than the clone's, equal ones count half. *Area*: mean over t
 the clone's ways to succeed that are still taken. *ms*: one decision of the exported policy. *MB*: largest
 memory of the process in training. The columns sort by a click on the site."""
 
-BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. Compared on the seeds
-that all methods have; a method made for less than a third of the steps is left out."""
+BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. Compared on the
+seeds that all methods have; a method made for less than a third of the steps is left out."""
 
 SUMMARY = """Best methods by budget, on seeds and episodes that no setting was chosen on, and those that are
 not clearly behind ([how, and what each costs](results/table.md)):"""

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from benchmarks.pages import success
+from benchmarks.studies.learning import describe_dataset
 from envs.evaluation.intervals import paired_difference
 
 PAGE = "demo"
@@ -24,6 +27,9 @@ def kept(folder: Path) -> Path:
     content = json.loads((folder / "demo.json").read_text())
     if (commit := str(content["environment"]["commit"])).endswith("-dirty"):
         raise SystemExit(f"the demonstration ran with changes on top of {commit}")
+    runs = {"clone": folder / "cloned", "tune": folder / "tuned"}
+    content["configuration"] = {name: pages.configuration(RunDirectory(run)) for name, run in runs.items()}
+    content["dataset"] = describe_dataset(folder / "demonstrations.hdf5")
     target = pages.RESULTS / PAGE / "demo.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")
@@ -44,7 +50,7 @@ def report() -> Path:
         f"{value:+.0f} points ({low:.0f} to {high:.0f}). The ONNX graph equals the policy to "
         f"{found['onnx_difference']:.1e}."
     )
-    pages.replace_block("README.md", "demo", [text])
+    pages.replace_block("README.md", "demo", textwrap.wrap(text, 125))
     rows = [(what, f"{spent:.0f}") for what, spent in seconds.items()]
     lines = ["# The demonstration", "", f"`make demo`. {text}", "", *pages.table(("part", "seconds"), rows)]
     return pages.write(PAGE, [*lines, "", f"Commit: {pages.commits([found])}.", *pages.origin(PAGE, found)])

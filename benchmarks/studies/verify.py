@@ -157,7 +157,7 @@ def verify(names: Sequence[str], root: Path, history: History) -> tuple[list[str
     wrong, told = [], []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        shutil.copytree(root / "docs", place / "docs", ignore=shutil.ignore_patterns("*.png", "pictures"))
+        shutil.copytree(root / "docs", place / "docs", ignore=shutil.ignore_patterns("pictures"))
         shutil.copy(root / "README.md", place)
         (place / "configs").symlink_to(root / "configs")
         for name in names:

@@ -216,7 +216,7 @@ def task_digest(env: EnvConfig) -> str:
     """Return the digest of what decides an episode: options, the task's code and its models."""
     seen = hashlib.sha256(repr(env).encode())
     source = Path(inspect.getfile(type(env)))
-    files = sorted(source.parent.glob("*.py")) if source.name == "__init__.py" else [source]
+    files = [source] if source.parent.name == "tasks" else sorted(source.parent.glob("*.py"))
     files += sorted(asset_path(".").glob(f"{env.spec.name}*.xml"))
     for file in files:
         seen.update(file.read_bytes())

@@ -77,7 +77,8 @@ def _parts(group: str) -> Iterator[tuple[object, ...]]:
 def _envs() -> Iterator[tuple[object, ...]]:
     for name, part in registry.parts("env").items():
         if hasattr(part, "needs"):  # what it is depends on that option
-            yield f"{name} env.{part.needs}=", "", "", "", "", "", "yes", summary(part)
+            installed = availability(getattr(part, "packages", ()), getattr(part, "extra", ""))
+            yield f"{name} env.{part.needs}=", "", "", "", "", "", installed, summary(part)
             continue
         spec = part().spec
         expert = "yes" if hasattr(part, "demonstrate") else ""

@@ -64,7 +64,7 @@ OPTIONAL = (
 EXTRA_OF = {
     "adroit": "adroit", "pointmaze": "mazes", "kitchen": "kitchen",
     "metaworld": "metaworld", "cube": "ogbench", "scene": "ogbench", "puzzle": "ogbench", "og": "ogbench",
-    "can": "robosuite", "lift": "robosuite",
+    "dmc env.task=": "dmc", "can": "robosuite", "lift": "robosuite",
     "square": "robosuite", "transport": "robosuite",
 }  # fmt: skip
 """First word of a task -> extra that it needs; tasks that are not here need none."""

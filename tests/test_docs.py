@@ -266,6 +266,7 @@ EXPLAINED_ON = {
     "dqc": ["critics"],
     "pa_rl": ["critics"],
     "qam": ["qam", "critics"],
+    "qam_edit": ["qam", "critics"],
     "trqam": ["qam", "critics"],
     "famo2o": ["critics"],
     "gorl": ["ppo"],

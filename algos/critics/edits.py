@@ -1,4 +1,4 @@
-"""A squashed Gaussian that edits the chunks of a policy, and its temperature; for EXPO and residuals.
+"""A squashed Gaussian that edits the chunks of a policy, and its temperature; for EXPO, residuals, QAM-E.
 
 Legend: as in `policies.wrappers.candidates` and `algos.critics.learner`; beta scale of edits, A = Ta Da,
 alpha temperature, H target entropy, both of scaled edits beta u::
@@ -84,51 +84,38 @@ class EditConfig(ChunkCriticConfig):
             )
 
 
-class EditLearner(ChunkCriticLearner):
-    """Critics, and an edit actor inside the policy."""
+class Edits(ChunkCriticLearner):
+    """The part of a learner that trains the edit actor inside its policy, from the policy's inner chunks."""
 
     config: EditConfig
     policy: CandidatePolicy
-    moves_first = False
-    own_parts: ClassVar[tuple[str, ...]] = ("edit_optimizer", "alpha_optimizer")
+    edit_parts: ClassVar[tuple[str, ...]] = ("edit_optimizer", "alpha_optimizer")
 
-    def __init__(self, base: Policy, policy: CandidatePolicy, config: EditConfig) -> None:
-        super().__init__(base, config.critic_config().build(base.encoder.cond_dim, policy.width), config)
+    def begin_edits(self, policy: CandidatePolicy) -> None:
+        """Take the policy whose edits are trained."""
+        config = self.config
         assert policy.editor is not None
         if config.edit_init_std is not None:
             policy.editor.start_at(config.edit_init_std)
         self.policy, self.acting = policy, policy.sampling_edits()
-        if policy.critic is not None:
-            policy.critic = self.acting.critic = self.target_critic
         self.target_entropy = config.target_entropy_of(policy.width)
-        self.log_alpha = torch.tensor([config.init_alpha], device=base.device).log().requires_grad_()
+        self.log_alpha = torch.tensor([config.init_alpha], device=policy.device).log().requires_grad_()
         self.edit_optimizer = torch.optim.Adam(policy.editor.parameters(), lr=config.actor_lr, fused=True)
         self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=config.alpha_lr, fused=True)
 
-    def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        draws = {"next": self.policy.sample_noise(n, generator=generator)}
-        draws["choosing"] = self.draw_subset(generator)
-        if self.updates_actor:
-            eps = torch.randn(n, self.policy.width, generator=generator, device=generator.device)
-            draws["edit"] = eps.to(self.base.device)
-            if self.config.edits_at == "policy":
-                draws["edit_start"] = self.base.sample_noise(n, generator=generator)
+    def edit_draws(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the random numbers of an update of the edits for n rows."""
+        eps = torch.randn(n, self.policy.width, generator=generator, device=generator.device)
+        draws = {"edit": eps.to(self.base.device)}
+        if self.config.edits_at == "policy":
+            draws["edit_start"] = self.policy.base.sample_noise(n, generator=generator)
         return draws
-
-    def target(self, batch: Batch, draws: Draws) -> Tensor:
-        """Return y (B,): the best candidate by one subset of target critics, valued by another."""
-        cond = self.base.condition(batch.next_cond)
-        actions = self.acting.candidates(cond, draws["next"])[1]
-        if actions.shape[1] == 1:
-            return self.backup(batch, actions[:, 0], draws)
-        values = ranked(self.target_critic, batch.next_cond, actions)
-        return self.backup(batch, select(actions, self.aggregated(values, draws["choosing"])), draws)
 
     def edit_loss(self, batch: Batch, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss of the edit actor, log pi_beta (B,), and the edits u (B, A)."""
         action = batch.action
         if self.config.edits_at == "policy":
-            action = self.chunk(self.base, batch.cond, draws["edit_start"]).detach()
+            action = self.chunk(self.policy.base, batch.cond, draws["edit_start"]).detach()
         u, log_prob = self.policy.edits(batch.cond, action, draws["edit"])
         log_prob = log_prob - self.policy.width * self.log_scale
         values = self.critic(batch.cond, self.policy.edited(action, u), frozen=True)
@@ -147,7 +134,8 @@ class EditLearner(ChunkCriticLearner):
         """Return alpha mean (-log pi_beta - H) for log-densities (B,)."""
         return (self.log_alpha.exp() * (-log_prob.detach() - self.target_entropy)).mean()
 
-    def update_actor(self, batch: Batch, draws: Draws) -> Quantities:
+    def update_edits(self, batch: Batch, draws: Draws) -> Quantities:
+        """Take one step of edits and temperature."""
         alpha = self.alpha
         loss, log_prob, u = self.edit_loss(batch, draws)
         descend(self.edit_optimizer, loss)
@@ -169,3 +157,33 @@ class EditLearner(ChunkCriticLearner):
         super().load_state_dict(state)
         with torch.no_grad():
             self.log_alpha.copy_(state["log_alpha"])
+
+
+class EditLearner(Edits):
+    """Critics, and an edit actor inside the policy that is otherwise cloned or stays."""
+
+    moves_first = False
+    own_parts = Edits.edit_parts
+
+    def __init__(self, base: Policy, policy: CandidatePolicy, config: EditConfig) -> None:
+        super().__init__(base, config.critic_config().build(base.encoder.cond_dim, policy.width), config)
+        self.begin_edits(policy)
+        if policy.critic is not None:
+            policy.critic = self.acting.critic = self.target_critic
+
+    def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        draws = {"next": self.policy.sample_noise(n, generator=generator)}
+        draws["choosing"] = self.draw_subset(generator)
+        return draws | (self.edit_draws(n, generator) if self.updates_actor else {})
+
+    def target(self, batch: Batch, draws: Draws) -> Tensor:
+        """Return y (B,): the best candidate by one subset of target critics, valued by another."""
+        cond = self.base.condition(batch.next_cond)
+        actions = self.acting.candidates(cond, draws["next"])[1]
+        if actions.shape[1] == 1:
+            return self.backup(batch, actions[:, 0], draws)
+        values = ranked(self.target_critic, batch.next_cond, actions)
+        return self.backup(batch, select(actions, self.aggregated(values, draws["choosing"])), draws)
+
+    def update_actor(self, batch: Batch, draws: Draws) -> Quantities:
+        return self.update_edits(batch, draws)

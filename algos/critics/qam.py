@@ -17,8 +17,8 @@ p_b(a | s) exp(tau_Q Q(s, a)), up to the steps' size. Coordinates beyond c have 
 
 Source: Q-learning with adjoint matching (QAM), released code. Deviations: the tuned flow starts as the cloned
 policy; start and steps have different noise; a network has an optimiser of its own, and `max_grad_norm`
-bounds the gradient of the flow alone; the variants with a student or with edits are left out (`algo=fql`,
-`algo=expo`).
+bounds the gradient of the flow alone; the variant with edits is `algo=qam_edit`, that with a student is left
+out (`algo=fql`).
 """
 
 from __future__ import annotations
@@ -62,16 +62,20 @@ class QamLearner(ChunkCriticLearner):
         self.target_base = copy.deepcopy(base).requires_grad_(False)
         self.tuned = base.clone().train().requires_grad_(True)
         cast(nn.Module, self.tuned.encoder).requires_grad_(False)
-        self.policy: Policy = self.tuned
-        if config.num_candidates > 1:
-            wrapper = config.wrapper(num_candidates=config.num_candidates, aggregate="mean")
-            self.policy = choosing(self.tuned, wrapper, self.critic)
+        self.policy: Policy = self.around(self.tuned)
         self._trained = [p for p in self.tuned.parameters() if p.requires_grad]
         self.actor_optimizer = torch.optim.Adam(self._trained, lr=config.actor_lr, fused=True)
         steps = base.table.num_steps
         t = torch.arange(steps, dtype=torch.float64) / steps
         self.h = 1 / steps
         self.sigma = (2 * (1 - t + self.h) / (t + self.h)).sqrt().to(base._like)
+
+    def around(self, tuned: DenoisingPolicy) -> Policy:
+        """Return the policy that acts: the tuned flow, or the best of its chunks."""
+        if self.config.num_candidates == 1:
+            return tuned
+        wrapper = self.config.wrapper(num_candidates=self.config.num_candidates, aggregate="mean")
+        return choosing(tuned, wrapper, self.critic)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         draws = {"next": self.policy.sample_noise(n, generator=generator)}

@@ -49,7 +49,10 @@ OWN_EPISODES = 600
 """Episodes of its base, from which a run of `FROM_EPISODES` learns: about 30,000 control steps on `avoid`."""
 FROM_EPISODES = ("recap",)
 """Runs that end with the data: the demonstrations of their base and its own episodes."""
-CRITICS = ("qc", "idql", "fql", "expo", "residual", "pa_rl", "dqc", "qam", "trqam", "famo2o", *FROM_EPISODES)
+CRITICS = (
+    *("qc", "idql", "fql", "expo", "residual", "pa_rl", "dqc", "qam", "qam_edit", "trqam", "famo2o"),
+    *FROM_EPISODES,
+)
 FROM_DATA = ("demonstrations", *CRITICS)
 """Runs that learn from the demonstrations of their base too."""
 OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS)

@@ -48,7 +48,7 @@ from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select
 from policies.wrappers.noise_policy import Steering
 
-METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl", "dqc", "qam", "trqam", "famo2o")
+METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl", "dqc", "qam", "qam_edit", "trqam", "famo2o")
 OFFLINE = ("iql", "td3_bc", "rebrac", "a2pr", "prdc")
 
 
@@ -322,7 +322,7 @@ def test_in_a_chain_every_critic_has_a_target_of_its_own() -> None:
 
 def test_no_value_gradient_reaches_the_cloned_policy() -> None:
     """The policy of QC, the teacher of FQL and the policy of EXPO learn from their matching loss alone."""
-    for algo in ("qc", "fql", "expo", "idql", "dqc", "qam", "trqam"):
+    for algo in ("qc", "fql", "expo", "idql", "dqc", "qam", "qam_edit", "trqam"):
         config = small(registry.lookup("algo", algo))
         run = begin(config)
         other = begin(replace(config, reward_scale=50.0))

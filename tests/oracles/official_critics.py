@@ -196,6 +196,34 @@ def assert_flow_gradient(field: Flow, arrays: Mapping[str, Any], name: str, clos
             torch.testing.assert_close(getattr(field, f"{part}_{i}").grad, getattr(layer, part), **close)
 
 
+def head_of(arrays: Mapping[str, Any], name: str, part: str) -> Tensor:
+    """Return the joined last layer of the edit actor: means, then deviations."""
+    pieces = [arrays[f"{name}.Output{which}.{part}"] for which in ("DenseMean", "DenseLogStd")]
+    return torch.cat(pieces, dim=-1)
+
+
+def install_editor(learner: Any, arrays: Mapping[str, Any], hidden: tuple[Layer, ...]) -> None:
+    """Copy the edit actor of a file into a learner."""
+    trunk = learner.policy.editor.trunk
+    with torch.no_grad():
+        for layer, official in zip([trunk.inlet, *trunk.layers], hidden, strict=False):
+            layer.weight.copy_(official.kernel.T)
+            layer.bias.copy_(official.bias)
+        trunk.layers[-1].weight.copy_(head_of(arrays, "param_edit_actor", "kernel").T)
+        trunk.layers[-1].bias.copy_(head_of(arrays, "param_edit_actor", "bias"))
+
+
+def assert_editor_gradient(learner: Any, arrays: Mapping[str, Any], **close: float) -> None:
+    """Compare the gradients of the edit actor with those of a file."""
+    trunk = learner.policy.editor.trunk
+    last, hidden = trunk.layers[-1], [trunk.inlet, *trunk.layers[:-1]]
+    torch.testing.assert_close(last.weight.grad.T, head_of(arrays, "grad_edit_actor", "kernel"), **close)
+    torch.testing.assert_close(last.bias.grad, head_of(arrays, "grad_edit_actor", "bias"), **close)
+    for layer, official in zip(hidden, layers_of(arrays, "grad_edit_actor.MLP_0"), strict=True):
+        torch.testing.assert_close(layer.weight.grad.T, official.kernel, **close)
+        torch.testing.assert_close(layer.bias.grad, official.bias, **close)
+
+
 def batch_of(arrays: Mapping[str, Any]) -> Batch:
     """Return the batch of a file, of single actions or of chunks with their return in the last column."""
     action, gamma = arrays["batch_actions"], float(arrays["cfg_discount"])

@@ -11,9 +11,10 @@ import pytest
 import torch
 from official_critics import (
     STATED,
-    Layer,
+    assert_editor_gradient,
     batch_of,
     critic_layers,
+    install_editor,
     layers_of,
     load_critic,
 )
@@ -30,12 +31,6 @@ from policies.protocols import Cond
 from policies.wrappers.candidates import ranked, select
 
 expo = pytest.mark.golden("expo_*.npz")
-
-
-def head_of(arrays: dict[str, Any], name: str, part: str) -> Tensor:
-    """Return the joined last layer of the edit actor: means, then deviations."""
-    pieces = [arrays[f"{name}.Output{which}.{part}"] for which in ("DenseMean", "DenseLogStd")]
-    return torch.cat(pieces, dim=-1)
 
 
 @pytest.fixture
@@ -63,16 +58,6 @@ def learner(arrays: dict[str, Any]) -> EditLearner:
     load_critic(made.target_critic, critic_layers(arrays, "param_target_critic"))
     install_editor(made, arrays, hidden)
     return made
-
-
-def install_editor(learner: EditLearner, arrays: dict[str, Any], hidden: tuple[Layer, ...]) -> None:
-    trunk: Any = learner.policy.editor.trunk
-    with torch.no_grad():
-        for layer, official in zip([trunk.inlet, *trunk.layers], hidden, strict=False):
-            layer.weight.copy_(official.kernel.T)
-            layer.bias.copy_(official.bias)
-        trunk.layers[-1].weight.copy_(head_of(arrays, "param_edit_actor", "kernel").T)
-        trunk.layers[-1].bias.copy_(head_of(arrays, "param_edit_actor", "bias"))
 
 
 def candidates_of(
@@ -125,13 +110,7 @@ def test_edits_their_loss_and_gradient_are_the_official_ones(
     torch.testing.assert_close(learner.policy.edited(batch.action, u), arrays["edited_actions"], **STATED)
     torch.testing.assert_close(loss, arrays["edit_actor_loss"].float(), **STATED)
     loss.backward()
-    trunk: Any = learner.policy.editor.trunk
-    last, hidden = trunk.layers[-1], [trunk.inlet, *trunk.layers[:-1]]
-    torch.testing.assert_close(last.weight.grad.T, head_of(arrays, "grad_edit_actor", "kernel"), **STATED)
-    torch.testing.assert_close(last.bias.grad, head_of(arrays, "grad_edit_actor", "bias"), **STATED)
-    for layer, official in zip(hidden, layers_of(arrays, "grad_edit_actor.MLP_0"), strict=True):
-        torch.testing.assert_close(layer.weight.grad.T, official.kernel, **STATED)
-        torch.testing.assert_close(layer.bias.grad, official.bias, **STATED)
+    assert_editor_gradient(learner, arrays, **STATED)
 
 
 @expo

@@ -1,7 +1,7 @@
-"""QAM and TRQAM against the released agents: chains, adjoints, losses, gradients, targets, weights.
+"""QAM, QAM-E and TRQAM against the released agents: chains, adjoints, losses, gradients, targets, weights.
 
 Not compared: the joint optimiser step, whose clipping couples networks that have an optimiser each here; the
-variants with a residual field, a student or edits.
+variants with a residual field or a student.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch
 from official_critics import (
     arrays_of,
     assert_critic_gradient,
+    assert_editor_gradient,
     assert_flow_gradient,
     batch_of,
     flow_policy,
+    install_editor,
     layers_of,
     load_critic,
     restore_gradients,
@@ -27,16 +29,19 @@ from pairwise import repeated
 from torch import Tensor
 
 from algos.critics.qam import QamConfig, QamLearner
+from algos.critics.qam_edit import QamEditConfig, QamEditLearner
 from algos.critics.trqam import TrqamConfig, TrqamLearner
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
+from policies.networks.distributions import TanhGaussianConfig
 from policies.policy import PolicyConfig
 from policies.processes import RectifiedFlow
 from policies.protocols import BoundField, Cond
 from policies.samplers.ode import Euler
 
-agents = pytest.mark.golden("*qam_[pot]*.npz")  # plain, online_unclipped
+agents = pytest.mark.golden("*qam_[peot]*.npz")  # plain, edit, online_unclipped
+edited = pytest.mark.golden("qam_edit*.npz")
 trust = pytest.mark.golden("trqam_*.npz")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 STATED = {"rtol": 2e-5, "atol": 4e-5}
@@ -84,12 +89,34 @@ def learner_of(arrays: dict[str, Any]) -> QamLearner:
         learner: QamLearner = trusted
     else:
         values["inverse_temperature"] = float(arrays["cfg_inv_temp"])
-        learner = QamLearner(made[0], QamConfig(**values))
+        learner = (
+            edit_learner(made[0], arrays, values)
+            if has_edits(arrays)
+            else QamLearner(made[0], QamConfig(**values))
+        )
     used = made[1] if int(arrays["cfg_target_actor"]) else made[0]
     learner.target_base.load_state_dict(used.state_dict())
     learner.tuned.load_state_dict(made[2].state_dict())
     load_critic(learner.critic, layers)
     load_critic(learner.target_critic, layers_of(arrays, "param_target_critic.value_net"))
+    return learner
+
+
+def has_edits(arrays: dict[str, Any]) -> bool:
+    return "param_edit_alpha.log_value" in arrays
+
+
+def edit_learner(base: DenoisingPolicy, arrays: dict[str, Any], values: dict[str, Any]) -> QamEditLearner:
+    """The learner with the edit actor of a file, whose activation is another."""
+    hidden = layers_of(arrays, "param_edit_actor.MLP_0")
+    dims = tuple(layer.kernel.shape[1] for layer in hidden)
+    scale, alpha = float(arrays["cfg_edit_scale"]), float(arrays["param_edit_alpha.log_value"].exp())
+    values |= {"edit_scale": scale, "edit_dims": dims, "init_alpha": alpha}
+    learner = QamEditLearner(base, QamEditConfig(**values))
+    width = learner.policy.width
+    editor = TanhGaussianConfig(dims, "gelu", layer_norm=False).build(base.encoder.cond_dim + width, width)
+    learner.policy.editor = learner.acting.editor = editor
+    install_editor(learner, arrays, hidden)
     return learner
 
 
@@ -133,6 +160,8 @@ def test_target_and_loss_of_the_critics_are_the_official_ones(arrays: dict[str, 
     learner, batch = learner_of(arrays), batch_of(arrays)
     noise = chunked(learner, arrays["next_noise"])
     noise = noise if learner.config.num_candidates > 1 else noise[:, 0]
+    if has_edits(arrays):
+        noise = torch.cat([noise, edit_noise(learner, arrays, noise)], dim=1)
     chosen = learner.chunk(learner.policy, batch.next_cond, noise)
     torch.testing.assert_close(chosen, arrays["next_actions"], **CLOSE)
     target = learner.target(batch, {"next": noise, "subset": torch.arange(1)})
@@ -144,6 +173,38 @@ def test_target_and_loss_of_the_critics_are_the_official_ones(arrays: dict[str, 
     restore_gradients(learner.critic_optimizer)
     torch.testing.assert_close(share * out["critic/loss"], arrays["critic_loss"].float(), **CLOSE)
     assert_critic_gradient(learner.critic, arrays, "grad_critic.value_net", share, STATED)
+
+
+def edit_noise(learner: Any, arrays: dict[str, Any], noise: Tensor) -> Tensor:
+    """The noise of the file's edits of next chunks, of which it holds the values."""
+    vec = arrays["batch_next_observations"][:, -1]
+    with torch.no_grad():
+        actions = learner.policy.executed_part(learner.policy.sampled(Cond(vec), noise))
+        repeated = vec[:, None].expand(-1, actions.shape[1], -1)
+        mean, log_std = learner.policy.editor(torch.cat([repeated, actions], dim=-1).flatten(0, 1))
+    eps = (torch.atanh(arrays["next_edit_u"].double()).flatten(0, 1) - mean) / log_std.exp()
+    return eps.float().view_as(noise)
+
+
+@edited
+def test_edits_their_losses_and_gradients_are_the_official_ones(arrays: dict[str, Any]) -> None:
+    learner: Any = learner_of(arrays)
+    mean, std = arrays["edit_mean"], arrays["edit_std"]
+    eps = ((torch.atanh(arrays["edit_u"].double()) - mean) / std).float()
+    draws = {"edit": eps, "edit_start": chunked(learner, arrays["side_noise"]), "subset": torch.arange(1)}
+    loss, log_prob, u = learner.edit_loss(batch_of(arrays), draws)
+    shift = learner.policy.width * learner.log_scale  # ours is the density of scaled edits
+    torch.testing.assert_close(u, arrays["edit_u"], **CLOSE)
+    torch.testing.assert_close(log_prob + shift, arrays["edit_log_prob"], rtol=1e-4, atol=1e-4)
+    official = arrays["out_edit_q_loss"] + arrays["out_edit_entropy_loss"]
+    torch.testing.assert_close(loss + learner.alpha * shift, official.float(), rtol=1e-4, atol=1e-4)
+    temperature = learner.temperature_loss(log_prob)
+    torch.testing.assert_close(temperature, arrays["out_edit_alpha_loss"].float(), rtol=1e-4, atol=1e-4)
+    (loss + temperature).backward()
+    assert_editor_gradient(learner, arrays, rtol=1e-4, atol=1e-3)
+    slope = arrays["grad_edit_alpha.log_value"].float().view(1)
+    torch.testing.assert_close(learner.log_alpha.grad, slope, rtol=1e-4, atol=1e-3)
+    assert all(weight.grad is None for weight in (*learner.critic.parameters(), *learner.tuned.parameters()))
 
 
 @agents

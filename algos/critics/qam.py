@@ -53,7 +53,7 @@ class QamLearner(ChunkCriticLearner):
 
     config: QamConfig
     critic_first = False
-    own_parts = ("base", "target_base", "actor_optimizer")
+    own_parts: ClassVar[tuple[str, ...]] = ("base", "target_base", "actor_optimizer")
     row_axes: ClassVar[Mapping[str, int | None]] = {**ChunkCriticLearner.row_axes, "chain": 1}
 
     def __init__(self, base: DenoisingPolicy, config: QamConfig) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
-from benchmarks.studies import offline, table, table_page, verify
+from benchmarks.studies import offline_page, table, table_page, verify
 from envs.evaluation.intervals import conditional_value_at_risk, success_rate, wilson
 
 
@@ -32,7 +32,7 @@ def test_the_worst_tenth_of_a_page_covers_the_luck_of_seeds() -> None:
     runs = [run | {"evaluations": {"last": {"return": list(seed)}}} for seed in returns]
     worst = conditional_value_at_risk(returns)
     assert worst.high - worst.low > 5  # of the pooled episodes it is less than 3
-    (row,) = offline.rows_of("iql", runs)
+    (row,) = offline_page.rows_of("iql", runs)
     assert f"{worst.value:.1f} ({worst.low:.1f} to {worst.high:.1f})" in row
 
 
@@ -58,7 +58,7 @@ def test_differences_on_a_page_are_paired_on_common_seeds_and_said_in_words() ->
             for seed in (1, 2, 3)
         ],
     }
-    lines = list(offline.differences(found))
+    lines = list(offline_page.differences(found))
     assert lines[:5] == [
         "| flow+iql: last | bc: last | 3 | +5.0 (+5.0 to +5.0) | clearly above |",
         "| flow+iql: last | td3_bc: last | 2 | +7.0 (+7.0 to +7.0) | clearly above |",
@@ -79,9 +79,9 @@ def test_a_difference_of_few_episodes_says_nothing_and_of_unequal_ones_is_left_o
         protocol = {"env": {"reference_scores": [0.0, 100.0]}}
         return [{"seed": 0, "protocol": protocol, "evaluations": {"last": {"return": [*returns]}}}]
 
-    (few,) = offline.differences({"bc": runs(1.0, 2.0), "iql": runs(3.0, 4.0)})
+    (few,) = offline_page.differences({"bc": runs(1.0, 2.0), "iql": runs(3.0, 4.0)})
     assert few == "| iql: last | bc: last | 1 | +2.0 (+2.0 to +2.0) | too few episodes to tell |"
-    assert not list(offline.differences({"bc": runs(1.0), "iql": runs(3.0, 4.0)}))
+    assert not list(offline_page.differences({"bc": runs(1.0), "iql": runs(3.0, 4.0)}))
 
 
 def test_a_page_says_which_code_cannot_be_checked_out() -> None:
@@ -96,12 +96,12 @@ def test_a_page_says_which_gate_corrected_which_seeds() -> None:
     old: dict[str, Any] = {"seed": 0, "evaluations": {"corrected": {}}}  # of results that name no gate
     new = [{"seed": seed, "evaluations": {"corrected": {}}, "gate_quantile": 0.99} for seed in (1, 2)]
     tuned = {"seed": 0, "evaluations": {"cloned": {}}, "gate_quantile": None}
-    line = offline.gates({"bc": [old], "flow+iql": [tuned], "iql": new, "td3_bc": [old, *new]})[1]
+    line = offline_page.gates({"bc": [old], "flow+iql": [tuned], "iql": new, "td3_bc": [old, *new]})[1]
     assert (
         line
         == "Corrected with `gate_quantile` 0.9 for bc, td3_bc (seed 0); 0.99 for iql, td3_bc (seeds 1, 2)."
     )
-    assert offline.gates({"flow+iql": [tuned]}) == []
+    assert offline_page.gates({"flow+iql": [tuned]}) == []
 
 
 def test_a_row_holds_the_composed_configuration_without_places_of_the_machine() -> None:

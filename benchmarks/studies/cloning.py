@@ -23,7 +23,7 @@ import burnish
 from algos.training.provenance import describe_environment
 from benchmarks import pages
 from benchmarks.studies import once
-from benchmarks.studies.learning import busy, describe_dataset, episode_columns
+from benchmarks.studies.rows import busy, describe_dataset, episode_columns
 from envs.datasets import read_dataset
 from envs.evaluation.intervals import wilson
 

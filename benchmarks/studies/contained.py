@@ -23,8 +23,9 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.studies.definitions import STUDIES
-from benchmarks.studies.learning import demonstrations, describe_dataset, recipe
+from benchmarks.studies.learning import demonstrations, recipe
 from benchmarks.studies.once import trained
+from benchmarks.studies.rows import describe_dataset
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.evaluate import evaluate

@@ -16,7 +16,7 @@ from pathlib import Path
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from benchmarks.pages import success
-from benchmarks.studies.learning import describe_dataset
+from benchmarks.studies.rows import describe_dataset
 from envs.evaluation.intervals import paired_difference
 
 PAGE = "demo"

@@ -28,7 +28,7 @@ import burnish
 from benchmarks import pages
 from benchmarks.speed.timing import interleave
 from benchmarks.studies import once
-from benchmarks.studies.learning import describe_dataset, episode_columns
+from benchmarks.studies.rows import describe_dataset, episode_columns
 from envs.evaluation.evaluate import evaluate
 from envs.make import env as make_env
 from policies import registry

@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.studies import once
-from benchmarks.studies.learning import busy, describe_dataset, episode_columns
-from benchmarks.studies.offline import PLAIN
+from benchmarks.studies.offline_data import PLAIN
+from benchmarks.studies.rows import busy, describe_dataset, episode_columns
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean, paired_difference
 from envs.make import env as make_env

@@ -24,7 +24,7 @@ import numpy as np
 import burnish
 from benchmarks import pages
 from benchmarks.studies import once
-from benchmarks.studies.learning import busy, curve, describe_dataset, episode_columns
+from benchmarks.studies.rows import busy, curve, describe_dataset, episode_columns
 from burnish.api import Run
 from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference
 

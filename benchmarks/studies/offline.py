@@ -27,11 +27,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,125 +40,26 @@ from algos.training.metrics import read_jsonl
 from algos.training.provenance import describe_environment
 from algos.training.resume_checks import digest_of
 from benchmarks import pages
-from benchmarks.studies.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns
-from benchmarks.studies.once import episodes_of, first_seed, trained
-from burnish.config.overrides import experiments
-from burnish.runs.best_evaluation import best_evaluation
-from envs.datasets import EpisodeDataset, read_dataset, write_dataset
-from envs.evaluation.comparison import FEWEST_EPISODES
-from envs.evaluation.evaluate import Evaluation, evaluate
-from envs.evaluation.intervals import (
-    RISK_SHARE,
-    Interval,
-    bootstrap_iqm,
-    conditional_value_at_risk,
-    paired_difference,
-    value_at_risk,
+from benchmarks.studies.offline_data import (
+    BASES,
+    DATA,
+    RATED,
+    dataset_of,
+    settings_of,
 )
+from benchmarks.studies.offline_page import report
+from benchmarks.studies.once import trained
+from benchmarks.studies.rows import EPISODES, busy, describe_dataset, episode_columns
+from burnish.runs.best_evaluation import best_evaluation
+from envs.datasets import read_dataset
+from envs.evaluation.evaluate import Evaluation, evaluate
 from policies.policy import Policy
 from policies.processes.gaussian import GaussianPolicy
 from policies.registry import lookup
 from policies.threads import torch_threads
 from policies.wrappers.score_correction import Perturbation
 
-FOLDER = RESULTS / "offline"
-BASES = {"flow": "study_flow_bc", "diffusion": "study_bc"}  # experiments that clone what is tuned
-STEPS = 100_000  # gradient steps, unless others are asked for
-COLLECTED = 100  # episodes of a dataset that the study records itself
-RATED = 100  # actions of which the time is measured
-PLAIN = (
-    "algo=bc", "algo.batch_size=256", "algo.lr=3e-4", "algo.min_lr=3e-4", "algo.warmup_steps=0",
-    "algo.weight_decay=0", "algo.ema_decay=0", "process=deterministic", "policy.horizon=1",
-    "policy.act_steps=1", "policy.normalizer.state=gaussian", "policy.observation_clip=null",
-    "backbone.residual=false", "backbone.hidden_dims=[256,256]",
-)  # fmt: skip
-"""The actor of TD3+BC, cloned by the same optimiser."""
-
-
-@dataclass(frozen=True)
-class Data:
-    """The task of a dataset, and the experts that record it where no file is given."""
-
-    task: str
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def is_mixed(self) -> bool:
-        return len(self.parts) > 1
-
-
-class Part(NamedTuple):
-    """Episodes of one expert."""
-
-    expert: str
-    episodes: int
-    noise: float | None = None  # on its actions: without, critics know nothing beside one action per state
-
-
-DATA = {
-    "hopper-medium": Data("hopper"),
-    "hopper-medium-expert": Data("hopper"),
-    "halfcheetah-medium": Data("halfcheetah", (Part("medium", COLLECTED, noise=0.3),)),
-    "hopper-mixed": Data("hopper", (Part("medium", 90, noise=0.3), Part("expert", 10))),
-}
-
-CURATIONS = {
-    "return": ("curation.weighting=return",),
-    "advantage": ("curation.weighting=advantage",),
-    "top": ("curation.keep=return", "curation.share=0.1"),
-}
-"""Overrides of what stands behind an @."""
-
-
-def dataset_of(name: str, given: str | None, root: Path) -> Path:
-    """Return the file of a dataset, recording it where the study knows how."""
-    data, path = DATA[name], root / f"{name}.hdf5"
-    if given is not None:
-        return Path(given)
-    if not data.parts:
-        raise SystemExit(f"{name} needs --dataset FILE")
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not data.is_mixed:
-        recorded(path, data.task, data.parts[0], "d4rl")
-        return path
-    files = [path.with_suffix(f".{number}.hdf5") for number in range(len(data.parts))]
-    for number, (file, part) in enumerate(zip(files, data.parts, strict=True)):
-        recorded(file, data.task, part, "robomimic", first_seed=first_seed(number))
-    read = [read_dataset(file) for file in files]
-    episodes = [one for each in read for one in episodes_of(each)]
-    write_dataset(path, EpisodeDataset.from_episodes(episodes, meta=read[0].meta), lookup("env", data.task)())
-    return path
-
-
-def recorded(file: Path, task: str, part: Part, form: str, **first: int) -> None:
-    """Record the episodes of one expert, unless they are there."""
-    if not file.exists():
-        wished: dict[str, Any] = {"expert": part.expert, "noise": part.noise, **first}
-        burnish.collect(env=task, episodes=part.episodes, format=form, out=str(file), **wished)
-
-
-def experiment_of(data: str, base: str, algo: str) -> str:
-    """Return the experiment of an algorithm: to tune a base, or of the data, or else of the task."""
-    task, own = DATA[data].task, f"{data.replace('-', '_')}_{algo}"
-    if base:
-        tuned = f"{task}_{algo}_tuning"
-        return tuned if tuned in experiments() else f"{task}_study_{algo}"
-    return own if own in experiments() else f"{task}_{algo}"
-
-
-def settings_of(data: str, base: str, algo: str, options: argparse.Namespace) -> list[str]:
-    """Return the overrides that choose an algorithm by its published settings, or by those for tuning."""
-    algo, _, curated = algo.partition("@")
-    rows = CURATIONS[curated] if curated else ()
-    if algo == "bc":
-        return [f"env={DATA[data].task}", *PLAIN, f"algo.steps={(options.steps or STEPS) // 2}", *rows]
-    name = experiment_of(data, base, algo)
-    steps = options.steps if base else options.steps or STEPS
-    more = [] if steps is None else [f"algo.steps={steps}"]
-    more += [] if options.autocast is None else [f"algo.autocast={options.autocast}"]
-    return [f"experiment={name}", *more, *rows, *options.set]
+FOLDER = pages.RESULTS / "offline"
 
 
 def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Path:
@@ -269,242 +168,6 @@ def curve(path: Path) -> Iterator[dict[str, float]]:
             yield {"step": row["step"], **known}
 
 
-# -- report ---------------------------------------------------------------------------------------------
-
-
-def load(name: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the results on a dataset by algorithm, seeds in order."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(FOLDER.glob(f"{name}-*-seed*.json")):
-        content = json.loads(path.read_text())
-        if content["data"] == name:
-            found.setdefault(content["algo"], []).append(content)
-    return found
-
-
-def scores(runs: Sequence[dict[str, Any]], variant: str) -> np.ndarray | None:
-    """Return D4RL scores (S, E) of a variant, None where a seed has none.
-
-    The last checkpoint stands in for the best one of seeds where that is the last.
-    """
-    found = [run["evaluations"].get(variant) for run in runs]
-    if variant == "best" and any(found):
-        found = [one or run["evaluations"]["last"] for one, run in zip(found, runs, strict=True)]
-    if not all(found):
-        return None
-    random, expert = runs[0]["protocol"]["env"]["reference_scores"]
-    returns = np.array([one["return"] for one in found if one])
-    return 100.0 * (returns - random) / (expert - random)
-
-
-def _cell(interval: Interval, sign: str = "") -> str:
-    value, low, high = (format(x, f"{sign}z.1f") for x in (interval.value, interval.low, interval.high))
-    return f"{value} ({low} to {high})"
-
-
-VARIANTS = ("cloned", "last", "best", "corrected", "perturbed", "perturbed, corrected")
-
-
-def rows_of(algo: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield one line per variant: score with interval, its worst tenth (CVaR), and the best of that (VaR)."""
-    for variant in VARIANTS:
-        found = scores(runs, variant)
-        if found is None:
-            continue
-        judged = (
-            _cell(bootstrap_iqm(found)),
-            _cell(conditional_value_at_risk(found)),
-            f"{value_at_risk(found.flatten()):.1f}",
-        )
-        cells = (algo, variant, len(runs), f"{runs[0]['steps']:,}", *judged)
-        yield "| " + " | ".join(map(str, cells)) + " |"
-
-
-RIVALS = ("bc", "td3_bc", "study_td3_bc")
-"""What every algorithm is compared with, at the last checkpoint."""
-
-CHANGES = (("last", "cloned"), ("corrected", "last"), ("perturbed, corrected", "perturbed"))
-"""What tuning and the correction change of a policy: after and before."""
-
-
-def differences(found: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """Yield one line per comparison of two policies on the episodes that both have played."""
-    for algo in found:
-        for rival in RIVALS[: RIVALS.index(algo) if algo in RIVALS else None]:
-            yield from _difference(found, (algo, "last"), (rival, "last"))
-    for algo in found:
-        for after, before in CHANGES:
-            yield from _difference(found, (algo, after), (algo, before))
-
-
-def _difference(
-    found: dict[str, list[dict[str, Any]]], after: tuple[str, str], before: tuple[str, str]
-) -> Iterator[str]:
-    """Yield the line that compares two of (algorithm, checkpoint) on the seeds of both, if there are any."""
-    runs = [{run["seed"]: run for run in found.get(algo, [])} for algo, _ in (after, before)]
-    common = sorted(runs[0].keys() & runs[1].keys())
-    if not common:
-        return
-    one, other = (
-        scores([each[seed] for seed in common], variant)
-        for each, (_, variant) in zip(runs, (after, before), strict=True)
-    )
-    if one is None or other is None or one.shape != other.shape:
-        return
-    interval = paired_difference(other, one)
-    cells = (": ".join(after), ": ".join(before), len(common), _cell(interval, "+"))
-    yield f"| {' | '.join(map(str, cells))} | {_verdict(interval, one.size)} |"
-
-
-def _verdict(interval: Interval, episodes: int) -> str:
-    """Say in words what a difference is, as far as the episodes can tell."""
-    if episodes < FEWEST_EPISODES:
-        return "too few episodes to tell"
-    if not interval.excludes_zero:
-        return f"within noise (± {interval.half_width:.1f})"
-    return "clearly above" if interval.value > 0 else "clearly below"
-
-
-def report() -> Path:
-    """Write docs/results/offline.md and a curve per dataset."""
-    lines = [
-        "# Offline learning", "",
-        "`python -m benchmarks.studies.offline <data> --dataset FILE`: the experiment of the data, or else "
-        "of "
-        "the task, `<task>_<algorithm>`; D4RL scores (0 random, 100 expert) with 95 % intervals over seeds "
-        "and episodes, the mean of the worst tenth of all episodes (CVaR), and the best score among that "
-        f"tenth (VaR); α = {RISK_SHARE:g} of both. *Best* is the checkpoint that evaluated best on the way, "
-        "left out where that is the last of every seed; choosing it needs the simulator. *Corrected*: "
-        "`algo=cdsa` on top. *Perturbed*: normal noise on the actions, before anything corrects them. "
-        "`flow+iql` and its like: a cloned policy (*cloned*), tuned by `<task>_iql_tuning`. `@return`, "
-        "`@advantage`: rows drawn by `curation.weighting`; `@top`: the tenth of the episodes that has the "
-        "highest returns.", "",
-        "The second table of a dataset has paired differences: episode by episode, on the seeds that both "
-        "sides have. *Clearly* above or below means that the 95 % interval, over seeds and episodes, "
-        "excludes 0; of a single seed it covers episodes only, not the luck of training.",
-    ]  # fmt: skip
-    for name in DATA:
-        if found := load(name):
-            lines += section(name, found)
-    path = RESULTS / "offline.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return the part of the page on one dataset, and draw its curve."""
-    first = next(iter(found.values()))[0]
-    data, std, episodes = first["dataset"], first["std"], len(first["evaluations"]["last"]["return"])
-    is_corrected = any("corrected" in run["evaluations"] for runs in found.values() for run in runs)
-    about = f"; noise of {std} on perturbed actions; {first['cdsa_steps']:,} steps for the correction"
-    about = about if is_corrected else ""
-    lines = [
-        "", f"## {name}", "",
-        f"`{data['name']}`: {data['episodes']} episodes, {data['steps']:,} steps, mean return "
-        f"{data['mean_return']:.0f}; SHA-256 `{data['sha256']}`. {episodes} episodes per seed{about}.",
-        "",
-        "| algorithm | checkpoint | seeds | gradient steps | score | worst tenth | VaR |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for algo, runs in found.items():
-        lines += rows_of(algo, runs)
-    if compared := list(differences(found)):
-        columns = ("score of", "against", "seeds", "paired difference", "in words")
-        lines += ["", *pages.table(columns, ()), *compared]
-    lines += asked_for(found) + by_others(name, found) + gates(found) + rates(found)
-    commits = pages.commits(run for runs in found.values() for run in runs)
-    draw(name, found)
-    picture = f"![evaluations on the way](offline-{name}.png)"
-    about = pages.about_commits(run for runs in found.values() for run in runs)
-    return [*lines, "", picture, "", f"Commits {commits}; the episodes are in `offline/`.{about}"]
-
-
-def asked_for(found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Say which overrides were given beside the experiment, where there are any."""
-    told = ("experiment=", "algo.steps=")  # in the table
-    given = {
-        algo: [{one for one in run["settings"] if not one.startswith(told)} for run in runs]
-        for algo, runs in found.items()
-        if algo.partition("@")[0] != "bc"  # which has no experiment
-    }
-    common = set.intersection(*(one for each in given.values() for one in each)) if given else set()
-    said = [f"all of them with {_code(common)}"] if common else []
-    for algo, each in given.items():
-        others = sorted({_code(one - common) for one in each} - {""})
-        if others:
-            said.append(f"{algo} with {' or '.join(others)}")
-    return ["", f"Beside the settings of the experiments: {'; '.join(said)}."] if said else []
-
-
-def by_others(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Say which algorithms were measured with another experiment than the study would take today."""
-    said = []
-    for algo, runs in found.items():
-        base, _, tuner = algo.partition("@")[0].rpartition("+")
-        today = f"experiment={experiment_of(name, base, tuner)}"
-        used = {one for run in runs for one in run["settings"] if one.startswith("experiment=")} - {today}
-        said += [f"{algo} was measured with `{one}`, not with `{today}`" for one in sorted(used)]
-    return ["", f"{'; '.join(said)}."] if said else []
-
-
-GATE = 0.9  # the quantile of corrections whose results name none
-
-
-def gates(found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Say at which quantile of the data the corrections of each algorithm begin."""
-    said: dict[float, list[str]] = {}
-    for algo, runs in found.items():
-        corrected = [run for run in runs if "corrected" in run["evaluations"]]
-        chosen = {run["seed"]: run.get("gate_quantile", GATE) for run in corrected}
-        for gate in sorted(set(chosen.values())):
-            seeds = [str(seed) for seed, one in chosen.items() if one == gate]
-            some = "" if len(seeds) == len(chosen) else f" (seed{'s' * (len(seeds) > 1)} {', '.join(seeds)})"
-            said.setdefault(gate, []).append(algo + some)
-    told = [f"{gate:g} for {', '.join(algos)}" for gate, algos in sorted(said.items())]
-    return ["", f"Corrected with `gate_quantile` {'; '.join(told)}."] if told else []
-
-
-def rates(found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Say how fast tuned policies act, where that was measured."""
-    said = []
-    for algo, runs in found.items():
-        each = [run["actions_per_s"] for run in runs if "cloned" in run.get("actions_per_s", {})]
-        if each:
-            cloned, last = (np.median([one[key] for one in each]) for key in ("cloned", "last"))
-            said.append(f"{algo} {last:.0f}, its clone {cloned:.0f} ({last / cloned:.1f} times)")
-    told = "Chunks per second of one core, one observation at a time"
-    return ["", f"{told}: {'; '.join(said)}."] if said else []
-
-
-def _code(overrides: set[str]) -> str:
-    return " ".join(f"`{override}`" for override in sorted(overrides))
-
-
-def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw the evaluations on the way, one line per seed; tuned clones, which take few steps, apart."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import TABLEAU_COLORS
-    from matplotlib.figure import Figure
-
-    tuned = {algo: runs for algo, runs in found.items() if "+" in algo}
-    fresh = {algo: runs for algo, runs in found.items() if algo not in tuned}
-    panels = [(title, runs) for title, runs in ((name, fresh), (f"{name}: tuned clones", tuned)) if runs]
-    figure = Figure(figsize=(8.0, 3.8 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (title, shown) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
-        for color, (algo, runs) in zip(cycle(TABLEAU_COLORS), shown.items(), strict=False):
-            for index, run in enumerate(runs):
-                points = [(p["step"], p["eval/return"]) for p in run["curve"] if "eval/return" in p]
-                label = algo if index == 0 else None
-                axes.plot(*np.array(points).T, color=color, marker="o", markersize=3, label=label)
-        axes.set_xlabel("gradient steps")
-        axes.set_ylabel("return, 10 episodes")
-        axes.set_title(title)
-        axes.grid(alpha=0.3)
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(RESULTS / f"offline-{name}.png", dpi=120)
-
-
 EARLY, FIRST = 600, 150  # steps: a fall before these is early; rows of an episode that are looked at
 
 
@@ -519,6 +182,9 @@ def discounts(file: str) -> list[str]:
         means = torch.stack([worth[start : start + FIRST].mean() for start in starts.tolist()])
         rows.append((f"{gamma:g}", f"{means[early].mean():.2f}", f"{means[~early].mean():.2f}"))
     return pages.table(("γ", f"{int(early.sum())} fall early", f"{int((~early).sum())} others"), rows)
+
+
+# -- commands -------------------------------------------------------------------------------------------
 
 
 def main() -> int:

@@ -37,8 +37,9 @@ from assets import path as asset_path
 from benchmarks import pages
 from benchmarks.studies import once, table_page
 from benchmarks.studies.definitions import STUDIES
-from benchmarks.studies.learning import FROM_DATA, describe_dataset, episode_columns, recipe
-from benchmarks.studies.offline import BASES, DATA, dataset_of, settings_of
+from benchmarks.studies.learning import FROM_DATA, recipe
+from benchmarks.studies.offline_data import BASES, DATA, dataset_of, settings_of
+from benchmarks.studies.rows import describe_dataset, episode_columns
 from burnish.commands.evaluate import Result
 from burnish.config.schema import compose_config
 from burnish.runs.locate import locate

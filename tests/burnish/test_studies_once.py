@@ -13,7 +13,9 @@ from messages import mentions
 import burnish
 from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
-from benchmarks.studies.offline import correction_of, rows_of, scores, settings_of
+from benchmarks.studies.offline import correction_of
+from benchmarks.studies.offline_data import settings_of
+from benchmarks.studies.offline_page import rows_of, scores
 from benchmarks.studies.once import _compared, demonstrations, first_seed, trained, with_own_episodes
 from benchmarks.studies.sight import Blindfolded
 from envs.datasets import read_dataset

@@ -1,0 +1,221 @@
+"""The pages of `benchmarks.studies.learning`: tables, curves, milestones, ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import pages
+from benchmarks.studies.definitions import STUDIES, Study
+from benchmarks.studies.milestones import milestones
+from benchmarks.studies.rows import EPISODES
+from benchmarks.studies.sight import FRAMES
+from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference, success_rate
+
+RESULTS = pages.RESULTS
+
+
+def load(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the results of a study by algorithm, seeds in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((RESULTS / name).glob("*-seed*.json")):
+        content = json.loads(path.read_text())
+        found.setdefault(content["algo"], []).append(content)
+    return found
+
+
+def report(name: str) -> Path:
+    """Write docs/results/<study>.md and its curve."""
+    study, found = STUDIES[name], load(name)
+    option = " --dataset FILE" if study.demonstrations is None and study.bases else ""
+    what = "policies cloned per seed, fine-tuned" if study.bases else "policies trained per seed"
+    if _given_clones(found):
+        what, option = "one cloned policy, fine-tuned per seed", " --init POLICY --dataset FILE"
+    when = " before and after" if study.bases else ""
+    lines = [
+        f"# {name}",
+        "",
+        f"`python -m benchmarks.studies.learning {name}{option}`: {what}, last "
+        f"checkpoint, the same {EPISODES} episodes{when}. {pages.INTERVALS} *From zero*: "
+        "before → after (alone: after), where a policy starts from zero instead of noise and draws no other.",
+        "",
+        _data(study, found),
+        "",
+        f"| algorithm | seed | {study.quantity} before | after | after − before | from zero | env steps "
+        "| wall, tuning |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for algo, runs in found.items():
+        lines += [_row(study, algo, content) for content in runs]
+        lines.append(_pooled(study, algo, runs))
+    lines += ["", f"![learning curves]({name}.png)", "", *milestones(study.levels, study.quantity, found), ""]
+    lines += _blindfolded(study, found)
+    lines += _modes(found)
+    first = next(iter(found.values()))[0]["environment"]
+    packages = ", ".join(f"{p} {first['packages'][p]}" for p in ("torch", "mujoco", "gymnasium"))
+    everything = [content for runs in found.values() for content in runs]
+    lines += [
+        f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits "
+        f"{pages.commits(everything)}. The episodes of every run are in `{name}/`."
+        f"{pages.about_commits(everything)}",
+    ]
+    draw(name, found)
+    path = RESULTS / f"{name}.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
+    """Say what the policies were cloned from."""
+    if not study.bases:
+        names = "`, `".join(study.led)
+        led = f" Demonstrations, or a clone of them, lead the episodes of `{names}`." if names else ""
+        return f"Every seed learns from the reward alone; there is nothing before.{led}"
+    if study.demonstrations is not None:
+        if clones := _given_clones(found):
+            return (
+                f"Every seed fine-tunes the same clone of {study.demonstrations} episodes, recorded from the "
+                f"task's demonstrator{_noise(study)} (weights: SHA-256 `{'`, `'.join(sorted(clones))}`)."
+            )
+        return (
+            f"Every seed clones from {study.demonstrations} episodes of its own, recorded from the task's "
+            f"demonstrator{_noise(study)}."
+        )
+    files = {c["dataset"]["sha256"]: c["dataset"] for runs in found.values() for c in runs}
+    return (
+        "Cloned from "
+        + "; ".join(
+            f"`{d['name']}` ({d['episodes']} episodes, {d['steps']:,} steps, mean return "
+            f"{d['mean_return']:.0f}; SHA-256 `{sha}`)"
+            for sha, d in files.items()
+        )
+        + (f". {study.origin}" if study.origin else ".")
+    )
+
+
+def _given_clones(found: dict[str, list[dict[str, Any]]]) -> set[str]:
+    """Return the digests of clones that were given to runs."""
+    return {c["given_clone"]["sha256"] for runs in found.values() for c in runs if c.get("given_clone")}
+
+
+def _noise(study: Study) -> str:
+    return (
+        "" if study.noise is None else f", with noise of {study.noise} on its actions (`noise={study.noise}`)"
+    )
+
+
+def _interval(study: Study, values: np.ndarray) -> str:
+    """Write what values (S, E) or (E,) say, with the interval."""
+    if study.quantity == "success":
+        return pages.percent(success_rate(values))
+    i = bootstrap_mean(values)
+    return f"{i.value:.0f} ({i.low:.0f}–{i.high:.0f})"
+
+
+def _change(study: Study, difference: Interval) -> str:
+    """Write a paired difference, with the interval."""
+    scale = 100 if study.quantity == "success" else 1
+    value, low, high = (scale * x for x in (difference.value, difference.low, difference.high))
+    return f"{value:+.0f} ({low:+.0f} to {high:+.0f})"
+
+
+def _row(study: Study, algo: str, content: dict[str, Any]) -> str:
+    before, change = "", ""
+    if "before" in content:
+        before = _interval(study, np.array(content["before"][study.quantity]))
+        change = _change(study, Interval(**content["difference"]["difference"]))
+    after = np.array(content["after"][study.quantity])
+    steps, wall = content["curve"][-1]["step"], content["wall"]["tune_s"] / 60
+    zero = _zero(study, [content])
+    cells = (algo, content["seed"], before, _interval(study, after), change, zero)
+    return "| " + " | ".join(map(str, cells)) + f" | {steps:,} | {wall:.1f} min |"
+
+
+def _zero(study: Study, runs: Sequence[dict[str, Any]]) -> str:
+    """Return the intervals of starts from zero, or nothing where they were not evaluated."""
+    known = [key for key in ("zero_start_before", "zero_start") if all(key in content for content in runs)]
+    values = ([content[key][study.quantity] for content in runs] for key in known)
+    return " → ".join(_interval(study, np.array(one)) for one in values)
+
+
+def _pooled(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> str:
+    after = np.array([c["after"][study.quantity] for c in runs])
+    first, change = "", ""
+    if all("before" in content for content in runs):
+        before = np.array([c["before"][study.quantity] for c in runs])
+        first = f"**{_interval(study, before)}**"
+        change = _change(study, paired_difference(before, after))
+    return (
+        f"| **{algo}** | **all** | {first} | **{_interval(study, after)}** | {change} | "
+        f"{_zero(study, runs)} | | |"
+    )
+
+
+def _blindfolded(study: Study, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the lines of a table of policies that see nothing, or something else; empty without them."""
+    rows = []
+    for algo, runs in found.items():
+        seen = [content["blindfolded"] for content in runs if "blindfolded" in content]
+        if seen:
+            columns = (np.array([one[frames][study.quantity] for one in seen]) for frames in FRAMES)
+            rows.append([algo, *(_interval(study, values) for values in columns)])
+    head = pages.table(["algorithm", "black frames", "frames of another episode"], rows)
+    return ["What the same policies do without sight, all seeds:", "", *head, ""] if rows else []
+
+
+def _modes(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the lines of a table of the ways that successful episodes take; empty without ways."""
+
+    def count(content: dict[str, Any], when: str) -> str:
+        if when not in content:
+            return "–"
+        modes, success = (np.array(content[when][key]) for key in ("mode", "success"))
+        counts = np.unique(modes[(success > 0) & (modes >= 0)], return_counts=True)[1]
+        share = counts / counts.sum()
+        return f"{len(counts)} ({np.exp(-(share * np.log(share)).sum()):.1f})"
+
+    rows = [
+        [algo, *(" / ".join(count(content, when) for content in runs) for when in ("before", "after"))]
+        for algo, runs in found.items()
+        if "mode" in runs[0]["after"]
+    ]
+    intro = (
+        "Distinct ways among successful episodes of each seed; in brackets, how many equally frequent ones "
+    )
+    head = pages.table(["algorithm", "before", "after"], rows)
+    return [f"{intro}have their entropy:", "", *head, ""] if rows else []
+
+
+def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw training curves, thin per seed and thick for the mean."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import TABLEAU_COLORS
+    from matplotlib.figure import Figure
+
+    study = STUDIES[name]
+    figure = Figure(figsize=(8.0, max(3.8, 0.24 * len(found))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    budgets = [content["curve"][-1]["step"] for runs in found.values() for content in runs]
+    if max(budgets) > 5 * min(budgets):
+        axes.set_xscale("log")
+    styles = product(("-", "--", ":", "-."), (*TABLEAU_COLORS, "black", "gold", "navy"))
+    for (line, color), (algo, runs) in zip(styles, found.items(), strict=False):
+        lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]
+        for steps, values in lines:
+            axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9)
+        grid = np.linspace(max(line[0][0] for line in lines), min(line[0][-1] for line in lines), 200)
+        mean = np.mean([np.interp(grid, *line) for line in lines], axis=0)
+        axes.plot(grid, mean, color=color, linestyle=line, linewidth=2.0, label=algo)
+    axes.set_xlabel("environment steps")
+    axes.set_ylabel(f"{study.quantity}, training episodes")
+    seeds = {len(runs) for runs in found.values()}
+    axes.set_title(f"{name}: with exploration noise, mean of {'–'.join(map(str, sorted(seeds)))} seeds")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    figure.savefig(RESULTS / f"{name}.png", dpi=120)

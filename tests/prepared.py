@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
@@ -10,6 +11,7 @@ import random
 import sys
 import traceback
 import typing
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +45,8 @@ def pytest_configure() -> None:
     # Of the rest, parsing the few interpolations takes an eighth; a parse tree is only read.
     omegaconf.base.parse = functools.cache(omegaconf.base.parse)
     composed_once.install()
+    # Of a module 12 dictionaries and sets of hooks, nearly all empty: most of copying a small policy.
+    copy._deepcopy_dispatch |= {OrderedDict: _copied_dictionary, set: _copied_set}
     torch.onnx.export = _with_one_table(torch.onnx.export)
     # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
     # That the handle is open is still asked.
@@ -101,6 +105,18 @@ def _seed_global_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` looks for accelerators: 0.7 ms
     np.random.seed(seed)
     random.seed(seed)
+
+
+def _copied_dictionary(original: OrderedDict[Any, Any], memo: dict[int, Any]) -> OrderedDict[Any, Any]:
+    found = memo[id(original)] = OrderedDict()
+    for key, value in original.items():
+        found[copy.deepcopy(key, memo)] = copy.deepcopy(value, memo)
+    return found
+
+
+def _copied_set(original: set[Any], memo: dict[int, Any]) -> set[Any]:
+    found = memo[id(original)] = {copy.deepcopy(value, memo) for value in original}
+    return found
 
 
 def _listen_at_the_root(self: catching_logs[Any]) -> Any:

@@ -355,11 +355,12 @@ def tracked_texts() -> list[tuple[str, str]]:
 
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|HA" + r"CK|X" + r"XX|NotImplemented" + r"Error)\b")
 
+# The first letter of a pattern is looked for much faster than what stands before it.
 HOSTS_AND_PLACES = {
     "a path of one machine": re.compile(
-        r"(?<![\w.~$}:/*-])/(?:home|root|Users|work|workspace|mnt|media|scratch|private|var/tmp)/[\w.-]+"
+        r"/(?<![\w.~$}:/*-]/)(?:home|root|Users|work|workspace|mnt|media|scratch|private|var/tmp)/[\w.-]+"
     ),
-    "a temporary path": re.compile(r"(?<![\w.])/tmp/[\w.-]+"),
+    "a temporary path": re.compile(r"/(?<![\w.]/)tmp/[\w.-]+"),
     "a package index": re.compile(r"--(?:extra-)?index-url|--trusted-host|--find-links|PIP_INDEX_URL"),
     "a registry host": re.compile(
         r"https?://[^\s/\"')]*\b(?:artifactory|nexus|registry|mirror|proxy|pypi|devpi|internal|intranet|corp)\b"

@@ -122,7 +122,7 @@ def test_imports_point_one_way() -> None:
 
     def forbidden(path: Path, tree: ast.Module) -> set[str]:
         package = path.relative_to(REPOSITORY).parts[0]
-        return (imported(ast.walk(tree)) & guarded) - MAY_IMPORT[package]
+        return (imported(nodes(tree)) & guarded) - MAY_IMPORT[package]
 
     assert not offenders(forbidden)
 
@@ -297,8 +297,9 @@ def test_draws_that_no_argument_decides_are_found(code: str, is_found: bool) -> 
 
 def streams(path: Path) -> Iterator[str]:
     """Yield the names of the random streams that a module draws from."""
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("derive_seed", "seeded_generator"):
+    drawing = ("derive_seed", "seeded_generator")
+    for node in nodes(parse(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in drawing:
             yield ast.unparse(node.args[1])
 
 
@@ -488,7 +489,7 @@ def test_nothing_outgrows_the_longest_of_today(record_property: Callable[[str, o
     too_long = []
     for path in MODULES:
         sizes = [(name_of(path), len(path.read_text().splitlines()), FILE_LINES, LONGEST_FILE)]
-        for node in ast.walk(parse(path)):
+        for node in nodes(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 length = node.end_lineno - node.lineno + 1
                 sizes.append((f"{name_of(path)}::{node.name}", length, FUNCTION_LINES, LONGEST_FUNCTION))

@@ -20,8 +20,8 @@ from algos.offline.neighbor_lists import _TILE
 from algos.offline.neighbors import BruteSearch, ListSearch, TreeSearch
 from policies.errors import ConfigError
 
-ALLOCATED_APART = -3
-"""`mallopt`: size [bytes] from which memory is asked of the system, and given back to it."""
+APART_FROM = -3
+"""`mallopt`: the size [bytes] from which memory is asked of the system and goes back to it."""
 
 
 def rows_of(m: int = 60, **changes: Any) -> Rows:
@@ -205,7 +205,7 @@ def peak() -> int:
 
 def stated_and_taken(how: str, num: int, told: Path) -> None:
     """Search among `num` rows in a process of its own; write the stated and the taken memory [bytes]."""
-    ctypes.CDLL(None).mallopt(ALLOCATED_APART, 2**16)  # what other tests freed is not taken again
+    ctypes.CDLL(None).mallopt(APART_FROM, 2**16)
     generator = torch.Generator().manual_seed(0)
     state = torch.randn(num, 11, generator=generator)
     action = 2 * torch.rand(num, 3, generator=generator) - 1
@@ -219,6 +219,7 @@ def stated_and_taken(how: str, num: int, told: Path) -> None:
         return rows.bytes_of(how)
 
     search(500)  # what only the first call takes
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be taken again
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = peak()
     told.write_text(f"{search(num)} {peak() - before}")

@@ -213,7 +213,7 @@ def test_environments_share_one_compiled_model(monkeypatch):
 @pytest.mark.parametrize("task", repeated([4, 1]))
 def test_the_oracle_always_succeeds(task):
     config = CubeSingle(task=task, expert=OracleExpert(noise=0.2))
-    data = collect(config, episodes=5, keep_failures=True)
+    data = collect(config, episodes=3, keep_failures=True)
     assert bool(data.success.all())
     assert bool((data.lengths < 120).all())
     assert data.returns.tolist() == (1.0 - data.lengths.double()).tolist()

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import os
-import random
 import shutil
-import sys
 import tempfile
-import traceback
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import absl.logging
-import composed_once
-import numpy as np
-import omegaconf.base
 import pairwise
 import pytest
-import torch
-from hydra.core.config_store import ConfigStore
-from hypothesis import HealthCheck, settings
-from torch.utils._traceback import CapturedTraceback
-
-from algos.training import provenance
-from envs.engine.rendering import replay_frames
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -45,91 +27,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread: small networks lose far more to waiting threads than they gain.
-
-    Examples may be slow, as a busy machine makes them, and are the same in every run;
-    `--hypothesis-profile=explore` draws others.
-    """
-    gc.disable()  # until everything is imported: a fifth of the time of collecting
-    torch.set_num_threads(1)
+    """Prepare a process that runs tests; the one that hands them out needs no torch, and starts sooner."""
     pairwise.everything = config.getoption("--all")
-    # Hydra copies the store of configurations for every group it looks up, which takes most of a composition.
-    # Nothing here changes a copy.
-    ConfigStore.__deepcopy__ = lambda self, memo: self
-    # Of the rest, parsing the few interpolations takes an eighth; a parse tree is only read.
-    omegaconf.base.parse = functools.cache(omegaconf.base.parse)
-    composed_once.install()
-    torch.onnx.export = _with_one_table(torch.onnx.export)
-    # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
-    # That the handle is open is still asked.
-    os.fsync = lambda handle: os.fstat(handle) and None
-    provenance._git = functools.cache(provenance._git)  # asked twice by every run
-    # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
-    # that is standard error at this moment. While a test captures that, it would be pytest's own file.
-    absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
-    patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("explore", patient)
-    few = settings(patient, max_examples=100 if pairwise.everything else 40)
-    settings.register_profile("burnish", few, derandomize=True)
-    settings.load_profile("burnish")
-    # Numbers and words of our files are no examples: to find them takes a tenth of collecting.
-    providers = sys.modules.get("hypothesis.internal.conjecture.providers")
-    if constants := getattr(providers, "Constants", None):
-        providers._get_local_constants = functools.cache(constants)
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import prepared
 
-
-def pytest_collection_finish() -> None:
-    """What was imported and collected stays until the end: garbage is not looked for in it."""
-    gc.freeze()
-    gc.enable()
-    gc.set_threshold(20_000, 20, 50)  # compiled graphs stay too: looking at them often takes 7 % of the time
-
-
-def _with_one_table(export: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep between exports what each makes anew: the tables of operators, a third of a small one.
-
-    Where in Python a node of a graph was made, which nobody reads here, is a tenth of the rest.
-    """
-
-    @functools.cache
-    def keep_table() -> None:
-        import torch._export.utils as operators
-        from torch.onnx._internal.exporter._registration import ONNXRegistry  # takes a while
-
-        operators._materialize_cpp_cia_ops = functools.cache(operators._materialize_cpp_cia_ops)
-        torch._ops.Callable = typing.Callable  # keeps the thousands of annotations of an export
-        CapturedTraceback.summary = lambda self: traceback.StackSummary()
-        ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
-
-    @functools.wraps(export)
-    def exported(*args: Any, **kwargs: Any) -> Any:
-        keep_table()
-        return export(*args, **kwargs)
-
-    return exported
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """What fixtures draw without a generator does not depend on the tests before them."""
-    _seed_global_generators(0)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call() -> None:
-    """What a test draws without a generator does not depend on its fixtures or on other tests."""
-    _seed_global_generators(1)
-
-
-def _seed_global_generators(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` looks for accelerators: 0.7 ms
-    np.random.seed(seed)
-    random.seed(seed)
+        config.pluginmanager.register(prepared)
 
 
 @pytest.fixture
 def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw few and small frames, without shadows and smooth edges: pages and clips hold the same."""
+    from envs.engine.rendering import replay_frames
+
     plain = {"width": 96, "height": 96, "shadows": False, "samples": 0}
     for name, value in plain.items():
         monkeypatch.setitem(replay_frames.__kwdefaults__, name, value)

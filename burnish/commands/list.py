@@ -109,11 +109,14 @@ def _experiments() -> Iterator[tuple[object, ...]]:
         yield name, chosen["algo"], chosen["env"] or "", preset_summary("experiment", name)
 
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where PyYAML has its C library
+
+
 def _choices(experiment: str) -> dict[str, str]:
     """Return the options chosen by an experiment, including its parents'."""
     text = preset_text("experiment", experiment)
     found: dict[str, str] = {}
-    for entry in (yaml.safe_load(text) or {}).get("defaults", []):
+    for entry in (yaml.load(text, _LOADER) or {}).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
             found |= _choices(entry.removeprefix("/experiment/"))
         elif isinstance(entry, dict):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import typing
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,9 +11,6 @@ from policies.policy_config import PART_GROUPS
 
 GROUPS = ("algo", "env", *PART_GROUPS, "source", "fleet")
 """Hydra groups filled from the registry; the chosen part is the value of the group's key."""
-
-type_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
-"""Types of the fields of a dataclass, which are looked up for every configuration."""
 
 
 def node_of(kind: type) -> DictConfig:

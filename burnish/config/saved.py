@@ -10,12 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from burnish.config.errors import error_message
-from burnish.config.nodes import GROUPS, node_of, type_hints
+from burnish.config.nodes import GROUPS, node_of
 from burnish.config.overrides import NO_OVERRIDES, Override, Overrides
 from burnish.config.schema import to_object
 from policies import registry
 from policies.bounds import with_present_names
 from policies.errors import ConfigError
+from policies.storage.strict_json import type_hints
 
 
 def describe(config: Any) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import error_message, unknown_key
 from burnish.config.hydra_sources import RENAMED, register_configs
-from burnish.config.nodes import GROUPS, type_hints
+from burnish.config.nodes import GROUPS
 from burnish.config.overrides import Overrides, check_overrides
 from policies.bounds import former_names
 from policies.errors import ConfigError
 from policies.paths import at_home
+from policies.storage.strict_json import type_hints
 
 T = TypeVar("T")
 

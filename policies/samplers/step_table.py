@@ -118,6 +118,9 @@ class StepTable:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_copies": {}}  # their devices may not exist where it is unpickled
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepTable:
+        return self  # nothing changes a table
+
     @property
     def num_steps(self) -> int:
         return len(self.times) - 1
@@ -165,7 +168,7 @@ def table_of(sampler: Any, process: Any) -> StepTable:
     return table
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _kept_table(sampler: Any, process: Any) -> StepTable:
     with torch.inference_mode(False):  # made while sampling, it is also used in training
         table: StepTable = sampler.table(process)

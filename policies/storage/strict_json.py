@@ -7,8 +7,9 @@ import math
 import stat
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,9 @@ from policies.errors import ConfigError
 MAX_BYTES = 4 * 2**20
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63
+
+type_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
+"""Types of the fields of a dataclass, which are looked up for every policy and configuration."""
 
 
 def own_file(path: Path) -> Path:
@@ -125,7 +129,7 @@ def depth_of(data: Any) -> int:
 
 def check_types(kind: type, values: Mapping[str, Any], where: str) -> None:
     """Refuse values of other types than a dataclass's fields; lists fit tuples, integers fit floats."""
-    hints = typing.get_type_hints(kind)
+    hints = type_hints(kind)
     for field in fields(kind):
         if field.name in values and not fits(values[field.name], hints[field.name]):
             hint, found = hints[field.name], repr(values[field.name])[:80]

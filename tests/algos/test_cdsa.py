@@ -59,7 +59,7 @@ def trainable() -> OfflineRun:
     correction = Correction(
         hidden_dims=(64, 64), dynamics_dims=(64,), sigmas=(0.1,), steps=10, eta=0.3, gate_quantile=0.9
     )
-    config = CdsaConfig(steps=600, batch_size=128, log_every=300, lr=3e-3, correction=correction)
+    config = CdsaConfig(steps=400, batch_size=128, log_every=200, lr=3e-3, correction=correction)
     run = config.build(Setup(dataset=data(), init=base(), seed=0))
     while run.progress < run.total:
         run.advance()

@@ -450,7 +450,7 @@ def test_adjoint_matching_moves_both_modes_by_their_value_and_keeps_them() -> No
 def test_the_better_of_two_modes_becomes_more_frequent_than_in_the_clone(
     config: Any, values: dict[str, Any]
 ) -> None:
-    sizes = {"steps": 200, "log_every": 200, "batch_size": 64, "critic_dims": (32, 32), "critics": 2}
+    sizes = {"steps": 120, "log_every": 120, "batch_size": 64, "critic_dims": (32, 32), "critics": 2}
     method = replace(small(config), gamma=0.0, actor_lr=3e-3, critic_lr=3e-3, **(sizes | values))
     policy = finished(begin(method, dataset=two_modes(), env=None, init=clone_of_two_modes())).snapshot()
     before, after = (
@@ -607,7 +607,7 @@ def test_dqc_finds_the_value_of_a_reward_beyond_its_executed_chunk() -> None:
     """Mode +0.6 of the first chunk leads to a reward of 1 after the chunk; values lie in [0, 1]."""
     data = later_reward()
     config = DqcConfig(
-        steps=200, log_every=200, batch_size=64, gamma=0.9, critic_horizon=4, critic_dims=(32, 32),
+        steps=120, log_every=120, batch_size=64, gamma=0.9, critic_horizon=4, critic_dims=(32, 32),
         actor_lr=3e-3, critic_lr=3e-3, tau=0.05, num_candidates=16,
     )  # fmt: skip
     run = finished(begin(config, dataset=data, env=None, init=None))

@@ -91,7 +91,7 @@ def test_the_temperature_settles_at_a_target_that_can_be_reached() -> None:
     learner, generator = SacUpdate(actor, critic, config), torch.Generator().manual_seed(0)
     cond = torch.zeros(128, 2)
     entropy = []
-    for _ in range(400):
+    for _ in range(280):
         draws = learner.draw(128, generator)
         with torch.no_grad():
             latent = actor.draw(cond, draws["next_eps"])[0]

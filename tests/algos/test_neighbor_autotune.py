@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import exit_code_of
 from messages import mentions
 from test_neighbors import costs, table
 
@@ -18,6 +19,9 @@ from algos.offline.neighbor_autotune import Load, Rows, build_search, expected_s
 from algos.offline.neighbor_lists import _TILE
 from algos.offline.neighbors import BruteSearch, ListSearch, TreeSearch
 from policies.errors import ConfigError
+
+APART_FROM = -3
+"""`mallopt`: the size [bytes] from which memory is asked of the system and goes back to it."""
 
 
 def rows_of(m: int = 60, **changes: Any) -> Rows:
@@ -193,47 +197,42 @@ def test_brute_force_states_the_tile_of_the_batches_of_a_run(monkeypatch: pytest
     assert asked[1] - asked[0] == 8 * (256 - 16) * 1000
 
 
-PEAKS = """
-import os, sys, torch
-from algos.offline.neighbor_autotune import Rows
-
-def peak():
-    lines = (line.split() for line in open("/proc/self/status"))
+def peak() -> int:
+    """Return the largest memory [bytes] of this process."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return next(1024 * int(line[1]) for line in lines if line[0] == "VmHWM:")
 
-def search(how, m):
-    rows = Rows(state[:m], action[:m], 2.0)
-    row = torch.randint(m, (256,), generator=generator)
-    made = rows.search(how)
-    for _ in range(2):
-        made.nearest(row, state[row], (action[row] + 0.3).clamp(-1, 1))
-    return rows.bytes_of(how)
 
-torch.set_num_threads(1)
-num, generator = int(sys.argv[1]), torch.Generator().manual_seed(0)
-state, action = torch.randn(num, 11, generator=generator), 2 * torch.rand(num, 3, generator=generator) - 1
-for how in sys.argv[2:]:
-    if not os.fork():
-        search(how, 500)  # what only the first call takes
-        open("/proc/self/clear_refs", "w").write("5")  # the peak so far is forgotten
-        before = peak()
-        print(search(how, num), peak() - before, flush=True)
-        os._exit(0)
-    os.wait()
-"""
+def stated_and_taken(how: str, num: int, told: Path) -> None:
+    """Search among `num` rows in a process of its own; write the stated and the taken memory [bytes]."""
+    ctypes.CDLL(None).mallopt(APART_FROM, 2**16)
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(num, 11, generator=generator)
+    action = 2 * torch.rand(num, 3, generator=generator) - 1
+
+    def search(m: int) -> int:
+        rows = Rows(state[:m], action[:m], 2.0)
+        row = torch.randint(m, (256,), generator=generator)
+        made = rows.search(how)
+        for _ in range(2):
+            made.nearest(row, state[row], (action[row] + 0.3).clamp(-1, 1))
+        return rows.bytes_of(how)
+
+    search(500)  # what only the first call takes
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be taken again
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = peak()
+    told.write_text(f"{search(num)} {peak() - before}")
 
 
-def test_the_stated_memory_is_what_a_search_takes() -> None:
+@pytest.mark.parametrize("how", ["tree", "brute", "lists", "approximate"])
+def test_the_stated_memory_is_what_a_search_takes(how: str, tmp_path: Path) -> None:
     """Of 200,000 rows of 14 numbers, while it is made and when it is asked for 256 of them."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("peaks of memory are read from Linux' /proc")
-    ways = ("tree", "brute", "lists", "approximate")
-    told = subprocess.run(
-        [sys.executable, "-c", PEAKS, "200000", *ways], capture_output=True, text=True, check=True
-    ).stdout
-    for how, line in zip(ways, told.splitlines(), strict=True):
-        stated, taken = map(int, line.split())
-        assert 0.65 * stated < taken < 1.1 * stated + 2**22, (how, stated / 2**20, taken / 2**20)
+    assert exit_code_of(lambda: stated_and_taken(how, 200_000, tmp_path / "told")) == 0
+    stated, taken = map(int, (tmp_path / "told").read_text().split())
+    assert 0.65 * stated < taken < 1.1 * stated + 2**22, (stated / 2**20, taken / 2**20)
 
 
 def test_a_second_way_without_room_is_not_tried(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "
 @cache
 def _content(name: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:
     """Return parents, choices and own values of an experiment file."""
-    data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    data = yaml.load((FOLDER / f"{name}.yaml").read_text(), yaml.CSafeLoader)
     entries = data.pop("defaults", [])
     names = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
     parents = [entry.removeprefix("/experiment/") for entry in names]

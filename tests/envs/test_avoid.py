@@ -182,11 +182,11 @@ def test_the_expert_takes_the_way_it_is_told_and_reaches_every_way() -> None:
 
 
 def test_the_expert_spreads_over_its_modes_and_nearly_always_succeeds() -> None:
-    dataset = collect(Avoid(), episodes=60, keep_failures=True)
+    dataset = collect(Avoid(), episodes=40, keep_failures=True)
     assert dataset.success is not None and dataset.success.float().mean() >= 0.98
     first = dataset.extras["mode"][dataset.episode_start[:-1]]
     assert len(set(first.tolist())) >= 8
-    few = collect(Avoid(expert=AvoidExpert(num_modes=2)), episodes=12)
+    few = collect(Avoid(expert=AvoidExpert(num_modes=2)), episodes=8)
     assert set(few.extras["mode"].tolist()) == {0, 1}
 
 

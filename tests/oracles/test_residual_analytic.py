@@ -102,7 +102,7 @@ def test_transitions_of_several_steps_end_with_task_and_episode(arrays: dict[str
 def test_the_best_correction_is_reached_by_climbing_the_value(arrays: dict[str, Any]) -> None:
     policy, goal, base = corrected(arrays), arrays["a_star"], arrays["base"]
     u = torch.zeros_like(base, requires_grad=True)
-    for _ in range(4000):
+    for _ in range(1500):
         loss = (policy.edited(base, u) - goal).square().sum()
         (slope,) = torch.autograd.grad(loss, u)
         u = (u - 2.0 * slope).clamp(-1, 1).detach().requires_grad_()

@@ -59,7 +59,7 @@ def pytest_configure() -> None:
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
     patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("explore", patient)
-    few = settings(patient, max_examples=100 if pairwise.everything else 40)
+    few = settings(patient, max_examples=100 if pairwise.everything else 25)
     settings.register_profile("burnish", few, derandomize=True)
     settings.load_profile("burnish")
     # Numbers and words of our files are no examples: to find them takes a tenth of collecting.

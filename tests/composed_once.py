@@ -12,6 +12,7 @@ import functools
 import pickle
 from typing import Any
 
+import pytest
 from hydra._internal import config_loader_impl as hydra_loader
 from hydra._internal import defaults_list as hydra_defaults
 from hydra._internal.config_repository import ConfigRepository, IConfigRepository
@@ -20,6 +21,7 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.base import Box
 
 from burnish.config.hydra_sources import RENAMED
 from burnish.config.nodes import GROUPS
@@ -50,7 +52,10 @@ def install() -> None:
             found: DictConfig = pickle.loads(_MERGED[key])
             OmegaConf.clear_cache(found)  # the time of day
             return found
-        fresh = merge(self, defaults, repo)
+        with pytest.MonkeyPatch.context() as patch:  # each file sets the parents of all before it anew
+            patch.setattr(Box, "_re_parent", lambda self: None)
+            fresh = merge(self, defaults, repo)
+        fresh._re_parent()
         _MERGED[key] = pickle.dumps(fresh)
         return fresh
 

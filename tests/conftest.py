@@ -50,6 +50,12 @@ def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("burnish.reports.rollouts._CLIP_FRAMES", 4)
 
 
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the picture of a dataset, which takes most of the time, where only facts are looked at."""
+    monkeypatch.setattr("burnish.commands.data_inspect.draw_dataset", lambda *_: b"")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give every test process a folder of its own for temporary files, and remove what simulators leave."""

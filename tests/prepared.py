@@ -17,6 +17,7 @@ from typing import Any
 
 import absl.logging
 import composed_once
+import mujoco
 import numpy as np
 import omegaconf.base
 import pairwise
@@ -52,6 +53,7 @@ def pytest_configure() -> None:
     # That the handle is open is still asked.
     os.fsync = lambda handle: os.fstat(handle) and None
     provenance._git = functools.cache(provenance._git)  # asked twice by every run
+    mujoco.MjModel.from_xml_string = staticmethod(_compiled_once(mujoco.MjModel.from_xml_string))
     if "attached_loggers" in catching_logs.__slots__:
         catching_logs.__enter__ = _listen_at_the_root
     # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
@@ -59,7 +61,7 @@ def pytest_configure() -> None:
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
     patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("explore", patient)
-    few = settings(patient, max_examples=100 if pairwise.everything else 40)
+    few = settings(patient, max_examples=100 if pairwise.everything else 25)
     settings.register_profile("burnish", few, derandomize=True)
     settings.load_profile("burnish")
     # Numbers and words of our files are no examples: to find them takes a tenth of collecting.
@@ -117,6 +119,25 @@ def _copied_dictionary(original: OrderedDict[Any, Any], memo: dict[int, Any]) ->
 def _copied_set(original: set[Any], memo: dict[int, Any]) -> set[Any]:
     found = memo[id(original)] = {copy.deepcopy(value, memo) for value in original}
     return found
+
+
+def _compiled_once(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile what is written in the same words once, which takes a second of an arm, and give copies.
+
+    Ours and OGBench's own worlds are, as are those of its tasks and of its data.
+    """
+    made: dict[Any, Any] = {}
+
+    @functools.wraps(compiled)
+    def copied(xml: str, assets: dict[str, bytes] | None = None) -> Any:
+        if not assets:  # its files may change
+            return compiled(xml, assets)
+        key = xml, tuple(sorted(assets.items()))
+        if key not in made:
+            made[key] = compiled(xml, assets)
+        return copy.copy(made[key])
+
+    return copied
 
 
 def _listen_at_the_root(self: catching_logs[Any]) -> Any:

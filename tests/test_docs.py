@@ -146,9 +146,13 @@ def test_references_to_code_exist() -> None:
 # -- commands and keys ----------------------------------------------------------------------------------
 
 
+_PARSER = OverridesParser.create()
+
+
+@cache
 def _single(override: str) -> str:
     """Return an override without its sweep: the first of its values."""
-    parsed = OverridesParser.create().parse_override(override)
+    parsed = _PARSER.parse_override(override)
     if not parsed.is_sweep_override():
         return override
     return f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"

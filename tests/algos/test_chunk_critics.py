@@ -653,7 +653,7 @@ def test_what_decoupled_chunks_cannot_do_is_refused(values: dict[str, Any], mess
 
 @cache
 def clone_of_two_modes() -> Policy:
-    config = BcConfig(steps=600, batch_size=64, lr=3e-3, validation_fraction=0.0)
+    config = BcConfig(steps=350, batch_size=64, lr=3e-3, validation_fraction=0.0)
     return finished(begin(config, dataset=two_modes(), env=None, init=None)).snapshot()
 
 

@@ -136,7 +136,7 @@ def test_intervals_count_episodes_and_not_their_windows() -> None:
 
 def test_the_best_weights_of_many_members_are_those_of_a_search() -> None:
     rng = np.random.default_rng(0)
-    for _ in range(20):
+    for _ in range(8):
         root = rng.normal(size=(3, 3))
         error = root @ root.T
         grid = np.array(simplex(3, 60))

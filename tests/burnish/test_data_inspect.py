@@ -177,12 +177,6 @@ def inspected(path: Path, **options: Any) -> dict[str, Any]:
     return facts
 
 
-@pytest.fixture
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the picture, which takes most of the time, where only facts are looked at."""
-    monkeypatch.setattr("burnish.commands.data_inspect.draw_dataset", lambda *_: b"")
-
-
 @pytest.mark.parametrize("write", repeated([write_robomimic, write_d4rl, write_minari]))
 def test_facts_are_the_dataset_s(tmp_path: Path, noisy: EpisodeDataset, write: Any) -> None:
     write(tmp_path / "toy-v0", noisy)
@@ -284,6 +278,7 @@ def test_a_truncated_file_is_one_clear_error(tmp_path: Path, noisy: EpisodeDatas
     assert not (tmp_path / "found").exists()
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_the_command_takes_a_bare_path_and_prints_what_it_found(
     tmp_path: Path,
     noisy: EpisodeDataset,

@@ -124,6 +124,7 @@ def test_files_of_plain_arrays_need_no_rewards(suffix: str, tmp_path: Path) -> N
     torch.testing.assert_close(parts.observations, torch.tensor(OBS).float())
 
 
+@pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("given", repeated([(OBS, ACTIONS), as_dataset((OBS, ACTIONS))]))
 def test_objects_are_cloned_and_the_run_can_be_resumed(given: Any, tmp_path: Path) -> None:
     run = burnish.clone(
@@ -142,6 +143,7 @@ def test_objects_are_cloned_and_the_run_can_be_resumed(given: Any, tmp_path: Pat
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_names_rates_and_texts_of_lerobot_reach_policy_card_and_export(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     folder = tmp_path / "lerobot"
@@ -195,6 +197,7 @@ def test_what_a_file_says_of_its_entries_may_be_anything() -> None:
     assert interface_of({"interface": 7}, 3, 2) == {} == interface_of({}, 3, 2)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_inspection_shows_every_camera(tmp_path: Path) -> None:
     given = {"observations": {"a": OBS, "left eye": PICTURES}, "actions": 90 * ACTIONS}
     found = burnish.inspect_data(given, out=tmp_path / "seen", measures=False)

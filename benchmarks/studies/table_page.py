@@ -176,6 +176,16 @@ memory of the process in training. The columns sort by a click on the site."""
 BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. Compared on the
 seeds that all methods have; a method made for less than a third of the steps is left out."""
 
+LEARNED = {
+    "avoid": """**What was learned.** With few steps, methods that reuse what they have seen win: RLPD, and
+DSRL on a diffusion; they end on few of the clone's ways. On-policy methods take fifteen times the steps and
+less processor time, and the best of them decide by one or two evaluations of a network: PPO on a mixture,
+ReinFlow on MIP. The last checkpoint is not always the best: FPO++ falls in the second half, and AWM hardly
+rises after a third, so look at evaluations on the way. Where the clone hardly succeeds (Gaussian PPO), the
+outcome depends on the seed. The method that keeps most ways gains little.""",
+}
+"""By task, what its rows say together."""
+
 SUMMARY = """Best methods by budget, on seeds and episodes that no setting was chosen on, and those that are
 not clearly behind ([how, and what each costs](results/table.md)):"""
 
@@ -195,6 +205,7 @@ def report(page: str) -> Path:
     for task, rows in table.items():
         lines += ["", f"## {task}", "", *budgets(rows), "", BRACKETS, ""]
         lines += pages.table(COLUMNS, [cells(row) for row in rows])
+        lines += ["", LEARNED[task]] if task in LEARNED else []
         for row in rows:
             (pages.RESULTS / page / f"{row.task}-{row.name}.svg").write_text(sparkline(*row.curve()))
     summary = [line for task, rows in table.items() for line in ("", f"`{task}`:", "", *budgets(rows))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -45,6 +46,11 @@ def _key_metrics(values: Mapping[str, float], count: int = 3) -> str:
     names = [name for name in _KEY_METRICS if name in values]
     names += [name for name in values if name not in names and not name.startswith("time/")]
     return "  ".join(f"{name} {values[name]:.4g}" for name in names[:count])
+
+
+def _measured(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values without those of episodes where none has ended; the last known ones stay."""
+    return {name: x for name, x in values.items() if not (name.startswith("rollout/") and math.isnan(x))}
 
 
 @contextmanager
@@ -144,7 +150,7 @@ class Bar:
         return self._console.width - len(f"{total:,}/{total:,} {self._unit}") - _RATE_WIDTH - times - gaps
 
     def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
-        self._values |= values
+        self._values |= _measured(values)
         free = self._free_width(max(done, total)) - self._fixed_width
         candidates = (_key_metrics(self._values, count) for count in (3, 2, 1))
         numbers = next((text for text in candidates if len(text) <= free), "")
@@ -164,7 +170,7 @@ class Lines:
         self._values: dict[str, float] = {}
 
     def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
-        self._values |= values
+        self._values |= _measured(values)
         now = time.monotonic()
         if done < total and now - self._last < SECONDS_BETWEEN_LINES:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import math
 import threading
 
 import pytest
@@ -59,6 +60,17 @@ def test_lines_never_promise_negative_time(
     lines.show(72218, 3000, {})
     assert "-" not in caplog.text.split("72218/3000 env steps")[1]
     assert ", 0 s left" in caplog.messages[-1]
+
+
+def test_a_return_stays_where_no_episode_has_ended_and_a_diverged_loss_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    caplog.set_level(logging.INFO)
+    lines = Lines("run", "env_steps", 0)
+    lines.show(1000, 3000, {"rollout/return": 7.0, "policy/loss": 0.1})
+    lines.show(2000, 3000, {"rollout/return": math.nan, "policy/loss": math.nan})
+    assert "rollout/return 7" in caplog.messages[-1] and "policy/loss nan" in caplog.messages[-1]
 
 
 def test_a_long_first_iteration_is_announced_until_it_ends() -> None:

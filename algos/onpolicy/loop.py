@@ -17,9 +17,10 @@ from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.demonstrations import Demonstrations
 from algos.onpolicy.losses import RewardScaler, explained_variance
 from algos.onpolicy.polychromic import LABEL, Sets
-from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
+from algos.onpolicy.ppo_update import GeneratorDraws
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.onpolicy.short_update import update_of
 from algos.onpolicy.trust_region import UPDATES
 from algos.training.experience import led
 from algos.training.observations import EncodingCritic, encode, mapped, shifted, trained_encoder
@@ -110,7 +111,7 @@ class OnPolicy:
         policy = self.policy = ratio.policy
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         self._bc_term, self._init_facts = bc_term, init_facts(setup.init, policy)
-        self.learner = UPDATES.get(config.surrogate, PpoUpdate)(
+        self.learner = UPDATES.get(config.surrogate, update_of)(
             config,
             ratio=ratio,
             actor=list(trainable.parameters()),

@@ -263,7 +263,13 @@ class PpoUpdate:
         """Return a microbatch's losses (B,) and its part of the metrics of `total` rows."""
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
         score = self.score(experience, index, rows, advantage)
-        ratio, clip_range = score.log_ratio.exp(), of_step(self.clip_range, rows.step)
+        return self.objective(score, advantage, of_step(self.clip_range, rows.step), total)
+
+    def objective(
+        self, score: Score, advantage: Tensor, clip_range: Tensor, total: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return losses (B,) of scored rows and their part of the metrics of `total` rows."""
+        ratio = score.log_ratio.exp()
         objective = loss = SURROGATES[self.config.surrogate](ratio, advantage, clip_range)
         if self.config.entropy_coef:
             objective = objective - self.config.entropy_coef * score.entropy

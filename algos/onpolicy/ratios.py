@@ -243,6 +243,16 @@ class ChainRatio(RatioEstimator):
             saturated = (clamped != executed).to(executed.dtype).mean(dim=(-2, -1))
         return reduce_log_prob(clamped, self.reduction), saturated
 
+    def reduction_gradient(self, log_prob: Tensor) -> Tensor:
+        """Return the derivative of reduced log-densities by each of (..., Th, Da): zero where clamped."""
+        rows, (th, da) = self.policy.chunk.executed, log_prob.shape[-2:]
+        taken = torch.zeros(th, 1).index_fill_(0, torch.arange(th)[rows], 1.0).expand(th, da)
+        gradient = taken / {"mean": taken.sum(), "per_step": taken.sum() / da}.get(self.reduction, 1.0)
+        if self.log_prob_range is None:
+            return gradient
+        low, high = self.log_prob_range
+        return gradient * ((log_prob >= low) & (log_prob <= high))
+
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         x, x_next = self.transitions(experience, rows)
         old, divergence = experience.record["log_prob"].flatten().index_select(0, rows.index), None

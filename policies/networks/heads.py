@@ -76,9 +76,12 @@ class DensityHeadConfig(TrunkConfig):
         else:
             head.register_buffer("log_var", log_var)
 
+    @property
+    def log_var_range(self) -> tuple[float, float]:
+        return 2 * math.log(self.min_std), 2 * math.log(self.max_std)
+
     def std_of(self, log_var: Tensor) -> Tensor:
-        low, high = 2 * math.log(self.min_std), 2 * math.log(self.max_std)
-        return torch.exp(0.5 * log_var.clamp(low, high))
+        return torch.exp(0.5 * log_var.clamp(*self.log_var_range))
 
 
 @dataclass(frozen=True)

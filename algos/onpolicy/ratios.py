@@ -243,15 +243,11 @@ class ChainRatio(RatioEstimator):
             saturated = (clamped != executed).to(executed.dtype).mean(dim=(-2, -1))
         return reduce_log_prob(clamped, self.reduction), saturated
 
-    def reduction_gradient(self, log_prob: Tensor) -> Tensor:
-        """Return the derivative of reduced log-densities by each of (..., Th, Da): zero where clamped."""
-        rows, (th, da) = self.policy.chunk.executed, log_prob.shape[-2:]
-        taken = torch.zeros(th, 1).index_fill_(0, torch.arange(th)[rows], 1.0).expand(th, da)
-        gradient = taken / {"mean": taken.sum(), "per_step": taken.sum() / da}.get(self.reduction, 1.0)
-        if self.log_prob_range is None:
-            return gradient
-        low, high = self.log_prob_range
-        return gradient * ((log_prob >= low) & (log_prob <= high))
+    def reduction_weights(self) -> Tensor:
+        """Return the derivative of reduced log-densities by each of (Th, Da), where none is clamped."""
+        rows, (th, da) = self.policy.chunk.executed, self.policy.chunk.shape
+        taken = torch.zeros(th, da).index_fill_(0, torch.arange(th)[rows], 1.0)
+        return taken / {"mean": taken.sum(), "per_step": taken.sum() / da}.get(self.reduction, 1.0)
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         x, x_next = self.transitions(experience, rows)

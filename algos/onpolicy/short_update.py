@@ -98,6 +98,7 @@ class ShortUpdate(PpoUpdate):
     def __init__(self, config: OnPolicyConfig, **given: Any) -> None:
         super().__init__(config, **given)
         self._mean, self._value = Layers(self.ratio.policy.head), Layers(self.critic)
+        self._weights = self.ratio.reduction_weights()
 
     @torch.no_grad()
     def actor_gradient(
@@ -115,7 +116,9 @@ class ShortUpdate(PpoUpdate):
         losses, sums = self.objective(score, advantage, self.clip_range, len(index))
         plain = -advantage * score.log_ratio.exp()  # equal to its derivative with respect to the log ratio
         slope = torch.where(losses == plain, plain, 0.0) / len(index)
-        slopes = slope[:, None, None] * self.ratio.reduction_gradient(log_prob)
+        slopes = slope[:, None, None] * self._weights
+        if (bounds := self.ratio.log_prob_range) is not None:
+            slopes = slopes * ((log_prob >= bounds[0]) & (log_prob <= bounds[1]))
         away = (x - mean) / std
         grad = slopes * away / std
         if head.config.squash:

@@ -1,0 +1,173 @@
+"""How cost grows with a size: processor time by batch, environments, rows, seeds, denoising steps and width.
+
+    python -m benchmarks.growth [--rounds 5] [CASE ...]
+
+writes docs/results/speed/growth.json, docs/pictures/growth.svg and the table in docs/speed.md. One thread;
+the sizes of a case take turns. `rows` also measures the memory that a run of TD3+BC adds to its data, in a
+process of its own for each size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from algos.base import Setup
+from algos.dppo import DppoConfig
+from algos.td3_bc import Td3BcConfig
+from benchmarks.device import MLP, cloning, decision, policy, td3_bc
+from benchmarks.pages import RESULTS, keep, kept, replace_block, table
+from benchmarks.speed.cases_offline import synthetic_dataset
+from benchmarks.speed.timing import interleave
+from envs.make import env as make_env
+from policies.backbones.mlp import MlpConfig
+from policies.policy import PolicyConfig
+from policies.processes.diffusion import VPDiffusion
+from policies.samplers.ddpm import DDIM
+
+PAGE, PICTURE = "docs/speed.md", "docs/pictures/growth.svg"
+CPU = torch.device("cpu")
+HUNDRED = PolicyConfig(process=VPDiffusion(num_levels=100), horizon=4)
+Call = Callable[[], object]
+
+
+def by_batch(rows: int) -> tuple[Call, int]:
+    """Return a decision for this many observations."""
+    return decision(MLP, rows, CPU, 1, False), rows
+
+
+def by_environments(envs: int) -> tuple[Call, int]:
+    """Return a collection of DPPO on Hopper in this process, eight chunks of four steps each."""
+    given = Setup(env=make_env("hopper"), init=policy(MLP, CPU), num_workers=0, num_threads=1)
+    run = DppoConfig(tuned_steps=10, num_envs=envs, steps_per_iteration=8).build(given)
+    return run.collect, envs * 8 * 4
+
+
+def by_steps(steps: int) -> tuple[Call, int]:
+    """Return a decision for 40 observations by this many DDIM steps."""
+    acting, obs = policy(HUNDRED, CPU).with_sampler(DDIM(steps=steps)), torch.zeros(40, 1, 11)
+    return torch.no_grad()(lambda: acting.act(obs)), steps
+
+
+def by_width(width: int) -> tuple[Call, int]:
+    """Return a gradient step of cloning by a network of this width."""
+    return cloning(replace(MLP, backbone=MlpConfig(width=width)), 256, 1, CPU, 1, False), 1
+
+
+def by_seeds(seeds: int) -> tuple[Call, int]:
+    """Return twenty gradient steps of TD3+BC of this many seeds at once."""
+    return td3_bc(seeds, CPU, 1, False), 20 * seeds
+
+
+def by_rows(rows: int) -> tuple[Call, int]:
+    """Return ten gradient steps of TD3+BC on this many rows of data."""
+    run = Td3BcConfig(steps=10**9, log_every=10).build(Setup(dataset=synthetic_dataset(rows), num_threads=1))
+    return run.advance, 10
+
+
+CASES: dict[str, tuple[Callable[[int], tuple[Call, int]], Sequence[int], str]] = {
+    "batch": (by_batch, (1, 4, 16, 64, 256, 1024, 4096), "decision, MLP of 10 DDIM steps, per row"),
+    "environments": (by_environments, (1, 8, 40, 128, 512), "collection of DPPO on Hopper, per control step"),
+    "denoising steps": (by_steps, (2, 5, 10, 20, 50, 100), "decision of 40 rows, per step"),
+    "width": (by_width, (64, 128, 256, 512, 1024, 2048), "step of cloning, batch 256"),
+    "seeds": (by_seeds, (1, 2, 4, 8), "TD3+BC at once, per seed and step"),
+    "rows": (by_rows, (100_000, 1_000_000, 10_000_000), "step of TD3+BC, batch 256"),
+}
+"""Case -> what builds a call and counts its units, sizes, what is measured."""
+
+
+def memory(rows: int) -> tuple[float, float]:
+    """Return the bytes of the data, and the most that a run used beyond the program without data, in MB."""
+    command = [sys.executable, "-m", "benchmarks.growth", "--memory"]
+    empty, full = (float(subprocess.check_output([*command, str(n)])) for n in (1000, rows))
+    return rows * 4 * (11 + 3 + 1) / 1e6, full - empty
+
+
+def peak(rows: int) -> None:
+    """Print the peak memory [MB] of a process that builds a run of TD3+BC and takes ten steps."""
+    by_rows(rows)[0]()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    sys.stdout.write(f"{float(status['VmHWM'].split()[0]) / 1e3}\n")
+
+
+def measure(names: Sequence[str], rounds: int) -> None:
+    """Measure cases and keep them beside those that were measured before."""
+    before = RESULTS / "speed" / "growth.json"
+    found: dict[str, Any] = kept("speed", "growth.json")[0]["cases"] if before.exists() else {}
+    for name in names:
+        build, sizes, _ = CASES[name]
+        calls, units = {}, {}
+        for size in sizes:
+            calls[str(size)], units[str(size)] = build(size)
+        times = interleave(calls, rounds=rounds, slot_s=0.1, clock=time.process_time)
+        found[name] = {size: seconds / units[size] for size, seconds in times.items()}
+        if name == "rows":
+            found["memory"] = {str(size): memory(size) for size in sizes}
+        sys.stdout.write(f"{name}: {found[name]}\n")
+        keep("speed", "growth", {"rounds": rounds, "load": os.getloadavg()[0], "cases": found}, indent=1)
+
+
+def picture(found: dict[str, Any]) -> None:
+    """Draw every case: time by size, both logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    for axes, (name, (_, _, what)) in zip(figure.subplots(2, 3).flat, CASES.items(), strict=True):
+        sizes = [int(size) for size in found[name]]
+        axes.loglog(sizes, [1e6 * seconds for seconds in found[name].values()], marker="o")
+        axes.set(xlabel=name, ylabel="µs of processor time", title=what)
+        axes.title.set_fontsize(9)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, high / 30), high)
+        axes.grid(alpha=0.3)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def lines(content: dict[str, Any]) -> list[str]:
+    """Return the lines of the page."""
+    found, machine = content["cases"], content["environment"]
+    rows = [
+        [name, what, ", ".join(f"{int(n):,}: {1e6 * s:,.0f}" for n, s in found[name].items())]
+        for name, (_, _, what) in CASES.items()
+    ]
+    used = ", ".join(
+        f"{int(n):,}: {full:,.0f} MB, {full / data:.1f} times the data"
+        for n, (data, full) in found["memory"].items()
+    )
+    command = f"OMP_NUM_THREADS=1 python -m benchmarks.growth --rounds {content['rounds']}"
+    return [
+        f"`{command}`, {machine['processor']}, load {content['load']:.1f}:",
+        "",
+        *table(["grows", "measured", "size: µs of processor time"], rows),
+        "",
+        f"Most memory of a run of TD3+BC, its data included, by rows: {used}.",
+    ]
+
+
+def main() -> None:
+    """Measure, keep, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", type=int, metavar="ROWS", help="print the peak memory of one size")
+    options = parser.parse_args()
+    if options.memory:
+        peak(options.memory)
+        return
+    measure(options.cases or list(CASES), options.rounds)
+    content = kept("speed", "growth.json")[0]
+    picture(content["cases"])
+    replace_block(PAGE, "growth", lines(content))
+
+
+if __name__ == "__main__":
+    main()

@@ -48,9 +48,7 @@ def install() -> None:
         key = getattr(defaults, "key", None)
         if key is None:
             return merge(self, defaults, repo)
-        repo.get_sources = (
-            list  # where files were looked for: noted next, a fourth of the rest, and never read
-        )
+        repo.get_sources = list  # they are noted next, a fourth of what is left, and never read
         if key in _MERGED:
             found: DictConfig = pickle.loads(_MERGED[key])
             OmegaConf.clear_cache(found)  # the time of day

@@ -73,6 +73,24 @@ def pytest_configure() -> None:
         providers._get_local_constants = functools.cache(constants)
 
 
+_BESIDE = {"test_environments": "envs", "test_readers": "envs"} | dict.fromkeys(
+    ("test_policies", "test_exports"), "policies"
+)
+"""Laws of all parts by the folder whose tests need the same worlds and compilers."""
+_LAST = ("oracles", "policies", "envs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A worker begins with one half of the tests: what needs the same worlds and compilers is in one of them."""
+    places = {
+        item.path: _BESIDE.get(item.path.stem, item.path.parent.name)
+        if item.path.parent.name == "contracts"
+        else item.path.parent.name
+        for item in items
+    }
+    items.sort(key=lambda item: _LAST.index(places[item.path]) if places[item.path] in _LAST else -1)
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays until the end: garbage is not looked for in it."""
     gc.freeze()

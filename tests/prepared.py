@@ -73,22 +73,21 @@ def pytest_configure() -> None:
         providers._get_local_constants = functools.cache(constants)
 
 
-_BESIDE = {"test_environments": "envs", "test_readers": "envs"} | dict.fromkeys(
-    ("test_policies", "test_exports"), "policies"
-)
-"""Laws of all parts by the folder whose tests need the same worlds and compilers."""
-_LAST = ("oracles", "policies", "envs")
+_HALVES = {"oracles": 1, "policies": 1, "contracts/test_policies.py": 1, "contracts/test_exports.py": 1}
+_HALVES |= {"envs": 2, "contracts/test_environments.py": 2, "contracts/test_readers.py": 2}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker begins with one half of the tests: what needs the same worlds and compilers is in one of them."""
-    places = {
-        item.path: _BESIDE.get(item.path.stem, item.path.parent.name)
-        if item.path.parent.name == "contracts"
-        else item.path.parent.name
-        for item in items
-    }
-    items.sort(key=lambda item: _LAST.index(places[item.path]) if places[item.path] in _LAST else -1)
+    """Put last what needs compilers, and then simulators: each of two workers begins with one half of all.
+
+    A world takes a second or two to compile, and the first export of a process three to import its compiler.
+    """
+
+    def half(item: pytest.Item) -> int:
+        folder, name = item.path.parts[-2:]
+        return _HALVES.get(folder, _HALVES.get(f"{folder}/{name}", 0))
+
+    items.sort(key=half)
 
 
 def pytest_collection_finish() -> None:

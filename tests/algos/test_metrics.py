@@ -49,9 +49,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rows") / "metrics.jsonl"
 
 
-LETTERS = (
-    "az/_09 .'\"\\{}\n\r\t\0\x1f\x85\u2028é\U0001f916"  # ends of lines and texts, and no ASCII
-)
+LETTERS = "az/_09 .'\"\\{}\n\r\t\0\x1f\x85\u2028é\U0001f916"  # ends of lines and texts, and no ASCII
 
 
 @settings(max_examples=30)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,7 @@ class WarpWorlds:
             self._used = (to_torch(data.ncollision), self._num_contacts, to_torch(data.nefc))
             self._most = self._num_contacts.new_zeros(3)  # of pairs that are near, contacts, constraints
             self._contact_world = to_torch(data.contact.worldid)
+            self._begun: dict[int, tuple[Any, ...]] = {}  # states of worlds to be set before the next step
             with self.kept(torch.ones(num_worlds, dtype=torch.bool, device=self.qpos.device)):
                 self._warp.synchronize_device()  # torch's stream is another one
                 engine.step(scene, data)  # compiles the kernels that a capture cannot
@@ -66,12 +68,21 @@ class WarpWorlds:
         self._step = capture.graph
 
     def put(self, row: int, qpos: Any, qvel: Any) -> None:
-        """Set the state of one world, at rest inside the solver."""
-        for tensor, value in zip(self._state, (qpos, qvel, 0.0), strict=True):
-            tensor[row] = torch.as_tensor(value, dtype=torch.float32)
+        """Begin in this state, at rest inside the solver, with the next step; many rows are set at once."""
+        self._begun[row] = (qpos, qvel, 0.0)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            return
+        rows = torch.tensor(list(self._begun), device=self.qpos.device)
+        for tensor, values in zip(self._state, zip(*self._begun.values(), strict=True), strict=True):
+            full = np.stack([np.broadcast_to(value, tensor.shape[1:]) for value in values])
+            tensor[rows] = torch.as_tensor(full, dtype=torch.float32).to(tensor.device)
+        self._begun.clear()
 
     def step(self) -> None:
         """Advance all worlds by one step of physics."""
+        self._begin()
         stream = None
         if self._device.is_cuda:
             stream = self._warp.stream_from_torch(torch.cuda.current_stream(self.qpos.device))
@@ -81,6 +92,7 @@ class WarpWorlds:
     @contextmanager
     def kept(self, worlds: Tensor) -> Iterator[None]:
         """Keep the state of some worlds (N,) bool over a block, whatever it does."""
+        self._begin()
         before = [tensor.clone() for tensor in self._state]
         yield
         for tensor, values in zip(self._state, before, strict=True):
@@ -106,8 +118,10 @@ class WarpWorlds:
 
     def get_state(self) -> list[Any]:
         """Return positions, velocities and the warm start of the solver, (N, ...) each."""
+        self._begin()
         return [tensor.cpu().numpy().copy() for tensor in self._state]
 
     def set_state(self, state: list[Any]) -> None:
+        self._begun.clear()
         for tensor, values in zip(self._state, state, strict=True):
             tensor.copy_(torch.as_tensor(values))

@@ -38,13 +38,12 @@ class WarpAvoidStepper:
 
     def step(self, rows: Array, actions: Array) -> StepResult:
         """Advance rows (M,) by actions (M, 2) for one control step, or until contact; others rest."""
-        worlds, index = self._worlds, torch.as_tensor(rows)
-        device = worlds.qpos.device
+        worlds, device = self._worlds, self._worlds.qpos.device
+        index = torch.as_tensor(rows, device=device)
         speeds = torch.as_tensor(MAX_SPEED * np.asarray(actions, np.float64), dtype=torch.float32)
         worlds.ctrl[index] = speeds.to(device)
-        rests = torch.ones(self.num_envs, dtype=torch.bool)
-        rests[index] = False
-        rests, hit = rests.to(device), torch.zeros(self.num_envs, dtype=torch.bool, device=device)
+        rests = torch.ones(self.num_envs, dtype=torch.bool, device=device).index_fill_(0, index, False)
+        hit = torch.zeros_like(rests)
         for _ in range(self._substeps):
             with worlds.kept(rests | hit):
                 worlds.step()

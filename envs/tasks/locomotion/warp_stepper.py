@@ -40,19 +40,20 @@ class WarpRobotStepper:
 
     def step_through(self, rows: Array, actions: Array) -> StepResult:
         """Advance rows (M,) by whole chunks (M, Ta, Da), past falls; all others keep their state."""
-        worlds, index = self._worlds, torch.as_tensor(rows)
-        idle = torch.ones(self.num_envs, dtype=torch.bool)
-        idle[index] = False
+        worlds, device = self._worlds, self._worlds.qpos.device
+        index = torch.as_tensor(rows, device=device)
+        controls = torch.as_tensor(actions, dtype=torch.float32).to(device)
+        idle = torch.ones(self.num_envs, dtype=torch.bool, device=device).index_fill_(0, index, False)
         seen = []
-        with worlds.kept(idle.to(worlds.qpos.device)):
-            for action in np.swapaxes(actions, 0, 1):
-                worlds.ctrl[index] = torch.as_tensor(action, dtype=torch.float32).to(worlds.ctrl.device)
+        with worlds.kept(idle):
+            for j in range(actions.shape[1]):
+                worlds.ctrl[index] = controls[:, j]
                 for _ in range(self._judge.robot.frame_skip):
                     worlds.step()
-                seen.append([part[index].cpu().double().numpy() for part in (worlds.qpos, worlds.qvel)])
+                seen.append([part[index] for part in (worlds.qpos, worlds.qvel)])
             worlds.require_room()
-        qpos, qvel = (np.stack(parts, axis=1) for parts in zip(*seen, strict=True))
-        return self._judge.results(rows, [qpos, qvel], actions)
+        parts = [torch.stack(part, dim=1).cpu().double().numpy() for part in zip(*seen, strict=True)]
+        return self._judge.results(rows, parts, actions)
 
     def metrics(self) -> dict[str, Array]:
         return {}

@@ -11,7 +11,7 @@ import random
 import sys
 import traceback
 import typing
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +27,7 @@ from _pytest.logging import catching_logs
 from _pytest.runner import runtestprotocol
 from hydra.core.config_store import ConfigStore
 from hypothesis import HealthCheck, settings
+from omegaconf.base import ContainerMetadata, Metadata
 from torch.utils._traceback import CapturedTraceback
 
 from algos.training import provenance
@@ -48,6 +49,8 @@ def pytest_configure() -> None:
     composed_once.install()
     # Of a module 12 dictionaries and sets of hooks, nearly all empty: most of copying a small policy.
     copy._deepcopy_dispatch |= {OrderedDict: _copied_dictionary, set: _copied_set}
+    # Of a value of a configuration what is known of it, field by field: most of copying the value.
+    copy._deepcopy_dispatch |= dict.fromkeys((Metadata, ContainerMetadata), _copied_metadata)
     torch.onnx.export = _with_one_table(torch.onnx.export)
     # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
     # That the handle is open is still asked.
@@ -68,6 +71,23 @@ def pytest_configure() -> None:
     providers = sys.modules.get("hypothesis.internal.conjecture.providers")
     if constants := getattr(providers, "Constants", None):
         providers._get_local_constants = functools.cache(constants)
+
+
+_HALVES = {"oracles": 1, "policies": 1, "contracts/test_policies.py": 1, "contracts/test_exports.py": 1}
+_HALVES |= {"envs": 2, "contracts/test_environments.py": 2, "contracts/test_readers.py": 2}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put last what needs compilers, and then simulators: each of two workers begins with one half of all.
+
+    A world takes a second or two to compile, and the first export of a process three to import its compiler.
+    """
+
+    def half(item: pytest.Item) -> int:
+        folder, name = item.path.parts[-2:]
+        return _HALVES.get(folder, _HALVES.get(f"{folder}/{name}", 0))
+
+    items.sort(key=half)
 
 
 def pytest_collection_finish() -> None:
@@ -121,6 +141,13 @@ def _copied_set(original: set[Any], memo: dict[int, Any]) -> set[Any]:
     return found
 
 
+def _copied_metadata(original: Metadata, memo: dict[int, Any]) -> Metadata:
+    found = memo[id(original)] = object.__new__(type(original))
+    vars(found).update(vars(original), flags=dict(original.flags or {}))
+    found.resolver_cache = defaultdict(dict, copy.deepcopy(dict(original.resolver_cache), memo))
+    return found
+
+
 def _compiled_once(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Compile what is written in the same words once, which takes a second of an arm, and give copies.
 
@@ -159,18 +186,21 @@ def _listen_at_the_root(self: catching_logs[Any]) -> Any:
 def _with_one_table(export: Callable[..., Any]) -> Callable[..., Any]:
     """Keep between exports what each makes anew: the tables of operators, a third of a small one.
 
-    Where in Python a node of a graph was made, which nobody reads here, is a tenth of the rest.
+    Where in Python a node of a graph was made, which nobody reads here, is a tenth of the rest; trying rules
+    that rewrite other operators than that of a node is more.
     """
 
     @functools.cache
     def keep_table() -> None:
         import torch._export.utils as operators
+        from onnxscript.rewriter._rewrite_rule import Pattern
         from torch.onnx._internal.exporter._registration import ONNXRegistry  # takes a while
 
         operators._materialize_cpp_cia_ops = functools.cache(operators._materialize_cpp_cia_ops)
         torch._ops.Callable = typing.Callable  # keeps the thousands of annotations of an export
         CapturedTraceback.summary = lambda self: traceback.StackSummary()
         ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
+        Pattern.match = _of_its_operator(Pattern.match)
 
     @functools.wraps(export)
     def exported(*args: Any, **kwargs: Any) -> Any:
@@ -178,3 +208,12 @@ def _with_one_table(export: Callable[..., Any]) -> Callable[..., Any]:
         return export(*args, **kwargs)
 
     return exported
+
+
+def _of_its_operator(match: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(match)
+    def matched(self: Any, model: Any, graph: Any, node: Any, **how: Any) -> Any:
+        operator = self._target_pattern.output_nodes[0].op_identifier()
+        return match(self, model, graph, node, **how) if operator in (None, node.op_identifier()) else None
+
+    return matched

@@ -19,7 +19,12 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import error_message, unknown_key
@@ -170,12 +175,14 @@ def to_object(node: Any) -> Any:
 
 def _value(node: DictConfig, name: str, hint: Any) -> Any:
     """Return one field; a missing one is None if the type allows it."""
-    if not OmegaConf.is_missing(node, name):
-        return _fit(to_object(node[name]), hint)
-    if type(None) in typing.get_args(hint):
-        return None
-    where = node._get_full_key(name)
-    raise ConfigError(f"{where} is mandatory; give it as {where}=<value>.")
+    try:
+        value = node[name]
+    except MissingMandatoryValue:
+        if type(None) in typing.get_args(hint):
+            return None
+        where = node._get_full_key(name)
+        raise ConfigError(f"{where} is mandatory; give it as {where}=<value>.") from None
+    return _fit(to_object(value), hint)
 
 
 def _fit(value: Any, hint: Any) -> Any:

@@ -49,8 +49,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rows") / "metrics.jsonl"
 
 
+LETTERS = "az/_09 .'\"\\{}\n\r\t\0\x1f\x85\u2028é\U0001f916"  # ends of lines and texts, and no ASCII
+
+
 @settings(max_examples=30)
-@given(values=st.dictionaries(st.text(min_size=1), st.floats(), max_size=5), step=st.integers(0, 10**12))
+@given(
+    values=st.dictionaries(st.text(LETTERS, min_size=1), st.floats(), max_size=5), step=st.integers(0, 10**12)
+)
 def test_rows_return_and_are_valid_json(rows: Path, values: dict[str, float], step: int) -> None:
     rows.unlink(missing_ok=True)
     values.pop("step", None)

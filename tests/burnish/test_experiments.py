@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from dataset_files import write_d4rl_maze
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, flag_override
 from pairwise import each_value, of_each, repeated
 
 import configs
@@ -103,9 +104,10 @@ def merged_from_differences(name: str) -> TrainConfig:
     """Return what the files of an experiment add up to; no value may repeat the one before."""
     parts = CHOSEN_BY_DEFAULT | _choices(name)
     tree = node_of(TrainConfig)
-    for group in GROUPS:
-        if parts.get(group) is not None:
-            OmegaConf.update(tree, group, _option(group, str(parts[group])))
+    with flag_override(tree, "no_deepcopy_set_nodes", True):
+        for group in GROUPS:
+            if parts.get(group) is not None:
+                tree[group] = pickle.loads(_option(group, str(parts[group])))
     for file in _ancestry(name):
         for key, value in _leaves(_content(file)[2]):
             default = OmegaConf.select(tree, key, throw_on_missing=False)
@@ -118,17 +120,17 @@ def merged_from_differences(name: str) -> TrainConfig:
 
 
 @cache
-def _option(group: str, name: str) -> Any:
-    """Return the node of a part, or of a file with other defaults of one."""
+def _option(group: str, name: str) -> bytes:
+    """Return the pickled node of a part, or of a file with other defaults of one; it is copied quicker."""
     if name not in presets(group):
-        return node_of(registry.lookup(group, name))
+        return pickle.dumps(node_of(registry.lookup(group, name)))
     content = yaml.safe_load((FOLDER.parent / group / f"{name}.yaml").read_text())
     (base,) = content.pop("defaults")
     node = node_of(registry.lookup(group, base))
     for key, value in content.items():
         assert value != node[key], f"{group}/{name}.yaml repeats the default {key}={value}"
         node[key] = value
-    return node
+    return pickle.dumps(node)
 
 
 def test_every_published_run_on_robomimic_begins_each_iteration_with_new_episodes() -> None:

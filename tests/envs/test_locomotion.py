@@ -95,12 +95,12 @@ def test_both_versions_and_time_limits_equal_gymnasium(name: str, version: str) 
 
 # Episode limit, scale of the actions and number of chunks at which some episodes end in each of the ways.
 LIMITS = {
-    "hopper": (37, 0.3, 200),
-    "walker2d": (37, 0.3, 400),
+    "hopper": (24, 0.3, 120),
+    "walker2d": (32, 0.3, 160),
     "halfcheetah": (37, 0.3, 80),
     "swimmer": (37, 0.3, 80),
-    "ant": (60, 1.0, 280),
-    "humanoid": (25, 0.3, 400),
+    "ant": (20, 1.0, 160),
+    "humanoid": (23, 0.3, 120),
 }
 
 

@@ -312,15 +312,17 @@ def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 PLACES = [path for path in places(DESCRIPTION) if path]
+LETTERS = "az_09 ./:'\"\\{}[]!\n\r\t\0\x7f\x85\u2028é\U0001f916"
+KEYS = st.text(LETTERS, max_size=8)
 VALUES = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**70), 2**70)
     | st.integers(-2, 9)
     | st.floats()
-    | st.text(max_size=20)
+    | st.text(LETTERS, max_size=20)
     | st.sampled_from(["os.system", "../../etc/passwd", "ddpm", "flow", "mlp", "__class__", "0", ""]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
 SHARED_FOLDER = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from abc import ABCMeta
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.base import Box, Node
+from omegaconf.base import Box
 
 from burnish.config.hydra_sources import RENAMED
 from burnish.config.nodes import GROUPS
@@ -79,8 +78,6 @@ def install() -> None:
         return pickle.loads(_READ[key]) if part is None else copy.copy(_READ[key])
 
     ConfigRepository.load_config = read_once
-    for kind in _and_below(Node):
-        kind.__class__ = _Plain
     hydra_defaults._create_interpolation_map = _map_where_read
     hydra_loader.create_defaults_list = _find_once
     loader._compose_config_from_defaults_list = merge_once
@@ -88,16 +85,6 @@ def install() -> None:
 
 
 _PARSER = OverridesParser.create()
-
-
-class _Plain(ABCMeta):
-    """Of kinds of nodes, which are asked for thousands of times: nobody registers other classes as such."""
-
-    __instancecheck__ = type.__instancecheck__
-
-
-def _and_below(kind: type) -> set[type]:
-    return {kind}.union(*map(_and_below, kind.__subclasses__()))
 
 
 def forget() -> None:

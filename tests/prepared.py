@@ -11,7 +11,7 @@ import random
 import sys
 import traceback
 import typing
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +27,6 @@ from _pytest.logging import catching_logs
 from _pytest.runner import runtestprotocol
 from hydra.core.config_store import ConfigStore
 from hypothesis import HealthCheck, settings
-from omegaconf.base import ContainerMetadata, Metadata
 from torch.utils._traceback import CapturedTraceback
 
 from algos.training import provenance
@@ -49,8 +48,6 @@ def pytest_configure() -> None:
     composed_once.install()
     # Of a module 12 dictionaries and sets of hooks, nearly all empty: most of copying a small policy.
     copy._deepcopy_dispatch |= {OrderedDict: _copied_dictionary, set: _copied_set}
-    # Of a value of a configuration what is known of it, field by field: most of copying the value.
-    copy._deepcopy_dispatch |= dict.fromkeys((Metadata, ContainerMetadata), _copied_metadata)
     torch.onnx.export = _with_one_table(torch.onnx.export)
     # What a test writes need not survive a power cut: waiting for the disk takes most of saving a small run.
     # That the handle is open is still asked.
@@ -138,13 +135,6 @@ def _copied_dictionary(original: OrderedDict[Any, Any], memo: dict[int, Any]) ->
 
 def _copied_set(original: set[Any], memo: dict[int, Any]) -> set[Any]:
     found = memo[id(original)] = {copy.deepcopy(value, memo) for value in original}
-    return found
-
-
-def _copied_metadata(original: Metadata, memo: dict[int, Any]) -> Metadata:
-    found = memo[id(original)] = object.__new__(type(original))
-    vars(found).update(vars(original), flags=dict(original.flags or {}))
-    found.resolver_cache = defaultdict(dict, copy.deepcopy(dict(original.resolver_cache), memo))
     return found
 
 

@@ -31,7 +31,7 @@ from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_ENCODED_AT_ONCE = 65_536
+_ENCODED_AT_ONCE = 16_384
 _IMAGES_AT_ONCE = 512
 _CONSTANT_STD = 1e-4  # std below which an entry counts as constant
 _ROUNDING = 1e-5  # tolerance outside the action bounds for rounding, relative to their width

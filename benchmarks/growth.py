@@ -4,7 +4,7 @@
 
 writes docs/results/speed/growth.json, docs/pictures/growth.svg and the table in docs/speed.md. One thread;
 the sizes of a case take turns. `rows` also measures the memory that a run of TD3+BC adds to its data, in a
-process of its own for each size.
+process of its own for each size, by a file of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +29,8 @@ from benchmarks.device import MLP, cloning, decision, policy, td3_bc
 from benchmarks.pages import RESULTS, keep, kept, replace_block, table
 from benchmarks.speed.cases_offline import synthetic_dataset
 from benchmarks.speed.timing import interleave
+from envs.datasets import read_dataset
+from envs.datasets.writers import write_dataset
 from envs.make import env as make_env
 from policies.backbones.mlp import MlpConfig
 from policies.policy import PolicyConfig
@@ -86,15 +89,20 @@ CASES: dict[str, tuple[Callable[[int], tuple[Call, int]], Sequence[int], str]] =
 
 
 def memory(rows: int) -> tuple[float, float]:
-    """Return the bytes of the data, and the most that a run used beyond the program without data, in MB."""
-    command = [sys.executable, "-m", "benchmarks.growth", "--memory"]
-    empty, full = (float(subprocess.check_output([*command, str(n)])) for n in (1000, rows))
-    return rows * 4 * (11 + 3 + 1) / 1e6, full - empty
+    """Return the size of transitions, and the memory of a run on a file of them beyond one on few, in MB."""
+    used = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in (1000, rows):
+            file = Path(folder, f"{number}.hdf5")
+            write_dataset(file, synthetic_dataset(number), format="d4rl")
+            command = [sys.executable, "-m", "benchmarks.growth", "--memory", str(file)]
+            used.append(float(subprocess.check_output(command)))
+        return rows * 4 * (2 * 11 + 3 + 1) / 1e6, used[1] - used[0]
 
 
-def peak(rows: int) -> None:
-    """Print the peak memory [MB] of a process that builds a run of TD3+BC and takes ten steps."""
-    by_rows(rows)[0]()
+def peak(file: str) -> None:
+    """Print the peak memory [MB] of a process that reads data, builds a run of TD3+BC and takes ten steps."""
+    Td3BcConfig(steps=10, log_every=10).build(Setup(dataset=read_dataset(file), num_threads=1)).advance()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     sys.stdout.write(f"{float(status['VmHWM'].split()[0]) / 1e3}\n")
 
@@ -149,7 +157,7 @@ def lines(content: dict[str, Any]) -> list[str]:
         "",
         *table(["grows", "measured", "size: µs of processor time"], rows),
         "",
-        f"Most memory of a run of TD3+BC, its data included, by rows: {used}.",
+        f"Most memory of a run of TD3+BC, its data included, by rows of a file of 26 numbers per transition: {used}.",
     ]
 
 
@@ -158,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", type=int, metavar="ROWS", help="print the peak memory of one size")
+    parser.add_argument("--memory", metavar="FILE", help="print the peak memory of a run on a file")
     options = parser.parse_args()
     if options.memory:
         peak(options.memory)

@@ -362,7 +362,8 @@ def limits_of(
         steps = max(int(dataset.lengths.max()), episode_steps or 0)
         weight = (1 - gamma**steps) / (1 - gamma) if gamma < 1 else float(steps)
     least, most = (rewarding.scale * float(one) + rewarding.shift for one in dataset.rewards.aminmax())
-    at_bound = float((table.action.abs() > AT_BOUND).float().mean())
+    parts = table.action.split(65_536)
+    at_bound = sum(int((part.abs() > AT_BOUND).sum()) for part in parts) / table.action.numel()
     return Limits(weight * least if least < 0 else 0.0, weight * most if most > 0 else 0.0, at_bound, advice)
 
 

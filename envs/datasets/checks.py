@@ -15,6 +15,7 @@ from envs.datasets.episode import Episode, EpisodeColumns
 from policies.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)
+_AT_ONCE = 2**22  # bytes whose numbers are checked; a check makes copies
 
 
 def check_dataset(dataset: EpisodeColumns) -> None:
@@ -129,7 +130,7 @@ def _check_finite(data: EpisodeColumns) -> None:
 def _check_numbers(data: EpisodeColumns, key: str, value: Tensor) -> None:
     """Refuse NaN and infinity, in pieces: the array may exceed memory."""
     count, first = 0, None
-    for part in pieces(value):
+    for part in pieces(value, _AT_ONCE):
         fine = torch.isfinite(value[part])
         if not bool(fine.all()):
             bad = (~fine).nonzero()

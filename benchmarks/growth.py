@@ -157,7 +157,7 @@ def lines(content: dict[str, Any]) -> list[str]:
         "",
         *table(["grows", "measured", "size: µs of processor time"], rows),
         "",
-        f"Most memory of a run of TD3+BC, its data included, by rows of a file of 26 numbers per transition: {used}.",
+        f"Most memory of a run of TD3+BC, its data included, by transitions of 26 numbers: {used}.",
     ]
 
 

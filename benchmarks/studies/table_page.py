@@ -181,8 +181,8 @@ LEARNED = {
 diffusion, and RLPD; they end on few of the clone's ways. On-policy methods take fifteen times the steps and
 mostly less processor time, and the best of them decide by one or two evaluations of a network: PPO on a
 mixture, ReinFlow on MIP. DPPO comes as far and keeps most ways of all that do. The last checkpoint is not
-always the best: FPO++ falls in the second half, and AWM hardly rises after a third, so look at evaluations on
-the way. Where the clone hardly succeeds (Gaussian PPO), the outcome depends on the seed.""",
+always the best: FPO++ ends below its best, and AWM hardly rises after a third, so look at evaluations on the
+way. Where the clone hardly succeeds (Gaussian PPO), the outcome depends on the seed.""",
 }
 """By task, what its rows say together."""
 

@@ -127,15 +127,19 @@ def measure(names: Sequence[str], rounds: int) -> None:
 def picture(found: dict[str, Any]) -> None:
     """Draw every case: time by size, both logarithmic."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 
     figure = Figure(figsize=(11, 6), layout="constrained")
     for axes, (name, (_, _, what)) in zip(figure.subplots(2, 3).flat, CASES.items(), strict=True):
-        sizes = [int(size) for size in found[name]]
-        axes.loglog(sizes, [1e6 * seconds for seconds in found[name].values()], marker="o")
-        axes.set(xlabel=name, ylabel="µs of processor time", title=what)
-        axes.title.set_fontsize(9)
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, high / 30), high)
+        ticks, times = [*map(int, found[name])], [1e6 * seconds for seconds in found[name].values()]
+        axes.loglog(ticks, times, marker="o")
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(min(min(times) / 2, max(times) / 20), 2 * max(times))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set(xlabel=name, ylabel="µs of processor time")
+        axes.set_title(what, fontsize=9)
         axes.grid(alpha=0.3)
     figure.savefig(PICTURE, metadata={"Date": None})
 

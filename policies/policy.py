@@ -26,6 +26,7 @@ from policies.policy_config import PolicyConfig
 from policies.protocols import Cond, Hooks, Observation, Reduction, Rng, Start
 
 _REPLAYED: WeakKeyDictionary[Policy, tuple[Any, Recorded[Tensor]]] = WeakKeyDictionary()
+_AT_ONCE = 1024  # rows of one decision on a CPU; more do not fit into its caches
 _REGISTERED = ("_modules", "_parameters", "_buffers")  # where a module keeps what is assigned to it
 
 
@@ -176,7 +177,11 @@ class Policy(nn.Module):
             noise = self.sample_noise(len(seen["state"]), generator=generator)
         if self.device.type == "cuda":
             return self._replayed(seen, noise.to(self.device))
-        return self.executed(self.plan(seen, noise))
+        if len(noise) <= _AT_ONCE:
+            return self.executed(self.plan(seen, noise))
+        parts = zip(*(part.split(_AT_ONCE) for part in (noise, *seen.values())), strict=True)
+        plans = [self.plan(dict(zip(seen, rest, strict=True)), part) for part, *rest in parts]
+        return self.executed(torch.cat(plans))
 
     def _replayed(self, obs: Observation, noise: Tensor) -> Tensor:
         """Return the actions of `act` by recorded kernels, as long as the weights stay where they are."""

@@ -233,6 +233,18 @@ def test_gradients_flow_through_decoding_only_on_request() -> None:
     assert policy.decode(cond, noise, grad=True).requires_grad
 
 
+def test_many_rows_act_as_their_parts_do() -> None:
+    policy = small_policy(RectifiedFlow(), Euler(steps=2))
+    obs, noise = observations(1100), policy.sample_noise(1100)
+    parts = [policy.act(obs[rows], noise=noise[rows]) for rows in (slice(1024), slice(1024, None))]
+    together = policy.act(obs, noise=noise)
+    torch.testing.assert_close(together, torch.cat(parts), rtol=0, atol=0)
+    sizes, plan = [], policy.plan
+    policy.plan = lambda seen, part: sizes.append(len(part)) or plan(seen, part)
+    torch.testing.assert_close(policy.act(obs, noise=noise), together, rtol=0, atol=0)
+    assert sizes == [1024, 76]
+
+
 def test_a_gaussian_refuses_what_it_would_have_to_ignore() -> None:
     policy = small_policy(GaussianProcess())
     cond, noise = policy.encode({"state": observations(2)}), policy.sample_noise(2)

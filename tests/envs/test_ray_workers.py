@@ -161,7 +161,9 @@ def test_free_workers_do_not_wait_and_say_which_weights_they_had() -> None:
     again = pool()
     again.load_state_dict(state)
     assert again.collect_free(Random(), 2, 0).rewards.shape[0] == 2
-    assert all(np.isfinite(worker["obs"]).all() for worker in again.state_dict()["workers"])
+    saved = [worker["obs"] for worker in again.state_dict()["workers"]]
+    begun = [obs for obs in saved if obs is not None]  # a busy machine may not have begun one of them
+    assert begun and all(np.isfinite(obs).all() for obs in begun)
     ours.close(), again.close()
 
 

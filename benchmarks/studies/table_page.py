@@ -182,7 +182,7 @@ diffusion, and RLPD; they end on few of the clone's ways. On-policy methods take
 mostly less processor time, and the best of them decide by one or two evaluations of a network: PPO on a
 mixture, ReinFlow on MIP. DPPO comes as far and keeps most ways of all that do. The last checkpoint is not
 always the best: FPO++ ends below its best, and AWM hardly rises after a third, so look at evaluations on the
-way. Where the clone hardly succeeds (Gaussian PPO), the outcome depends on the seed.""",
+way. Gaussian PPO, from the weakest clone, ends where its seed takes it.""",
 }
 """By task, what its rows say together."""
 

@@ -52,6 +52,7 @@ def test_invalid_combinations_never_occur_and_all_returns_the_product(
 
 
 def test_laws_share_their_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairwise, "everything", False)
     cases = list(itertools.product("abcd", "xyz"))
     names = [f"law{number}" for number in range(5)]
 
@@ -70,6 +71,7 @@ def test_laws_share_their_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_laws_that_share_values_meet_every_kind_and_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairwise, "everything", False)
     values = ["a1", "a2", "b1", *(f"c{number}" for number in range(9))]
     laws = pairwise.Shared("value", values, lambda value: value[0])
     laws.tests += ["one", "two", "three"]

@@ -443,7 +443,7 @@ def test_adjoint_matching_moves_both_modes_by_their_value_and_keeps_them() -> No
                 {"num_candidates": 8, "ascent_lr": 0.05, "temperature": 0.1, "refit_after": 30}
                 | {"steps": 100, "log_every": 100, "batch_size": 32},
             ),
-            (TrqamConfig, {"divergence_budget": 0.5, "refit": False}),
+            (TrqamConfig, {"divergence_budget": 0.5, "refit": False, "steps": 200, "log_every": 200}),
         ]
     ),
 )
@@ -653,7 +653,7 @@ def test_what_decoupled_chunks_cannot_do_is_refused(values: dict[str, Any], mess
 
 @cache
 def clone_of_two_modes() -> Policy:
-    config = BcConfig(steps=350, batch_size=64, lr=3e-3, validation_fraction=0.0)
+    config = BcConfig(steps=600 if everything else 350, batch_size=64, lr=3e-3, validation_fraction=0.0)
     return finished(begin(config, dataset=two_modes(), env=None, init=None)).snapshot()
 
 

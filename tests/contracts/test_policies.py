@@ -507,7 +507,7 @@ def test_a_copy_is_equal_and_independent(process: str, backbone: str, sampler: A
 # -- tracing --------------------------------------------------------------------------------------------
 
 
-def assert_compiled_equals_eager(policy: Policy) -> None:
+def assert_compiled_equals_eager(policy: Policy, atol: float = 1e-5) -> None:
     obs, noise = observe(policy, 3), policy.sample_noise(3, generator=seeded())
 
     def act(obs: dict[str, Tensor], noise: Tensor) -> Tensor:
@@ -518,10 +518,10 @@ def assert_compiled_equals_eager(policy: Policy) -> None:
     with torch.no_grad():
         expected = act(obs, noise)
         for _ in range(2):  # the second call meets warm caches
-            torch.testing.assert_close(compiled(obs, noise), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(compiled(obs, noise), expected, atol=atol, rtol=1e-5)
         for parameter in policy.parameters():  # a compiled policy follows its weights
             parameter.mul_(1.1)
-        torch.testing.assert_close(compiled(obs, noise), act(obs, noise), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(compiled(obs, noise), act(obs, noise), atol=atol, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("process", "backbone", "sampler"), compiled())
@@ -531,7 +531,8 @@ def test_a_compiled_policy_is_one_graph_with_the_same_numbers(
     monkeypatch.setitem(SMALL, "widths", (8,))  # the next level of a U-Net is the same again
     if type(sampler) is registry.lookup("sampler", "diffusers"):
         pytest.skip("runs another program's loop, which decides in Python at every step")
-    assert_compiled_equals_eager(judged(build(process, backbone, sampler), process))
+    atol = 5e-5 if process == "vp" else 1e-5  # its first steps divide by a scale near zero
+    assert_compiled_equals_eager(judged(build(process, backbone, sampler), process), atol)
 
 
 def test_a_compiled_policy_of_two_networks_gives_the_same_numbers() -> None:

@@ -268,7 +268,8 @@ def test_a_demonstration_in_another_world_replays_bit_for_bit_in_ogbench(world, 
     np.testing.assert_array_equal(episode.observations, obs)
     np.testing.assert_array_equal(episode.rewards, rewards)
     assert ends[-1].tolist() == [True, False, True] and not ends[:-1].any()
-    assert episode.success and rewards[-1] == 0 and len(set(rewards.tolist())) > 2
+    parts = 2 if task == 1 and world.startswith("cube") else 3  # task 1 of cubes moves one of them
+    assert episode.success and rewards[-1] == 0 and len(set(rewards.tolist())) >= parts
 
 
 @pytest.mark.parametrize("world", repeated(["scene", "puzzle-3x3"]))

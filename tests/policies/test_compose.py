@@ -364,7 +364,8 @@ def test_rows_of_a_composition_do_not_see_each_other(kind: str) -> None:
 @pytest.mark.parametrize("kind", repeated(["nested", "or"]))  # the former holds a convex one
 def test_a_composition_is_exported_to_a_graph_that_reproduces_it(kind: str, tmp_path: Path) -> None:
     policy = variety(kind)
-    policy = policy.with_sampler(replace(policy.sampler, steps=1))
+    steps = 2 if kind == "or" else 1  # one step of the former's sampler would return the noise
+    policy = policy.with_sampler(replace(policy.sampler, steps=steps))
     report = export_onnx(policy, tmp_path / "out", batch_sizes=(1, 3), latency_batches=())
     assert report.worst <= report.tolerance
 

@@ -123,7 +123,7 @@ def test_two_ranks_take_the_steps_of_one(algo: str) -> None:
         return  # a rank acts with noise of its own: see the next law
     alone = first_iteration(built(algo))
     away = ((parts[0][0] - alone[0]).abs() > 2e-5).double().mean()
-    # Adam's first step divides by their size the gradients of a value network's last block, which are rounding.
+    # The last block of a value network has gradients that are rounding; Adam's first step scales them up.
     assert away <= (0.01 if algo == "diffuser" else 0.0)
 
 

@@ -271,6 +271,7 @@ EXPLAINED_ON = {
     "pa_rl": ["critics"],
     "qam": ["qam", "critics"],
     "qam_edit": ["qam", "critics"],
+    "qam_fql": ["qam", "critics"],
     "trqam": ["qam", "critics"],
     "famo2o": ["critics"],
     "gorl": ["ppo"],

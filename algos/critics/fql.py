@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Draws, Quantities
-from algos.critics.learner import ChainConfig, ChunkCriticLearner, policy_beside
+from algos.critics.learner import ChainConfig, ChunkCriticConfig, ChunkCriticLearner, policy_beside
 from algos.onpolicy.requirements import ways
 from algos.optim import descend
 from algos.training.ranks import current
@@ -53,7 +53,53 @@ def student_of(teacher: DenoisingPolicy, seed: int) -> DenoisingPolicy:
     return student
 
 
-class FqlLearner(ChunkCriticLearner):
+@dataclass
+class StudentConfig(ChunkCriticConfig):
+    """Settings shared by algorithms that train a student."""
+
+    alpha: float = bounded(10.0, ge=0)  # weight of the distillation
+    normalize_value: bool = False  # divide the value term by its mean magnitude
+
+
+class Student(ChunkCriticLearner):
+    """The part of a learner that trains a student of one Euler step."""
+
+    config: StudentConfig
+
+    def begin_student(self, student: DenoisingPolicy) -> torch.optim.Adam:
+        """Take the policy that is trained; return its optimiser."""
+        assert isinstance(student.sampler, Euler)
+        self.student, self._clip = student, student.sampler.clip_action
+        self._unclipped = student.with_sampler(replace(student.sampler, clip_action=None))
+        weights = [p for p in student.parameters() if p.requires_grad]
+        return torch.optim.Adam(weights, lr=self.config.actor_lr, fused=True)
+
+    def student_losses(
+        self, batch: Batch, noise: Tensor, teacher: DenoisingPolicy
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the distillation error, the value term, and lambda, for noise (B, Th, Da)."""
+        cond = self.base.condition(batch.cond)
+        wanted = teacher.decode(cond, noise).detach()
+        plan = self._unclipped.decode(cond, noise, grad=True)
+        distillation = (plan - wanted).square().mean()
+        action = plan[:, self.student.chunk.executed].flatten(1)
+        action = action if self._clip is None else action.clamp(-self._clip, self._clip)
+        value = self.critic(batch.cond, action, frozen=True).mean(dim=0)
+        scale = torch.ones_like(value[0])
+        if self.config.normalize_value:
+            scale = 1 / current().mean(value.detach().abs().mean())
+        return distillation, -scale * value.mean(), scale
+
+    def update_student(
+        self, batch: Batch, noise: Tensor, teacher: DenoisingPolicy, optimizer: torch.optim.Adam
+    ) -> Quantities:
+        """Take one step of the student."""
+        distillation, value, _ = self.student_losses(batch, noise, teacher)
+        descend(optimizer, self.config.alpha * distillation + value)
+        return {"actor/distillation": distillation.detach(), "actor/value_loss": value.detach()}
+
+
+class FqlLearner(Student):
     """A teacher, its student and critics."""
 
     config: FqlConfig
@@ -63,11 +109,7 @@ class FqlLearner(ChunkCriticLearner):
     def __init__(self, base: DenoisingPolicy, student: DenoisingPolicy, config: FqlConfig) -> None:
         width = base.chunk.act_steps * base.chunk.action_dim
         super().__init__(base, config.critic_config().build(base.encoder.cond_dim, width), config)
-        self.policy = student
-        self._clip = student.sampler.clip_action
-        self._unclipped = student.with_sampler(replace(student.sampler, clip_action=None))
-        weights = [p for p in student.parameters() if p.requires_grad]
-        self.actor_optimizer = torch.optim.Adam(weights, lr=config.actor_lr, fused=True)
+        self.policy, self.actor_optimizer = student, self.begin_student(student)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         draws = {"next": self.policy.sample_noise(n, generator=generator)}
@@ -78,29 +120,14 @@ class FqlLearner(ChunkCriticLearner):
     def target(self, batch: Batch, draws: Draws) -> Tensor:
         return self.backup(batch, self.chunk(self.policy, batch.next_cond, draws["next"]), draws)
 
-    def student_losses(self, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the distillation error, the value term, and lambda, for noise (B, Th, Da)."""
-        cond = self.base.condition(batch.cond)
-        wanted = self.base.decode(cond, noise).detach()
-        plan = self._unclipped.decode(cond, noise, grad=True)
-        distillation = (plan - wanted).square().mean()
-        action = plan[:, self.policy.chunk.executed].flatten(1)
-        action = action if self._clip is None else action.clamp(-self._clip, self._clip)
-        value = self.critic(batch.cond, action, frozen=True).mean(dim=0)
-        scale = torch.ones_like(value[0])
-        if self.config.normalize_value:
-            scale = 1 / current().mean(value.detach().abs().mean())
-        return distillation, -scale * value.mean(), scale
-
     def update_actor(self, batch: Batch, draws: Draws) -> Quantities:
-        distillation, value, _ = self.student_losses(batch, draws["student"])
-        descend(self.actor_optimizer, self.config.alpha * distillation + value)
-        return {"actor/distillation": distillation.detach(), "actor/value_loss": value.detach()}
+        assert isinstance(self.base, DenoisingPolicy)
+        return self.update_student(batch, draws["student"], self.base, self.actor_optimizer)
 
 
 @register("algo", "fql")
 @dataclass
-class FqlConfig(ChainConfig):
+class FqlConfig(ChainConfig, StudentConfig):
     """Flow Q-learning; with chunks of several steps QC-FQL.
 
     Published alpha: 10 for antmaze, 30 for humanoid, 300 for cube and scene, 1000 for puzzle; QC-FQL 100.
@@ -109,9 +136,6 @@ class FqlConfig(ChainConfig):
     Source:
         arXiv 2502.02538 and its released code.
     """
-
-    alpha: float = bounded(10.0, ge=0)  # weight of the distillation
-    normalize_value: bool = False  # divide the value term by its mean magnitude
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)

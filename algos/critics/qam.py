@@ -17,8 +17,8 @@ p_b(a | s) exp(tau_Q Q(s, a)), up to the steps' size. Coordinates beyond c have 
 
 Source: Q-learning with adjoint matching (QAM), released code. Deviations: the tuned flow starts as the cloned
 policy; start and steps have different noise; a network has an optimiser of its own, and `max_grad_norm`
-bounds the gradient of the flow alone; the variant with edits is `algo=qam_edit`, that with a student is left
-out (`algo=fql`).
+bounds the gradient of the flow alone; the variant with edits is `algo=qam_edit`, that with a student
+`algo=qam_fql`.
 """
 
 from __future__ import annotations

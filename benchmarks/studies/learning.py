@@ -44,7 +44,8 @@ OWN_EPISODES = 600
 FROM_EPISODES = ("recap",)
 """Runs that end with the data: the demonstrations of their base and its own episodes."""
 CRITICS = (
-    *("qc", "idql", "fql", "expo", "residual", "pa_rl", "dqc", "qam", "qam_edit", "trqam", "famo2o"),
+    *("qc", "idql", "fql", "expo", "residual", "pa_rl", "dqc", "famo2o"),
+    *("qam", "qam_edit", "qam_fql", "trqam"),
     *FROM_EPISODES,
 )
 FROM_DATA = ("demonstrations", *CRITICS)

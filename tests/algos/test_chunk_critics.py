@@ -48,7 +48,8 @@ from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select
 from policies.wrappers.noise_policy import Steering
 
-METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl", "dqc", "qam", "qam_edit", "trqam", "famo2o")
+QAMS = ("qam", "qam_edit", "qam_fql", "trqam")
+METHODS = ("qc", "fql", "idql", "expo", "residual", "pa_rl", "dqc", *QAMS, "famo2o")
 OFFLINE = ("iql", "td3_bc", "rebrac", "a2pr", "prdc")
 
 
@@ -322,7 +323,7 @@ def test_in_a_chain_every_critic_has_a_target_of_its_own() -> None:
 
 def test_no_value_gradient_reaches_the_cloned_policy() -> None:
     """The policy of QC, the teacher of FQL and the policy of EXPO learn from their matching loss alone."""
-    for algo in ("qc", "fql", "expo", "idql", "dqc", "qam", "qam_edit", "trqam"):
+    for algo in ("qc", "fql", "expo", "idql", "dqc", *QAMS):
         config = small(registry.lookup("algo", algo))
         run = begin(config)
         other = begin(replace(config, reward_scale=50.0))
@@ -363,7 +364,7 @@ def test_the_student_leaves_the_critics_alone_and_its_value_term_can_be_normalis
         run = begin(replace(small(FqlConfig), normalize_value=normalized, critics=2))
         learner, batch = run.learner, run.table.gather(torch.arange(8))
         noise = noise_of(learner.policy, 8)
-        _, value, scale = learner.student_losses(batch, noise)
+        _, value, scale = learner.student_losses(batch, noise, learner.base)
         value.backward()
         assert all(weight.grad is None for weight in learner.critic.parameters())
         with torch.no_grad():

@@ -33,7 +33,20 @@ FOLDER = Path(configs.__file__).parent / "experiment"
 OFFLINE = ("td3_bc", "prdc", "a2pr", "rebrac", "iql", "world")
 PLANNERS = ("diffuser", "decision_diffuser", "trajectories")
 CRITICS_OF_CHUNKS = (
-    *("qc", "idql", "fql", "expo", "residual", "dqc", "pa_rl", "qam", "qam_edit", "trqam", "famo2o"),
+    *(
+        "qc",
+        "idql",
+        "fql",
+        "expo",
+        "residual",
+        "dqc",
+        "pa_rl",
+        "qam",
+        "qam_edit",
+        "qam_fql",
+        "trqam",
+        "famo2o",
+    ),
 )
 NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "gorl", "dsrl", *CRITICS_OF_CHUNKS)
 FROM_REPLAY = ("dsrl", "sac", "rlpd")

@@ -61,7 +61,8 @@ def test_teacher_and_student_act_as_the_official_ones(arrays: dict[str, Any], le
 def test_losses_and_gradients_of_the_student_are_the_official_ones(
     arrays: dict[str, Any], learner: FqlLearner
 ) -> None:
-    distillation, value, scale = learner.student_losses(batch_of(arrays), shaped(learner, arrays["noises"]))
+    noise = shaped(learner, arrays["noises"])
+    distillation, value, scale = learner.student_losses(batch_of(arrays), noise, learner.base)
     torch.testing.assert_close(distillation, arrays["distill_loss"].float(), **STATED)
     torch.testing.assert_close(value, arrays["q_loss"].float(), **STATED)
     torch.testing.assert_close(scale, arrays.get("lam", torch.ones(())).float(), **STATED)

@@ -1,7 +1,7 @@
-"""QAM, QAM-E and TRQAM against the released agents: chains, adjoints, losses, gradients, targets, weights.
+"""QAM, its variants and TRQAM against the released agents: chains, adjoints, losses, gradients, targets.
 
 Not compared: the joint optimiser step, whose clipping couples networks that have an optimiser each here; the
-variants with a residual field or a student.
+variant with a residual field.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from algos.critics.qam import QamConfig, QamLearner
 from algos.critics.qam_edit import QamEditConfig, QamEditLearner
+from algos.critics.qam_fql import QamFqlConfig, QamFqlLearner
 from algos.critics.trqam import TrqamConfig, TrqamLearner
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
@@ -40,8 +41,9 @@ from policies.processes import RectifiedFlow
 from policies.protocols import BoundField, Cond
 from policies.samplers.ode import Euler
 
-agents = pytest.mark.golden("*qam_[peot]*.npz")  # plain, edit, online_unclipped
+agents = pytest.mark.golden("*qam_[pefot]*.npz")  # plain, edit, fql, online_unclipped
 edited = pytest.mark.golden("qam_edit*.npz")
+taught = pytest.mark.golden("qam_fql*.npz")
 trust = pytest.mark.golden("trqam_*.npz")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 STATED = {"rtol": 2e-5, "atol": 4e-5}
@@ -89,11 +91,12 @@ def learner_of(arrays: dict[str, Any]) -> QamLearner:
         learner: QamLearner = trusted
     else:
         values["inverse_temperature"] = float(arrays["cfg_inv_temp"])
-        learner = (
-            edit_learner(made[0], arrays, values)
-            if has_edits(arrays)
-            else QamLearner(made[0], QamConfig(**values))
-        )
+        if has_edits(arrays):
+            learner = edit_learner(made[0], arrays, values)
+        elif has_student(arrays):
+            learner = student_learner(made[0], arrays, values)
+        else:
+            learner = QamLearner(made[0], QamConfig(**values))
     used = made[1] if int(arrays["cfg_target_actor"]) else made[0]
     learner.target_base.load_state_dict(used.state_dict())
     learner.tuned.load_state_dict(made[2].state_dict())
@@ -117,6 +120,21 @@ def edit_learner(base: DenoisingPolicy, arrays: dict[str, Any], values: dict[str
     editor = TanhGaussianConfig(dims, "gelu", layer_norm=False).build(base.encoder.cond_dim + width, width)
     learner.policy.editor = learner.acting.editor = editor
     install_editor(learner, arrays, hidden)
+    return learner
+
+
+def has_student(arrays: dict[str, Any]) -> bool:
+    return "param_one_step_actor.mlp.Dense_0.kernel" in arrays
+
+
+def student_learner(base: DenoisingPolicy, arrays: dict[str, Any], values: dict[str, Any]) -> QamFqlLearner:
+    """The learner with the student of a file."""
+    learner = QamFqlLearner(base, QamFqlConfig(**values, alpha=float(arrays["cfg_fql_alpha"])), seed=0)
+    own = {"cfg_action_dim": torch.tensor(arrays["batch_actions"].shape[-1])}
+    student = flow_policy(arrays | own, "one_step_actor", int(arrays["cfg_H"]), one_step=True)
+    student = student.with_sampler(Euler(steps=1, clip_action=1.0)).train()
+    learner.student_optimizer = learner.begin_student(student)
+    learner.policy = student
     return learner
 
 
@@ -204,6 +222,22 @@ def test_edits_their_losses_and_gradients_are_the_official_ones(arrays: dict[str
     assert_editor_gradient(learner, arrays, rtol=1e-4, atol=1e-3)
     slope = arrays["grad_edit_alpha.log_value"].float().view(1)
     torch.testing.assert_close(learner.log_alpha.grad, slope, rtol=1e-4, atol=1e-3)
+    assert all(weight.grad is None for weight in (*learner.critic.parameters(), *learner.tuned.parameters()))
+
+
+@taught
+def test_the_student_its_losses_and_gradients_are_the_official_ones(arrays: dict[str, Any]) -> None:
+    learner = learner_of(arrays)
+    assert isinstance(learner, QamFqlLearner)
+    batch, noise = batch_of(arrays), chunked(learner, arrays["side_noise"])
+    wanted = learner.tuned.decode(Cond(batch.cond), noise)
+    torch.testing.assert_close(wanted.flatten(1), arrays["side_flow_actions"], **CLOSE)
+    distillation, value, _ = learner.student_losses(batch, noise, learner.tuned)
+    official = arrays["out_fql_distill_loss"].float()
+    torch.testing.assert_close(distillation, official, **CLOSE)
+    torch.testing.assert_close(value, arrays["out_fql_q_loss"].float(), **CLOSE)
+    (learner.config.alpha * distillation + value).backward()
+    assert_flow_gradient(learner.student.field, arrays, "grad_one_step_actor.mlp", STATED)
     assert all(weight.grad is None for weight in (*learner.critic.parameters(), *learner.tuned.parameters()))
 
 

@@ -10,8 +10,9 @@ episode, h led steps.
 
 Source: Jump-start reinforcement learning (arXiv 2204.02372) for guides and the rule of the stages.
 Deviations: returns are those of training episodes, and each worker has its own stage; h is a multiple of the
-guide's executed steps; a guide whose episode ends before the hand-over begins again with half as many steps;
-what the guide does is not given to the learner.
+guide's executed steps; a guide whose episode ends before the hand-over begins again with half as many steps,
+and the first of these episodes are the measure of the way back; what the guide does is not given to the
+learner.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ class Leader:
         self.hand_over = HandOver(starts.settings.stages, starts.settings.tolerance)
         self.led, self.reward, self.stage = np.zeros(n, np.int64), np.zeros(n), np.zeros(n, np.int64)
         self.returns: list[float] = []
+        self.guided: list[float] = []  # returns of episodes that the guide ended, until they are the measure
         guide = starts.guide
         if guide is not None and guide.chunk.obs_steps != vector.obs_steps:
             raise ConfigError(
@@ -196,16 +198,28 @@ class Leader:
         guide, generator = self.starts.guide, torch.Generator().manual_seed(seeds[0])
         chunks = -(-steps // guide.chunk.act_steps)
         left, out = chunks.copy(), obs
+        ended: dict[int, float] = {}  # returns of the first episode of rows that the guide ended
         while len(going := np.flatnonzero(left)):
             index = rows[going]
             seen = {"state": torch.from_numpy(out[going]).float(), **self._beside(index)}
             step = self._step(guide.act(seen, generator=generator).numpy(), index)
             out[going], left[going] = step.obs[index], left[going] - 1
             for i in going[step.done[index]].tolist():
+                ended.setdefault(i, float(self.reward[rows[i]]))
                 chunks[i] = left[i] = chunks[i] // 2
                 self.led[rows[i]], self.reward[rows[i]] = 0, 0.0
                 out[i] = self.vector.reset([seeds[i]], [rows[i]])[0]
+        self._measure([ended[i] for i in sorted(ended)])
         return out
+
+    def _measure(self, returns: Sequence[float]) -> None:
+        """Note the mean return of the guide's first own episodes, with which the learner is compared."""
+        if self.hand_over.stage or np.isfinite(self.hand_over.best):
+            return
+        self.guided += returns
+        if len(self.guided) >= self.starts.settings.episodes:
+            self.hand_over.note(float(np.mean(self.guided)))
+            self.returns = []
 
     def _beside(self, index: Array) -> dict[str, torch.Tensor]:
         goals, images = self.vector.goals(index), self.vector.images(index)
@@ -231,7 +245,8 @@ class Leader:
             if self.starts.settings.order == "back" and self.stage[row] == self.hand_over.stage:
                 self.returns.append(float(self.reward[row]) + episode.return_)
             if len(self.returns) == self.starts.settings.episodes:
-                self.hand_over.note(float(np.mean(self.returns)))
+                if np.isfinite(self.hand_over.best) or not self.guided:
+                    self.hand_over.note(float(np.mean(self.returns)))
                 self.returns = []
         led = [
             {**episode.metrics, LED: float(self.led[row])}
@@ -242,10 +257,10 @@ class Leader:
     def state_dict(self) -> dict[str, Any]:
         rule = {name: getattr(self.hand_over, name) for name in ("stage", "best", "tolerated")}
         kept = {name: getattr(self, name).copy() for name in ("led", "reward", "stage")}
-        return {"rule": rule, **kept, "returns": list(self.returns)}
+        return {"rule": rule, **kept, "returns": list(self.returns), "guided": list(self.guided)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         vars(self.hand_over).update(state["rule"])
-        self.returns = list(state["returns"])
+        self.returns, self.guided = list(state["returns"]), list(state.get("guided", ()))
         for name in ("led", "reward", "stage"):
             getattr(self, name)[:] = np.asarray(state[name])

@@ -17,6 +17,7 @@ from algos.base import Setup
 from algos.ppo import PpoConfig
 from algos.sac import SacConfig
 from envs.datasets.episodes import EpisodeDataset
+from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.recording import Recording
 from envs.rollouts.rollout import RolloutPool
 from envs.rollouts.starts import LED, Leader, Recorded, Starts, StartSettings
@@ -143,6 +144,24 @@ def test_a_guide_whose_episode_ends_leads_half_as_far() -> None:
     ways = 0.5 * (1.6 - PointEnv(LIMIT).make_vector(4).reset([1, 2, 3, 4])[:, -1].max(axis=1)) / 0.2
     assert one.led.max() > 0 and (one.led < 2 * np.ceil(ways)).all()
     assert set(one.led.tolist()) <= {0, 2, 4, 10}
+
+
+def test_the_first_episodes_that_a_guide_ends_are_the_measure() -> None:
+    rows, seeds, vector = np.arange(4), [1, 2, 3, 4], PointEnv(LIMIT).make_vector(4)
+    vector.reset(seeds)
+    returns, ended = np.zeros(4), np.zeros(4, bool)
+    for _ in range(LIMIT // 2):
+        step = vector.step_chunk(np.ones((4, 2, 2), np.float32), ~ended)
+        returns, ended = returns + step.rewards.sum(axis=1), ended | step.done
+    wanted, count = returns[ended].mean(), int(ended.sum())
+    assert count > 1
+    one = leader(Starts(settings(guided=True, episodes=count, stages=3, tolerance=0.5), guide=Leaving()))
+    one.lead(rows, seeds)
+    assert one.hand_over.best == pytest.approx(wanted)
+    for offset, stage in ((-10.0, 0), (0.0, 1)):  # of the learner's returns from the guide's
+        own = wanted - one.reward[:count] + offset
+        one.finished(rows[:count], [EpisodeRow(0, 0, float(r), 1, False, False, True) for r in own])
+        assert one.hand_over.stage == stage
 
 
 def pool(**options: Any) -> RolloutPool:

@@ -29,6 +29,7 @@ from benchmarks.speed.cases_learning import cloning, gather, iteration, update
 from benchmarks.speed.cases_offline import neighbours, offline
 from benchmarks.speed.cases_offpolicy import dsrl, ensembles, replay, steered
 from benchmarks.speed.cases_peers import ppo
+from benchmarks.speed.cases_released import released
 from benchmarks.speed.cases_seeds import seeds
 from benchmarks.speed.timing import Figure
 
@@ -55,10 +56,11 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
         dsrl,
         critics,
         ppo,
+        released,
     )
 }
-PEERS = ("ppo",)
-"""Cases whose peer is another program, to be installed beside ours."""
+PEERS = ("ppo", "released")
+"""Cases whose peer is another program, to be installed or cloned beside ours."""
 
 
 def machine() -> dict[str, object]:
@@ -88,7 +90,10 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=4, help="that are trained together, of `seeds`")
     parser.add_argument("--dataset", type=Path, help="a file in place of synthetic data of offline learning")
-    parser.add_argument("--peers", action="store_true", help=f"with {', '.join(PEERS)}: Stable-Baselines3")
+    parser.add_argument("--peers", action="store_true", help=f"with {', '.join(PEERS)}")
+    parser.add_argument(
+        "--programs", type=Path, help="folder with clones of CORL, PRDC, A2PR, for `released`"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gate", action="store_true")
     options = parser.parse_args()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,14 +117,19 @@ def near_the_data(run: OfflineRun, steps: int = 300) -> None:
         optimizer.step()
 
 
-def ours_of(run: OfflineRun, pool: Tensor) -> Callable[[], None]:
-    """Return a block of our steps."""
-    stepper, generator = learner_of(run), torch.Generator().manual_seed(4)
+def ours_of(run: OfflineRun, pool: Tensor | None = None) -> Callable[[], None]:
+    """Return a block of our steps, on rows of a pool, or as the run draws them."""
+    learner: Any = run.learner
+    generator = torch.Generator().manual_seed(4)
 
     def block() -> None:
         for _ in range(BLOCK):
-            row = pool[torch.randint(len(pool), (BATCH,), generator=generator)]
-            stepper.step(run.table.gather(row), stepper.draw(BATCH, generator))
+            if pool is None:
+                row, draws = run.draw()
+            else:
+                row = pool[torch.randint(len(pool), (BATCH,), generator=generator)]
+                draws = learner.draw(BATCH, generator)
+            learner.step(run.table.gather(row), draws)
 
     return block
 
@@ -215,13 +221,12 @@ def actions_of(run: OfflineRun, pool: Tensor) -> Tensor:
     return actor(batch.cond, actor.draw(BATCH, torch.Generator().manual_seed(6)), grad=False).detach()
 
 
-def stand_still(learner: Td3Learner, peer: PlainTd3Bc) -> None:
+def stand_still(*learners: Any) -> None:
     """Let steps cost what they cost and change nothing, so that actors stay where they are timed."""
-    for optimizer in (
-        learner.actor_optimizer, learner.critic_optimizer, peer.actor_optimizer, peer.critic_optimizer,
-    ):  # fmt: skip
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
+    for learner in learners:
+        for optimizer in (learner.actor_optimizer, learner.critic_optimizer):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
 
 
 def search_alone(

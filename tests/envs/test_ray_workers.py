@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,11 +55,23 @@ class Broken(Random):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    yield
-    if find_spec("ray") is not None:
-        import ray
+    """Give Ray a folder whose path is short enough for its sockets, and end what it has begun."""
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_TMPDIR", folder)
+            yield
+        if find_spec("ray") is not None:
+            import ray
 
-        ray.shutdown()
+            ray.shutdown()
+
+
+def test_a_folder_whose_path_is_too_long_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    with pytest.raises(WorkerError, match=mentions("RAY_TMPDIR AF_UNIX")):
+        pool()
 
 
 def pool(fleet: Any = FLEET, **changes: Any) -> RolloutPool:

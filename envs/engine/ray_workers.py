@@ -256,8 +256,8 @@ def _connected(address: str | None) -> Any:
         ) from error
     except OSError as error:  # the names of its sockets are too long, or the folder cannot be written
         raise WorkerError(
-            f"Ray cannot begin: {_first_line(error)} Give it another folder for temporary files, with a short "
-            "path: RAY_TMPDIR=/tmp."
+            f"Ray cannot begin: {_first_line(error)} Give it another folder for temporary files, with a "
+            "short path: RAY_TMPDIR=/tmp."
         ) from error
     finally:
         if in_main_thread:  # Ray takes the signal that stops a run

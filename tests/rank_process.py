@@ -15,6 +15,7 @@ import pytest
 from small_algorithms import dataset, setup, small
 from torch import distributed
 
+from algos.training import ranks
 from algos.training.ranks import ALONE, _current, current, join
 from algos.training.run_directory import FollowedRun, RunDirectory
 from algos.training.settings import TrainerSettings
@@ -27,7 +28,8 @@ from policies.errors import WorkerError
 class Rank:
     """Trains the smallest run of an algorithm; see `envs.engine.workers`."""
 
-    def __init__(self, rank: int, world: int, port: int) -> None:
+    def __init__(self, rank: int, world: int, port: int, large: int) -> None:
+        ranks._LARGE = large
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (place | {"RANK": str(rank), "WORLD_SIZE": str(world)}).items():
@@ -66,21 +68,22 @@ def free_port() -> int:
 
 
 @contextmanager
-def processes() -> Iterator[tuple[LocalWorkers, ProcessWorkers]]:
-    """Start two ranks of a run, the first in this process."""
-    port = free_port()
+def processes(large: int = ranks._LARGE) -> Iterator[tuple[LocalWorkers, ProcessWorkers]]:
+    """Start two ranks of a run, the first in this process; from `large` numbers on they share memory."""
+    port, before = free_port(), ranks._LARGE
     with ThreadPoolExecutor(1) as pool:  # they wait for each other
-        other = pool.submit(ProcessWorkers, Rank, [(1, 2, port)])
-        first = LocalWorkers(Rank, [(0, 2, port)])
-        ranks = first, other.result()
+        other = pool.submit(ProcessWorkers, Rank, [(1, 2, port, large)])
+        first = LocalWorkers(Rank, [(0, 2, port, large)])
+        both = first, other.result()
         try:
-            yield ranks
+            yield both
         finally:
-            for rank in ranks:
+            ranks._LARGE = before
+            for rank in both:
                 rank.close()
 
 
-def train_in(ranks: tuple[Workers, ...], algo: str, folder: Path, killed_at: int | None = None) -> list[str]:
+def train_in(both: tuple[Workers, ...], algo: str, folder: Path, killed_at: int | None = None) -> list[str]:
     """Train or resume a run in both ranks at once; return what each says: its error, nothing, or `killed`."""
 
     def call(rank: Workers) -> str:
@@ -90,5 +93,5 @@ def train_in(ranks: tuple[Workers, ...], algo: str, folder: Path, killed_at: int
             return "killed" if "signal 9" in str(error) else str(error)
 
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(call, ranks[1])
-        return [call(ranks[0]), other.result()]
+        other = pool.submit(call, both[1])
+        return [call(both[0]), other.result()]

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from itertools import groupby
@@ -22,10 +23,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from algos.training.rank_memory import RankMemory
 from policies.errors import TrainingError, WorkerError
 from policies.seeds import seeded_generator
 
 T = TypeVar("T")
+_LARGE = 1 << 18  # numbers of a vector from which on shared memory is faster than sockets
 _PATIENCE = timedelta(
     hours=6
 )  # of a rank that waits, e.g. for an evaluation; a killed one is noticed at once
@@ -72,20 +75,21 @@ class Ranks:
 
     def mean_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors, such as gradients, by their means over ranks, in one exchange per dtype."""
-        self.sum_(tensors)
-        if self.world > 1:
-            torch._foreach_div_(list(tensors), self.world)
+        self._replace(tensors, self.world)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their sums over ranks, in one exchange per dtype and device."""
+        self._replace(tensors, 1)
+
+    def _replace(self, tensors: Sequence[Tensor], divisor: int) -> None:
         if self.world == 1:
             return
         kind = [(str(tensor.dtype), str(tensor.device)) for tensor in tensors]
         for _, group in groupby(sorted(range(len(tensors)), key=kind.__getitem__), key=kind.__getitem__):
             parts = [tensors[i] for i in group]
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            self._sum(flat)
-            summed = flat.split([part.numel() for part in parts])
+            sizes = [part.numel() for part in parts]
+            flat = torch.cat([part.reshape(-1) for part in parts], out=self._space(sum(sizes), parts[0]))
+            summed = self._sum(flat, divisor).split(sizes)
             torch._foreach_copy_(parts, [one.view_as(part) for one, part in zip(summed, parts, strict=True)])
 
     def gather(self, value: T) -> list[T]:
@@ -123,8 +127,13 @@ class Ranks:
                 f"last checkpoint is good: resume from it in one process, and report this."
             )
 
-    def _sum(self, flat: Tensor) -> None:
-        """Replace a vector by its sum over ranks."""
+    def _space(self, size: int, like: Tensor) -> Tensor | None:
+        """Return where `_sum` wants the vector of this rank; None: anywhere."""
+        return None
+
+    def _sum(self, flat: Tensor, divisor: int) -> Tensor:
+        """Return the sum of a vector over ranks, divided; it is valid until the next exchange."""
+        return flat
 
     def _gather(self, value: T) -> list[T]:
         return [value]
@@ -132,6 +141,8 @@ class Ranks:
 
 class TorchRanks(Ranks):
     """The ranks of `torch.distributed`'s default group: gloo, and nccl for tensors on a GPU.
+
+    On one machine, large vectors of the CPU are summed in memory that the ranks share (`RankMemory`).
 
     Raises:
         WorkerError: From every exchange, if another rank has ended.
@@ -143,20 +154,37 @@ class TorchRanks(Ranks):
             distributed.init_process_group(backend, timeout=_PATIENCE)
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self._memory = RankMemory(self, distributed.barrier)
 
-    def _sum(self, flat: Tensor) -> None:
-        try:
-            distributed.all_reduce(flat)
-        except RuntimeError as error:
-            raise _lost(self.rank) from error
+    def _space(self, size: int, like: Tensor) -> Tensor | None:
+        if size < _LARGE or like.device.type != "cpu":
+            return None
+        with self._met():
+            return self._memory.space(size, like.dtype)
+
+    def _sum(self, flat: Tensor, divisor: int) -> Tensor:
+        with self._met():
+            if (found := self._memory.sum(flat, divisor)) is None:
+                distributed.all_reduce(flat)
+        if found is None:
+            return flat if divisor == 1 else flat.div_(divisor)
+        return found
 
     def _gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.world
-        try:
+        with self._met():
             distributed.all_gather_object(found, value)
-        except RuntimeError as error:
-            raise _lost(self.rank) from error
         return found
+
+    @contextmanager
+    def _met(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise WorkerError(
+                f"rank {self.rank} lost another process of this run, which was killed or failed; its own "
+                f"error says why. Continue from the last checkpoint: the same command with resume=<run>."
+            ) from error
 
 
 ALONE = Ranks()
@@ -195,10 +223,3 @@ def digest(state: Any) -> str:
 
     add(state)
     return seen.hexdigest()
-
-
-def _lost(rank: int) -> WorkerError:
-    return WorkerError(
-        f"rank {rank} lost another process of this run, which was killed or failed; its own error says why. "
-        f"Continue from the last checkpoint: the same command with resume=<run>."
-    )

@@ -20,6 +20,7 @@ from small_algorithms import ALGOS, PROCESSES, accepts, dataset, setup, small
 from small_cloning import weights
 
 from algos.onpolicy.config import OnPolicyConfig
+from algos.training import rank_memory
 from algos.training.ranks import Ranks, _current, current, digest
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import to_plain
@@ -59,9 +60,8 @@ class ThreadRanks(Ranks):
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world, self._meeting = rank, meeting.world, meeting
 
-    def _sum(self, flat: torch.Tensor) -> None:
-        parts = self._meeting.exchange(self.rank, flat.clone())
-        flat.copy_(torch.stack(parts).sum(dim=0))
+    def _sum(self, flat: torch.Tensor, divisor: int) -> torch.Tensor:
+        return torch.stack(self._meeting.exchange(self.rank, flat)).sum(dim=0) / divisor
 
     def _gather(self, value: Any) -> list[Any]:
         return self._meeting.exchange(self.rank, value)
@@ -171,10 +171,13 @@ def state_of(folder: Path) -> str:
     return digest(to_plain(state["algorithm"]))
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "sockets"])
 @pytest.mark.parametrize("algo", ["bc", "dppo", "iql"] if pairwise.everything else ["dppo"])
-def test_two_processes_resume_bit_by_bit_and_one_goes_on_after_a_kill(algo: str, tmp_path: Path) -> None:
+def test_two_processes_resume_bit_by_bit_and_one_goes_on_after_a_kill(
+    algo: str, shared: bool, tmp_path: Path
+) -> None:
     whole, resumed, killed = (new_run(tmp_path / name) for name in ("whole", "resumed", "killed"))
-    with processes() as ranks:
+    with processes(large=1 if shared else 1 << 40) as ranks:
         assert train_in(ranks, algo, whole) == ["", ""]
         middle = RunDirectory(whole).checkpoints()[0]
         shutil.copytree(RunDirectory(whole).checkpoint_path(middle), resumed / "checkpoints" / str(middle))
@@ -188,6 +191,43 @@ def test_two_processes_resume_bit_by_bit_and_one_goes_on_after_a_kill(algo: str,
     assert run.progress >= run.total
     state = RunDirectory(killed).load_training_state()["trainer"]
     assert state["processes"] == [(0, 2), (middle, 1)], "other last bits from there on"
+
+
+@pytest.mark.parametrize("room", ["there", "not there", "on one rank"])
+def test_memory_that_ranks_share_sums_or_is_not_used(
+    room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path if room == "there" else tmp_path / "not there"
+    monkeypatch.setattr(rank_memory, "_FOLDER", folder)
+    opened = torch.from_file
+    barrier = threading.Barrier(3, timeout=60)
+
+    def open_or_not(*args: Any, **options: Any) -> torch.Tensor:
+        if current().rank == 1 and room == "on one rank":
+            raise RuntimeError("on another machine")
+        return opened(*args, **options)
+
+    if room == "on one rank":
+        folder.mkdir()
+    monkeypatch.setattr(torch, "from_file", open_or_not)
+
+    def work(memory: rank_memory.RankMemory) -> list[torch.Tensor] | None:
+        found = []
+        for size in (5, 2, 9, 9):  # more than there was: a new block
+            if (space := memory.space(size, torch.float64)) is None:
+                return None
+            space.copy_(torch.arange(size) + 10 * current().rank)
+            found.append(memory.sum(space, 3).clone())
+        assert memory.sum(torch.zeros(9, dtype=torch.float64), 3) is None  # lies elsewhere
+        return found
+
+    for found in in_ranks(3, lambda: rank_memory.RankMemory(current(), barrier.wait), work):
+        if room == "there":
+            for one, size in zip(found, (5, 2, 9, 9), strict=True):
+                torch.testing.assert_close(one, torch.arange(size).double() + 10)
+        else:
+            assert found is None
+    assert not list(tmp_path.rglob("burnish-*"))
 
 
 def test_states_that_differ_between_ranks_stop_a_run() -> None:

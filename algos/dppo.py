@@ -34,6 +34,7 @@ from algos.onpolicy import samplers
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.losses import clip_ranges, denoising_discounts
+from algos.onpolicy.props import sampling
 from algos.onpolicy.ratios import CloningTerm
 from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
@@ -98,6 +99,7 @@ class DppoConfig(PpoConfig):
             bc_term=None if frozen is None else CloningTerm(self.exploring(frozen, explore), ratio),
             export_policy=lambda: policy.with_sampler(evaluate).clone(),
             moments=moments,
+            sampling=sampling(self, ratio),
         )
 
     def exploring(self, policy: DenoisingPolicy, sampler: Any) -> DenoisingPolicy:

@@ -20,6 +20,7 @@ from typing import Any
 from algos.base import Setup
 from algos.onpolicy.config import OnPolicyConfig, rising
 from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.props import sampling
 from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
 from algos.onpolicy.start import starting_policy
 from policies.bounds import bounded
@@ -40,6 +41,8 @@ class PpoConfig(OnPolicyConfig):
     log_prob_range: tuple[float, float] | None = (-5.0, 2.0)  # clamp of each element's log-density
     log_prob_reduction: str = bounded("mean", choices=REDUCTIONS)  # over executed steps and dims
     noise_correlation: float = bounded(0.0, ge=0, lt=1)  # of exploration noise in consecutive chunk rows
+    props_every: int = bounded(0, ge=0)  # chunk steps after which PROPS moves the collecting policy; 0: off
+    props_kl: float = bounded(0.1, gt=0)  # KL divergence from the policy that ends such a move
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,6 +82,7 @@ class PpoConfig(OnPolicyConfig):
             bc_term=None if frozen is None else CloningTerm(frozen, ratio),
             export_policy=policy.clone,
             moments=moments,
+            sampling=sampling(self, ratio),
         )
 
     def ratio(self, policy: Any) -> ChainRatio:

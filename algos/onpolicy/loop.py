@@ -18,6 +18,7 @@ from algos.onpolicy.demonstrations import Demonstrations
 from algos.onpolicy.losses import RewardScaler, explained_variance
 from algos.onpolicy.polychromic import LABEL, Sets
 from algos.onpolicy.ppo_update import GeneratorDraws
+from algos.onpolicy.props import AdaptiveSampling
 from algos.onpolicy.ratios import BcTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMeanStd
 from algos.onpolicy.short_update import update_of
@@ -91,6 +92,7 @@ class OnPolicy:
         bc_term: Behaviour-cloning term towards the initial policy; None: off.
         export_policy: Returns an independent copy of the policy with its evaluation sampler.
         moments: Running observation statistics, if the normaliser is fitted during training.
+        sampling: Collects in parts, with a policy that corrects sampling errors; None: `ratio` acts.
     """
 
     policy: Policy
@@ -106,10 +108,12 @@ class OnPolicy:
         bc_term: BcTerm | None,
         export_policy: Callable[[], Policy],
         moments: Mapping[str, RunningMeanStd] | None = None,
+        sampling: AdaptiveSampling | None = None,
     ) -> None:
         assert setup.env is not None
         policy = self.policy = ratio.policy
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
+        self.sampling = sampling
         self._bc_term, self._init_facts = bc_term, init_facts(setup.init, policy)
         self.learner = UPDATES.get(config.surrogate, update_of)(
             config,
@@ -256,8 +260,11 @@ class OnPolicy:
         def count(chunks: int) -> None:
             self.executed = chunks * current().world
 
-        actor, reset = self.pool.acting(self.ratio), self.config.reset_each_iteration
-        rollout = self.pool.collect(actor, self.steps_per_iteration, reset=reset, on_progress=count)
+        steps, reset = self.steps_per_iteration, self.config.reset_each_iteration
+        if self.sampling is None:
+            rollout = self.pool.collect(self.pool.acting(self.ratio), steps, reset=reset, on_progress=count)
+        else:
+            rollout = self.sampling.collect(self.pool, steps, self.draws, reset=reset, on_progress=count)
         self.executed = None
         return rollout
 

@@ -322,6 +322,31 @@ def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
     )
 
 
+def in_a_row(parts: Sequence[Rollout]) -> Rollout:
+    """Return consecutive rollouts of the same environments as one; without paths."""
+    first, last = parts[0], parts[-1]
+    begins = np.cumsum([0, *(len(part.length) for part in parts[:-1])])
+
+    def of(values: Callable[[Rollout], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.cat([values(part)[name] for part in parts]) for name in values(first)}
+
+    steps = ("rewards", "length", "terminated", "truncated", "first")
+    index = [part.final_index + torch.tensor([begin, 0]) for part, begin in zip(parts, begins, strict=True)]
+    return Rollout(
+        **{name: torch.cat([getattr(part, name) for part in parts]) for name in steps},
+        obs=of(lambda part: part.obs),
+        next_obs_last=last.next_obs_last,
+        final_obs=of(lambda part: part.final_obs),
+        final_index=torch.cat(index),
+        record=of(lambda part: part.record),
+        episodes=[row for part in parts for row in part.episodes],
+        path=None
+        if first.path is None
+        else torch.cat([part.path for part in parts if part.path is not None]),
+        metrics=of(lambda part: part.metrics),
+    )
+
+
 def _dealt_again(workers: Sequence[Mapping[str, Any]], rows: Sequence[Array]) -> list[dict[str, Any]]:
     """Return states of other workers: episodes are counted on, and start anew, as do leaders.
 

@@ -10,8 +10,9 @@ which makes actions that were taken too often less likely. The update of p reads
 Legend: T chunk steps, N environments, S inner steps, B = T N S rows.
 
 Source: PROPS, arXiv 2311.08290, with the released settings for continuous actions. Deviations: rows of the
-running iteration only, none of former ones; b's Adam begins anew with each copy; the term that pulls b to p,
-whose released weight is 0, is left out: `props_kl` ends the steps. Densities are those of whole chunks.
+running iteration only, none of former ones; b's Adam begins anew with each copy, at the actor's rate; the
+term that pulls b to p, whose released weight is 0, is left out: `props_kl` ends the steps. Densities are
+those of whole chunks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def move_away(
     draws: GeneratorDraws,
     *,
     bound: float | None,
-    lr: float = 1e-3,
+    lr: float,
     clip: float = 0.3,
     epochs: int = 16,
     minibatches: int = 16,
@@ -72,8 +73,8 @@ def move_away(
 class AdaptiveSampling:
     """Collects an iteration in parts; see the module docstring."""
 
-    def __init__(self, ratio: ChainRatio, every: int, bound: float) -> None:
-        self.ratio, self.every, self.bound = ratio, every, bound
+    def __init__(self, ratio: ChainRatio, every: int, bound: float, lr: float) -> None:
+        self.ratio, self.every, self.bound, self.lr = ratio, every, bound, lr
         self._joint = copy.copy(ratio)
         self._joint.reduction, self._joint.log_prob_range = "joint", None
 
@@ -141,10 +142,12 @@ class AdaptiveSampling:
                     found.append(moved.score(part, rows).log_ratio)
             return torch.cat(found)
 
-        move_away(log_ratio, weights, sum(sizes), draws, bound=self.bound)
+        move_away(log_ratio, weights, sum(sizes), draws, bound=self.bound, lr=self.lr)
         return moved
 
 
 def sampling(config: Any, ratio: ChainRatio) -> AdaptiveSampling | None:
     """Return what collects for `algo.props_every`; None: the policy itself does."""
-    return AdaptiveSampling(ratio, config.props_every, config.props_kl) if config.props_every else None
+    if not config.props_every:
+        return None
+    return AdaptiveSampling(ratio, config.props_every, config.props_kl, config.actor_lr)

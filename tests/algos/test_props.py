@@ -12,7 +12,9 @@ import torch
 from messages import mentions
 
 from algos.onpolicy.loop import OnPolicy
-from algos.onpolicy.props import AdaptiveSampling
+from algos.onpolicy.ppo_update import GeneratorDraws
+from algos.onpolicy.props import AdaptiveSampling, move_away
+from algos.onpolicy.ratios import Rows
 from policies.errors import ConfigError
 
 PARTS = replace(test_ppo.SMALL, props_every=5)
@@ -55,29 +57,42 @@ def test_recorded_densities_are_those_of_the_policy_in_training(small: Any) -> N
     run.close()
 
 
-def sampling_error(run: OnPolicy) -> float:
-    """Return N times the squared mean of the noise of N chunks, per entry: 1 on average if drawn freely."""
-    rollout = run.collect()
-    policy, states = run.policy, {"state": rollout.obs["state"].flatten(0, 1)}
+def sampling_error(corrects: bool, seed: int, parts: int = 20, size: int = 10) -> float:
+    """Return N times the squared mean of N draws of standard normal numbers: 1 on average if free."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn, mean = torch.zeros(0, 2), torch.zeros(2)
+    for _ in range(parts):
+        drawn = torch.cat([drawn, mean + torch.randn(size, 2, generator=generator)])
+        mean, seen = torch.zeros(2, requires_grad=corrects), drawn
+        if corrects:
+
+            def log_ratio(
+                index: torch.Tensor, mean: torch.Tensor = mean, x: torch.Tensor = seen
+            ) -> torch.Tensor:
+                return (x[index].square() - (x[index] - mean).square()).sum(dim=1) / 2
+
+            move_away(log_ratio, [mean], len(seen), GeneratorDraws(generator), bound=0.1, lr=0.02, epochs=3)
+            mean = mean.detach()
+    return float(len(drawn) * drawn.mean(dim=0).square().mean())
+
+
+def test_draws_of_the_moved_policy_look_like_those_of_the_other() -> None:
+    free, corrected = (sum(sampling_error(corrects, k) for k in range(6)) / 6 for corrects in (False, True))
+    assert 0.4 < free < 2.5
+    assert corrected < 0.3 * free
+
+
+def test_the_collecting_policy_takes_what_was_taken_less_often() -> None:
+    run = test_ppo.make_run(replace(PARTS, actor_lr=1e-3))
+    sampling = run.sampling
+    assert sampling is not None
+    seen = sampling.scored(run.pool.collect(run.ratio, 16), sampling._joint)
+    moved = sampling.corrected([seen], run.draws)
+    rows = Rows.sorted_from(torch.arange(len(seen)), 1)
     with torch.no_grad():
-        density = policy.density(policy.encode(policy.observation(states)))
-        noise = (rollout.record["chain"].flatten(0, 1)[:, 1] - density.mean) / density.std
-        noise = noise[:, policy.chunk.executed]
-    return float(len(noise) * noise.mean(dim=0).square().mean())
-
-
-def test_the_rows_of_an_iteration_look_more_on_policy() -> None:
-    config = replace(PARTS, num_envs=4, steps_per_iteration=60)
-    errors = {}
-    for every in (0, 5):
-        found = []
-        for seed in range(3):
-            run = test_ppo.make_run(replace(config, props_every=every), seed=seed)
-            found.append(sampling_error(run))
-            run.close()
-        errors[every] = sum(found) / len(found)
-    assert 0.5 < errors[0] < 2.0
-    assert errors[5] < 0.5 * errors[0]
+        assert float(moved.score(seen, rows).log_ratio.mean()) < -0.01
+        assert float(sampling._joint.score(seen, rows).log_ratio.abs().max()) < 1e-5
+    run.close()
 
 
 def test_a_part_of_no_steps_is_refused() -> None:

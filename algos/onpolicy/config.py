@@ -63,6 +63,7 @@ class OnPolicyConfig(Checked):
     max_grad_norm: float | None = bounded(None, gt=0, le=math.inf)  # gradient clipping of the actor
     bc_weight: float = bounded(0.0, ge=0)  # weight of the behaviour-cloning term towards the initial policy
     demo_weight: float = bounded(0.0, ge=0)  # weight of the matching loss of demonstrations: dataset=<file>
+    demo_value_weight: float = bounded(0.0, ge=0)  # weight of the critic's loss on demonstrations
     bc_rows: int | None = bounded(None, gt=0)  # rows of a minibatch for that term; null: all
     # optimisers
     actor_lr: float = bounded(1e-4, gt=0)  # AdamW, peak
@@ -105,13 +106,17 @@ class OnPolicyConfig(Checked):
             self.require("set_size", self.set_size > 1, "at least 2: one rollout has no variety")
             self.require("num_envs", self.num_envs % group == 0, f"a multiple of {group}=2 algo.set_size")
             self.require("reset_each_iteration", self.reset_each_iteration, "true with algo.set_size")
+        if self.demo_value_weight:
+            what = "with algo.demo_value_weight"
+            self.require("critic_input", self.critic_input == "policy", f"policy {what}")
+            self.require("encoder", self.encoder == "frozen", f"frozen {what}")
         for network in ("actor", "critic"):
             check_schedule(network, **self.schedule(network), may_rise=self.paper_compat)
 
     @property
     def takes_dataset(self) -> bool:
         """Whether demonstrations are learned from; experience comes from the environment."""
-        return self.demo_weight > 0
+        return self.demo_weight > 0 or self.demo_value_weight > 0
 
     def schedule(self, network: str) -> dict[str, Any]:
         """Return the learning-rate schedule of `actor` or `critic`, as arguments of `warmup_cosine`."""

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from algos.base import Metrics, Setup, dataset_of
 from algos.onpolicy.advantages import AdvantageEstimator, Experience
 from algos.onpolicy.config import OnPolicyConfig
-from algos.onpolicy.demonstrations import Demonstrations
+from algos.onpolicy.demonstrations import Demonstrations, RecordedValues
 from algos.onpolicy.losses import RewardScaler, explained_variance
 from algos.onpolicy.polychromic import LABEL, Sets
 from algos.onpolicy.ppo_update import GeneratorDraws
@@ -27,6 +27,7 @@ from algos.training.experience import led
 from algos.training.observations import EncodingCritic, encode, mapped, shifted, trained_encoder
 from algos.training.ranks import current
 from algos.training.resume_checks import init_facts, require_unchanged
+from envs.datasets.episodes import EpisodeDataset
 from envs.engine.pixels import match_cameras
 from envs.fit import require_fit
 from envs.rollouts.rollout import Rollout, RolloutPool
@@ -115,6 +116,8 @@ class OnPolicy:
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         self.sampling = sampling
         self._bc_term, self._init_facts = bc_term, init_facts(setup.init, policy)
+        gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
+        self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.learner = UPDATES.get(config.surrogate, update_of)(
             config,
             ratio=ratio,
@@ -123,6 +126,7 @@ class OnPolicy:
             encoder=self._encoder_weights(),
             cloning=bc_term,
             demonstrations=self._demonstrations(setup),
+            recorded=self._recorded(setup),
             num_threads=setup.threads(THREADS),
         )
         sets = Sets(config.set_size) if config.set_size else None
@@ -145,8 +149,6 @@ class OnPolicy:
             same_starts=1 if sets is None else sets.group,
         )
         self.draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
-        gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
-        self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.estimate_advantages = AdvantageEstimator(
             config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat,
             config.critic_input, trains_encoder=config.encoder == "trained", sets=sets,
@@ -215,13 +217,31 @@ class OnPolicy:
         return replace(experience, initial_cond=encode(frozen, obs))
 
     def _demonstrations(self, setup: Setup) -> Demonstrations | None:
-        """Return the demonstrations of the update; ConfigError if they are missing or of another task."""
-        if not self.config.demo_weight:
+        weight = self.config.demo_weight
+        return (
+            Demonstrations(self._dataset(setup, f"demo_weight={weight:g}"), self.policy) if weight else None
+        )
+
+    def _recorded(self, setup: Setup) -> RecordedValues | None:
+        config = self.config
+        if not config.demo_value_weight:
             return None
-        needs = f"demonstrations with algo.demo_weight={self.config.demo_weight:g}"
+        rule = "0 without init, for a new policy's normaliser changes while it trains"
+        config.require("demo_value_weight", self.moments is None, rule)
+        dataset = self._dataset(setup, f"demo_value_weight={config.demo_value_weight:g}")
+        return RecordedValues(dataset, self.policy, config.gamma, self._scaled)
+
+    def _dataset(self, setup: Setup, setting: str) -> EpisodeDataset:
+        """Return the demonstrations of the update; ConfigError if they are missing or of another task."""
+        needs = f"demonstrations with algo.{setting}"
         dataset = dataset_of(setup, name_of("algo", self.config), needs)
         self._init_facts |= {"dataset": dataset.digest()}
-        return Demonstrations(dataset, self.policy)
+        return dataset
+
+    def _scaled(self, reward: Tensor) -> Tensor:
+        """Return rewards of chunks as the critic learns them."""
+        scaled = reward if self.scaler is None else self.scaler.scaled(reward.double().cpu()).to(reward)
+        return self.config.reward_scale_const * scaled
 
     def _critic(self, setup: Setup) -> nn.Module:
         config, policy = self.config, self.policy

@@ -253,6 +253,10 @@ class RewardScaler:
             self.carried = reward[t] + keep[t] * self.carried
             returns[t] = self.carried
         self.mean, self.var, self.count = merge_moments(self.mean, self.var, self.count, returns)
+        return self.scaled(reward)
+
+    def scaled(self, reward: Tensor) -> Tensor:
+        """Return rewards scaled by the statistic so far."""
         return (reward / torch.sqrt(self.var + 1e-8)).clamp(-self.clip, self.clip)
 
     def state_dict(self) -> dict[str, Any]:

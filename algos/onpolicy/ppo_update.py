@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from algos.base import Quantities
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.config import OnPolicyConfig
-from algos.onpolicy.demonstrations import Demonstrations
+from algos.onpolicy.demonstrations import ROWS, Demonstrations, RecordedValues
 from algos.onpolicy.losses import (
     SURROGATES,
     approx_kl,
@@ -149,10 +149,11 @@ class PpoUpdate:
         encoder: Sequence[nn.Parameter] = (),
         cloning: BcTerm | None = None,
         demonstrations: Demonstrations | None = None,
+        recorded: RecordedValues | None = None,
         num_threads: int = 1,
     ) -> None:
         self.config, self.ratio, self.critic, self.cloning = config, ratio, critic, cloning
-        self.stop_kl, self.demonstrations = config.target_kl, demonstrations
+        self.stop_kl, self.demonstrations, self.recorded = config.target_kl, demonstrations, recorded
         self.actor, self.critic_params = [*actor, *encoder], list(critic.parameters())
         self.threads, self.stage = GradientThreads(num_threads), ""
         steps, device = ratio.inner_steps, self.actor[0].device
@@ -220,6 +221,8 @@ class PpoUpdate:
         else:
             metrics = self.untouched_actor(experience, index)
         critic_grads, value_loss = self.critic_gradient(experience, index)
+        if self.recorded is not None:
+            torch._foreach_add_(critic_grads, self.recorded_gradient(self.recorded, draws))
         take_step(self.critic_optimizer, critic_grads)
         return metrics | {"value/loss": value_loss}
 
@@ -360,6 +363,12 @@ class PpoUpdate:
         return [Task(self.actor, loss)]
 
     # -- the critic's loss -----------------------------------------------------------------------------
+
+    def recorded_gradient(self, recorded: RecordedValues, draws: GeneratorDraws) -> list[Tensor]:
+        """Return the critic's gradient of recorded values; their loss is in no metric."""
+        loss = recorded.draw(self.critic, draws.generator)
+        weight = self.config.vf_coef * self.config.demo_value_weight / ROWS
+        return self.threads.sum([Task(self.critic_params, lambda: (loss(), torch.zeros(())), weight)])[0]
 
     def critic_gradient(self, experience: Experience, index: Tensor) -> tuple[list[Tensor], Tensor]:
         index = self.ordered(index.to(experience.advantage.device))

@@ -112,13 +112,16 @@ STUDIES = {
     "surrogates": Study(
         "avoid",
         20,
-        dict.fromkeys((*SURROGATES, "sets", "steps", "correlated", "demonstrations", "props"), "avoid_bc"),
+        dict.fromkeys(
+            (*SURROGATES, "sets", "steps", "correlated", "demonstrations", "values", "props"), "avoid_bc"
+        ),
         {
             **{name: f"avoid_dppo {choice}".rstrip() for name, choice in SURROGATES.items()},
             "sets": "avoid_dppo algo.set_size=4 algo.reset_each_iteration=true algo.bc_weight=0",
             "steps": "avoid_dppo algo.reset_each_iteration=true algo.bc_weight=0",
             "correlated": "avoid_dppo algo.noise_correlation=0.5",
             "demonstrations": "avoid_dppo algo.bc_weight=0 algo.demo_weight=0.1",
+            "values": "avoid_dppo algo.demo_value_weight=1",
             "props": "avoid_dppo algo.props_every=10",
         },
         "success",

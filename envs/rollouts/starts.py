@@ -3,7 +3,7 @@
 A start is reached by acting from the task's own reset: the guide acts, or recorded actions are repeated from
 the seed of their episode. That works in every deterministic task, whatever its simulator keeps, and time
 limits count these steps. The share of the way that is led falls stage by stage from 1 to 0 while episodes
-succeed, or is drawn per episode.
+succeed, or is drawn per episode, or starts are drawn such that all values are as frequent.
 
 Legend: N environments, n of them led, To observation history, Ta executed steps, T steps of a recorded
 episode, h led steps.
@@ -12,7 +12,7 @@ Source: Jump-start reinforcement learning (arXiv 2204.02372) for guides and the 
 Deviations: returns are those of training episodes, and each worker has its own stage; h is a multiple of the
 guide's executed steps; a guide whose episode ends before the hand-over begins again with half as many steps,
 and the first of these episodes are the measure of the way back; what the guide does is not given to the
-learner.
+learner. Starts by value: SnapshotRL (arXiv 2403.00673); the value is the return to go that was recorded.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.value_clusters import even_shares, value_clusters
 from envs.spec import Array, ChunkStep, VectorEnv
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
@@ -34,7 +35,8 @@ from policies.policy_config import ChunkSpec
 
 LED = "led_steps"
 """Metric of an episode: steps before its start."""
-ORDERS = ("back", "random")
+ORDERS = ("back", "random", "values")
+CLUSTERS, DISCOUNT = 6, 0.99  # of values; of returns to go per step, so that later states are worth more
 _STREAM = 5  # separates the random numbers of a start from those of the episode
 _TOLERANCE = 1e-4  # of repeated observations, relative to the largest entry, at least 1
 
@@ -48,7 +50,7 @@ class StartSettings(Checked):
     guide: str | None = path_field()  # policy that acts first: a run or a policy directory
     dataset: str | None = path_field()  # file of episodes inside of which training begins
     steps: int | None = bounded(None, ge=1)  # most steps before the start; null: the episode, or the limit
-    order: str = bounded("back", choices=ORDERS)  # back: from the end to the task's start; or random
+    order: str = bounded("back", choices=ORDERS)  # back: from the end to the task's start
     stages: int = bounded(10, ge=1)  # numbers of steps on the way back
     episodes: int = bounded(20, ge=1)  # episodes of a worker whose mean return decides about its next stage
     tolerance: float = bounded(0.2, ge=0, lt=1)  # share of the best mean return that may be lost
@@ -56,6 +58,8 @@ class StartSettings(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("guide", self.guide is None or self.dataset is None, "empty beside start.dataset")
+        recorded = self.dataset is not None or self.order != "values"
+        self.require("order", recorded, "back or random without start.dataset")
 
     @property
     def is_on(self) -> bool:
@@ -74,12 +78,13 @@ class Guide(Protocol):
 
 @dataclass(frozen=True)
 class Recorded:
-    """Episodes to begin in: seeds, actions (T, Da) and observations (T, Do)."""
+    """Episodes to begin in: seeds, actions (T, Da), observations (T, Do) and returns to go (T,)."""
 
     source: str
     seeds: Sequence[int]
     actions: Sequence[Array]
     observations: Sequence[Array]
+    values: Sequence[Array]
 
     @classmethod
     def from_dataset(cls, dataset: EpisodeDataset) -> Recorded:
@@ -100,12 +105,14 @@ class Recorded:
             raise ConfigError(
                 f"start.dataset={dataset.source} must hold an episode with success; it has none."
             )
+        to_go = dataset.returns_to_go(DISCOUNT)
         spans = [slice(bounds[e], bounds[e + 1]) for e in kept]
         return cls(
             dataset.source,
             [int(dataset.episode_extras["seed"][e]) for e in kept],
             [dataset.actions[span].numpy() for span in spans],
             [dataset.observations[span].numpy() for span in spans],
+            [to_go[span].numpy() for span in spans],
         )
 
 
@@ -147,12 +154,35 @@ class Leader:
         self.led, self.reward, self.stage = np.zeros(n, np.int64), np.zeros(n), np.zeros(n, np.int64)
         self.returns: list[float] = []
         self.guided: list[float] = []  # returns of episodes that the guide ended, until they are the measure
+        self._way, self._shares = self._snapshots()
         guide = starts.guide
         if guide is not None and guide.chunk.obs_steps != vector.obs_steps:
             raise ConfigError(
                 f"the policy of start.guide sees {guide.chunk.obs_steps} observations, the learner "
                 f"{vector.obs_steps}. Use a guide with the same policy.obs_steps."
             )
+
+    def _room(self, chosen: int) -> int:
+        """Return the most steps of a recorded episode that can be repeated."""
+        data, most = self.starts.recorded, self.starts.settings.steps
+        assert data is not None
+        room = min(len(data.actions[chosen]), self.vector.spec.max_episode_steps) - 1
+        return room if most is None else min(room, most)
+
+    def _snapshots(self) -> tuple[Array, Array | None]:
+        """Return starts (S, 2), episode and led steps of every stage of it, and how often each is drawn."""
+        data, stages = self.starts.recorded, self.starts.settings.stages
+        if data is None or self.starts.settings.order != "values":
+            return np.zeros((0, 2), np.int64), None
+        way = np.array(
+            [
+                (chosen, self._room(chosen) * part // stages)
+                for chosen in range(len(data.seeds))
+                for part in range(stages + 1)
+            ]
+        )
+        values = np.array([data.values[chosen][steps] for chosen, steps in way])
+        return way, even_shares(value_clusters(values, CLUSTERS))
 
     def lead(self, rows: Array, seeds: Sequence[int]) -> Array:
         """Start episodes in rows (n,) from their seeds and lead them; returns observations (n, To, Do)."""
@@ -175,10 +205,12 @@ class Leader:
         """Begin inside a recorded episode; returns (To, Do), `obs` where nothing of it is repeated."""
         data = self.starts.recorded
         assert data is not None
-        chosen = int(draw.integers(len(data.seeds)))
-        actions, most = data.actions[chosen], self.starts.settings.steps
-        room = min(len(actions), self.vector.spec.max_episode_steps) - 1
-        steps = (room if most is None else min(room, most)) * parts // self.starts.settings.stages
+        if self._shares is None:
+            chosen = int(draw.integers(len(data.seeds)))
+            steps = self._room(chosen) * parts // self.starts.settings.stages
+        else:
+            chosen, steps = self._way[draw.choice(len(self._way), p=self._shares)].tolist()
+        actions = data.actions[chosen]
         if not steps:
             return obs
         self.vector.reset([data.seeds[chosen]], [row])

@@ -20,7 +20,8 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.recording import Recording
 from envs.rollouts.rollout import RolloutPool
-from envs.rollouts.starts import LED, Leader, Recorded, Starts, StartSettings
+from envs.rollouts.starts import CLUSTERS, DISCOUNT, LED, Leader, Recorded, Starts, StartSettings
+from envs.rollouts.value_clusters import even_shares, value_clusters
 from policies.backbones.mlp import MlpConfig
 from policies.errors import ConfigError
 from policies.policy_config import PolicyConfig
@@ -107,6 +108,26 @@ def test_the_way_back_follows_the_returns_of_whole_episodes() -> None:
     assert stages == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3]
 
 
+def test_starts_by_value_follow_from_the_seeds_and_reach_every_value_alike() -> None:
+    """The reward of a point falls with its distance from the goal."""
+    one = leader(recorded(7, 8, 9, order="values", stages=LIMIT - 1), 60)
+    obs, seeds = one.lead(np.arange(60), range(60)), list(range(60))
+    assert np.array_equal(obs, leader(one.starts, 60).lead(np.arange(60), seeds))
+    assert one._shares is not None and one._shares.sum() == pytest.approx(1.0)
+    data = dataset(7, 8, 9)
+    values = data.returns_to_go(DISCOUNT).numpy()
+    np.testing.assert_allclose(np.array(one._way)[:, 1], np.tile(np.arange(LIMIT), 3))
+    labels = value_clusters(values, CLUSTERS)
+    np.testing.assert_allclose(one._shares, even_shares(labels))
+    begun = [np.abs(data.observations.numpy() - seen).sum(axis=1).argmin() for seen in obs[one.led > 0, -1]]
+    assert set(labels[begun]) == set(range(CLUSTERS))
+
+
+def test_starts_by_value_need_records() -> None:
+    with pytest.raises(ConfigError, match=mentions("start.order back random start.dataset")):
+        settings(guided=True, order="values")
+
+
 def test_random_starts_follow_from_the_seeds_and_reach_both_ends() -> None:
     one, other = (leader(recorded(7, 8, order="random", stages=5), 60) for _ in range(2))
     seeds = list(range(60))
@@ -184,7 +205,7 @@ def test_a_rollout_holds_what_the_learner_did_and_goes_on_exactly() -> None:
 
 def test_an_episode_of_another_task_is_refused_where_it_differs() -> None:
     data = Recorded.from_dataset(dataset(7))
-    moved = Recorded(data.source, [8], data.actions, data.observations)
+    moved = Recorded(data.source, [8], data.actions, data.observations, data.values)
     with pytest.raises(ConfigError, match=mentions("start.dataset points point 8 10 steps start.guide")):
         leader(Starts(settings(), recorded=moved)).lead(np.array([0]), [1])
 

@@ -88,7 +88,7 @@ class TransitionTable:
 
     `frame` (M,) holds the start frames of the transitions in the dataset, if any. `weight` (M,) is
     proportional to how often a row is drawn; None: all alike. `pictures` and `next_pictures` look up images
-    of transitions, for a trained encoder.
+    of transitions, for a trained encoder. With `single`, windows are the executed actions and not stored.
     """
 
     def __init__(
@@ -107,15 +107,17 @@ class TransitionTable:
         weight: Tensor | None = None,
         pictures: Pictures | None = None,
         next_pictures: Pictures | None = None,
+        single: bool = False,
     ) -> None:
+        self.single = single
         self.frame, self._pictures, self._next_pictures = frame, pictures, next_pictures
         self._weighted = None if weight is None else WeightedRows(weight)
         self._cache: dict[str, Any] = {}
         none = action.new_zeros(len(reward), 0)
         has_next = torch.zeros_like(reward) if has_next is None else has_next
-        single = (reward[:, None], discount[:, None], has_next[:, None])
+        scalars = (reward[:, None], discount[:, None], has_next[:, None])
         rest = (none if part is None else part for part in (next_action, plan, real))
-        parts = (cond, action, next_cond, *single, *rest)
+        parts = (cond, action, next_cond, *scalars, *rest)
         self._widths = [part.shape[1] for part in parts]
         self._rows = torch.cat(parts, dim=1)
 
@@ -128,9 +130,11 @@ class TransitionTable:
         weight: Tensor | None = None,
         pictures: Pictures | None = None,
         next_pictures: Pictures | None = None,
+        single: bool = False,
     ) -> TransitionTable:
         """Return the rows of some tables as one table; each is copied when it is drawn, and then free."""
         table, done = cls.__new__(cls), 0
+        table.single = single
         table.frame, table._pictures, table._next_pictures = frame, pictures, next_pictures
         table._weighted = None if weight is None else WeightedRows(weight)
         table._cache = {}
@@ -176,6 +180,8 @@ class TransitionTable:
         parts = self._split(self._rows.index_select(0, row.flatten()).view(*row.shape, -1))
         cond, action, next_cond, *single, next_action, plan, real = parts
         reward, discount, has_next = (part.squeeze(-1) for part in single)
+        if self.single:
+            plan, real = action, torch.ones_like(parts[3])
         batch = Batch(cond, action, reward, next_cond, discount, next_action, has_next, plan, real, row)
         if self._pictures is None or self._next_pictures is None:
             return batch
@@ -232,12 +238,14 @@ def tabulate(
         ends = ("pictures", start, False), ("next_pictures", _segments(dataset, start, steps).last, True)
         for name, newest, successor in ends:
             pictures[name] = Pictures(dataset.images, _histories(policy, dataset, newest, successor)[1])
-    columns = partial(_columns, dataset, policy, rewarding, trains_encoder)
+    single = steps == policy.chunk.horizon == 1
+    columns = partial(_columns, dataset, policy, rewarding, trains_encoder, single)
     blocks = (_segments(dataset, block, steps) for block in start.split(_ENCODED_AT_ONCE))
     return TransitionTable.stacked(
         (TransitionTable(**columns(block)) for block in blocks),
         frame=start,
         weight=dataset.extras[SAMPLING_WEIGHT][start] if SAMPLING_WEIGHT in dataset.extras else None,
+        single=single,
         **pictures,
     )
 
@@ -247,6 +255,7 @@ def _columns(
     policy: Policy,
     rewarding: Rewarding,
     trains_encoder: bool,
+    single: bool,
     segment: _Segments,
 ) -> dict[str, Any]:
     """Return the columns of some transitions."""
@@ -260,7 +269,8 @@ def _columns(
     def actions(frames: Tensor) -> Tensor:
         return policy.normalize_action(dataset.actions[frames]).flatten(1)
 
-    return {
+    window = {} if single else {"plan": actions(planned), "real": real.float()}
+    return window | {
         "cond": read(policy, dataset, segment.start),
         "action": actions(segment.frames),
         "reward": (rewards * weight * segment.real).sum(dim=1).float(),
@@ -268,8 +278,6 @@ def _columns(
         "discount": (rewarding.gamma ** segment.length.double() * ~segment.over).float(),
         "next_action": actions(following),
         "has_next": has_next.float(),
-        "plan": actions(planned),
-        "real": real.float(),
     }
 
 

@@ -32,6 +32,7 @@ from algos.cloning.recap import with_goal
 from algos.critics.idql import ValueLearner, exponential_weight
 from algos.critics.learner import ChunkCriticConfig
 from algos.critics.losses import value_loss
+from algos.offline.config import Statistics
 from algos.optim import descend
 from algos.training.observations import encoder_module
 from algos.transitions import Batch
@@ -154,14 +155,14 @@ class Famo2oConfig(ChunkCriticConfig):
         self.require("max_coefficient", self.max_coefficient >= self.min_coefficient, rule)
         self.require("refit", self.refit, "true")
 
-    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
+    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, statistics: Statistics) -> Policy:
         """Return a copy of `init`, or a new policy, with a coefficient that has no effect yet."""
         if goal_dim_of(setup, dataset):
             raise ConfigError(
                 f"algo={name_of('algo', self)} puts a coefficient where goals are; got a policy or task with "
                 "a goal."
             )
-        plain = super().initial_policy(setup, dataset, box)
+        plain = super().initial_policy(setup, dataset, statistics)
         wrapper = Balance(self.min_coefficient, self.max_coefficient, self.balance_dims)
         with seeded_weights(derive_seed(setup.seed, "balance")):
             policy = wrapper.wrap(with_goal(plain, EMBEDDED)).to(setup.device).train()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_vector
 from algos.critics.losses import squared_error
 from algos.offline.chunk_loss import ChunkLoss
-from algos.offline.config import TransitionsConfig, warn_of_clipped_actions
+from algos.offline.config import Statistics, TransitionsConfig, warn_of_clipped_actions
 from algos.onpolicy.requirements import ways
 from algos.optim import descend, load_parts, save_parts
 from algos.training.observations import encoder_module
@@ -125,7 +125,7 @@ class ChunkCriticConfig(TransitionsConfig):
                 f"(process={process}) has none. {without} {ways(policy)}."
             )
 
-    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
+    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, statistics: Statistics) -> Policy:
         """Return a copy of `init`, or a new policy of the configured parts, trainable with `refit`."""
         if setup.init is not None:
             policy = setup.init.clone()
@@ -136,7 +136,7 @@ class ChunkCriticConfig(TransitionsConfig):
                 action_dim=dataset.action_dim,
                 goal_dim=goal_dim_of(setup, dataset),
                 images=dataset.image_shapes,
-                statistics=dataset.statistics(),
+                statistics=statistics,
                 seed=derive_seed(setup.seed, "chunk policy"),
             )
             self.require_policy(policy, name_of("algo", self))

@@ -36,12 +36,15 @@ _BEYOND = 1e-4  # tolerance of normalised actions beyond ±1, for rounding
 STD_MARGIN = 1e-3  # added to every state std, as in the released code
 
 
+Statistics = dict[str, dict[str, Tensor]]  # of observations and actions, by feature, for a normaliser
+
+
 @dataclass(frozen=True)
 class OfflineData:
-    """Data shared by the seeds: dataset, action bounds (empty with `init`), transitions, probes, limits."""
+    """Data shared by the seeds: dataset, statistics (empty with `init`), transitions, probes, limits."""
 
     dataset: EpisodeDataset
-    box: dict[str, Tensor]
+    statistics: Statistics
     table: TransitionTable
     probes: Probes | None
     limits: Limits
@@ -126,24 +129,26 @@ class TransitionsConfig(Checked):
             if self.online_steps and spec is None:
                 raise ConfigError(f"algo.online_steps={self.online_steps} needs a task. Give env=<name>.")
             dataset = dataset_of(setup, algo, "transitions with rewards")
+            statistics: Statistics = {}
             if setup.init is not None:
-                dataset, box = actions_for(dataset, setup.init, spec), {}
+                dataset = actions_for(dataset, setup.init, spec)
             else:
                 box = box_of(dataset, spec)
                 dataset = clipped_actions(dataset, box)
+                statistics = self.statistics(setup, dataset, box)
             rewarding = self.rewarding(dataset)
             _require_rewards(dataset, rewarding, algo)
-            policy = self.initial_policy(setup, dataset, box)
+            policy = self.initial_policy(setup, dataset, statistics)
             on_device = dataset.to(setup.device)
             table = tabulate(on_device, policy, rewarding, steps=self.backup_steps(policy))
             length = None if spec is None else spec.max_episode_steps
             limits = limits_of(table, on_device, rewarding, episode_steps=length, advice=self.closer)
-            return OfflineData(dataset, box, table, probes_of(table, on_device, rewarding), limits)
+            return OfflineData(dataset, statistics, table, probes_of(table, on_device, rewarding), limits)
 
     def run(self, setup: Setup, data: OfflineData) -> OfflineRun:
         """Return the run on prepared transitions."""
         with torch_threads(setup.threads(THREADS)):
-            policy = self.initial_policy(setup, data.dataset, data.box)
+            policy = self.initial_policy(setup, data.dataset, data.statistics)
             with seeded_weights(derive_seed(setup.seed, "learner")):
                 learner = self.learner(policy, data.table, setup)
             rule = DelayedDecay(self.ema_decay, every=1)
@@ -163,9 +168,13 @@ class TransitionsConfig(Checked):
         """Refuse goals beside the state, images, and an `init` that is wrapped or composed."""
         _require_trainable(setup, algo)
 
+    def statistics(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Statistics:
+        """Return what a new policy is scaled by; `box` bounds the actions."""
+        return dataset.statistics()
+
     @abstractmethod
-    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
-        """Return a trainable copy of `init`, or a new policy."""
+    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, statistics: Statistics) -> Policy:
+        """Return a trainable copy of `init`, or a new policy with a normaliser of these statistics."""
 
     @abstractmethod
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
@@ -198,18 +207,20 @@ class OfflineConfig(TransitionsConfig):
             warn_of_slow_bfloat16()
         return super().prepare(setup)
 
-    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
+    def statistics(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Statistics:
+        goals = {"goal": dataset.statistics()["goal"]} if goal_dim_of(setup, dataset) else {}
+        return {"state": _state_statistics(dataset), "action": box, **goals}
+
+    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, statistics: Statistics) -> Policy:
         """Return a trainable copy of `init`, or a new actor scaled to the action bounds."""
         if setup.init is not None:
             policy = setup.init.clone().to(setup.device).train().requires_grad_(True)
             encoder_module(policy).requires_grad_(False)
             return policy
         config, goal_dim = self.actor_config(), goal_dim_of(setup, dataset)
-        statistics = {"state": _state_statistics(dataset), "action": box}
         if goal_dim:  # goals are normalised as states are
             mode = config.normalizer["state"]
             config = replace(config, normalizer=config.normalizer | {"goal": mode})
-            statistics["goal"] = dataset.statistics()["goal"]
         policy = build_policy(
             config,
             obs_dim=dataset.obs_dim,

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
@@ -42,6 +42,7 @@ from policies.threads import torch_threads
 _log = logging.getLogger(__name__)
 THREADS = 1  # torch threads, unless `num_threads` is set
 _PROBES = 4096  # rows, at most
+_BLOCK = 262_144  # rows that are looked through at once
 _CUT_WEIGHT = 0.01  # largest weight of the rewards missing from a truncated episode
 _ROUNDING = 0.01  # of the span of returns: values of new critics may be that much below the least
 _SATURATED, _SATURATED_TIMES = 0.4, 1.75  # share of action entries at bounds, and times that of the data
@@ -288,19 +289,35 @@ def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Reward
     """Return evenly spaced rows whose return-to-go is known up to `_CUT_WEIGHT`; None without such rows."""
     if table.frame is None or "masks" in dataset.extras:  # with masks, returns continue after the task's end
         return None
-    last = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
-    ends, remaining = dataset.terminated[last], last.sub_(torch.arange(len(last), device=last.device)).add_(1)
-    steps = torch.arange(int(dataset.lengths.max()) + 1, device=last.device)
-    is_known = ends | (rewarding.gamma ** steps.double() < _CUT_WEIGHT)[remaining]
-    known = is_known[table.frame].nonzero().squeeze(1)
-    if not len(known):
+    steps = torch.arange(int(dataset.lengths.max()) + 1, device=table.device)
+    is_short = rewarding.gamma ** steps.double() < _CUT_WEIGHT  # what follows is worth nothing
+
+    def known(frame: Tensor) -> Tensor:
+        end = dataset.episode_start[torch.searchsorted(dataset.episode_start, frame, right=True)]
+        return dataset.terminated[end - 1] | is_short[end - frame]
+
+    is_known = torch.cat([known(block) for block in table.frame.split(_BLOCK)])
+    counts = torch.stack([block.sum() for block in is_known.split(_BLOCK)])
+    if not (total := int(counts.sum())):
         return None
-    places = torch.linspace(0, len(known) - 1, min(_PROBES, len(known)), device=known.device).long()
-    row = known[places]
-    rewards = rewarding.scale * dataset.rewards + rewarding.shift
-    to_go = replace(dataset, rewards=rewards).returns_to_go(rewarding.gamma)[table.frame[row]]
+    places = torch.linspace(0, total - 1, min(_PROBES, total), device=table.device).long()
+    ends = counts.cumsum(0)
+    inside = torch.searchsorted(ends, places, right=True)  # the block of each
+    rows = []
+    for block in inside.unique().tolist():
+        found = is_known[block * _BLOCK : (block + 1) * _BLOCK].nonzero().squeeze(1)
+        rows.append(block * _BLOCK + found[places[inside == block] - ends[block] + counts[block]])
+    row = torch.cat(rows)
+    to_go = torch.stack([_return_to_go(dataset, rewarding, int(frame)) for frame in table.frame[row]])
     batch = table.gather(row)
     return Probes(batch.cond.contiguous(), batch.action.contiguous(), to_go.to(batch.reward))
+
+
+def _return_to_go(dataset: EpisodeDataset, rewarding: Rewarding, frame: int) -> Tensor:
+    """Return the discounted sum of rewards from a frame to the end of its episode."""
+    end = dataset.episode_start[torch.searchsorted(dataset.episode_start, frame, right=True)]
+    rewards = rewarding.scale * dataset.rewards[frame:end].double() + rewarding.shift
+    return (rewards * rewarding.gamma ** torch.arange(len(rewards), device=rewards.device).double()).sum()
 
 
 @dataclass(frozen=True)

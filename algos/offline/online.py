@@ -71,7 +71,7 @@ class Experience(TransitionTable):
 
     def __init__(self, capacity: int, like: TransitionTable) -> None:
         self.frame, self._pictures, self._next_pictures, self._weighted = None, None, None, None
-        self._cache, self._widths = {}, like._widths
+        self._cache, self._widths, self.single = {}, like._widths, like.single
         self._rows = torch.empty(capacity, sum(self._widths), device=like.device)
         self.size = self._next = 0
 
@@ -81,15 +81,8 @@ class Experience(TransitionTable):
     def add(self, batch: Batch) -> None:
         """Overwrite the oldest rows with those of a batch."""
         single = (batch.reward[:, None], batch.discount[:, None], batch.has_next[:, None])
-        parts = (
-            batch.cond,
-            batch.action,
-            batch.next_cond,
-            *single,
-            batch.next_action,
-            batch.plan,
-            batch.real,
-        )
+        window = () if self.single else (batch.plan, batch.real)
+        parts = (batch.cond, batch.action, batch.next_cond, *single, batch.next_action, *window)
         rows = torch.cat(parts, dim=1).to(self._rows)[-len(self._rows) :]
         place = (self._next + torch.arange(len(rows), device=self.device)) % len(self._rows)
         self._rows.index_copy_(0, place, rows)

@@ -734,7 +734,7 @@ def test_a_new_encoder_with_weights_is_refused_and_a_way_is_named() -> None:
         with pytest.raises(
             CapabilityError, match=mentions(f"algo={algo} algo=bc init=<run> algo.encoder=trained")
         ):
-            config.initial_policy(setup("flow", policy=sight, init=None, env=None), seen, {})
+            config.initial_policy(setup("flow", policy=sight, init=None, env=None), seen, seen.statistics())
 
 
 def test_transitions_of_experience_are_those_of_the_same_episodes_as_data() -> None:

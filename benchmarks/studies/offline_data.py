@@ -51,6 +51,7 @@ DATA = {
     "hopper-medium": Data("hopper"),
     "hopper-medium-expert": Data("hopper"),
     "halfcheetah-medium": Data("halfcheetah", (Part("medium", COLLECTED, noise=0.3),)),
+    "hopper-expert": Data("hopper", (Part("expert", COLLECTED, noise=0.1),)),
     "hopper-mixed": Data("hopper", (Part("medium", 90, noise=0.3), Part("expert", 10))),
 }
 

@@ -81,6 +81,7 @@ class ReinFlowConfig(PpoConfig):
         self.require(
             "noise_correlation", not self.noise_correlation, "0: algo.noise learns every entry's own"
         )
+        self.require("props_every", not self.props_every, "0: PROPS takes densities without learned noise")
         self.require("tuned_steps", tuned is None or tuned <= steps, f"in 1..{steps}, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:

@@ -15,6 +15,7 @@ from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ppo_update import GeneratorDraws
 from algos.onpolicy.props import AdaptiveSampling, move_away
 from algos.onpolicy.ratios import Rows
+from algos.reinflow import ReinFlowConfig
 from policies.errors import ConfigError
 
 PARTS = replace(test_ppo.SMALL, props_every=5)
@@ -95,6 +96,8 @@ def test_the_collecting_policy_takes_what_was_taken_less_often() -> None:
     run.close()
 
 
-def test_a_part_of_no_steps_is_refused() -> None:
+def test_a_part_of_no_steps_and_learned_noise_are_refused() -> None:
     with pytest.raises(ConfigError, match=mentions("props_every -1")):
         replace(PARTS, props_every=-1)
+    with pytest.raises(ConfigError, match=mentions("props_every 0 noise")):
+        ReinFlowConfig(props_every=5)

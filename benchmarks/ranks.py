@@ -90,12 +90,18 @@ def update() -> Step:
 
 PROCESS = VPDiffusion(num_levels=20)
 UNET = Unet1dConfig(widths=(64, 128, 256))
+
+
+def unet() -> PolicyConfig:
+    """Return a policy of 4.1 M weights."""
+    return PolicyConfig(process=PROCESS, horizon=16, backbone=UNET)
+
+
 CASES: dict[str, Callable[[], Step]] = {
     "DPPO update, 50,000 rows": update,
     "BC step, MLP, batch 256": lambda: cloning(PolicyConfig(process=PROCESS, horizon=4), 256),
-    "BC step, U-Net, batch 256": lambda: cloning(
-        PolicyConfig(process=PROCESS, horizon=16, backbone=UNET), 256
-    ),
+    "BC step, U-Net, batch 256": lambda: cloning(unet(), 256),
+    "BC step, U-Net, batch 512": lambda: cloning(unet(), 512),
     "BC step, images 96 × 96, batch 64": lambda: cloning(
         PolicyConfig(process=PROCESS, horizon=16, encoder=ResNetEncoderConfig(width=32)), 64, images=True
     ),

@@ -60,7 +60,8 @@ def move_away(
             found = log_ratio(index)
             ratio = found.exp()
             loss = torch.maximum(ratio, ratio.clamp(1.0 - clip, 1.0 + clip)).mean()
-            for weight, grad in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            grads = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+            for weight, grad in zip(weights, grads, strict=True):  # a trained encoder's are 0: it is not read
                 weight.grad = grad
             torch.nn.utils.clip_grad_norm_(weights, max_grad_norm)
             optimizer.step()

@@ -72,7 +72,11 @@ def sampling_error(corrects: bool, seed: int, parts: int = 20, size: int = 10) -
             ) -> torch.Tensor:
                 return (x[index].square() - (x[index] - mean).square()).sum(dim=1) / 2
 
-            move_away(log_ratio, [mean], len(seen), GeneratorDraws(generator), bound=0.1, lr=0.02, epochs=3)
+            unread = torch.zeros(1, requires_grad=True)
+            move_away(
+                log_ratio, [mean, unread], len(seen), GeneratorDraws(generator), bound=0.1, lr=0.02, epochs=3
+            )
+            assert not unread.any()
             mean = mean.detach()
     return float(len(drawn) * drawn.mean(dim=0).square().mean())
 

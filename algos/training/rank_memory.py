@@ -1,7 +1,7 @@
 """Sums of large vectors over the ranks of one machine, in memory that they share.
 
-Every rank writes its vector, sums its own part of all vectors and reads the whole: a third of the time that
-sockets take. Linux alone has the folder for it; elsewhere, on several machines or where that folder is too
+Every rank writes its vector, sums its own part of all vectors and reads the whole, which takes less time than
+sockets do. Linux alone has the folder for it; elsewhere, on several machines or where that folder is too
 small, `torch.distributed` sums.
 
 Legend: W ranks, N numbers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,7 +21,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+logger = logging.getLogger(__name__)
+
 PLAIN_WIDTH = 160  # columns without a terminal
+LOG_EVERY_S = 30.0  # of long work without a terminal
 LOGGERS = ("burnish", "policies", "algos", "envs")
 
 
@@ -78,15 +82,19 @@ def progress_bar() -> Progress:
 
 
 class Counting:
-    """Progress bar as a context manager."""
+    """Progress bar as a context manager; without a terminal, a log line every `LOG_EVERY_S`."""
 
     def __init__(self, description: str, total: int) -> None:
         self._bar = progress_bar()
         self._task = self._bar.add_task(description, total=total, note="")
+        self._shown = time.monotonic()
 
     def show(self, done: int, note: str = "", *, total: int | None = None) -> None:
         """Show the number of finished units and, if given, a new total."""
         self._bar.update(self._task, completed=done, note=note, total=total)
+        if self._bar.disable and time.monotonic() - self._shown >= LOG_EVERY_S:
+            self._shown, task = time.monotonic(), self._bar.tasks[self._task]
+            logger.info("%s: %d/%d%s", task.description, done, task.total, f", {note}" if note else "")
 
     def __enter__(self) -> Counting:
         self._bar.start()

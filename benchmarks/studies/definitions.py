@@ -198,6 +198,7 @@ STUDIES = {
             "env.control=waypoint",
             "env.hold=10",
             "env.max_episode_steps=60",
+            "env.expert.detour=8",
         ),
     ),
     "lift-seen": Study(

@@ -189,8 +189,8 @@ STUDIES = {
     "goals": Study(
         "pointmaze-medium",
         30,
-        {"dsrl": "pointmaze_goals_flow_bc", "reinflow": "pointmaze_goals_flow_bc"},
-        {"dsrl": "pointmaze_goals_dsrl", "reinflow": "pointmaze_goals_reinflow"},
+        {"dsrl": "pointmaze_goals_flow_bc", "gorl": "pointmaze_goals_flow_bc"},
+        {"dsrl": "pointmaze_goals_dsrl", "gorl": "pointmaze_goals_gorl"},
         "success",
         (0.7, 0.8, 0.9),
         options=(

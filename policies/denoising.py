@@ -15,9 +15,22 @@ from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import correlated, correlated_log_prob, gaussian_entropy
 from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Hooks, Kind, Reduction, Rng, Start
+from policies.protocols import (
+    TE,
+    BoundField,
+    Chain,
+    Cond,
+    Evaluate,
+    Hooks,
+    Kind,
+    Reduction,
+    Rng,
+    RowField,
+    Start,
+)
 from policies.registry import register
 from policies.samplers.loop import denoise
+from policies.samplers.row import denoise_row, takes_row
 from policies.samplers.step_table import StepTable, table_of, transition
 
 
@@ -91,15 +104,24 @@ class DenoisingPolicy(Policy):
         """
         x, first = (None, 0) if start is None else (start[0], self.table.step_at(start[1]))
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            row = None if hooks or not takes_row(self.table, noise) else self.bind_row(cond)
+            if row is not None:
+                return denoise_row(row, self.table, noise, start=x, first_step=first)
             bound = self.bind(cond)
             return denoise(bound, self.table, noise, hooks=hooks, cond=cond, start=x, first_step=first).action
 
     def bind(self, cond: Cond) -> BoundField:
         """Bind the network to a condition and the sampler's steps, with the configured guidance."""
-        times = [self.table.to_device("net_time", cond.vec)]
-        if self.table.second_time is not None:
-            times.append(self.table.to_device("second_time", cond.vec))
-        return self.bind_at(cond, *times)
+        return self.bind_at(cond, *self._times(cond))
+
+    def bind_row(self, cond: Cond) -> RowField | None:
+        """Bind the network to a condition of one row on a CPU; None where `bind` has to serve."""
+        bind_row = getattr(self.field, "bind_row", None)
+        return None if bind_row is None or self.guidance != 1 else bind_row(cond, *self._times(cond))
+
+    def _times(self, cond: Cond) -> list[Tensor]:
+        names = ("net_time",) if self.table.second_time is None else ("net_time", "second_time")
+        return [self.table.to_device(name, cond.vec) for name in names]
 
     def bind_at(self, cond: Cond, *times: Tensor) -> BoundField:
         """Bind the network to a condition and to given times (K,), with the configured guidance."""

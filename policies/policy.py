@@ -91,7 +91,7 @@ class Policy(nn.Module):
 
     @property
     def _like(self) -> Tensor:
-        return self.normalizer.get_buffer("action_scale")
+        return self.normalizer.action_scale  # type: ignore[return-value]
 
     @property
     def device(self) -> torch.device:
@@ -104,8 +104,9 @@ class Policy(nn.Module):
     def observation(self, obs: Any) -> Observation:
         """Convert an observation (array, tensor, or mapping of them) to tensors of the policy's dtype."""
         items = obs if isinstance(obs, Mapping) else {"state": obs}
-        types = {name: None if name in self.images else self.dtype for name in items}  # not images
-        return {k: torch.as_tensor(v, dtype=types[k], device=self.device) for k, v in items.items()}
+        like, images = self._like, self.images
+        types = {name: None if name in images else like.dtype for name in items}  # not images
+        return {k: torch.as_tensor(v, dtype=types[k], device=like.device) for k, v in items.items()}
 
     def encode(self, obs: Observation, *, generator: Rng = None) -> Cond:
         """Encode physical observations: `state` (B, To, Do), and what else the encoder reads.
@@ -241,8 +242,9 @@ class Policy(nn.Module):
         return self if self.device.type == "cpu" else self.clone().cpu()
 
     def _randn(self, shape: tuple[int, ...], generator: Rng) -> Tensor:
-        device = self.device if generator is None else generator.device
-        return torch.randn(shape, generator=generator, device=device, dtype=self.dtype).to(self.device)
+        like = self._like
+        device = like.device if generator is None else generator.device
+        return torch.randn(shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
 
     def _rand(self, n: int, generator: Rng) -> Tensor:
         device = self.device if generator is None else generator.device

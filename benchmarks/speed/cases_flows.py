@@ -142,7 +142,7 @@ def flow(options: argparse.Namespace) -> Iterator[Figure]:
     net = plain_nets()[1]
     policy = flow_policy(net)
     schedule = FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000)
-    for batch, floor in ((1, 2.0), (40, 2.2)):
+    for batch, floor in ((1, 2.5), (40, 2.2)):
         generator = torch.Generator().manual_seed(batch)
         state = torch.randn(batch, OBS, generator=generator)
         start = torch.randn(batch, *CHUNK, generator=generator)

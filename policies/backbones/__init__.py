@@ -44,7 +44,7 @@ class Backbone(Protocol):
 
         Returns:
             `bound(k, x)`, equal to the network at x (B, Th, Da) and time `times[k]`; valid until the weights
-            change.
+            change. A backbone that has a `bind_row` too returns there a `RowField`, or None.
         """
 
     def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,15 +33,18 @@ from policies.networks.embeddings import (
     embed_times,
 )
 from policies.networks.mlp_blocks import (
+    ROW_NUMBERS,
     ExpandedTrunk,
     Fold,
     PlainTrunk,
+    ResidualTrunk,
+    RowFinish,
     Trunk,
     TrunkConfig,
     official_plain_keys,
 )
-from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond, Features
+from policies.networks.weight_cache import WeightCache, weights_of
+from policies.protocols import BoundField, Cond, Features, RowField
 from policies.registry import register
 
 EMBEDDINGS = {
@@ -130,6 +134,15 @@ class _Plan(NamedTuple):
     fold: Fold
 
 
+class _RowPlan(NamedTuple):
+    """What `bind_row` keeps: as `_Plan`, and a maker of the rest of the network."""
+
+    table: np.ndarray
+    chunk: np.ndarray
+    cond: np.ndarray
+    make: Callable[[], RowFinish]
+
+
 class MlpBackbone(nn.Module):
     """See `MlpConfig`; satisfies `policies.backbones.Backbone`.
 
@@ -153,6 +166,7 @@ class MlpBackbone(nn.Module):
         self.part_dims = (chunk, config.time_dim, *([] if config.add_cond else [cond_dims[-1]]))
         self.trunk = config.build_trunk(sum(self.part_dims), chunk)
         self._cache: WeightCache[_Plan] = WeightCache()
+        self._row_cache: WeightCache[_RowPlan | None] = WeightCache()
 
     def forward(
         self,
@@ -196,7 +210,7 @@ class MlpBackbone(nn.Module):
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         given = (times,) if second_times is None else (times, second_times)
-        weights = () if self._cache.sealed else self.parameters()
+        weights = () if self._cache.sealed else weights_of(self)
         plan = self._cache.get((*weights, *given), lambda: self._plan(*given))
         finish, chunk = self.trunk.finish_of(plan.fold), plan.chunk
         shape, width = self.chunk_shape, self.part_dims[0]
@@ -206,6 +220,32 @@ class MlpBackbone(nn.Module):
             return finish(torch.addmm(offset(k), x.reshape(-1, width), chunk)).view(-1, *shape)
 
         return bound
+
+    def bind_row(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> RowField | None:
+        """Return `bind` for a condition of one row on a CPU; None where that has to serve."""
+        given = (times,) if second_times is None else (times, second_times)
+        weights = () if self._row_cache.sealed else weights_of(self)
+        plan = self._row_cache.get((*weights, *given), lambda: self._row_plan(*given))
+        if plan is None or len(cond) != 1:
+            return None
+        (z, finish), chunk = plan.make(), plan.chunk
+        offsets = list(plan.table + self.cond_encoder(cond.vec).detach().numpy()[0] @ plan.cond)
+
+        def bound(k: int, x: np.ndarray, out: np.ndarray) -> None:
+            np.dot(x, chunk, z)
+            np.add(z, offsets[k], z)
+            finish(out)
+
+        return bound
+
+    def _row_plan(self, times: Tensor, second_times: Tensor | None = None) -> _RowPlan | None:
+        plan = self._plan(times, second_times)
+        if not isinstance(self.trunk, ResidualTrunk) or plan.chunk.numel() > ROW_NUMBERS:
+            return None
+        make = self.trunk.finish_row_of(plan.fold)
+        if make is None:
+            return None
+        return _RowPlan(plan.table.numpy(), plan.chunk.numpy(), plan.cond.numpy(), make)
 
     def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from policies.backbones import Backbone
 from policies.errors import ConfigError
 from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond, Features
+from policies.protocols import BoundField, Cond, Features, RowField
 
 
 class SwitchedField(nn.Module):
@@ -102,9 +103,7 @@ class SwitchedField(nn.Module):
             is_tuned, networks = self.is_tuned(times), (self.base, self.tuned)
             base, tuned = (network.bind(cond, times, second_times) for network in networks)
             return lambda k, x: torch.where(is_tuned[k], tuned(k, x), base(k, x))
-        sources = (times,) if second_times is None else (times, second_times)
-        made = lambda: _Split(times, second_times, self.is_tuned(times))  # noqa: E731
-        split = self._cache.get(sources, made, are_tables=True)
+        split = self._split(times, second_times)
         base = self.base.bind(cond, *split.base_times) if split.has_base else None
         tuned = self.tuned.bind(cond, *split.tuned_times) if split.has_tuned else None
         steps: list[tuple[BoundField, int]] = [
@@ -117,6 +116,32 @@ class SwitchedField(nn.Module):
             return evaluate(place, x)
 
         return bound
+
+    def bind_row(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> RowField | None:
+        """Return `bind` for a condition of one row on a CPU; None where that has to serve."""
+        split = self._split(times, second_times)
+        rows: dict[bool, RowField] = {}
+        for is_tuned, there, network, given in (
+            (False, split.has_base, self.base, split.base_times),
+            (True, split.has_tuned, self.tuned, split.tuned_times),
+        ):
+            bind_row = getattr(network, "bind_row", None)
+            if there and (bind_row is None or (row := bind_row(cond, *given)) is None):
+                return None
+            if there:
+                rows[is_tuned] = row
+        steps = [(rows[is_tuned], place) for is_tuned, place in zip(split.is_tuned, split.place, strict=True)]
+
+        def bound(k: int, x: np.ndarray, out: np.ndarray) -> None:
+            evaluate, place = steps[k]
+            evaluate(place, x, out)
+
+        return bound
+
+    def _split(self, times: Tensor, second_times: Tensor | None) -> _Split:
+        sources = (times,) if second_times is None else (times, second_times)
+        made = lambda: _Split(times, second_times, self.is_tuned(times))  # noqa: E731
+        return self._cache.get(sources, made, are_tables=True)
 
 
 def _is_traced() -> bool:

@@ -174,6 +174,9 @@ class ComposedPolicy(DenoisingPolicy):
         sums = self._sums
         return lambda k, x: sums[k](lambda i: bound[i](k, x), x)
 
+    def bind_row(self, cond: Cond) -> None:
+        """Combine members by `bind` alone."""
+
     def evaluate(self, cond: Cond) -> Evaluate:
         if self.composition.operator == "or":
             raise CapabilityError(

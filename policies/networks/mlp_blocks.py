@@ -24,18 +24,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
-from policies.networks.activations import ACTIVATIONS
+from policies.networks.activations import ACTIVATIONS, in_place
 from policies.networks.attention import LayerNorm
 from policies.networks.weight_cache import WeightCache
 
 Finish = Callable[[Tensor], Tensor]
 """Maps z (B, H') to the output (B, out)."""
+RowFinish = tuple[np.ndarray, Callable[[np.ndarray], None]]
+"""An array for one z (H',), and a function that writes its output (out,) to an array; it overwrites z."""
+ROW_NUMBERS = 1 << 18  # of a matrix in one product of NumPy, which may share larger ones among threads
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,36 @@ class ResidualTrunk(nn.Module):
             return torch.addmm(linear, features(h), feature)
 
         return finish
+
+    def finish_row_of(self, fold: Fold) -> Callable[[], RowFinish] | None:
+        """Return a maker of `finish_of` for one row on a CPU; None where that has to serve."""
+        block, feature = self.last_block, fold.feature
+        assert feature is not None
+        if len(self.blocks) > 1 or block.norm1 is not None or feature.numel() > ROW_NUMBERS:
+            return None
+        if feature.device.type != "cpu" or feature.dtype != torch.float32:
+            return None
+        width, out_dim, activate = self.outlet.in_features, len(feature), in_place(block.activate_)
+        weight, bias = (part.detach().numpy() for part in (block.linear1.weight, block.linear1.bias))
+        last = np.concatenate([np.eye(out_dim, dtype=np.float32), feature.numpy()], axis=1)
+        rows = max(1, ROW_NUMBERS // width)
+
+        def make() -> RowFinish:
+            buffer = np.empty(width + out_dim + width, np.float32)
+            z, h, joined, u = buffer[:-width], buffer[:width], buffer[width:], buffer[-width:]
+            pieces = [(weight[i : i + rows], u[i : i + rows]) for i in range(0, width, rows)]
+
+            def finish(out: np.ndarray) -> None:
+                activate(h)
+                for piece, place in pieces:
+                    np.dot(piece, h, place)
+                np.add(u, bias, u)
+                activate(u)
+                np.dot(last, joined, out)
+
+            return z, finish
+
+        return make
 
     def forward(self, inputs: Tensor) -> Tensor:
         fold = self.fold()

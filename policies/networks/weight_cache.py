@@ -164,6 +164,15 @@ def _cacheable(sources: Sequence[Tensor]) -> bool:
     return all(type(source) in _PLAIN and not source.is_inference() for source in sources)
 
 
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a module and its children, without the bookkeeping of `parameters`."""
+    found: list[Tensor] = [weight for weight in module._parameters.values() if weight is not None]
+    for child in module._modules.values():
+        if child is not None:
+            found += weights_of(child)
+    return found
+
+
 def seal(module: nn.Module) -> None:
     """Declare that the weights of a module never change again and that it is used in one way only.
 

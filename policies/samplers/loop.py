@@ -70,7 +70,7 @@ def denoise(
         start: (B, Th, Da), replaces the start state that the noise gives (warm start).
         first_step: Begin at this step with the start state as its input.
     """
-    _check(table, noise, hooks, cond, record_from, start, first_step)
+    check_request(table, noise, hooks, cond, record_from, start, first_step)
     if table.loop is not None:
         return Denoised(table.loop(bound, noise), None, None)
     x, draws = _unroll(table, noise)
@@ -140,7 +140,7 @@ def _unroll(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | 
     return (first if scale == 1 else scale * first), steps
 
 
-def _check(
+def check_request(
     table: StepTable,
     noise: Tensor,
     hooks: Hooks,
@@ -149,6 +149,7 @@ def _check(
     start: Tensor | None,
     first_step: int,
 ) -> None:
+    """Refuse arguments of `denoise` that do not fit the table."""
     steps, width = table.num_steps, table.coefficients.shape[-1]
     rank = 3 if table.is_deterministic else 4
     if noise.dim() != rank or (rank == 4 and noise.shape[1] != steps + 1):

@@ -1,0 +1,65 @@
+"""The loop of `policies.samplers.loop` for one chunk on a CPU, on NumPy arrays.
+
+A step of a small network for one row costs calls, not arithmetic, and a call of NumPy costs a third of one of
+torch. State, prediction and noise of a step lie in one array, so that its mean and noise are one product::
+
+    x' = (mean_x, mean_y, std) (x, y, noise),    y the clipped x0, or the prediction where nothing is clipped
+
+Legend: K denoising steps, n numbers of a chunk (Th Da).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policies.protocols import RowField
+from policies.samplers.loop import check_request
+from policies.samplers.step_table import StepTable
+
+
+def takes_row(table: StepTable, noise: Tensor) -> bool:
+    """Return whether `denoise_row` serves this noise and table, and no graph or trace is being built."""
+    return (
+        len(noise) == 1
+        and noise.is_cpu
+        and noise.dtype == torch.float32
+        and type(noise) is Tensor
+        and table.row_steps is not None
+        and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def denoise_row(
+    bound: RowField, table: StepTable, noise: Tensor, *, start: Tensor | None = None, first_step: int = 0
+) -> Tensor:
+    """Return the chunk (1, Th, Da) that `denoise` returns, to rounding; arguments as there."""
+    check_request(table, noise, (), None, None, start, first_step)
+    steps, count, limit = table.row_steps, table.num_steps, table.clip_state
+    assert steps is not None
+    draws = noise.detach().numpy().reshape(-1, noise.shape[-2] * noise.shape[-1])
+    states = np.zeros((count + 1, 3, draws.shape[1]), np.float32)  # K+1 times x, y, noise
+    if not table.is_deterministic:
+        bound_of_noise = np.inf if table.noise_clip is None else table.noise_clip
+        np.clip(draws[1:], -bound_of_noise, bound_of_noise, out=states[:-1, 2])
+    first = table.start_std * draws[0] if start is None else start.detach().numpy().reshape(-1)
+    states[first_step, 0] = first
+    x_of, y_of = list(states[:, 0]), list(states[:, 1])
+    clips, predicts_x0 = table.clip_x0 is not None, table.predicts_x0
+    for k in range(first_step, count):
+        x, y, after = x_of[k], y_of[k], x_of[k + 1]
+        bound(k, x, y)
+        if clips:
+            if not predicts_x0:
+                np.multiply(y, steps.ratio[k], y)
+                np.add(y, x, y)
+            np.minimum(y, steps.limit[k], out=y)
+            np.maximum(y, steps.least[k], out=y)
+        np.dot(steps.weights[k], states[k], after)
+        if limit is not None:
+            np.clip(after, -limit, limit, out=after)
+    chunk = torch.from_numpy(states[-1, 0].copy()).view(1, *noise.shape[-2:])
+    return chunk if table.clip_action is None else chunk.clamp_(-table.clip_action, table.clip_action)

@@ -81,10 +81,10 @@ class ChunkCriticConfig(TransitionsConfig):
     critic_activation: str = bounded("gelu", choices=tuple(ACTIVATIONS))
     critic_layer_norm: bool = True  # layer normalisation in the critics
     norm_after: bool = True  # after the activation instead of before it
-    critic_bins: int = bounded(0, ge=0)  # bins of a histogram of returns; 0: one value, by squared error
-    bin_sigma: float = bounded(0.75, ge=0)  # deviation of the targets of bins (HL-Gauss), in bins; 0: two-hot
-    value_min: float = bounded(0.0, ge=float("-inf"))  # the smallest discounted return, of critics with a range
-    value_max: float = bounded(1.0, ge=float("-inf"))  # the largest discounted return, of critics with a range
+    critic_bins: int = bounded(0, ge=0)  # K, bins of a histogram of returns; 0: one value, by squared error
+    bin_sigma: float = bounded(0.75, ge=0)  # deviation of targets in bins (HL-Gauss), in widths; 0: two-hot
+    value_min: float = bounded(0.0, ge=float("-inf"))  # the smallest discounted return; for dqc and bins
+    value_max: float = bounded(1.0, ge=float("-inf"))  # the largest discounted return; for dqc and bins
     aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics in targets
     subset: int = bounded(2, ge=1)  # critics in subset_min, resampled at every step
     pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
@@ -103,15 +103,15 @@ class ChunkCriticConfig(TransitionsConfig):
         shape = (self.critic_dims, self.critic_activation, self.critic_layer_norm, after)
         if members is not None:
             return EnsembleConfig(members, *shape, norm_eps=NORM_EPS)
-        bins = {"bins": self.critic_bins, "low": self.value_min, "high": self.value_max}
-        return EnsembleConfig(self.critics, *shape, norm_eps=NORM_EPS, **bins)
+        bins, low, high = self.critic_bins, self.value_min, self.value_max
+        return EnsembleConfig(self.critics, *shape, norm_eps=NORM_EPS, bins=bins, low=low, high=high)
 
     def wrapper(self, **values: Any) -> Candidates:
         """Return the wrapper of the exported policy, whose critics are those of this configuration."""
         how = "min" if self.aggregate == "subset_min" else self.aggregate
-        names = ("critic_activation", "critic_layer_norm", "norm_after", "critic_bins", "value_min", "value_max")
-        own = {name: getattr(self, name) for name in names}
-        own |= {"members": self.critics, "critic_dims": self.critic_dims, "pessimism": self.pessimism}
+        shape = ("critic_dims", "critic_activation", "critic_layer_norm", "norm_after")
+        names = (*shape, "pessimism", "critic_bins", "value_min", "value_max")
+        own = {"members": self.critics} | {name: getattr(self, name) for name in names}
         return Candidates(**{"aggregate": how, **own, **values})
 
     def require_trainable(self, setup: Setup, algo: str) -> None:

@@ -79,8 +79,8 @@ class JudgedByCritics(Checked):
         """Return the configuration of the critics."""
         after = self.critic_layer_norm and self.norm_after
         shape = (self.members, self.critic_dims, self.critic_activation, self.critic_layer_norm, after)
-        bins = {"bins": self.critic_bins, "low": self.value_min, "high": self.value_max}
-        return EnsembleConfig(*shape, norm_eps=1e-6, **bins)
+        bins, low, high = self.critic_bins, self.value_min, self.value_max
+        return EnsembleConfig(*shape, norm_eps=1e-6, bins=bins, low=low, high=high)
 
     def worth(self, critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
         """Return the values (B, R) of executed chunks (B, R, A) at conditions (B, C)."""

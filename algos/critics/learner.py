@@ -97,6 +97,10 @@ class ChunkCriticConfig(TransitionsConfig):
         self.require("critic_bins", self.critic_bins != 1, "0, or 2 and more")
         self.require("value_max", self.value_max > self.value_min, f"above algo.value_min={self.value_min:g}")
 
+    def resume_invariants(self) -> dict[str, Any]:
+        names = ("critic_bins", "value_min", "value_max") if self.critic_bins else ("critic_bins",)
+        return super().resume_invariants() | {f"algo.{name}": getattr(self, name) for name in names}
+
     def critic_config(self, members: int | None = None) -> EnsembleConfig:
         """Return the configuration of the critics, or of `members` networks of one value like them."""
         after = self.critic_layer_norm and self.norm_after

@@ -26,7 +26,7 @@ from algos.offline.loop import OfflineRun
 from algos.offline.online import OnlineConfig
 from algos.training.serialization import from_plain, to_plain
 from policies import registry
-from policies.errors import ConfigError
+from policies.errors import CheckpointError, ConfigError
 from policies.networks.critics import EnsembleConfig
 from policies.policy import Policy
 from policies.storage.policy_folder import load_policy, save_policy
@@ -136,7 +136,8 @@ def test_critics_that_value_all_alike_change_nothing() -> None:
 
 
 def begin(algo: str, **values: Any) -> OfflineRun:
-    config = replace(small(registry.lookup("algo", algo)), critic_bins=BINS, value_max=6.0, **values)
+    bins = {"critic_bins": BINS, "value_max": 6.0}
+    config = replace(small(registry.lookup("algo", algo)), **(bins | values))
     run: OfflineRun = config.build(setup(PROCESS.get(algo, "flow")))
     return run
 
@@ -170,6 +171,16 @@ def test_every_algorithm_learns_such_critics_is_resumed_and_ships_them(algo: str
     loaded = load_policy(save_policy(policy, tmp_path / "policy"))
     noise = noise_of(policy)
     assert torch.equal(loaded.act(observed(), noise=noise), policy.act(observed(), noise=noise))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"critic_bins": 0}, "algo.critic_bins 20 0"), ({"value_max": 5.0}, "algo.value_max 6 5")],
+)
+def test_a_run_goes_on_with_the_bins_it_began_with(changes: dict[str, Any], message: str) -> None:
+    state, other = saved(begin("idql")), begin("idql", **changes)
+    with pytest.raises(CheckpointError, match=mentions(message)):
+        other.load_state_dict(state)
 
 
 def test_a_chain_of_such_critics_has_a_histogram_for_each_target() -> None:

@@ -67,8 +67,8 @@ class Ensemble(nn.Module):
     """E networks from (B, in) to one number each.
 
     Members are initialised one by one as PyTorch initialises linear layers, unless configured otherwise.
-    Under autocast the last layer keeps the type of its weights: values of hundreds need more than the eight
-    bits of bfloat16.
+    Under autocast the last layer and means keep the type of its weights: values of hundreds need more than
+    the eight bits of bfloat16.
 
     Attributes:
         centres: Centres (K,) of the bins; None without bins.
@@ -118,7 +118,10 @@ class Ensemble(nn.Module):
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Return the values (E, B) of what `outputs` returns."""
-        return outputs if self.centres is None else outputs.softmax(dim=-1) @ self.centres
+        if self.centres is None:
+            return outputs
+        with _full_precision(outputs.device.type):
+            return outputs.softmax(dim=-1) @ self.centres
 
     def outputs(
         self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False

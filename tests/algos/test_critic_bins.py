@@ -105,6 +105,8 @@ def test_a_value_is_the_mean_of_its_histogram_and_stays_in_the_range() -> None:
     torch.testing.assert_close(values.double(), logits.double().softmax(-1) @ centres())
     assert bool((values > LOW).all() & (values < HIGH).all())
     torch.testing.assert_close(net(cond, action, members=1), values[:1])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(net.mean(logits), values)
     assert set(net.state_dict()) == set(EnsembleConfig(3, (8,)).build(2, 2).state_dict())
 
 

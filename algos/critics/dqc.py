@@ -2,7 +2,7 @@
 
 Legend: as in `algos.critics.learner`; h steps of a long chunk, l <= h until the task ends, A the executed
 numbers of it, P_i critic of executed chunks (logits), Q_i critic of long ones (logits), V value (logit),
-[m, M] the range of values, sigma the sigmoid, kappa in (0, 1)::
+[m, M] the range of values (`value_min`, `value_max`), sigma the sigmoid, kappa in (0, 1)::
 
     y       = clip((sum over j < l of gamma^j r_j + gamma^l (m + (M - m) sigma V(s')) - m) / (M - m), 0, 1)
     chunk   = mean -(y log sigma Q_i(s, a_{0:h}) + (1 - y) log(1 - sigma Q_i))
@@ -122,13 +122,11 @@ class DqcConfig(ChunkCriticConfig):
     distill_expectile: float = bounded(0.8, gt=0, lt=1)  # kappa_d, of its loss
     value_loss: str = bounded("quantile", choices=IMPLICIT)  # of V
     value_expectile: float = bounded(0.9, gt=0, lt=1)  # kappa_b, of the loss of V
-    value_min: float = bounded(0.0, ge=float("-inf"))  # m, the smallest discounted return
-    value_max: float = bounded(1.0, ge=float("-inf"))  # M, the largest discounted return
     num_candidates: int = bounded(32, ge=1)  # N, chunks to choose from
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("value_max", self.value_max > self.value_min, f"above algo.value_min={self.value_min:g}")
+        self.require("critic_bins", not self.critic_bins, "0: these critics are a logit in their range")
 
     @property
     def value_span(self) -> float:

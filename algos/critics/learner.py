@@ -4,7 +4,8 @@ Legend: E critics, B rows, A = Ta Da, bar target copy, C_i aggregate over critic
 chunk, tau the Polyak coefficient::
 
     y           = r + discount V'(s')          V' is the algorithm's, discount = gamma^l, 0 after the task
-    critic loss = mean over critics and rows of (Q_i(s, a) - y)^2
+    critic loss = mean over critics and rows of (Q_i(s, a) - y)^2, or with `critic_bins` of the cross entropy
+                  of the histogram Q_i(s, a) and one of y
     refit       = mean over rows and steps of the policy's matching loss on recorded steps, 0 on others
     Q_bar      <- tau Q + (1 - tau) Q_bar      Q of before the step (`moves_first`) or of after it
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_vector
-from algos.critics.losses import squared_error
+from algos.critics.losses import cross_entropy, histogram, squared_error
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import Statistics, TransitionsConfig, warn_of_clipped_actions
 from algos.onpolicy.requirements import ways
@@ -80,6 +81,10 @@ class ChunkCriticConfig(TransitionsConfig):
     critic_activation: str = bounded("gelu", choices=tuple(ACTIVATIONS))
     critic_layer_norm: bool = True  # layer normalisation in the critics
     norm_after: bool = True  # after the activation instead of before it
+    critic_bins: int = bounded(0, ge=0)  # K, bins of a histogram of returns; 0: one value, by squared error
+    bin_sigma: float = bounded(0.75, ge=0)  # deviation of targets in bins (HL-Gauss), in widths; 0: two-hot
+    value_min: float = bounded(0.0, ge=float("-inf"))  # the smallest discounted return; for dqc and bins
+    value_max: float = bounded(1.0, ge=float("-inf"))  # the largest discounted return; for dqc and bins
     aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics in targets
     subset: int = bounded(2, ge=1)  # critics in subset_min, resampled at every step
     pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
@@ -89,18 +94,28 @@ class ChunkCriticConfig(TransitionsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("subset", self.subset <= self.critics, f"at most algo.critics={self.critics}")
+        self.require("critic_bins", self.critic_bins != 1, "0, or 2 and more")
+        self.require("value_max", self.value_max > self.value_min, f"above algo.value_min={self.value_min:g}")
+
+    def resume_invariants(self) -> dict[str, Any]:
+        names = ("critic_bins", "value_min", "value_max") if self.critic_bins else ("critic_bins",)
+        return super().resume_invariants() | {f"algo.{name}": getattr(self, name) for name in names}
 
     def critic_config(self, members: int | None = None) -> EnsembleConfig:
-        """Return the configuration of the critics, or of `members` networks like them."""
+        """Return the configuration of the critics, or of `members` networks of one value like them."""
         after = self.critic_layer_norm and self.norm_after
         shape = (self.critic_dims, self.critic_activation, self.critic_layer_norm, after)
-        return EnsembleConfig(self.critics if members is None else members, *shape, norm_eps=NORM_EPS)
+        if members is not None:
+            return EnsembleConfig(members, *shape, norm_eps=NORM_EPS)
+        bins, low, high = self.critic_bins, self.value_min, self.value_max
+        return EnsembleConfig(self.critics, *shape, norm_eps=NORM_EPS, bins=bins, low=low, high=high)
 
     def wrapper(self, **values: Any) -> Candidates:
         """Return the wrapper of the exported policy, whose critics are those of this configuration."""
         how = "min" if self.aggregate == "subset_min" else self.aggregate
-        own = {name: getattr(self, name) for name in ("critic_activation", "critic_layer_norm", "norm_after")}
-        own |= {"members": self.critics, "critic_dims": self.critic_dims, "pessimism": self.pessimism}
+        shape = ("critic_dims", "critic_activation", "critic_layer_norm", "norm_after")
+        names = (*shape, "pessimism", "critic_bins", "value_min", "value_max")
+        own = {"members": self.critics} | {name: getattr(self, name) for name in names}
         return Candidates(**{"aggregate": how, **own, **values})
 
     def require_trainable(self, setup: Setup, algo: str) -> None:
@@ -256,9 +271,15 @@ class ChunkCriticLearner(ABC):
 
     def update_critic(self, batch: Batch, target: Tensor) -> Quantities:
         """Take one step of the critics."""
-        values = self.critic(batch.cond, batch.action)
-        loss = descend(self.critic_optimizer, squared_error(values, target))
-        return {"critic/loss": loss, "critic/value": values.detach().mean(), "critic/target": target.mean()}
+        outputs, config, found = self.critic.outputs(batch.cond, batch.action), self.config, {}
+        if self.critic.centres is None:
+            loss = squared_error(outputs, target)
+        else:
+            loss = cross_entropy(outputs, histogram(target, self.critic.centres, config.bin_sigma))
+            outside = (target < config.value_min) | (target > config.value_max)
+            found["critic/clipped_fraction"] = outside.float().mean()
+        loss, values = descend(self.critic_optimizer, loss), self.critic.mean(outputs.detach())
+        return {"critic/loss": loss, "critic/value": values.mean(), "critic/target": target.mean()} | found
 
     def update_base(self, batch: Batch, draws: Draws) -> Quantities:
         """Take one step of the policy on its matching loss, if it is trained."""

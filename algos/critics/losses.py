@@ -1,6 +1,7 @@
 """Losses of value networks.
 
-Legend: E critics, B rows, kappa in (0, 1), l logits, y targets in [0, 1].
+Legend: E critics, B rows, kappa in (0, 1), l logits, y targets in [0, 1] of those by logits; K bins of
+width d around centres c_k.
 """
 
 from __future__ import annotations
@@ -18,6 +19,29 @@ _MOST_EXPONENT = math.log(6)
 def squared_error(values: Tensor, target: Tensor) -> Tensor:
     """Return mean (Q_i - y)^2 of values (E, B) and targets (B,)."""
     return (values - target).square().mean()
+
+
+def histogram(value: Tensor, centres: Tensor, sigma: float) -> Tensor:
+    """Return the probabilities (..., K) of bins for values (...), clipped to the bins: HL-Gauss or two-hot.
+
+    The mass in every bin of a normal distribution around the value, of deviation sigma d, over the mass in
+    all of them; of sigma = 0 the two centres around the value share one, so that its mean is the value.
+
+    Source: arXiv 2403.03950, section 3.
+    """
+    width = centres[1] - centres[0]
+    half, value = width * (0.5 if sigma else 0.0), value.unsqueeze(-1)
+    value = torch.minimum(torch.maximum(value, centres[0] - half), centres[-1] + half)
+    if not sigma:
+        return (1 - (value - centres).abs() / width).clamp(min=0)
+    edges = torch.cat([centres - half, centres[-1:] + half])
+    mass = torch.special.ndtr((edges - value) / (sigma * width)).diff(dim=-1)
+    return mass / mass.sum(dim=-1, keepdim=True)
+
+
+def cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
+    """Return -mean sum_k p_k log softmax(l)_k of logits (E, B, K) and probabilities (B, K) or (E, B, K)."""
+    return -(probs * logits.log_softmax(dim=-1)).sum(dim=-1).mean()
 
 
 def value_loss(advantage: Tensor, how: str, kappa: float) -> Tensor:

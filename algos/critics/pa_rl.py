@@ -12,9 +12,10 @@ C is the mean, C' the minimum over a random pair. Values move samples, never wei
 that has a matching loss will do, deterministic ones too; with `refit=false` any policy that decodes noise.
 Order: policy, critics, target copies (towards the new critics).
 
-Source: PA-RL, released code. Deviations: a critic of values, learned by temporal differences alone, where
-the release has a categorical head and the penalty of Cal-QL at 0.005; members share no layer; pairs are
-drawn without replacement; box and rate of ascent are in normalised units; optimisers go on in the task.
+Source: PA-RL, released code. Deviations: a critic of one value unless `critic_bins` is set (released: 128,
+with `bin_sigma` 1.06), learned by temporal differences alone, where the release adds the penalty of Cal-QL
+at 0.005; members share no layer; pairs are drawn without replacement; box and rate of ascent are in
+normalised units; optimisers go on in the task.
 """
 
 from __future__ import annotations

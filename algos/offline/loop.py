@@ -152,8 +152,11 @@ class OfflineRun:
         return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
 
     def warn(self, measured: Mapping[str, Any]) -> None:
-        """Warn once of values that no return reaches, and once of actions at their bounds."""
+        """Warn once of values that no return reaches, actions at their bounds, targets beyond the bins."""
         found = {} if self._limits is None else self._limits.broken(measured)
+        self._warn_once(found | clipped(measured))
+
+    def _warn_once(self, found: Mapping[str, str]) -> None:
         for text in (text for kind, text in found.items() if kind not in self._warned):
             _log.warning("%s", text)
         self._warned |= found.keys()
@@ -169,7 +172,9 @@ class OfflineRun:
                     means.add(self._measured(online.draw(size), self.learner.draw(size, self._noise)))
                     if self._ema is not None:
                         self._ema.update(self.learner.policy)
-            found = means.read() | summary(episodes, bool(online.pool.env.spec.success_rule))
+            measured = means.read()
+        self._warn_once(clipped(measured))
+        found = measured | summary(episodes, bool(online.pool.env.spec.success_rule))
         rate = (online.progress - before) / (time.perf_counter() - start)
         return found | {"replay/rows": float(len(online.experience)), "time/env_steps_per_s": rate}
 
@@ -318,6 +323,16 @@ def _return_to_go(dataset: EpisodeDataset, rewarding: Rewarding, frame: int) -> 
     end = dataset.episode_start[torch.searchsorted(dataset.episode_start, frame, right=True)]
     rewards = rewarding.scale * dataset.rewards[frame:end].double() + rewarding.shift
     return (rewards * rewarding.gamma ** torch.arange(len(rewards), device=rewards.device).double()).sum()
+
+
+def clipped(measured: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the metrics say of targets outside the range of critics, by kind."""
+    if not (share := float(measured.get("critic/clipped_fraction", 0.0))):
+        return {}
+    return {
+        "range": f"{100 * share:.2g} % of the targets of the critics lie outside their range and are clipped "
+        "(critic/clipped_fraction). Widen it by algo.value_min and algo.value_max."
+    }
 
 
 @dataclass(frozen=True)

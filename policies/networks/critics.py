@@ -1,7 +1,10 @@
 """Ensembles of equal networks for action values, and aggregation of their outputs.
 
-Legend: E members, B batch, C condition width, A width of a flattened chunk. Weights of a layer are stacked,
-(E, in, out); all members are one batched product, or one product each where products are large on a CPU.
+Legend: E members, B batch, C condition width, A width of a flattened chunk, K bins. Weights of a layer are
+stacked, (E, in, out); all members are one batched product, or one product each where products are large on a
+CPU. With K > 0 a member is a histogram of returns, and its value the mean of it::
+
+    Q = sum over k of softmax(logits)_k c_k,    c_k = low + (k + 1/2) (high - low) / K
 """
 
 from __future__ import annotations
@@ -39,12 +42,22 @@ class EnsembleConfig(Checked):
     norm_eps: float = bounded(1e-5, gt=0)  # added to variances
     hidden_bias: float | None = None  # initial biases of hidden layers; null: as PyTorch draws them
     last_bound: float | None = bounded(None, ge=0)  # bound of the last layer's initial weights; null: default
+    bins: int = bounded(0, ge=0)  # K, bins of a histogram of returns; 0: the value itself
+    low: float = bounded(0.0, ge=float("-inf"))  # lower edge of the first bin
+    high: float = bounded(1.0, ge=float("-inf"))  # upper edge of the last bin
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
         self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
         self.require("norm_after", self.layer_norm or not self.norm_after, "false without critic.layer_norm")
+        self.require("bins", self.bins != 1, "0, or 2 and more")
+        self.require("high", self.high > self.low, f"above critic.low={self.low:g}")
+
+    def centres(self) -> Tensor | None:
+        """Return the centres (K,) of the bins."""
+        half = (self.high - self.low) / max(2 * self.bins, 1)
+        return torch.linspace(self.low + half, self.high - half, self.bins) if self.bins else None
 
     def build(self, cond_dim: int, action_dim: int) -> Ensemble:
         return Ensemble(self, cond_dim + action_dim)
@@ -54,15 +67,20 @@ class Ensemble(nn.Module):
     """E networks from (B, in) to one number each.
 
     Members are initialised one by one as PyTorch initialises linear layers, unless configured otherwise.
-    Under autocast the last layer keeps the type of its weights: values of hundreds need more than the eight
-    bits of bfloat16.
+    Under autocast the last layer and means keep the type of its weights: values of hundreds need more than
+    the eight bits of bfloat16.
+
+    Attributes:
+        centres: Centres (K,) of the bins; None without bins.
     """
+
+    centres: Tensor | None
 
     def __init__(self, config: EnsembleConfig, in_dim: int) -> None:
         super().__init__()
         self.config = config
         self.activate, self.activate_ = ACTIVATIONS[config.activation]
-        sizes, members = (in_dim, *config.hidden_dims, 1), config.members
+        sizes, members = (in_dim, *config.hidden_dims, config.bins or 1), config.members
         self.weight, self.bias = nn.ParameterList(), nn.ParameterList()
         for fan_in, fan_out in pairwise(sizes):
             bound = fan_in**-0.5
@@ -73,6 +91,7 @@ class Ensemble(nn.Module):
         for width in config.hidden_dims if config.layer_norm else ():
             self.scale.append(torch.ones(members, 1, width))
             self.shift.append(torch.zeros(members, 1, width))
+        self.register_buffer("centres", config.centres(), persistent=False)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -95,6 +114,19 @@ class Ensemble(nn.Module):
 
         `members` evaluates the leading ones only; `frozen` detaches the weights, not the inputs.
         """
+        return self.mean(self.outputs(cond, action, members=members, frozen=frozen))
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        """Return the values (E, B) of what `outputs` returns."""
+        if self.centres is None:
+            return outputs
+        with _full_precision(outputs.device.type):
+            return outputs.softmax(dim=-1) @ self.centres
+
+    def outputs(
+        self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False
+    ) -> Tensor:
+        """Return values (E, B), or the logits (E, B, K) of the bins; see `forward`."""
         x = torch.cat([cond, action], dim=-1)
         count = self.members if members is None else members
         if count == 1 or self._large(x):
@@ -134,7 +166,8 @@ class Ensemble(nn.Module):
             if after:
                 h = self._normalized(h, scale[i], shift[i])
         with _full_precision(h.device.type):
-            return self._read_out(product, bias[last], h, weight[last]).squeeze(-1)
+            found = self._read_out(product, bias[last], h, weight[last])
+        return found if self.config.bins else found.squeeze(-1)
 
     def _read_out(self, product: Any, bias: Tensor, h: Tensor, weight: Tensor) -> Tensor:
         """Evaluate the last layer: large batched products of so narrow an output are slow on a CPU."""

@@ -67,6 +67,9 @@ class JudgedByCritics(Checked):
     critic_activation: str = bounded("gelu", choices=tuple(ACTIVATIONS))
     critic_layer_norm: bool = True  # layer normalisation in the critics
     norm_after: bool = True  # after the activation instead of before it
+    critic_bins: int = bounded(0, ge=0)  # bins of a histogram of returns; 0: one value
+    value_min: float = bounded(0.0, ge=float("-inf"))  # lower edge of the first bin
+    value_max: float = bounded(1.0, ge=float("-inf"))  # upper edge of the last bin
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +79,8 @@ class JudgedByCritics(Checked):
         """Return the configuration of the critics."""
         after = self.critic_layer_norm and self.norm_after
         shape = (self.members, self.critic_dims, self.critic_activation, self.critic_layer_norm, after)
-        return EnsembleConfig(*shape, norm_eps=1e-6)
+        bins, low, high = self.critic_bins, self.value_min, self.value_max
+        return EnsembleConfig(*shape, norm_eps=1e-6, bins=bins, low=low, high=high)
 
     def worth(self, critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
         """Return the values (B, R) of executed chunks (B, R, A) at conditions (B, C)."""

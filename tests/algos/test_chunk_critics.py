@@ -160,7 +160,7 @@ def test_edits_change_executed_rows_only() -> None:
     [
         {"num_candidates": 4},
         {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3},
-        {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 3, "ascent_lr": 0.1},
+        {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 3, "ascent_lr": 0.1, "critic_bins": 11},
     ],
 )
 def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], t
     "values",
     repeated(
         [
-            {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3},
+            {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3, "critic_bins": 11},
             {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 1, "ascent_lr": 0.1},
         ]
     ),

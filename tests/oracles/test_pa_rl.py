@@ -1,23 +1,30 @@
-"""PA-RL against the released program: ranks, ascent, the set that is cloned, the target."""
+"""PA-RL against the released program: ranks, ascent, the set that is cloned, target, loss and gradient.
+
+Critics of one value and of a histogram (HL-Gauss). Members of the release share their last layer: here each
+holds a copy of it, and its gradient is the sum of theirs. The released gradient includes the penalty of
+Cal-QL, which these tests add. Its HL-Gauss is wider than the formula by the root of two.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from official_critics import CLOSE, Layer, arrays_of, layers_of, load_critic
+from official_critics import CLOSE, Layer, arrays_of, assert_critic_gradient, layers_of, load_critic
 from torch import Tensor
 
-from algos.critics.losses import squared_error
+from algos.critics.losses import cross_entropy, histogram, squared_error
 from algos.critics.pa_rl import PaRlConfig, PaRlLearner
 from policies.build import build_policy
 from policies.networks.critics import aggregate
 from policies.policy import PolicyConfig
-from policies.wrappers.candidates import ascend, select
+from policies.wrappers.candidates import ascend, ranked, select
 
-official = pytest.mark.golden("parl_mse*.npz")
+official = pytest.mark.golden("parl_*.npz")
+SIGMA = 0.75 * 2**0.5
 
 
 @pytest.fixture
@@ -36,6 +43,10 @@ def learner(arrays: dict[str, Any]) -> PaRlLearner:
         num_ascended=int(arrays["cfg_k"]),
         ascent_steps=int(arrays["cfg_steps"]),
         ascent_lr=float(arrays["cfg_step_size"]),
+        critic_bins=int(arrays["cfg_bins"]) if arrays["cfg_distributional"] else 0,
+        bin_sigma=SIGMA,
+        value_min=float(arrays["cfg_q_min"]),
+        value_max=float(arrays["cfg_q_max"]),
         refit=False,
     )
     sizes = PolicyConfig(horizon=1, act_steps=1, normalizer={"state": "identity", "action": "identity"})
@@ -118,4 +129,49 @@ def test_target_and_loss_are_the_official_ones(arrays: dict[str, Any], learner: 
     torch.testing.assert_close(target, arrays["target_q"], **CLOSE)
     found = learner.critic(arrays["obs"], arrays["actions"])
     torch.testing.assert_close(found, arrays["q_pred"], **CLOSE)
-    torch.testing.assert_close(squared_error(found, target), arrays["td_loss"], **CLOSE)
+    torch.testing.assert_close(td_loss(arrays, learner), arrays["td_loss"], **CLOSE)
+
+
+def td_loss(arrays: dict[str, Any], learner: PaRlLearner) -> Tensor:
+    """Return the loss of the critics at the target of the file."""
+    outputs, centres = learner.critic.outputs(arrays["obs"], arrays["actions"]), learner.critic.centres
+    if centres is None:
+        return squared_error(outputs, arrays["target_q"])
+    return cross_entropy(outputs, histogram(arrays["target_q"], centres, SIGMA))
+
+
+def cal_ql(arrays: dict[str, Any], learner: PaRlLearner) -> Tensor:
+    """Return logsumexp of the values of actions not in the data, less that of the data, (2, B)."""
+    copies = int(arrays["cfg_cql_n"])
+    policies = [arrays[f"cql_{name}_action"][:, None].expand(-1, copies, -1) for name in ("next", "current")]
+    actions = torch.cat([*policies, arrays["cql_random_actions"], arrays["actions"][:, None]], dim=1)
+    values = ranked(learner.critic, arrays["obs"], actions)[arrays["cql_subset"].long()]
+    own, other = values[..., : 2 * copies], values[..., 2 * copies :]
+    raised = torch.cat([torch.maximum(own, arrays["mc_returns"][:, None]), other], dim=-1)
+    return raised.logsumexp(dim=-1) - math.log(actions.shape[1]) - values[..., -1]
+
+
+@official
+def test_the_gradient_of_the_critics_is_the_official_one(
+    arrays: dict[str, Any], learner: PaRlLearner
+) -> None:
+    penalty = cal_ql(arrays, learner)
+    torch.testing.assert_close(penalty, arrays["cql_q_diff"], **CLOSE)
+    loss = td_loss(arrays, learner) + float(arrays["cfg_cql_alpha"]) * penalty.mean()
+    torch.testing.assert_close(loss, arrays["critic_loss"], **CLOSE)
+    loss.backward()
+    assert_critic_gradient(learner.critic, arrays, "grad_critic.network")
+    for own, name in ((learner.critic.weight, "kernel"), (learner.critic.bias, "bias")):
+        shared = own[-1].grad
+        assert shared is not None
+        torch.testing.assert_close(shared.sum(0).squeeze(0), arrays[f"grad_critic.Dense_0.{name}"], **CLOSE)
+
+
+@pytest.mark.golden("parl_hlgauss*.npz")
+def test_histograms_of_values_are_the_official_ones(arrays: dict[str, Any], learner: PaRlLearner) -> None:
+    centres = learner.critic.centres
+    assert centres is not None
+    logits = learner.critic.outputs(arrays["obs"], arrays["actions"])
+    torch.testing.assert_close(logits, arrays["pred_logits"], **CLOSE)
+    for values, probs in (("target_q", "target_probs"), ("demo_scalars", "demo_probs")):
+        torch.testing.assert_close(histogram(arrays[values], centres, SIGMA), arrays[probs], **CLOSE)

@@ -368,6 +368,7 @@ def _random_dataset(spec: Any, path: Path, env: Any) -> Path:
             terminated=False,
             truncated=True,
             images={name: rng.integers(0, 256, (24, *env.image_size, 3), np.uint8) for name in _cameras(env)},
+            extras={"goal": rng.standard_normal((24, spec.goal_dim))} if spec.goal_dim else {},
         )
         for _ in range(2)
     ]

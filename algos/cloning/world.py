@@ -129,7 +129,7 @@ class LearnedWorld:
     def _begun(self) -> tuple[EpisodeDataset, list[Bc]]:
         """Return the data with vectors of the present coder, and members of them that have not learned."""
         config, setup = self._config, self._setup
-        data = with_latents(self._train, self._coding and self._coding.coder)
+        data = with_latents(self._train, None if self._coding is None else self._coding.coder)
         cloning = BcConfig(
             steps=config.steps,
             batch_size=config.batch_size,
@@ -344,22 +344,27 @@ def imagined(
     Shapes:
         (G, M, Do) and (M,), for M evenly spaced starts.
     """
-    inside = episode_of(dataset, torch.arange(dataset.num_frames))
-    left = dataset.episode_start[inside + 1] - torch.arange(dataset.num_frames) - 1  # frames after each
-    starts = (left >= min(steps, int(left.max()))).nonzero().squeeze(1)
-    if int(left.max()) < 1:
-        raise DatasetError(f"{dataset.source}: expected episodes of two steps or more.")
-    starts = starts[_evenly(len(starts), most)]
+    starts = starts_of(dataset, steps, most)
     generator = seeded_generator(seed, "errors")
     seen, acted = with_latents(dataset, world.coder).observations, dataset.actions.to(world.device)
     states = seen[starts].to(world.device).expand(len(world.members), -1, -1).clone()
     if first:
         yield states.clone(), starts
-    for step in range(min(steps, int(left[starts].min()))):
+    for step in range(min(steps, int(dataset.lengths.max()) - 1)):
         noise = world.sample_noise(len(starts), generator=generator)
         for g in range(len(world.members)):
             states[g] = world.answer(states[g], acted[starts + step], noise).states[g]
         yield states.clone(), starts + step + 1
+
+
+def starts_of(dataset: EpisodeDataset, steps: int, most: int) -> Tensor:
+    """Return evenly spaced frames (M,) with `steps` more in their episode, or as many as the longest has."""
+    inside = episode_of(dataset, torch.arange(dataset.num_frames))
+    left = dataset.episode_start[inside + 1] - torch.arange(dataset.num_frames) - 1  # frames after each
+    if int(left.max()) < 1:
+        raise DatasetError(f"{dataset.source}: expected episodes of two steps or more.")
+    starts = (left >= min(steps, int(left.max()))).nonzero().squeeze(1)
+    return starts[_evenly(len(starts), most)]
 
 
 def _of_answers(policy: PolicyConfig) -> PolicyConfig:

@@ -111,7 +111,8 @@ def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
         ConfigError: If the configured cameras lack one of the policy's or differ in image size.
     """
     if hasattr(env, "imagined"):
-        seen: AnyEnv = env.with_cameras(images)
+        world: Any = env
+        seen: AnyEnv = world.with_cameras(images)
         return seen
     if not isinstance(env, HasCameras):
         if not images:

@@ -22,7 +22,7 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.networks.frames import NOISE, FrameCoder
 from policies.seeds import derive_seed, seeded_generator, seeded_weights
 
-FRAMES = 32
+FRAMES = 16
 """Frames of a gradient step, at most."""
 _AT_ONCE = 256  # frames that are encoded together
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from policies.encoders.images import in_unit_range
 
-NOISE = 0.2  # sigma, in deviations of the vector
+NOISE = 0.1  # sigma, in deviations of the vector
 _CHANNELS = (16, 32, 64)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from small_algorithms import policy_config, setup
+from small_algorithms import policy_config, setup, start
 
 from algos.cloning.frames import FrameCoding, with_latents
 from algos.cloning.world import LearnedWorld, WorldConfig, errors_by_horizon, frame_errors
@@ -226,6 +226,17 @@ def test_a_policy_of_images_acts_in_a_world_of_frames(folder: Path) -> None:
         match_cameras(world(folder), image_policy((20, 18)).images)
     with pytest.raises(ConfigError, match=mentions("env.cameras ahead top")):
         world(folder, cameras=("top",)).make_vector(1)
+
+
+@pytest.mark.parametrize("algo", ["reinflow", "dsrl"])
+def test_a_policy_of_images_is_tuned_in_a_world_of_frames(algo: str, folder: Path) -> None:
+    run = start(algo, "flow", env=world(folder), init=image_policy())
+    before = run.snapshot().state_dict()
+    while run.progress < run.total:
+        run.advance()
+    after = run.snapshot().state_dict()
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+    run.close()
 
 
 def test_a_world_of_states_has_no_frames(tmp_path: Path) -> None:

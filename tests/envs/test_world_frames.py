@@ -98,7 +98,7 @@ def test_a_coder_learns_to_draw_what_it_reads() -> None:
     drawn = coder.draw(latent)["ahead"]
     assert drawn.dtype == torch.uint8 and drawn.shape == (data.num_frames, *SIZE, 3)
     close = (drawn.permute(0, 3, 1, 2) / 255 - coder.decode(latent).clamp(0, 1)).abs()
-    assert float(close.max()) <= 0.5 / 255 + 1e-6
+    assert float(close.max().detach()) <= 0.5 / 255 + 1e-6
 
 
 def test_a_state_is_the_task_s_state_beside_the_vector_of_its_frames() -> None:

@@ -25,7 +25,8 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from algos.cloning.world import errors_by_horizon, held_out
+from algos.cloning.frames import with_latents
+from algos.cloning.world import errors_by_horizon, frame_errors, held_out, starts_of
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from burnish.runs.evaluation import evaluate_with
@@ -42,11 +43,26 @@ STRIP = 50  # actions of a strip
 _FEWEST = 6  # policies below which no correlation is printed
 
 
-def errors(run: RunDirectory) -> tuple[list[float], int]:
-    """Return the errors of states after 1 … 50 recorded actions, and the number of episodes."""
+def errors(run: RunDirectory) -> dict[str, Any]:
+    """Return the number of episodes and the errors of states after 1 … 50 recorded actions, and of frames."""
     episodes = _held_out(run)
     world: Any = load_policy(run.policy_path())
-    return errors_by_horizon(world, episodes, max(HORIZONS)), episodes.num_episodes
+    found = {"episodes": episodes.num_episodes, "errors": errors_by_horizon(world, episodes, max(HORIZONS))}
+    if world.coder is None:
+        return found
+    told = frame_errors(world, episodes, HORIZONS)
+    kept = kept_errors(episodes, list(told))
+    return {**found, "frames": [{"after": h, "imagined": told[h], "kept": kept[h]} for h in told]}
+
+
+def kept_errors(episodes: EpisodeDataset, horizons: Sequence[int]) -> dict[int, float]:
+    """Return the errors of frames, as `frame_errors`, of a world in which nothing moves."""
+    starts, errors = starts_of(episodes, max(HORIZONS), 128), {}
+    for h in horizons:
+        pairs = [(images[starts], images[starts + h]) for images in episodes.images.values()]
+        gaps = torch.stack([before.float() - after.float() for before, after in pairs])
+        errors[h] = float((gaps / 255).square().mean().sqrt())
+    return errors
 
 
 def _held_out(run: RunDirectory) -> EpisodeDataset:
@@ -60,9 +76,13 @@ def _held_out(run: RunDirectory) -> EpisodeDataset:
 
 
 def speed(env: EnvConfig, num_envs: int, *, seconds: float = 5.0) -> float:
-    """Return control steps per second of processor time, resets included, under a constant slow action."""
+    """Return control steps per second of processor time, resets included, under a constant slow action.
+
+    Images, if any, are drawn once per chunk of four steps, where a policy would decide.
+    """
     vector = env.make_vector(num_envs)
     vector.reset(range(num_envs))
+    vector.images()
     low, high = np.asarray(env.spec.action_low), np.asarray(env.spec.action_high)
     actions = np.broadcast_to((low + high) / 2 + 0.2 * (high - low) / 2, (num_envs, 4, len(low)))
     began, steps = time.process_time(), 0
@@ -72,6 +92,7 @@ def speed(env: EnvConfig, num_envs: int, *, seconds: float = 5.0) -> float:
         ended = np.flatnonzero(step.done)
         if ended.size:
             vector.reset(range(steps, steps + len(ended)), ended)
+        vector.images()
     vector.close()
     return steps / used
 
@@ -84,23 +105,32 @@ def strip(name: str, task: LearnedTask, run: RunDirectory) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    episodes = _held_out(run)
-    number = int((episodes.lengths > STRIP).nonzero()[0])
-    first = int(episodes.episode_start[number])
-    real = episodes.observations[first : first + STRIP + 1]
-    actions = episodes.actions[first : first + STRIP]
-    told = imagined_states(load_policy(run.policy_path()), real[0], actions)
+    world: Any = load_policy(run.policy_path())
+    episodes, coder = _held_out(run), world.coder
+    length = min(STRIP, int(episodes.lengths.max()) - 1)
+    number = int((episodes.lengths > length).nonzero()[0])
+    episode = episodes.select([number])
+    real = with_latents(episode, coder).observations[: length + 1]
+    told = imagined_states(world, real[0], episode.actions[:length])
     figure = Figure(figsize=(9, 5.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    shown = list(range(0, STRIP + 1, STRIP // 5))
-    drawn = {"real": frames(task.imagined, real[shown]), "imagined": frames(task.imagined, told[0, shown])}
+    shown = list(range(0, length + 1, length // 5))
+    if coder is None:
+        drawn = {
+            "real": frames(task.imagined, real[shown]),
+            "imagined": frames(task.imagined, told[0, shown]),
+        }
+    else:
+        camera = coder.cameras[0]
+        recorded = episode.images[camera][torch.tensor(shown)]
+        drawn = {"real": recorded, "imagined": coder.draw(told[0, shown, world.task_dim :])[camera]}
     upper, lower = figure.subfigures(2, 1, height_ratios=[1.3, 1])
     for row, (side, pictures) in zip(upper.subplots(2, len(shown)), drawn.items(), strict=True):
         row[0].set_ylabel(side)
         for ax, k, frame in zip(row, shown, pictures, strict=True):
             ax.imshow(frame)
             ax.set(xticks=[], yticks=[], title=f"after {k} actions" if side == "real" else "")
-    for i, ax in enumerate(lower.subplots(2, 2).flat):
+    for i, ax in enumerate(lower.subplots(-(-min(world.task_dim, 4) // 2), 2).flat):
         ax.plot(told[:, :, i].T, color="#e4572e", linewidth=0.8)
         ax.plot(real[:, i], color="#2f3640", linewidth=1.2)
         ax.set_title(task.imagined.spec.obs_names[i], fontsize=8, loc="left")
@@ -250,6 +280,20 @@ def _measured(one: Mapping[str, Any]) -> Iterator[str]:
         [("error", *(f"{one['errors'][h - 1]:.3f}" for h in shown))],
     )
     yield ""
+    if seen := one.get("frames"):
+        yield (
+            "Root mean square error of frames, 1 being the range of a pixel; after 0 actions that of the "
+            "autoencoder. The other row keeps the first frame."
+        )
+        yield ""
+        yield from pages.table(
+            ("recorded actions", *(str(row["after"]) for row in seen)),
+            [
+                (words, *(f"{row[kind]:.3f}" for row in seen))
+                for words, kind in (("imagined frame", "imagined"), ("first frame", "kept"))
+            ],
+        )
+        yield ""
     rows = [
         (n, *(f"{one['speed'][kind][i]:,.0f}" for kind in ("world", "task"))) for i, n in enumerate(NUM_ENVS)
     ]
@@ -258,7 +302,8 @@ def _measured(one: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield (
             "A held-out episode (black) and what the members imagine under its actions (orange), from its "
-            "first state on; frames are drawn from the state, those below from the first member's."
+            "first state on; frames below are those of the first member"
+            + ("." if one.get("frames") else ", and all are drawn from states.")
         )
         yield ""
         yield f"![imagined against real]({picture.name})"
@@ -307,14 +352,12 @@ def measure(name: str, task: LearnedTask, options: argparse.Namespace) -> Path:
         return strip(name, task, run)
     about = {"task": name, "configuration": pages.configuration(run)}
     if not options.policies:
-        found, episodes = errors(run)
-        sides = {"world": replace(task, doubt=None), "task": task.imagined}
-        if can_be_drawn(task.imagined):
+        found, cameras = errors(run), getattr(task.imagined, "cameras", ())
+        sides = {"world": replace(task, doubt=None, cameras=cameras), "task": task.imagined}
+        if cameras or can_be_drawn(task.imagined):
             strip(name, task, run)
         speeds = {side: [speed(env, n) for n in NUM_ENVS] for side, env in sides.items()}
-        return pages.keep(
-            "world", f"{name}-errors", {**about, "episodes": episodes, "errors": found, "speed": speeds}
-        )
+        return pages.keep("world", f"{name}-errors", {**about, **found, "speed": speeds})
     rows, sides = [], {"imagined": task, "real": task.imagined}
     for path in options.policies:
         one = locate(path)

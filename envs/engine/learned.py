@@ -4,12 +4,14 @@ An episode begins in a recorded state and keeps one member of the ensemble. Both
 noise from the seed and the step: neither the number of environments nor the other ones matter. Where the
 members disagree too much, an episode is truncated, so that its value goes on.
 
-Legend: N environments, M of them addressed, Do and Da widths of state and action.
+Legend: N environments, M of them addressed, Do and Da widths of state and action, To observation history. In
+a world of frames the task observes the first part of the state; the rest is drawn where images are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -58,27 +60,33 @@ class LearnedStepper:
         seal(world)
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode of one row in a recorded state; returns (Do,)."""
+        """Start an episode of one row in a recorded state; returns the observation."""
         generator = np.random.default_rng((seed, _START))
         self._states[row] = self._starts[generator.integers(len(self._starts))]
         self._member[row] = generator.integers(self._num_members)
         self._seeds[row], self._elapsed[row] = seed, 0
-        return self._states[row].copy()
+        return self._states[row, : self.world.task_dim].copy()
+
+    def latent(self, row: int) -> Array:
+        """Return the vector of a row's frames."""
+        return self._states[row, self.world.task_dim :].copy()
 
     def step(self, rows: Array, actions: Array) -> StepResult:
         """Imagine one control step of rows (M,) under actions (M, Da)."""
         actions, lanes = np.asarray(actions, np.float64), self._seeds[rows] % BLOCK_ROWS
-        obs, (reward, doubt) = np.empty((len(rows), self.world.state_dim)), np.empty((2, len(rows)))
+        reached, (reward, doubt) = np.empty((len(rows), self.world.state_dim)), np.empty((2, len(rows)))
         terminated, success = np.empty((2, len(rows)), bool)
         for some in _blocks(lanes):
             answers = self._answers(rows[some], lanes[some], actions[some])
             own = (torch.from_numpy(self._member[rows[some]]), torch.from_numpy(lanes[some]))
-            obs[some], reward[some] = answers.states[own].numpy(), answers.rewards[own].numpy()
+            reached[some], reward[some] = answers.states[own].numpy(), answers.rewards[own].numpy()
             terminated[some], success[some] = answers.terminated[own].numpy(), answers.success[own].numpy()
             doubt[some] = answers.doubt[own[1]].numpy()
+        obs = reached[:, : self.world.task_dim]
         if self._judge is not None:
-            reward, terminated, success = self._judge.judge(self._states[rows], actions, obs)
-        self._states[rows] = obs
+            before = self._states[rows, : self.world.task_dim]
+            reward, terminated, success = self._judge.judge(before, actions, obs)
+        self._states[rows] = reached
         self._elapsed[rows] += 1
         return StepResult(obs, reward, terminated, (doubt > self._limit) & ~terminated, success)
 
@@ -112,6 +120,55 @@ class LearnedStepper:
         self._seeds, self._elapsed, self._member = (
             np.array(state[name], np.int64) for name in ("seeds", "elapsed", "member")
         )
+
+    def close(self) -> None:
+        """Do nothing: there are no resources to release."""
+
+
+class ImaginedFrames:
+    """The frames of the last To steps of every environment; each is drawn by itself, where it is asked for.
+
+    Args:
+        stepper: In a world of frames.
+        cameras: Those that are observed.
+        obs_steps: To.
+    """
+
+    def __init__(self, stepper: LearnedStepper, cameras: Sequence[str], *, obs_steps: int) -> None:
+        self._stepper, self._cameras = stepper, tuple(cameras)
+        self._latents: list[deque[Array]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
+        self._steps = obs_steps
+
+    def begin(self, row: int) -> None:
+        self._latents[row].extend([self._stepper.latent(row)] * self._steps)
+
+    def add(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._latents[row].append(self._stepper.latent(row))
+
+    def renew(self, row: int) -> None:
+        self._latents[row][-1] = self._stepper.latent(row)
+
+    def images(self, rows: Iterable[int]) -> dict[str, Array]:
+        drawn = [[self._draw(latent) for latent in self._latents[row]] for row in rows]
+        return {
+            camera: np.stack([np.stack([images[camera] for images in history]) for history in drawn])
+            for camera in self._cameras
+        }
+
+    def _draw(self, latent: Array) -> dict[str, Array]:
+        coder = self._stepper.world.coder
+        assert coder is not None
+        images = coder.draw(torch.from_numpy(latent[None]).float())
+        return {camera: image[0].numpy() for camera, image in images.items()}
+
+    def get_state(self) -> list[list[Array]]:
+        return [[latent.copy() for latent in history] for history in self._latents]
+
+    def set_state(self, state: Iterable[Iterable[Array]]) -> None:
+        for history, saved in zip(self._latents, state, strict=True):
+            history.clear()
+            history.extend(np.array(latent) for latent in saved)
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""

@@ -110,6 +110,10 @@ def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
         CapabilityError: If the scene of the task cannot be rendered.
         ConfigError: If the configured cameras lack one of the policy's or differ in image size.
     """
+    if hasattr(env, "imagined"):
+        world: Any = env
+        seen: AnyEnv = world.with_cameras(images)
+        return seen
     if not isinstance(env, HasCameras):
         if not images:
             return env

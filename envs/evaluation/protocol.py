@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.engine.engines import HasEngines, exactly
-from envs.engine.pixels import CAMERA_OPTIONS, match_cameras
+from envs.engine.pixels import CAMERA_OPTIONS, HasCameras, match_cameras
 from envs.engine.rendering import require_renderer
 from envs.evaluation.settings import EvaluationSettings
 from envs.fit import require_fit
@@ -74,6 +74,8 @@ def _describe_images(task: Any) -> dict[str, Any]:
     if not getattr(task, "cameras", ()):
         return {}
     shapes = {camera: list(shape) for camera, shape in task.images.items()}
+    if not isinstance(task, HasCameras):  # frames that a world imagines
+        return {"images": {"cameras": shapes}}
     samples = {} if task.image_samples is None else {"samples": task.image_samples}
     renderer = {} if task.image_renderer == "opengl" else {"renderer": task.image_renderer}
     return {"images": {"cameras": shapes, "shadows": task.image_shadows, **samples, **renderer}}
@@ -104,8 +106,8 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
     require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
     images: Mapping[str, ImageShape] = getattr(policy, "images", {})
     task: Any = match_cameras(exactly(env), images)
-    if images:
-        require_renderer(getattr(task, "image_renderer", "opengl"))
+    if isinstance(task, HasCameras) and images:
+        require_renderer(task.image_renderer)
     return task
 
 

@@ -17,6 +17,7 @@ from policies.registry import register
 
 if TYPE_CHECKING:
     from envs.engine.learned import LearnedStepper
+    from policies.encoders import ImageShape
 
 STARTS = ("initial", "data")
 
@@ -32,6 +33,9 @@ class LearnedTask(Checked):
     starts: str = bounded("initial", choices=STARTS)  # data: episodes begin in any recorded state
     horizon: int | None = bounded(None, ge=1)  # time limit in control steps; null: that of the task
     doubt: float | None = bounded(1.5, gt=0)  # truncate above this multiple of the data's 99 %; null: never
+    cameras: tuple[
+        str, ...
+    ] = ()  # cameras whose imagined frames are observed; a policy of images adds its own
     known_rules: bool = True  # rewards and ends by the task's rules where it judges states; else as learned
 
     @property
@@ -79,6 +83,28 @@ class LearnedTask(Checked):
         )
 
     @property
+    def images(self) -> dict[str, ImageShape]:
+        """Shapes of the observed frames, by camera."""
+        shown = getattr(self.imagined, "images", {})
+        if missing := [camera for camera in self.cameras if camera not in shown]:
+            raise ConfigError(
+                f"env.cameras must be among those of the world, {', '.join(shown) or 'none'}; got "
+                f"{', '.join(missing)}."
+            )
+        return {camera: shown[camera] for camera in self.cameras}
+
+    def with_cameras(self, images: Mapping[str, ImageShape]) -> LearnedTask:
+        """Return the task with exactly the cameras of a policy, whose `images` are shapes by camera.
+
+        Raises:
+            ConfigError: If the world has no frames of them, or of another size.
+        """
+        chosen = replace(self, cameras=tuple(images))
+        if chosen.images != {camera: tuple(shape) for camera, shape in images.items()}:
+            raise ConfigError(f"the policy needs images {dict(images)}; env.model gives {chosen.images}.")
+        return chosen
+
+    @property
     def judge(self) -> JudgedTask | None:
         """The task, where it judges states by known rules; None: rewards and ends are as learned."""
         task = self.imagined
@@ -92,10 +118,18 @@ class LearnedTask(Checked):
 
         model: Any = load_policy(self.folder)
         spec = self.spec
-        if not isinstance(model, WorldModel) or model.state_dim != spec.obs_dim:
+        if not isinstance(model, WorldModel) or model.task_dim != spec.obs_dim:
             raise CheckpointError(f"env.model={self.model} is no learned world of {self.imagined.spec.name}.")
         return LearnedStepper(model, num_envs, starts=self.starts, doubt=self.doubt, judge=self.judge)
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
         """Build N imagined environments."""
-        return ChunkVector(self.spec, self.stepper(num_envs), obs_steps=obs_steps)
+        from envs.engine.learned import ImaginedFrames
+
+        stepper, history = self.stepper(num_envs), None
+        if self.cameras:
+            coder = stepper.world.coder
+            if coder is None or coder.shapes != getattr(self.imagined, "images", {}):
+                raise CheckpointError(f"env.model={self.model} has no frames of the cameras of its task.")
+            history = ImaginedFrames(stepper, tuple(self.images), obs_steps=obs_steps)
+        return ChunkVector(self.spec, stepper, obs_steps=obs_steps, image_history=history)

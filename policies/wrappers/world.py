@@ -14,6 +14,10 @@ action, y_g the normalised change that member g says to a given noise::
 The doubt of one member is 0. For a deterministic process it is the disagreement of means; else it compares
 samples of the same noise.
 
+In a world of frames the state is [s, z], the task's state and the vector of its frames, of widths Dt and L. A
+decoder draws z. Its doubt is the root of the mean of two mean squares, of s and of z: however wide z is, it
+counts half.
+
 Source: ensembles of PETS (arXiv 1805.12114) and MBPO (arXiv 1906.08253), the disagreement of means of MOReL
 (arXiv 2005.05951). Deviation: members are any process of this package.
 """
@@ -28,6 +32,7 @@ from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
+from policies.networks.frames import FrameCoder
 from policies.policy import Policy
 from policies.registry import register
 from policies.wrappers.base import WrappedPolicy
@@ -61,6 +66,21 @@ class World(Checked):
     members: int = bounded(1, ge=1)  # G
     num_states: int = bounded(1, ge=1)  # S, states of the data in which branches begin
     num_first: int = bounded(1, ge=1)  # F, first states of recorded episodes
+    latent_dim: int = bounded(0, ge=0)  # L; 0: no frames
+    cameras: tuple[str, ...] = ()  # cameras of the frames
+    image_size: tuple[int, ...] = bounded((), ge=1)  # height and width of the frames [pixels]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("image_size", len(self.image_size) == 2 or not self.latent_dim, "height and width")
+        self.require("cameras", bool(self.cameras) or not self.latent_dim, "cameras of the frames")
+
+    def coder(self) -> FrameCoder | None:
+        """Return a coder of frames, with fresh weights; None without frames."""
+        if not self.latent_dim:
+            return None
+        height, width = self.image_size
+        return FrameCoder(self.cameras, (height, width), self.latent_dim)
 
     def wrap(self, base: Policy) -> WorldModel:
         """Return a world of copies of a member; weights and states are loaded later."""
@@ -72,6 +92,8 @@ class WorldModel(WrappedPolicy):
 
     Attributes:
         states, first_states: (S, Do) and (F, Do), recorded states in which episodes begin.
+        state_dim, task_dim: Do and, of it, the width Dt of the task's state, which comes first.
+        coder: Of frames; None: the world has none.
         doubt_limit: (), the 99 % quantile of the doubt on the data.
         thresholds: (2,), of the flags.
 
@@ -88,7 +110,9 @@ class WorldModel(WrappedPolicy):
         super().__init__(members[0], wrapper)
         self.others = nn.ModuleList(members[1:])
         self.state_dim = self.chunk.action_dim - BESIDE
-        if self.chunk.horizon != 1 or not 0 < self.state_dim < self.obs_dim:
+        self.task_dim = self.state_dim - wrapper.latent_dim
+        self.coder = wrapper.coder()
+        if self.chunk.horizon != 1 or not 0 < self.task_dim <= self.state_dim < self.obs_dim:
             raise ConfigError(
                 f"a member of a world says one row, a state's change with {BESIDE} entries more, to a state "
                 f"and an action; got {self.chunk.horizon} rows of {self.chunk.action_dim} for observations "
@@ -120,8 +144,9 @@ class WorldModel(WrappedPolicy):
         obs = {"state": torch.cat([states, actions], dim=-1).unsqueeze(1)}
         rows = torch.stack([member.plan(obs, noise)[:, 0] for member in self.members])
         changes = rows[..., : self.state_dim]
-        doubt = (changes - changes.mean(dim=0)).square().mean(dim=-1).sqrt().amax(dim=0)
-        return self.physical(rows), doubt
+        parts = (changes - changes.mean(dim=0)).square().tensor_split([self.task_dim], dim=-1)
+        doubt = torch.stack([part.mean(dim=-1) for part in parts if part.shape[-1]]).mean(dim=0)
+        return self.physical(rows), doubt.sqrt().amax(dim=0)
 
     def answer(self, states: Tensor, actions: Tensor, noise: Tensor) -> Answers:
         """Return what the members say; arguments as `say`."""

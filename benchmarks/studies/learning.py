@@ -70,7 +70,7 @@ def run_one(
         return add_zero_start(found, place, base_path, workers)
     demos = demonstrations(study, seed, dataset, root / name)
     if algo not in study.bases:
-        return _from_nothing(name, algo, seed, target, place, workers, demos)
+        return add_blindfolded(_from_nothing(name, algo, seed, target, place, workers, demos), place)
     experiment = study.tuned[algo]
     wall: dict[str, float] = {}
     configuration: dict[str, Any] = {}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from point_env import PointEnv
+from torch import Tensor
 
 from algos.base import Setup
 from algos.dsrl import DsrlConfig
 from algos.offline.config import TransitionsConfig
+from algos.offline.loop import OfflineRun
+from algos.training.serialization import from_plain, to_plain
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones.mlp import MlpConfig
@@ -177,3 +181,16 @@ def accepts(algo: str, process: str) -> bool:
     except MissingExtraError:
         return True  # skipped, with this reason, where it is used
     return True
+
+
+def saved(run: OfflineRun) -> dict[str, Any]:
+    """Return the state of a run as a file gives it back."""
+    file = io.BytesIO()
+    torch.save(to_plain(run.state_dict()), file)
+    file.seek(0)
+    state: dict[str, Any] = from_plain(torch.load(file, weights_only=True))
+    return state
+
+
+def weights(policy: Policy) -> Tensor:
+    return torch.cat([value.flatten().double() for value in policy.state_dict().values()])

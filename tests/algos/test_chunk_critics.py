@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import replace
 from functools import cache
@@ -15,7 +14,7 @@ import torch
 from messages import mentions
 from pairwise import everything, of_each, repeated
 from point_env import PointEnv
-from small_algorithms import dataset, init, policy_config, setup, small, start
+from small_algorithms import dataset, init, policy_config, saved, setup, small, start, weights
 from torch import Tensor
 
 from algos.bc import BcConfig
@@ -33,7 +32,6 @@ from algos.critics.residual import ResidualConfig
 from algos.critics.trqam import TrqamConfig
 from algos.offline.loop import OfflineRun
 from algos.offline.online import OnlineConfig, RunningChunks
-from algos.training.serialization import from_plain, to_plain
 from algos.transitions import Batch
 from policies import registry
 from policies.composition.operators import Composition
@@ -69,19 +67,6 @@ def finished(run: OfflineRun) -> OfflineRun:
     while run.progress < run.total:
         run.advance()
     return run
-
-
-def saved(run: OfflineRun) -> dict[str, Any]:
-    """Return the state of a run as a file gives it back."""
-    file = io.BytesIO()
-    torch.save(to_plain(run.state_dict()), file)
-    file.seek(0)
-    state: dict[str, Any] = from_plain(torch.load(file, weights_only=True))
-    return state
-
-
-def weights(policy: Policy) -> Tensor:
-    return torch.cat([value.flatten().double() for value in policy.state_dict().values()])
 
 
 def observed(rows: int = 5) -> Tensor:

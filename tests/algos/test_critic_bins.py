@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from messages import mentions
-from small_algorithms import dataset, init, setup, small
+from small_algorithms import dataset, init, saved, setup, small, weights
 from torch import Tensor
 
 from algos.critics.dqc import DqcConfig
@@ -24,7 +23,6 @@ from algos.critics.pa_rl import PaRlConfig
 from algos.critics.qc import QcConfig
 from algos.offline.loop import OfflineRun
 from algos.offline.online import OnlineConfig
-from algos.training.serialization import from_plain, to_plain
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.networks.critics import EnsembleConfig
@@ -142,19 +140,6 @@ def begin(algo: str, **values: Any) -> OfflineRun:
     config = replace(small(registry.lookup("algo", algo)), **(bins | values))
     run: OfflineRun = config.build(setup(PROCESS.get(algo, "flow")))
     return run
-
-
-def saved(run: OfflineRun) -> dict[str, Any]:
-    """Return the state of a run as a file gives it back."""
-    file = io.BytesIO()
-    torch.save(to_plain(run.state_dict()), file)
-    file.seek(0)
-    state: dict[str, Any] = from_plain(torch.load(file, weights_only=True))
-    return state
-
-
-def weights(policy: Policy) -> Tensor:
-    return torch.cat([value.flatten().double() for value in policy.state_dict().values()])
 
 
 @pytest.mark.parametrize("algo", CRITICS)

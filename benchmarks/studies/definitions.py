@@ -188,11 +188,15 @@ STUDIES = {
     ),
     "goals": Study(
         "pointmaze-medium",
-        30,
-        {"dsrl": "pointmaze_goals_flow_bc", "gorl": "pointmaze_goals_flow_bc"},
-        {"dsrl": "pointmaze_goals_dsrl", "gorl": "pointmaze_goals_gorl"},
+        200,
+        dict.fromkeys(("dsrl", "gorl", "reinflow"), "pointmaze_goals_flow_bc"),
+        {
+            "dsrl": "pointmaze_goals_dsrl",
+            "gorl": "pointmaze_goals_gorl",
+            "reinflow": "pointmaze_goals_reinflow",
+        },
         "success",
-        (0.7, 0.8, 0.9),
+        (0.6, 0.7, 0.8),
         options=(
             "env.goal=separate",
             "env.control=waypoint",

@@ -42,8 +42,8 @@ REPORTS = {
     **{
         name: (f"benchmarks.studies.{name}",)
         for name in (
-            "cloning", "composition", "contained", "demo", "door", "exported", "families", "latency",
-            "locomotion", "new_tasks", "steering", "serving", "table", "warm_start", "world",
+            "cloning", "composition", "contained", "demo", "door", "exported", "families", "foresight",
+            "latency", "locomotion", "new_tasks", "steering", "serving", "table", "warm_start", "world",
         )
     },
     "simulators": ("benchmarks.simulators.__main__",),

@@ -1,0 +1,176 @@
+"""Does an encoder that foresees help to clone from images? The same cloning with and without that loss.
+
+    python -m benchmarks.studies.foresight --seeds 0,1,2     avoid by sight, 50 demonstrations per seed
+    python -m benchmarks.studies.foresight --report          the page from what is there
+
+Legend: B rows, F features of the image, C width of the condition, j how many steps ahead::
+
+    loss = matching loss + weight mean |P(c_t, j) - f'_{t+j}|
+
+c_t is the condition, the features f_t in it, P a small network, f' the features by averaged weights, and j
+drawn from 1 … AHEAD per row; rows whose episode ends before have no second term. Source: auxiliary loss of
+ACT-JEPA (arXiv 2501.14622). Deviations: one step ahead is drawn per row instead of predicting all, and the
+averaged weights are those of cloning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import burnish
+from algos.base import Setup
+from algos.bc import Bc, BcConfig
+from algos.cloning.batches import CloningBatch
+from algos.cloning.validation import masked_mean
+from algos.training.ranks import current
+from benchmarks import pages
+from benchmarks.studies.definitions import STUDIES
+from benchmarks.studies.once import demonstrations, first_seed, trained
+from benchmarks.studies.rows import EPISODES, describe_dataset, episode_columns
+from envs.datasets import EpisodeDataset
+from envs.evaluation.intervals import paired_difference
+from policies.bounds import bounded
+from policies.protocols import TE
+from policies.registry import register
+
+PAGE, STUDY = "foresight", STUDIES["avoid-moved"]
+AHEAD, DEMONSTRATIONS, STEPS = 8, 50, 2500
+WEIGHTS = (0.0, 1.0)
+
+
+@register("algo", "foresight")
+@dataclass
+class ForesightConfig(BcConfig):
+    """Cloning whose encoder foresees its own features."""
+
+    weight: float = bounded(1.0, ge=0)  # of the second loss
+
+    def build(self, setup: Setup) -> Foresight:
+        """Check the setup and return the algorithm, ready to advance."""
+        return Foresight(self, setup)
+
+
+class Foresight(Bc):
+    """A run; see `ForesightConfig`. Without validation, on one process."""
+
+    config: ForesightConfig
+
+    def __init__(self, config: ForesightConfig, setup: Setup) -> None:
+        super().__init__(config, setup)
+        width, self._features = self.policy.encoder.cond_dim, self.policy.encoder.config.features
+        with torch.random.fork_rng():
+            torch.manual_seed(setup.seed)
+            self._predictor = nn.Sequential(
+                nn.Linear(width + AHEAD, 128), nn.SiLU(), nn.Linear(128, self._features)
+            )
+        added = list(self._predictor.parameters())
+        self._optimizer.add_param_group({"params": added})
+        self._parameters += added
+
+    def _use(self, dataset: EpisodeDataset) -> None:
+        super()._use(dataset)
+        self._data, frames = dataset, torch.arange(dataset.num_frames)
+        self._last = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths) - frames
+
+    def _draw(self) -> CloningBatch:
+        self._rows = current().own(self._stream.take(self.config.batch_size))
+        return self._source.gather(self._rows)
+
+    def _loss(self, batch: CloningBatch, te: TE) -> Tensor:
+        cond, action, te = self._inputs(batch, te)
+        loss = masked_mean(self._matching.matching_loss(cond, action, te, reduce="step"), batch.mask)
+        if self.config.weight == 0:
+            return loss
+        ahead = torch.randint(AHEAD, (len(self._rows),), generator=self._generator)
+        now = self._source.frames[self._rows]
+        is_there = ahead + 1 <= self._last[now]
+        then = torch.where(is_there, now + ahead + 1, now)
+        seen = {camera: images[then][:, None] for camera, images in self._data.images.items()}
+        with torch.no_grad():
+            averaged: Any = self._ema.module
+            told = averaged.encode({"state": self._data.observations[then][:, None], **seen}).vec
+        assert cond.vec is not None
+        guess = self._predictor(torch.cat([cond.vec, F.one_hot(ahead, AHEAD).to(cond.vec)], dim=1))
+        error = (guess - told[:, : self._features]).abs().mean(dim=1)
+        return loss + self.config.weight * masked_mean(error[:, None], is_there[:, None])
+
+
+def run_one(seed: int, weight: float, root: Path, workers: int) -> Path:
+    """Clone with one weight and play the last checkpoint; returns the JSON file."""
+    target = pages.RESULTS / PAGE / f"weight{weight:g}-seed{seed}.json"
+    if target.exists():
+        return target
+    demos = demonstrations(
+        root / f"seed{seed}.hdf5", STUDY.env, DEMONSTRATIONS, *STUDY.options, first=first_seed(seed)
+    )
+    place = root / f"weight{weight:g}-seed{seed}"
+    settings = ("experiment=avoid_moved_bc", "algo=foresight", f"algo.weight={weight:g}")
+    lengths = {"algo.steps": STEPS, "algo.validation_fraction": 0.0}
+    trained(place, *settings, dataset=str(demos), seed=seed, num_threads=1, **lengths)
+    played = burnish.evaluate(str(place), episodes=EPISODES, num_workers=workers).evaluation
+    content = {"weight": weight, "seed": seed, "steps": STEPS, "dataset": describe_dataset(demos)}
+    return pages.keep(PAGE, target.stem, {**content, "after": episode_columns(played)})
+
+
+def report() -> Path:
+    """Write docs/results/foresight.md."""
+    found = {(one["weight"], one["seed"]): one for one in pages.kept(PAGE, advice="run it first")}
+    seeds = sorted({seed for _, seed in found if all((weight, seed) in found for weight in WEIGHTS)})
+    everything = list(found.values())
+    lines = [
+        "# An encoder that foresees", "",
+        f"`python -m benchmarks.studies.foresight`: `experiment=avoid_moved_bc` of {DEMONSTRATIONS} "
+        f"demonstrations, {STEPS:,} gradient steps of 64 windows, as it is and with the auxiliary loss of "
+        "ACT-JEPA (arXiv 2501.14622): the encoder's features predict those of one of the next "
+        f"{AHEAD} steps, by averaged weights. Success of {EPISODES} episodes, last checkpoint, from the same "
+        f"demonstrations and first weights. {pages.INTERVALS}",
+        "", *pages.table(("seed", "cloning", "with foresight", "difference"), _rows(found, seeds)), "",
+        f"Measured with {pages.versions(everything[0])}; commits {pages.commits(everything)}. Per-episode "
+        f"numbers are in `{PAGE}/`.{pages.about_commits(everything)}",
+    ]  # fmt: skip
+    return pages.write(PAGE, lines)
+
+
+def _rows(found: dict[tuple[float, int], dict[str, Any]], seeds: list[int]) -> Iterator[list[str]]:
+    for some in [[seed] for seed in seeds] + ([seeds] if len(seeds) > 1 else []):
+        plain, told = (
+            np.array([found[weight, seed]["after"]["success"] for seed in some]) for weight in WEIGHTS
+        )
+        change = paired_difference(plain, told)
+        points = " to ".join(f"{100 * bound:+.0f}" for bound in (change.low, change.high))
+        name = str(some[0]) if len(some) == 1 else "**all**"
+        yield [name, pages.success(plain), pages.success(told), f"{100 * change.value:+.0f} ({points})"]
+
+
+def main() -> int:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--root", type=Path, default=Path("runs/foresight"))
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if not options.report:
+        for seed in map(int, options.seeds.split(",")):
+            for weight in WEIGHTS:
+                print(f"written: {run_one(seed, weight, options.root, options.workers)}", flush=True)
+    print(f"written: {report()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -48,6 +48,7 @@ class PlanningConfig(BcConfig):
     """What both planners share."""
 
     pad_end: bool = False  # windows past the end of an episode (masked)
+    validation_fraction: float = bounded(0.0, ge=0, lt=1)  # of episodes; sampling their plans takes long
     gamma: float = bounded(0.99, gt=0, le=1)  # discount of returns per control step
 
     def __post_init__(self) -> None:

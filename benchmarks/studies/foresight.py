@@ -45,7 +45,7 @@ from policies.protocols import TE
 from policies.registry import register
 
 PAGE, STUDY = "foresight", STUDIES["avoid-moved"]
-AHEAD, DEMONSTRATIONS, STEPS = 8, 50, 2500
+AHEAD, DEMONSTRATIONS, STEPS = 8, 50, 1500
 WEIGHTS = (0.0, 1.0)
 
 

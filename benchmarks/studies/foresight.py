@@ -1,6 +1,6 @@
 """Does an encoder that foresees help to clone from images? The same cloning with and without that loss.
 
-    python -m benchmarks.studies.foresight --seeds 0,1,2     avoid by sight, 50 demonstrations per seed
+    python -m benchmarks.studies.foresight --seeds 0,1,2     avoid by sight, 150 demonstrations per seed
     python -m benchmarks.studies.foresight --report          the page from what is there
 
 Legend: B rows, F features of the image, C width of the condition, j how many steps ahead::
@@ -45,7 +45,7 @@ from policies.protocols import TE
 from policies.registry import register
 
 PAGE, STUDY = "foresight", STUDIES["avoid-moved"]
-AHEAD, DEMONSTRATIONS, STEPS = 8, 50, 1500
+AHEAD, DEMONSTRATIONS, STEPS = 8, 150, 3000
 WEIGHTS = (0.0, 1.0)
 
 

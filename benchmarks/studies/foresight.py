@@ -34,6 +34,7 @@ from algos.bc import Bc, BcConfig
 from algos.cloning.batches import CloningBatch
 from algos.cloning.validation import masked_mean
 from algos.training.ranks import current
+from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from benchmarks.studies.definitions import STUDIES
 from benchmarks.studies.once import demonstrations, first_seed, trained
@@ -45,7 +46,7 @@ from policies.protocols import TE
 from policies.registry import register
 
 PAGE, STUDY = "foresight", STUDIES["avoid-moved"]
-AHEAD, DEMONSTRATIONS, STEPS = 8, 150, 3000
+AHEAD, DEMONSTRATIONS = 8, 150
 WEIGHTS = (0.0, 1.0)
 
 
@@ -116,10 +117,12 @@ def run_one(seed: int, weight: float, root: Path, workers: int) -> Path:
     )
     place = root / f"weight{weight:g}-seed{seed}"
     settings = ("experiment=avoid_moved_bc", "algo=foresight", f"algo.weight={weight:g}")
-    lengths = {"algo.steps": STEPS, "algo.validation_fraction": 0.0}
-    trained(place, *settings, dataset=str(demos), seed=seed, num_threads=1, **lengths)
+    run = trained(
+        place, *settings, dataset=str(demos), seed=seed, num_threads=1, **{"algo.validation_fraction": 0.0}
+    )
     played = burnish.evaluate(str(place), episodes=EPISODES, num_workers=workers).evaluation
-    content = {"weight": weight, "seed": seed, "steps": STEPS, "dataset": describe_dataset(demos)}
+    content = {"weight": weight, "seed": seed, "dataset": describe_dataset(demos)}
+    content["configuration"] = pages.configuration(RunDirectory(run.directory))
     return pages.keep(PAGE, target.stem, {**content, "after": episode_columns(played)})
 
 
@@ -131,7 +134,7 @@ def report() -> Path:
     lines = [
         "# An encoder that foresees", "",
         f"`python -m benchmarks.studies.foresight`: `experiment=avoid_moved_bc` of {DEMONSTRATIONS} "
-        f"demonstrations, {STEPS:,} gradient steps of 64 windows, as it is and with the auxiliary loss of "
+        "demonstrations, as it is and with the auxiliary loss of "
         "ACT-JEPA (arXiv 2501.14622): the encoder's features predict those of one of the next "
         f"{AHEAD} steps, by averaged weights. Success of {EPISODES} episodes, last checkpoint, from the same "
         f"demonstrations and first weights. {pages.INTERVALS}",
@@ -159,6 +162,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--weights", default=",".join(f"{weight:g}" for weight in WEIGHTS))
     parser.add_argument("--root", type=Path, default=Path("runs/foresight"))
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--report", action="store_true")
@@ -166,7 +170,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if not options.report:
         for seed in map(int, options.seeds.split(",")):
-            for weight in WEIGHTS:
+            for weight in map(float, options.weights.split(",")):
                 print(f"written: {run_one(seed, weight, options.root, options.workers)}", flush=True)
     print(f"written: {report()}")
     return 0

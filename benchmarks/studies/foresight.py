@@ -34,7 +34,6 @@ from algos.bc import Bc, BcConfig
 from algos.cloning.batches import CloningBatch
 from algos.cloning.validation import masked_mean
 from algos.training.ranks import current
-from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from benchmarks.studies.definitions import STUDIES
 from benchmarks.studies.once import demonstrations, first_seed, trained
@@ -122,7 +121,7 @@ def run_one(seed: int, weight: float, root: Path, workers: int) -> Path:
     )
     played = burnish.evaluate(str(place), episodes=EPISODES, num_workers=workers).evaluation
     content = {"weight": weight, "seed": seed, "dataset": describe_dataset(demos)}
-    content["configuration"] = pages.configuration(RunDirectory(run.directory))
+    content["configuration"] = pages.configuration(run.directory)
     return pages.keep(PAGE, target.stem, {**content, "after": episode_columns(played)})
 
 

@@ -49,7 +49,6 @@ AHEAD, DEMONSTRATIONS = 8, 150
 WEIGHTS = (0.0, 1.0)
 
 
-@register("algo", "foresight")
 @dataclass
 class ForesightConfig(BcConfig):
     """Cloning whose encoder foresees its own features."""
@@ -68,7 +67,8 @@ class Foresight(Bc):
 
     def __init__(self, config: ForesightConfig, setup: Setup) -> None:
         super().__init__(config, setup)
-        width, self._features = self.policy.encoder.cond_dim, self.policy.encoder.config.features
+        encoder: Any = self.policy.encoder
+        width, self._features = encoder.cond_dim, encoder.config.features
         with torch.random.fork_rng():
             torch.manual_seed(setup.seed)
             self._predictor = nn.Sequential(
@@ -116,9 +116,8 @@ def run_one(seed: int, weight: float, root: Path, workers: int) -> Path:
     )
     place = root / f"weight{weight:g}-seed{seed}"
     settings = ("experiment=avoid_moved_bc", "algo=foresight", f"algo.weight={weight:g}")
-    run = trained(
-        place, *settings, dataset=str(demos), seed=seed, num_threads=1, **{"algo.validation_fraction": 0.0}
-    )
+    values: dict[str, Any] = {"seed": seed, "num_threads": 1, "algo.validation_fraction": 0.0}
+    run = trained(place, *settings, dataset=str(demos), **values)
     played = burnish.evaluate(str(place), episodes=EPISODES, num_workers=workers).evaluation
     content = {"weight": weight, "seed": seed, "dataset": describe_dataset(demos)}
     content["configuration"] = pages.configuration(run.directory)
@@ -168,6 +167,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if not options.report:
+        register("algo", "foresight")(ForesightConfig)
         for seed in map(int, options.seeds.split(",")):
             for weight in map(float, options.weights.split(",")):
                 print(f"written: {run_one(seed, weight, options.root, options.workers)}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ from messages import mentions
 from small_cloning import finish, tiny, weights
 
 from algos.base import Setup
-from algos.bc import Bc
+from algos.bc import Bc, BcConfig
+from benchmarks.studies.foresight import ForesightConfig
 from envs.datasets import Episode, EpisodeDataset, read_dataset, write_robomimic
 from envs.datasets.windows import Windows
+from policies import registry
 from policies.backbones.mlp import MlpConfig
 from policies.encoders.resnet import ResNetEncoderConfig
 from policies.encoders.vit import VitEncoderConfig
@@ -92,6 +95,21 @@ def test_a_run_from_a_file_resumes_bit_exactly(tmp_path: Path) -> None:
     finish(second)
     assert torch.equal(weights(second.policy), weights(whole.policy))
     assert torch.equal(weights(second.snapshot()), weights(whole.snapshot()))
+
+
+def test_foresight_without_weight_is_cloning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._PARTS["algo"], "foresight", ForesightConfig)
+
+    def cloned(config: BcConfig) -> torch.Tensor:
+        started = setup(told_by_pictures())
+        run = config.build(replace(started, policy=replace(started.policy, obs_steps=1)))
+        finish(run)
+        return weights(run.policy)
+
+    shared = vars(tiny())
+    plain = cloned(BcConfig(**shared))
+    assert torch.equal(cloned(ForesightConfig(**shared, weight=0.0)), plain)
+    assert not torch.equal(cloned(ForesightConfig(**shared, weight=1.0)), plain)
 
 
 def test_a_policy_without_eyes_trains_from_the_same_file_without_reading_images(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class Foresight(Bc):
     def _use(self, dataset: EpisodeDataset) -> None:
         super()._use(dataset)
         self._data, frames = dataset, torch.arange(dataset.num_frames)
-        self._last = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths) - frames
+        self._left = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths) - frames
 
     def _draw(self) -> CloningBatch:
         self._rows = current().own(self._stream.take(self.config.batch_size))
@@ -94,7 +94,7 @@ class Foresight(Bc):
             return loss
         ahead = torch.randint(AHEAD, (len(self._rows),), generator=self._generator)
         now = self._source.frames[self._rows]
-        is_there = ahead + 1 <= self._last[now]
+        is_there = ahead + 1 <= self._left[now]
         then = torch.where(is_there, now + ahead + 1, now)
         seen = {camera: images[then][:, None] for camera, images in self._data.images.items()}
         with torch.no_grad():
@@ -104,6 +104,13 @@ class Foresight(Bc):
         guess = self._predictor(torch.cat([cond.vec, F.one_hot(ahead, AHEAD).to(cond.vec)], dim=1))
         error = (guess - told[:, : self._features]).abs().mean(dim=1)
         return loss + self.config.weight * masked_mean(error[:, None], is_there[:, None])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "predictor": self._predictor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._predictor.load_state_dict(state["predictor"])
 
 
 def run_one(seed: int, weight: float, root: Path, workers: int) -> Path:
@@ -160,7 +167,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--weights", default=",".join(f"{weight:g}" for weight in WEIGHTS))
     parser.add_argument("--root", type=Path, default=Path("runs/foresight"))
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--report", action="store_true")
@@ -169,7 +175,7 @@ def main() -> int:
     if not options.report:
         register("algo", "foresight")(ForesightConfig)
         for seed in map(int, options.seeds.split(",")):
-            for weight in map(float, options.weights.split(",")):
+            for weight in WEIGHTS:
                 print(f"written: {run_one(seed, weight, options.root, options.workers)}", flush=True)
     print(f"written: {report()}")
     return 0

@@ -112,6 +112,18 @@ def test_foresight_without_weight_is_cloning(monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.equal(cloned(ForesightConfig(**shared, weight=1.0)), plain)
 
 
+def test_foresight_resumes_bit_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._PARTS["algo"], "foresight", ForesightConfig)
+    started = setup(told_by_pictures())
+    started = replace(started, policy=replace(started.policy, obs_steps=1))
+    whole, first, second = (ForesightConfig(**vars(tiny())).build(started) for _ in range(3))
+    finish(whole)
+    first.advance()
+    second.load_state_dict(first.state_dict())
+    finish(second)
+    assert torch.equal(weights(second.policy), weights(whole.policy))
+
+
 def test_a_policy_without_eyes_trains_from_the_same_file_without_reading_images(tmp_path: Path) -> None:
     write_robomimic(tmp_path / "demo.hdf5", told_by_pictures())
     data = read_dataset(tmp_path / "demo.hdf5")

@@ -103,7 +103,7 @@ class Foresight(Bc):
         assert cond.vec is not None
         guess = self._predictor(torch.cat([cond.vec, F.one_hot(ahead, AHEAD).to(cond.vec)], dim=1))
         error = (guess - told[:, : self._features]).abs().mean(dim=1)
-        return loss + self.config.weight * masked_mean(error[:, None], is_there[:, None])
+        return loss + self.config.weight * (error * is_there).sum() / is_there.sum().clamp(min=1)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "predictor": self._predictor.state_dict()}

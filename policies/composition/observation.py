@@ -81,7 +81,8 @@ def member_conds(cond: Cond) -> tuple[Cond, ...]:
 
 
 def require_field(number: int, member: Policy) -> DenoisingPolicy:
-    """Refuse a member without a prediction at every noise level."""
+    """Return a member's field, of planners that of plans; refuse one without predictions at every level."""
+    member = member.as_field() if hasattr(member, "as_field") else member
     if isinstance(member, DenoisingPolicy):
         process = member.process
         if isinstance(process, GaussianPath) and process.is_integrable:

@@ -1,8 +1,8 @@
 """Replanning: initialise the next plan from the previous one.
 
 Legend: B batch, K denoising steps of the policy, R noise draws of a run, Th predicted horizon, Ta executed
-steps, Da action width. A plan is a predicted chunk (B, Th, Da), normalised; alpha, sigma are the amplitudes
-at the start of the short run.
+steps, Da action width. A plan is a predicted chunk (B, Th, Da), normalised, or the trajectory of a planner
+(B, Th, D); alpha, sigma are the amplitudes at the start of the short run.
 
     guess_i = plan_min(i + n, Th - 1)       plan shifted by n steps, last row repeated
     x = guess                               start of the short run (arXiv 2508.05396, RTI-DP, for Ta = 1)
@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.warm_start import WarmStart
 from policies.policy import Policy
 from policies.policy_config import ChunkSpec
 from policies.processes.base import GaussianPath
+from policies.protocols import PlanDecoder
 from policies.samplers.ddpm import DDPM
 from policies.samplers.ode import Euler
 from policies.samplers.step_table import StepRules
@@ -47,7 +47,7 @@ class Decision(NamedTuple):
     """Decisions of B episodes."""
 
     actions: Tensor  # (B, Ta, Da), physical
-    plan: Tensor  # (B, Th, Da), normalised, for the next decision
+    plan: Tensor  # (B, Th, Da or D), normalised, for the next decision
     calls: int  # network evaluations per decision
 
 
@@ -63,7 +63,7 @@ class Replanner:
     """
 
     def __init__(self, policy: Any, warm_start: WarmStart) -> None:
-        if not isinstance(policy, DenoisingPolicy):
+        if not isinstance(policy, PlanDecoder):
             kind = type(policy).__name__
             raise CapabilityError(f"warm_start needs a policy that denoises its plan; {kind} does not.")
         self.chunk: ChunkSpec = policy.chunk
@@ -71,7 +71,7 @@ class Replanner:
         self._warm_start = warm_start
         self._full = policy
         self._short = _short(policy, warm_start)
-        table = self._short.table
+        table: Any = self._short.table
         wanted = warm_start.steps or table.num_steps
         self._first = table.step_at(table.times[table.num_steps - wanted])
 
@@ -83,7 +83,7 @@ class Replanner:
         return self._noisier.sample_noise(n, generator=generator)
 
     @property
-    def _noisier(self) -> DenoisingPolicy:
+    def _noisier(self) -> Any:
         return max((self._full, self._short), key=_num_draws)
 
     @torch.no_grad()
@@ -95,28 +95,32 @@ class Replanner:
         Args:
             obs: Physical observations.
             noise: (B, *noise_shape).
-            previous: Plans of the previous decisions, (B, Th, Da); None: first decisions.
+            previous: Plans of the previous decisions; None: first decisions.
             elapsed: Control steps since then; None: the executed rows.
         """
         cond = self._full.encode(self._full.observation(obs))
         if previous is None:
-            plan = self._full.decode(cond, _noise_for(self._full, noise))
+            plan = self._full.trajectory(cond, _noise_for(self._full, noise))
             return Decision(self.command(plan), plan, self._full.table.num_steps)
         start = (self._start(previous, noise, elapsed), self._short.table.times[self._first])
-        plan = self._short.decode(cond, _noise_for(self._short, noise), start=start)
+        plan = self._short.trajectory(cond, _noise_for(self._short, noise), start=start)
         return Decision(self.command(plan), plan, self._short.table.num_steps - self._first)
 
     def guess(self, previous: Tensor, elapsed: int | None = None) -> Tensor:
-        """Return plans (B, Th, Da) shifted, the last row repeated, grippers open or closed."""
+        """Return plans shifted, the last row repeated, grippers open or closed."""
         left = shifted(previous, self.chunk.act_steps if elapsed is None else elapsed)
         return _by_sign(left, self._warm_start.gripper, self._warm_start.gripper_guess)
 
     def command(self, plan: Tensor) -> Tensor:
         """Return the commands (B, Ta, Da) of plans."""
-        return self.physical(plan[:, self.chunk.executed])
+        return self.physical(self.chunk_of(plan)[:, self.chunk.executed])
+
+    def chunk_of(self, plan: Tensor) -> Tensor:
+        """Return the chunks (B, Th, Da) of plans."""
+        return self._full.chunk_of(plan)
 
     def physical(self, rows: Tensor) -> Tensor:
-        """Return rows of plans (B, R, Da) as commands; grippers at an end of their range."""
+        """Return rows of chunks (B, R, Da) as commands; grippers at an end of their range."""
         return self._full.physical(_by_sign(rows, self._warm_start.gripper, 1.0))
 
     def _start(self, previous: Tensor, noise: Tensor, elapsed: int | None) -> Tensor:
@@ -124,8 +128,8 @@ class Replanner:
         if not self._warm_start.renoise:
             return guess
         table, k = self._short.table, self._first
-        eps = noise[:, 0] if noise.dim() == guess.dim() + 1 else noise
-        return table.alpha[k] * guess + table.sigma[k] * eps
+        eps = self._noisier.start_noise(noise)
+        return table.alpha[k] * guess.repeat_interleave(len(eps) // len(guess), 0) + table.sigma[k] * eps
 
 
 def shifted(plan: Tensor, rows: int) -> Tensor:
@@ -146,7 +150,7 @@ def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
     return policy.with_act_steps(act_steps)
 
 
-def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
+def _check(warm_start: WarmStart, policy: PlanDecoder) -> None:
     chunk, steps = policy.chunk, policy.table.num_steps
     if not warm_start.is_on:
         raise ConfigError("warm_start needs a short run; give warm_start.steps or warm_start.levels.")
@@ -165,9 +169,11 @@ def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
             f"warm_start.gripper must name action dimensions, 0 to {chunk.action_dim - 1}; got "
             f"{list(warm_start.gripper)}."
         )
+    if warm_start.gripper and getattr(policy, "inverse", None) is not None:
+        raise ConfigError("warm_start.gripper names actions; the plans of this policy hold states alone.")
 
 
-def _short(policy: DenoisingPolicy, warm_start: WarmStart) -> DenoisingPolicy:
+def _short(policy: Any, warm_start: WarmStart) -> Any:
     """Return the policy with the sampler of its short run, with its own bounds."""
     own = policy.sampler
     if warm_start.steps is not None and warm_start.start is None:
@@ -183,15 +189,15 @@ def _short(policy: DenoisingPolicy, warm_start: WarmStart) -> DenoisingPolicy:
         raise ConfigError(f"this policy has no such short run, {warm_start}: {error}") from error
 
 
-def _num_draws(policy: DenoisingPolicy) -> int:
+def _num_draws(policy: PlanDecoder) -> int:
     return 1 if policy.is_deterministic else policy.table.num_steps + 1
 
 
-def _noise_for(policy: DenoisingPolicy, noise: Tensor) -> Tensor:
-    """Return the part of noise (B, Th, Da) or (B, R, Th, Da) that a run needs."""
+def _noise_for(policy: Any, noise: Tensor) -> Tensor:
+    """Return the part of noise (B, ..., Th, D) or (B, ..., R, Th, D) that a run needs."""
     if policy.is_deterministic:
-        return noise if noise.dim() == 3 else noise[:, 0]
-    return noise[:, : _num_draws(policy)]
+        return noise if noise.dim() == len(policy.noise_shape) + 1 else noise.select(-3, 0)
+    return noise[..., : _num_draws(policy), :, :]
 
 
 def _by_sign(plan: Tensor, dims: tuple[int, ...], magnitude: float) -> Tensor:

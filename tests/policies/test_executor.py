@@ -10,7 +10,7 @@ import torch
 from small_policies import ACTION_DIM, observations, small_policy
 from torch import Tensor
 
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.executor import Execution, Executor, committed
 from policies.execution.replanning import Replanner, WarmStart, shifted, with_act_steps

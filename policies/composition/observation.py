@@ -82,7 +82,8 @@ def member_conds(cond: Cond) -> tuple[Cond, ...]:
 
 def require_field(number: int, member: Policy) -> DenoisingPolicy:
     """Return a member's field, of planners that of plans; refuse one without predictions at every level."""
-    member = member.as_field() if hasattr(member, "as_field") else member
+    as_field = getattr(member, "as_field", None)
+    member = member if as_field is None else as_field()
     if isinstance(member, DenoisingPolicy):
         process = member.process
         if isinstance(process, GaussianPath) and process.is_integrable:

@@ -69,7 +69,7 @@ class Replanner:
         self.chunk: ChunkSpec = policy.chunk
         _check(warm_start, policy)
         self._warm_start = warm_start
-        self._full = policy
+        self._full: Any = policy
         self._short = _short(policy, warm_start)
         table: Any = self._short.table
         wanted = warm_start.steps or table.num_steps
@@ -117,11 +117,13 @@ class Replanner:
 
     def chunk_of(self, plan: Tensor) -> Tensor:
         """Return the chunks (B, Th, Da) of plans."""
-        return self._full.chunk_of(plan)
+        chunk: Tensor = self._full.chunk_of(plan)
+        return chunk
 
     def physical(self, rows: Tensor) -> Tensor:
         """Return rows of chunks (B, R, Da) as commands; grippers at an end of their range."""
-        return self._full.physical(_by_sign(rows, self._warm_start.gripper, 1.0))
+        commands: Tensor = self._full.physical(_by_sign(rows, self._warm_start.gripper, 1.0))
+        return commands
 
     def _start(self, previous: Tensor, noise: Tensor, elapsed: int | None) -> Tensor:
         guess = self.guess(previous, elapsed)

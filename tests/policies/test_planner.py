@@ -236,17 +236,17 @@ def test_a_path_is_guided_from_the_state_itself_in_the_units_of_states() -> None
     torch.testing.assert_close(guide[:, 0], obs["state"][:, 0, :2])
 
 
-@pytest.mark.parametrize("strategy", ["post_hoc_ranking", "guided_diffusion", "stochastic_sampling"])
-def test_plans_come_nearer_to_a_sketch(strategy: str) -> None:
-    policy = planner(VPDiffusion(num_levels=10), **GUIDED, plans=3)
-    steered = SteeredPolicy(policy, ACTIONS, Steering(strategy))
-    plain = SteeredPolicy(policy, ACTIONS, Steering("random"))
-    obs, found = observed(), []
-    for one in (plain, steered):
-        noise = one.sample_noise(4, generator=torch.Generator().manual_seed(4))
-        actions = one.plan(obs, noise)
-        found.append(guide_distance(actions, one.guide(obs)[..., :2]).mean())
-    assert found[1] < found[0]
+def test_the_plan_nearest_to_a_sketch_is_executed_instead_of_the_most_valuable() -> None:
+    policy = planner(**GUIDED, plans=3)
+    steered = SteeredPolicy(policy, WAY, Steering("post_hoc_ranking", candidates=5))
+    obs = observed()
+    noise = steered.sample_noise(4, generator=torch.Generator().manual_seed(4))
+    one, cond = policy.with_fields(plans=1), policy.encode(obs)
+    plans = torch.stack([one.trajectory(cond, noise[:, i]) for i in range(5)], dim=1)
+    distance = guide_distance(plans, steered.guide(obs)[:, None], steered.entries)
+    nearest = plans[torch.arange(4), distance.argmin(dim=1)]
+    assert len(set(distance.argmin(dim=1).tolist())) > 1
+    torch.testing.assert_close(steered.plan(obs, noise), policy.chunk_of(nearest))
 
 
 def test_a_plan_begins_at_a_sketch_under_its_share_of_the_noise() -> None:

@@ -37,7 +37,7 @@ SURROGATES = {
 """What bounds the update of DPPO, by overrides of its experiment."""
 
 CRITICS_OF_AVOID = ("qc", "idql", "expo", "qam", "trqam")
-"""Critics of chunks that another task takes with the settings of `avoid`, rewards scaled to values up to 1."""
+"""Critics of chunks that take the settings of `avoid` to another task, rewards scaled to values up to 1."""
 
 STUDIES = {
     "avoid": Study(

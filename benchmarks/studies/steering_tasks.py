@@ -212,8 +212,8 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
 class PlannedMazeTask(MazeTask):
     """`pointmaze-medium`: the planner's states follow the sketch."""
 
-    about = """From one corner of the maze to the opposite one and back, along each of the two shortest ways.
-A planner (`algo=decision_diffuser`) has learned from play: it plans 48 states up to the goal and executes
+    about = """To the other side of a block of the maze and back, along each of the two ways around it, which are
+equally long. A planner (`algo=decision_diffuser`) has learned from play: it plans 48 states up to the goal and executes
 all of them. A sketch guides the places among these states; inverse dynamics turn them into waypoints."""
     experiment = "pointmaze_decision_diffuser"
     overrides = ("algo.steps=2500",)
@@ -221,7 +221,8 @@ all of them. A sketch guides the places among these states; inverse dynamics tur
     episodes = 25
     drawn = 1
     panel = (2.2, 2.6)
-    ends = ((1, 1), (6, 6))
+    ends = ((6, 1), (3, 4))
+    pace_m = 0.13  # six metres in a plan
 
     @property
     def recorded(self) -> CollectConfig:

@@ -212,9 +212,10 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
 class PlannedMazeTask(MazeTask):
     """`pointmaze-medium`: the planner's states follow the sketch."""
 
-    about = """To the other side of a block of the maze and back, along each of the two ways around it, which are
-equally long. A planner (`algo=decision_diffuser`) has learned from play: it plans 48 states up to the goal and executes
-all of them. A sketch guides the places among these states; inverse dynamics turn them into waypoints."""
+    about = """To the other side of a block of the maze and back, along each of the two ways around it,
+which are equally long. A planner (`algo=decision_diffuser`) has learned from play: it plans 48 states up to
+the goal and executes all of them. A sketch guides the places among these states; inverse dynamics turn them
+into waypoints."""
     experiment = "pointmaze_decision_diffuser"
     overrides = ("algo.steps=2500",)
     demonstrations = 200

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError
+from policies.execution.replanning import Replanner
+from policies.execution.warm_start import WarmStart
 from policies.importing.beso import BesoSource
 from policies.importing.importing import import_policy
 from policies.protocols import TE
@@ -94,17 +96,21 @@ def test_one_state_acts_as_its_agent_after_a_reset(tmp_path: Path) -> None:
     torch.testing.assert_close(policy.act(obs, noise=tape)[:, 0], arrays["actions"][:1], **TOLERANCE)
 
 
-@pytest.mark.parametrize("now", [2, 3, 4])
-def test_executed_actions_as_start_give_the_actions_of_its_agent(now: int, tmp_path: Path) -> None:
-    """What a program needs to remember: the actions of the window, which begin without noise."""
+def test_executed_actions_as_start_give_the_actions_of_its_agent(tmp_path: Path) -> None:
+    """From the third decision on, when its window is full; the fourth and fifth remember by themselves."""
     policy, arrays = policy_of("window", tmp_path)
-    obs = {"state": arrays["observations"][now - 2 : now + 1, 0][None], "goal": arrays["goal"][:1].flatten(1)}
-    began = torch.cat([arrays["actions"][now - 2 : now][None], arrays[f"first_{now}"]], dim=1)
-    alpha, t = policy.table.alpha[0], policy.table.times[0]
-    draws = arrays[f"draws_{now}"]
-    tape = torch.cat([torch.zeros(1, 1, 3, 3), draws, torch.zeros(1, 1, 3, 3)], dim=1)
-    chunk = policy.decode(policy.encode(obs), tape, start=(alpha * began, t))
-    torch.testing.assert_close(chunk[:, -1], arrays["actions"][now][None], **TOLERANCE)
+    replanner = Replanner(policy, WarmStart(executed=True))
+    goal, zeros = arrays["goal"][:1].flatten(1), torch.zeros(1, 1, 3, 3)
+    plan = torch.nn.functional.pad(arrays["actions"][:2], (0, 0, 1, 0))[None]  # of the second decision
+    for now in (2, 3, 4):
+        obs = {"state": arrays["observations"][now - 2 : now + 1, 0][None], "goal": goal}
+        first = torch.nn.functional.pad(arrays[f"first_{now}"], (0, 0, 2, 0))[:, None]
+        tape = torch.cat([first, arrays[f"draws_{now}"], zeros], dim=1)
+        decision = replanner.decide(obs, noise=tape, previous=plan)
+        torch.testing.assert_close(decision.actions[:, 0], arrays["actions"][now][None], **TOLERANCE)
+        torch.testing.assert_close(decision.plan[0], arrays["actions"][now - 2 : now + 1], **TOLERANCE)
+        assert decision.calls == 3
+        plan = decision.plan
 
 
 def test_a_window_of_one_state_acts_as_its_agent_in_physical_units(tmp_path: Path) -> None:

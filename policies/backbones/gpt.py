@@ -31,8 +31,9 @@ class GptConfig(Checked):
 
     Attributes:
         obs_tokens: Number of equal parts of the condition, oldest first; `policy.obs_steps` for one token per
-            observation, and `backbone.goal_tokens` more.
-        goal_tokens: How many of the parts, the last ones, are goals: states to reach.
+            observation.
+        goal_tokens: How many of these parts, the last ones, are goals: states to reach, in addition to
+            `policy.obs_steps`.
         goal_unread: Entries of every goal that the network does not read.
         outlet_width: Width of a hidden layer before the actions; null: none.
     """

@@ -59,7 +59,7 @@ class BesoSource(PolicySource):
     noise_min: float = bounded(0.005, gt=0)
     noise_max: float = bounded(1.0, gt=0)  # largest noise level
     goal_dropout: float = bounded(0.0, ge=0, lt=1)
-    guidance: float = 1.0  # weight of the goal, its `cond_lambda`
+    guidance: float = bounded(1.0, ge=0)  # weight of the goal, its `cond_lambda`
 
     def read(self, files: Files) -> Description:
         if self.heads is None:

@@ -41,7 +41,7 @@ class WarmStart(Checked):
         if self.start is not None and self.steps is None:
             raise ConfigError(f"warm_start.start={self.start} needs warm_start.steps; got null.")
 
-        if self.executed and (self.levels or self.steps is not None or self.gripper):
+        if self.executed and (self.levels or self.steps is not None or self.renoise or self.gripper):
             raise ConfigError("warm_start.executed takes all steps; leave the other keys of warm_start out.")
 
     @property

@@ -7,6 +7,7 @@ steps, Da action width. A plan is a predicted chunk (B, Th, Da), normalised, or 
     guess_i = plan_min(i + n, Th - 1)       plan shifted by n steps, last row repeated
     x = guess                               start of the short run (arXiv 2508.05396, RTI-DP, for Ta = 1)
     x = alpha guess + sigma eps             the same with `renoise` (SDEdit, arXiv 2108.01073)
+    x_i = alpha a_i, later sigma eps_i      actions a_i executed before the newest observation (BESO)
 
 Deviations from RTI-DP: Ta may exceed 1, the guess may be noised to the start level of the run, and the run
 may consist of Euler steps.
@@ -59,7 +60,8 @@ class Replanner:
         ConfigError: If the short run does not fit the policy, or no plan rows remain.
 
     Source:
-        RTI-DP (arXiv 2508.05396): the shifted plan as the start, the list of levels, the gripper by its sign.
+        RTI-DP (arXiv 2508.05396): the shifted plan as the start, the list of levels, the gripper by its sign;
+        BESO (arXiv 2304.02532), released code: executed actions as the start.
     """
 
     def __init__(self, policy: Any, warm_start: WarmStart) -> None:
@@ -104,6 +106,8 @@ class Replanner:
             return Decision(self.command(plan), plan, self._full.table.num_steps)
         start = (self._start(previous, noise, elapsed), self._short.table.times[self._first])
         plan = self._short.trajectory(cond, _noise_for(self._short, noise), start=start)
+        if self._warm_start.executed:
+            plan = self._with_executed(plan, previous, elapsed)
         return Decision(self.command(plan), plan, self._short.table.num_steps - self._first)
 
     def guess(self, previous: Tensor, elapsed: int | None = None) -> Tensor:
@@ -126,12 +130,23 @@ class Replanner:
         return commands
 
     def _start(self, previous: Tensor, noise: Tensor, elapsed: int | None) -> Tensor:
+        table, k = self._short.table, self._first
+        eps = self._noisier.start_noise(noise)
+        if self._warm_start.executed:
+            return self._with_executed(table.start_std * eps, table.alpha[k] * previous, elapsed)
         guess = self.guess(previous, elapsed)
         if not self._warm_start.renoise:
             return guess
-        table, k = self._short.table, self._first
-        eps = self._noisier.start_noise(noise)
         return table.alpha[k] * guess.repeat_interleave(len(eps) // len(guess), 0) + table.sigma[k] * eps
+
+    def _with_executed(self, rows: Tensor, previous: Tensor, elapsed: int | None) -> Tensor:
+        """Replace the rows before the newest observation by the executed ones; all (B, Th, Da).
+
+        Such rows of a previous plan are executed ones as well, except in the first decision.
+        """
+        first = self.chunk.action_start
+        left = shifted(previous, self.chunk.act_steps if elapsed is None else elapsed)
+        return torch.cat([left[:, :first], rows[:, first:]], dim=1)
 
 
 def shifted(plan: Tensor, rows: int) -> Tensor:
@@ -156,6 +171,12 @@ def _check(warm_start: WarmStart, policy: PlanDecoder) -> None:
     chunk, steps = policy.chunk, policy.table.num_steps
     if not warm_start.is_on:
         raise ConfigError("warm_start needs a short run; give warm_start.steps or warm_start.levels.")
+    if warm_start.executed:
+        if not chunk.action_start:
+            raise ConfigError(
+                "warm_start.executed needs rows before the newest observation; got policy.action_start=0."
+            )
+        return
     if warm_start.start is None and (warm_start.steps or 0) > steps:
         raise ConfigError(
             f"warm_start.steps must be at most {steps}, the policy's denoising steps; got {warm_start.steps}."
@@ -178,7 +199,7 @@ def _check(warm_start: WarmStart, policy: PlanDecoder) -> None:
 def _short(policy: Any, warm_start: WarmStart) -> Any:
     """Return the policy with the sampler of its short run, with its own bounds."""
     own = policy.sampler
-    if warm_start.steps is not None and warm_start.start is None:
+    if warm_start.executed or (warm_start.steps is not None and warm_start.start is None):
         return policy
     limits = {f.name: getattr(own, f.name) for f in fields(StepRules) if hasattr(own, f.name)}
     try:

@@ -108,7 +108,7 @@ class PrdcConfig(ConstrainedTd3Config):
     beta: float = bounded(2.0, gt=0)  # weight of the state in the distance
     neighbor_rank: int = bounded(1, ge=1)  # rank of the neighbour; published: 1; `k` of the released code
     search: str = bounded("auto", choices=SEARCHES)  # neighbour search; auto: fastest exact one, by timing
-    list_length: int | None = bounded(None, ge=2)  # neighbours per list; null: 64, less above 468,750 rows
+    list_length: int | None = bounded(None, ge=2)  # neighbours per list; null: 64, less above 437,500 rows
 
     def __post_init__(self) -> None:
         super().__post_init__()

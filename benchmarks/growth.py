@@ -118,14 +118,17 @@ def peak(name: str, file: str) -> None:
 def measure(names: Sequence[str], rounds: int) -> None:
     """Measure cases and keep them beside those that were measured before."""
     before = RESULTS / "speed" / "growth.json"
-    found: dict[str, Any] = kept("speed", "growth.json")[0]["cases"] if before.exists() else {}
+    content: dict[str, Any] = kept("speed", "growth.json")[0] if before.exists() else {"cases": {}}
+    found = content["cases"]
     for name in names:
         if name in MEMORY:
             found[name] = {str(size): memory(name, size) for size in MEMORY[name][1]}
         else:
             found[name] = times_of(name, rounds)
+            content |= {"rounds": rounds, "load": os.getloadavg()[0]}
         sys.stdout.write(f"{name}: {found[name]}\n")
-        keep("speed", "growth", {"rounds": rounds, "load": os.getloadavg()[0], "cases": found}, indent=1)
+        own = {name: content[name] for name in ("rounds", "load") if name in content}
+        keep("speed", "growth", own | {"cases": found}, indent=1)
 
 
 def times_of(name: str, rounds: int) -> dict[str, float]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from algos.offline.neighbor_tree import NeighborTree
 
 _TRIED = 16  # timed rows per method
-_TILE = 2**21  # distances of a product held at once
-_AT_ONCE = 256  # rows listed at once
+_TILE = 2**19  # distances of a product held at once
+_AT_ONCE = 128  # rows listed at once
 _LEAVES = 4096  # leaves compared at once
 _SLACK = 1e-5  # relative error of float32 distances
 _ROUNDING = 2.0**-22  # of a scaled state, relative to its norm

@@ -31,7 +31,7 @@ _TILE = 65_536  # rows per tile of brute force, and of keys that are made at onc
 _PREFIX = 8  # list entries compared first; near the data these usually certify
 _NODES = 60  # bytes per row of scipy's tree nodes, approximately, for any width
 _LONG = 64  # entries of a list, unless a length is given
-_ENTRIES = 30_000_000  # of all those lists together: 120 MB
+_ENTRIES = 28_000_000  # of all those lists together: 112 MB
 _SLACK = 1e-5  # tolerated relative error of float32 distances in a certificate
 
 
@@ -189,7 +189,7 @@ class ListSearch:
 
 
 def usual_length(rows: int) -> int:
-    """Return the length of lists that is taken unless one is given: 64, less among more than 468,750."""
+    """Return the length of lists that is taken unless one is given: 64, less among more than 437,500."""
     return max(_PREFIX, min(_LONG, _ENTRIES // rows))
 
 

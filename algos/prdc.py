@@ -29,7 +29,7 @@ from torch import Tensor
 
 from algos.base import Draws, Quantities, Setup
 from algos.offline.neighbor_autotune import SEARCHES, Load, Rows, build_search
-from algos.offline.neighbors import Search
+from algos.offline.neighbors import Search, usual_length
 from algos.offline.td3_update import Actor, ConstrainedTd3Config, Regulariser, mean_square
 from algos.training.ranks import current
 from algos.transitions import Batch, TransitionTable, deviations
@@ -108,7 +108,7 @@ class PrdcConfig(ConstrainedTd3Config):
     beta: float = bounded(2.0, gt=0)  # weight of the state in the distance
     neighbor_rank: int = bounded(1, ge=1)  # rank of the neighbour; published: 1; `k` of the released code
     search: str = bounded("auto", choices=SEARCHES)  # neighbour search; auto: fastest exact one, by timing
-    list_length: int = bounded(64, ge=2)  # neighbours per list, 8 bytes each
+    list_length: int | None = bounded(None, ge=2)  # neighbours per list; null: 64, less above 437,500 rows
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,12 +125,12 @@ class PrdcConfig(ConstrainedTd3Config):
 
     def _nearest_row(self, table: TransitionTable, setup: Setup) -> NearestRow:
         scale = None if setup.init is None else deviations(table.cond)  # a new actor standardises
-        state = table.cond.contiguous() if scale is None else table.cond / scale
+        state = table.cond if scale is None else table.cond / scale
         search = self.search
         if search == "auto" and self.online_steps:  # states that no list is for
             search = "tree" if state.device.type == "cpu" or self.neighbor_rank > 1 else "brute"
-        action = table.action.contiguous()
-        rows = Rows(state, action, self.beta, self.neighbor_rank, self.list_length)
+        length = self.list_length or usual_length(len(table))
+        rows = Rows(state, table.action, self.beta, self.neighbor_rank, length)
         build = partial(
             build_search,
             rows=rows,

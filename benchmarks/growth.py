@@ -3,8 +3,8 @@
     python -m benchmarks.growth [--rounds 5] [CASE ...]
 
 writes docs/results/speed/growth.json, docs/pictures/growth.svg and the table in docs/speed.md. One thread;
-the sizes of a case take turns. `rows` also measures the memory that a run of TD3+BC adds to its data, in a
-process of its own for each size, by a file of them.
+the sizes of a case take turns. `memory` and `memory of PRDC` measure the most memory of a run, in a process
+of its own for each size, on a file of so many rows.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 from algos.base import Setup
 from algos.dppo import DppoConfig
+from algos.prdc import PrdcConfig
 from algos.td3_bc import Td3BcConfig
 from benchmarks.device import MLP, cloning, decision, policy, td3_bc
 from benchmarks.pages import RESULTS, keep, kept, replace_block, table
@@ -88,21 +89,28 @@ CASES: dict[str, tuple[Callable[[int], tuple[Call, int]], Sequence[int], str]] =
 """Case -> what builds a call and counts its units, sizes, what is measured."""
 
 
-def memory(rows: int) -> tuple[float, float]:
+MEMORY: dict[str, tuple[Callable[[int], Any], Sequence[int]]] = {
+    "memory": (lambda steps: Td3BcConfig(steps=steps, log_every=10), CASES["rows"][1]),
+    "memory of PRDC": (lambda steps: PrdcConfig(steps=steps, log_every=10), (100_000, 1_000_000)),
+}
+"""Name in the file -> what is built for so many steps, rows of data."""
+
+
+def memory(name: str, rows: int) -> tuple[float, float]:
     """Return the size of transitions, and the memory of a run on a file of them beyond one on few, in MB."""
     used = []
     with tempfile.TemporaryDirectory() as folder:
         for number in (1000, rows):
             file = Path(folder, f"{number}.hdf5")
             write_dataset(file, synthetic_dataset(number), format="d4rl")
-            command = [sys.executable, "-m", "benchmarks.growth", "--memory", str(file)]
+            command = [sys.executable, "-m", "benchmarks.growth", "--memory", name, str(file)]
             used.append(float(subprocess.check_output(command)))
         return rows * 4 * (2 * 11 + 3 + 1) / 1e6, used[1] - used[0]
 
 
-def peak(file: str) -> None:
-    """Print the peak memory [MB] of a process that reads data, builds a run of TD3+BC and takes ten steps."""
-    Td3BcConfig(steps=10, log_every=10).build(Setup(dataset=read_dataset(file), num_threads=1)).advance()
+def peak(name: str, file: str) -> None:
+    """Print the peak memory [MB] of a process that reads data, builds a run and takes ten steps."""
+    MEMORY[name][0](10**6).build(Setup(dataset=read_dataset(file), num_threads=1)).advance()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     sys.stdout.write(f"{float(status['VmHWM'].split()[0]) / 1e3}\n")
 
@@ -110,18 +118,27 @@ def peak(file: str) -> None:
 def measure(names: Sequence[str], rounds: int) -> None:
     """Measure cases and keep them beside those that were measured before."""
     before = RESULTS / "speed" / "growth.json"
-    found: dict[str, Any] = kept("speed", "growth.json")[0]["cases"] if before.exists() else {}
+    content: dict[str, Any] = kept("speed", "growth.json")[0] if before.exists() else {"cases": {}}
+    found = content["cases"]
     for name in names:
-        build, sizes, _ = CASES[name]
-        calls, units = {}, {}
-        for size in sizes:
-            calls[str(size)], units[str(size)] = build(size)
-        times = interleave(calls, rounds=rounds, slot_s=0.1, clock=time.process_time)
-        found[name] = {size: seconds / units[size] for size, seconds in times.items()}
-        if name == "rows":
-            found["memory"] = {str(size): memory(size) for size in sizes}
+        if name in MEMORY:
+            found[name] = {str(size): memory(name, size) for size in MEMORY[name][1]}
+        else:
+            found[name] = times_of(name, rounds)
+            content |= {"rounds": rounds, "load": os.getloadavg()[0]}
         sys.stdout.write(f"{name}: {found[name]}\n")
-        keep("speed", "growth", {"rounds": rounds, "load": os.getloadavg()[0], "cases": found}, indent=1)
+        own = {name: content[name] for name in ("rounds", "load") if name in content}
+        keep("speed", "growth", own | {"cases": found}, indent=1)
+
+
+def times_of(name: str, rounds: int) -> dict[str, float]:
+    """Return the seconds of processor time of a unit, by size."""
+    build, sizes, _ = CASES[name]
+    calls, units = {}, {}
+    for size in sizes:
+        calls[str(size)], units[str(size)] = build(size)
+    times = interleave(calls, rounds=rounds, slot_s=0.1, clock=time.process_time)
+    return {size: seconds / units[size] for size, seconds in times.items()}
 
 
 def picture(found: dict[str, Any]) -> None:
@@ -151,31 +168,41 @@ def lines(content: dict[str, Any]) -> list[str]:
         [name, what, ", ".join(f"{int(n):,}: {1e6 * s:,.0f}" for n, s in found[name].items())]
         for name, (_, _, what) in CASES.items()
     ]
-    used = ", ".join(
-        f"{int(n):,}: {full:,.0f} MB, {full / data:.1f} times the data"
-        for n, (data, full) in found["memory"].items()
-    )
+    used = {
+        kind: ", ".join(
+            f"{int(n):,}: {full:,.0f} MB, {full / data:.1f} times the data"
+            for n, (data, full) in found[kind].items()
+        )
+        for kind in MEMORY
+    }
     command = f"OMP_NUM_THREADS=1 python -m benchmarks.growth --rounds {content['rounds']}"
     return [
         f"`{command}`, {machine['processor']}, load {content['load']:.1f}:",
         "",
         *table(["grows", "measured", "size: µs of processor time"], rows),
         "",
-        f"Most memory of a run of TD3+BC, its data included, by transitions of 26 numbers: {used}.",
+        f"Most memory of a run of TD3+BC, its data included, by transitions of 26 numbers: {used['memory']}.",
+        "",
+        f"Of PRDC, with its tables and all lists: {used['memory of PRDC']}.",
     ]
 
 
 def main() -> None:
     """Measure, keep, draw, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    parser.add_argument("cases", nargs="*", choices=[*CASES, *MEMORY, []], help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", metavar="FILE", help="print the peak memory of a run on a file")
+    parser.add_argument(
+        "--memory",
+        nargs=2,
+        metavar=("WHAT", "FILE"),
+        help=f"print the peak, of {', '.join(MEMORY)}, on a file",
+    )
     options = parser.parse_args()
     if options.memory:
-        peak(options.memory)
+        peak(*options.memory)
         return
-    measure(options.cases or list(CASES), options.rounds)
+    measure(options.cases or [*CASES, *MEMORY], options.rounds)
     content = kept("speed", "growth.json")[0]
     picture(content["cases"])
     replace_block(PAGE, "growth", lines(content))

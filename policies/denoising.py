@@ -30,7 +30,7 @@ from policies.protocols import (
 )
 from policies.registry import register
 from policies.samplers.loop import denoise
-from policies.samplers.row import denoise_row, takes_row
+from policies.samplers.row import denoise_row, denoise_rows, takes_row
 from policies.samplers.step_table import StepTable, table_of, transition
 
 
@@ -104,9 +104,11 @@ class DenoisingPolicy(Policy):
         """
         x, first = (None, 0) if start is None else (start[0], self.table.step_at(start[1]))
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            row = None if hooks or not takes_row(self.table, noise) else self.bind_row(cond)
+            alike = len(cond) == len(noise) and not hooks
+            row = self.bind_row(cond) if alike and takes_row(self.table, noise) else None
             if row is not None:
-                return denoise_row(row, self.table, noise, start=x, first_step=first)
+                short = denoise_row if len(noise) == 1 else denoise_rows
+                return short(row, self.table, noise, start=x, first_step=first)
             bound = self.bind(cond)
             return denoise(bound, self.table, noise, hooks=hooks, cond=cond, start=x, first_step=first).action
 
@@ -125,7 +127,7 @@ class DenoisingPolicy(Policy):
         return self.bind_at(cond, *self._times(cond))
 
     def bind_row(self, cond: Cond) -> RowField | None:
-        """Bind the network to a condition of one row on a CPU; None where `bind` has to serve."""
+        """Bind the network on a CPU without gradients; None where `bind` has to serve."""
         bind_row = getattr(self.field, "bind_row", None)
         return None if bind_row is None or self.guidance != 1 else bind_row(cond, *self._times(cond))
 

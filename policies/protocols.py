@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,8 +33,9 @@ Device = torch.device | str | None
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
 
-RowField = Callable[[int, np.ndarray, np.ndarray], None]
-"""`bound(k, x, out)` is a `BoundField` for one row on a CPU; x and out: flattened chunks (Th Da,)."""
+RowField = Callable[[int, Any, Any], None]
+"""`bound(k, x, out)` is a `BoundField` on a CPU without gradients; x and out are flattened chunks: arrays
+(Th Da,) for one row, tensors (B, Th Da) for more."""
 
 Features = tuple[Tensor, Tensor]
 """Embedded times (K, T) and conditions (B, C') of a backbone."""

@@ -15,14 +15,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from algos.offline.neighbor_lists import listing_bytes
-from algos.offline.neighbor_tree import box_tree_bytes
+from algos.offline.neighbor_tree import box_tree_bytes, pair_bytes
 from algos.offline.neighbors import (
     BruteSearch,
     ListSearch,
@@ -80,11 +80,9 @@ class Rows:
             return tree_bytes(num, width)
         if how == "brute":
             return brute_bytes(num, width, self.queries)
-        lists, listing = list_bytes(num, self.length), listing_bytes(num, states)
-        if how == "approximate":
-            return lists + listing
-        copies = 8 * num * width  # copies of the rows while the tree is built, before the lists exist
-        return max(lists, copies) + listing + box_tree_bytes(num, width)
+        tree, building = box_tree_bytes(num, states, width - states)
+        work = max(listing_bytes(num, states), pair_bytes(width))
+        return tree + max(building, list_bytes(num, self.length) + work)
 
     def fits(self, how: str) -> bool:
         """Return whether the search fits into the free memory of its device."""
@@ -169,8 +167,7 @@ def build_search(
     if len(names) == 1 or len(rows) < TIMED_FROM:
         return rows.search(names[0])
     ticks = clock or (time.process_time if on_cpu else time.perf_counter)
-    searches = (rows.search(name) for i, name in enumerate(names) if not i or rows.fits(name))
-    return _fastest(searches, rows, load, generator, ticks)
+    return _fastest(names, rows, load, generator, ticks)
 
 
 def _fitting(names: list[str], rows: Rows) -> list[str]:
@@ -182,21 +179,24 @@ def _fitting(names: list[str], rows: Rows) -> list[str]:
     return found or names[-1:]
 
 
-def _fastest(
-    searches: Iterable[Search], rows: Rows, load: Load, generator: torch.Generator, clock: Clock
-) -> Search:
+def _fastest(names: list[str], rows: Rows, load: Load, generator: torch.Generator, clock: Clock) -> Search:
+    """Return the fastest; one at a time is in memory, the one that is mostly fastest last."""
     tried = min(_TRIED, load.queries, len(rows))
     row = torch.randint(len(rows), (tried,), generator=generator).to(rows.state.device)
     action = _actions(rows.action[row], generator)
-    best, least, times = None, math.inf, []
-    for search in searches:
-        seconds = expected_seconds(search, row, rows.state[row], action, load, len(rows), clock)
-        times.append(f"{search.name} {seconds:.3g} s")
-        if seconds < least:
-            best, least = search, seconds
-    assert best is not None
-    _log.info("neighbour search '%s'; expected for the whole run: %s.", best.name, ", ".join(times))
-    return best
+    search, seconds = None, {}
+    for name in reversed(names):
+        del search
+        search = rows.search(name)
+        seconds[name] = expected_seconds(search, row, rows.state[row], action, load, len(rows), clock)
+    best = min(names, key=seconds.__getitem__)
+    told = ", ".join(f"{name} {seconds[name]:.3g} s" for name in names)
+    _log.info("neighbour search '%s'; expected for the whole run: %s.", best, told)
+    assert search is not None
+    if search.name == best:
+        return search
+    del search
+    return rows.search(best)
 
 
 def _actions(recorded: Tensor, generator: torch.Generator) -> Tensor:

@@ -24,11 +24,14 @@ import torch
 from scipy.spatial import KDTree
 from torch import Tensor
 
-from algos.offline.neighbor_lists import NODES, NeighborLists
+from algos.offline.neighbor_lists import NeighborLists
 from algos.offline.neighbor_tree import NeighborTree
 
-_TILE = 65_536  # rows per tile of brute force
+_TILE = 65_536  # rows per tile of brute force, and of keys that are made at once
 _PREFIX = 8  # list entries compared first; near the data these usually certify
+_NODES = 60  # bytes per row of scipy's tree nodes, approximately, for any width
+_LONG = 64  # entries of a list, unless a length is given
+_ENTRIES = 28_000_000  # of all those lists together: 112 MB
 _SLACK = 1e-5  # tolerated relative error of float32 distances in a certificate
 
 
@@ -69,8 +72,12 @@ class TreeSearch:
 
     def __init__(self, state: Tensor, action: Tensor, beta: float, *, rank: int = 1) -> None:
         self._beta, self._rank = beta, rank
+        keys = np.empty((len(state), state.shape[1] + action.shape[1]))
+        for start in range(0, len(keys), _TILE):
+            tile = slice(start, start + _TILE)
+            keys[tile] = _keys(state[tile], action[tile], beta)
         # A tree split at midpoints answers queries off the data twice as fast as a balanced one.
-        self._tree = KDTree(_keys(state, action, beta), balanced_tree=False, compact_nodes=True)
+        self._tree = KDTree(keys, balanced_tree=False, compact_nodes=True)
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         # scipy refuses NaN; the trainer then reports the loss and keeps the last good checkpoint.
@@ -112,7 +119,7 @@ class BruteSearch:
 class ListSearch:
     """Neighbour lists with a certificate; a box tree for queries without certificate.
 
-    Lists take 8 k M bytes; see `list_bytes`. They are built and read on the CPU, whatever the query device.
+    Lists take 4 k M bytes; see `list_bytes`. They are built and read on the CPU, whatever the query device.
 
     Args:
         state: (M, C).
@@ -125,14 +132,12 @@ class ListSearch:
     def __init__(
         self, state: Tensor, action: Tensor, beta: float, *, length: int = 64, exact: bool = True
     ) -> None:
-        state, action, m = state.cpu(), action.cpu(), len(state)
+        self._state, self._action, m = state.cpu(), action.cpu(), len(state)
         self.name = "lists" if exact else "approximate"
-        self._beta, self._length = beta, min(length, m)
-        self._action = action
-        self.listing = NeighborLists(state, self._length)
-        self._boxes = NeighborTree(_scaled(state, action, beta), action.shape[1]) if exact else None
+        self._beta, self._length, self._exact = beta, min(length, m), exact
+        self._boxes = NeighborTree(self._state, self._action, beta)
+        self.listing = NeighborLists(self._boxes, self._length)
         self._near = torch.zeros(m, self._length, dtype=torch.int32)
-        self._square = torch.zeros(m, self._length)  # beta^2 r^2
         self._listed = torch.zeros(m, dtype=torch.bool)
 
     @property
@@ -144,43 +149,53 @@ class ListSearch:
         missing = rows[~self._listed[rows]].unique()
         if not len(missing):
             return
-        square, index = self.listing.nearest(missing)
-        self._near[missing] = index.int()
-        self._square[missing] = (square * self._beta**2).float()
+        self._near[missing] = self.listing.nearest(missing)[1].int()
         self._listed[missing] = True
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         device, row, state, action = row.device, row.cpu(), state.cpu(), action.cpu()
         self.make_lists(row)
-        index, best, certified = self._scan(row, action, min(_PREFIX, self._length))
+        index, best, last, certified = self._scan(row, action, min(_PREFIX, self._length))
         open_ = (~certified).nonzero().squeeze(1)
         if len(open_) and self._length > _PREFIX:
             found = self._scan(row[open_], action[open_], self._length)
-            index[open_], best[open_], certified[open_] = found
-            open_ = open_[~found[2]]
-        if self._boxes is not None and len(open_):
+            index[open_], best[open_], last[open_], certified[open_] = found
+            open_ = open_[~found[3]]
+        if self._exact and len(open_):
             query = _scaled(state[open_], action[open_], self._beta)
             # the states of unlisted rows are beta r_k away
-            action_square = best[open_] - self._square[row[open_], -1]
+            action_square = best[open_] - last[open_]
             index[open_] = self._boxes.nearest(query, index[open_], best[open_], action_square)[0]
         return Nearest(index.to(device), certified.to(device))
 
-    def _scan(self, row: Tensor, action: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the nearest of the first `length` entries (B,), its squared distance, whether certified."""
+    def _scan(self, row: Tensor, action: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compare queries with the first `length` entries of their lists.
+
+        Returns, (B,) each: nearest row, its squared distance, beta^2 r^2 of the last entry, certificate.
+        """
         near = self._near[:, :length].index_select(0, row)
-        square = self._square[:, :length].index_select(0, row)
-        listed = self._action.index_select(0, near.flatten()).view(*near.shape, -1)
-        cost = (listed - action[:, None]).square().sum(dim=2).add_(square)
+        every = near.view(-1)
+        state = self._state.index_select(0, every).view(*near.shape, -1)
+        square = (
+            state.sub_(self._state.index_select(0, row)[:, None]).square_().sum(dim=2).mul_(self._beta**2)
+        )
+        listed = self._action.index_select(0, every).view(*near.shape, -1)
+        cost = listed.sub_(action[:, None]).square_().sum(dim=2).add_(square)
         best, place = cost.min(dim=1)
-        index = near.gather(1, place[:, None]).squeeze(1).long()
+        index, last = near.gather(1, place[:, None]).squeeze(1).long(), square[:, -1]
         whole = length == len(self._action)  # the list holds every row
-        certified = torch.ones_like(best).bool() if whole else best <= square[:, -1] * (1 - _SLACK)
-        return index, best, certified
+        certified = torch.ones_like(best).bool() if whole else best <= last * (1 - _SLACK)
+        return index, best, last, certified
+
+
+def usual_length(rows: int) -> int:
+    """Return the length of lists that is taken unless one is given: 64, less among more than 437,500."""
+    return max(_PREFIX, min(_LONG, _ENTRIES // rows))
 
 
 def tree_bytes(rows: int, width: int) -> int:
-    """Return the bytes of a tree: input keys, stored keys, their order, nodes."""
-    return (4 * width + 8 * width + 8 + NODES) * rows
+    """Return the bytes of a tree: keys, their order, nodes."""
+    return (8 * width + 8 + _NODES) * rows
 
 
 def brute_bytes(rows: int, width: int, queries: int) -> int:
@@ -190,7 +205,7 @@ def brute_bytes(rows: int, width: int, queries: int) -> int:
 
 def list_bytes(rows: int, length: int) -> int:
     """Return the bytes of lists."""
-    return 8 * rows * min(rows, length)
+    return 4 * rows * min(rows, length)
 
 
 def _scaled(state: Tensor, action: Tensor, beta: float) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 from algos.training.provenance import processor_name
 from benchmarks.speed.cases_acting import exported, rollout, sampling, transformer, unet
 from benchmarks.speed.cases_critics import critics
+from benchmarks.speed.cases_evaluating import evaluate
 from benchmarks.speed.cases_flows import flow, reinflow
 from benchmarks.speed.cases_learning import cloning, gather, iteration, update
 from benchmarks.speed.cases_offline import neighbours, offline
@@ -46,6 +47,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
         cloning,
         gather,
         rollout,
+        evaluate,
         iteration,
         offline,
         neighbours,
@@ -89,7 +91,11 @@ def main() -> int:
         "--rows", type=int, default=1_000_000, help="of the data of offline learning, and of a replay"
     )
     parser.add_argument("--seeds", type=int, default=4, help="that are trained together, of `seeds`")
-    parser.add_argument("--dataset", type=Path, help="a file in place of synthetic data of offline learning")
+    parser.add_argument(
+        "--dataset",
+        type=Path,
+        help="a file in place of synthetic data of offline learning; cloned before `evaluate`",
+    )
     parser.add_argument("--peers", action="store_true", help=f"with {', '.join(PEERS)}")
     parser.add_argument(
         "--programs", type=Path, help="folder with clones of CORL, PRDC, A2PR, for `released`"

@@ -186,7 +186,7 @@ def neighbours(options: argparse.Namespace) -> Iterator[Figure]:
     learner, peer = learner_of(run), PlainPrdc(arrays_of(run))
     search = list_search_of(run)
     pool = torch.randperm(len(run.table), generator=torch.Generator().manual_seed(5))[:POOL]
-    for way in (search.listing.by_tree, search.listing.by_product):
+    for way in (search.listing.by_boxes, search.listing.by_product):
         start = time.perf_counter()
         way(pool[:BATCH])
         took = (time.perf_counter() - start) / BATCH

@@ -135,8 +135,9 @@ class _Plan(NamedTuple):
 
 
 class _RowPlan(NamedTuple):
-    """What `bind_row` keeps: as `_Plan`, and a maker of the rest of the network."""
+    """What `bind_row` keeps: the plan of several rows; of one, as `_Plan`, and a maker of the rest."""
 
+    rows: _Plan
     table: np.ndarray
     chunk: np.ndarray
     cond: np.ndarray
@@ -222,18 +223,31 @@ class MlpBackbone(nn.Module):
         return bound
 
     def bind_row(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> RowField | None:
-        """Return `bind` for a condition of one row on a CPU; None where that has to serve."""
+        """Return `bind` on a CPU without gradients; None where that has to serve."""
         given = (times,) if second_times is None else (times, second_times)
         weights = () if self._row_cache.sealed else weights_of(self)
         plan = self._row_cache.get((*weights, *given), lambda: self._row_plan(*given))
-        if plan is None or len(cond) != 1:
+        if plan is None:
             return None
+        if len(cond) > 1:
+            return self._bind_rows(plan.rows, cond)
         (z, finish), chunk = plan.make(), plan.chunk
         offsets = list(plan.table + self.cond_encoder(cond.vec).detach().numpy()[0] @ plan.cond)
 
         def bound(k: int, x: np.ndarray, out: np.ndarray) -> None:
             np.dot(x, chunk, z)
             np.add(z, offsets[k], z)
+            finish(out)
+
+        return bound
+
+    def _bind_rows(self, plan: _Plan, cond: Cond) -> RowField:
+        offset, chunk = _offsets(plan.table, self.cond_encoder(cond.vec) @ plan.cond), plan.chunk
+        assert isinstance(self.trunk, ResidualTrunk)
+        z, finish = self.trunk.finish_rows_of(plan.fold, len(cond))
+
+        def bound(k: int, x: Tensor, out: Tensor) -> None:
+            torch.addmm(offset(k), x, chunk, out=z)
             finish(out)
 
         return bound
@@ -245,7 +259,7 @@ class MlpBackbone(nn.Module):
         make = self.trunk.finish_row_of(plan.fold)
         if make is None:
             return None
-        return _RowPlan(plan.table.numpy(), plan.chunk.numpy(), plan.cond.numpy(), make)
+        return _RowPlan(plan, plan.table.numpy(), plan.chunk.numpy(), plan.cond.numpy(), make)
 
     def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)

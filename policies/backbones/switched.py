@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -118,7 +117,7 @@ class SwitchedField(nn.Module):
         return bound
 
     def bind_row(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> RowField | None:
-        """Return `bind` for a condition of one row on a CPU; None where that has to serve."""
+        """Return `bind` on a CPU without gradients; None where that has to serve."""
         split = self._split(times, second_times)
         rows: dict[bool, RowField] = {}
         for is_tuned, there, network, given in (
@@ -132,7 +131,7 @@ class SwitchedField(nn.Module):
                 rows[is_tuned] = row
         steps = [(rows[is_tuned], place) for is_tuned, place in zip(split.is_tuned, split.place, strict=True)]
 
-        def bound(k: int, x: np.ndarray, out: np.ndarray) -> None:
+        def bound(k: int, x: Any, out: Any) -> None:
             evaluate, place = steps[k]
             evaluate(place, x, out)
 

@@ -228,6 +228,20 @@ class ResidualTrunk(nn.Module):
 
         return make
 
+    def finish_rows_of(self, fold: Fold, rows: int) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Return z (B, H') to be filled and `finish_of` that writes out (B, out), for one such block."""
+        width, out_dim, block = self.outlet.in_features, self.outlet.out_features, self.last_block
+        weight, bias, activate_ = block.linear1.weight.t(), block.linear1.bias, block.activate_
+        feature = fold.feature.t()  # type: ignore[union-attr]
+        z, u = bias.new_empty(rows, width + out_dim), bias.new_empty(rows, width)
+        h, linear = z[:, :width], z[:, width:]
+
+        def finish(out: Tensor) -> None:
+            torch.addmm(bias, activate_(h), weight, out=u)
+            torch.addmm(linear, activate_(u), feature, out=out)
+
+        return z, finish
+
     def forward(self, inputs: Tensor) -> Tensor:
         fold = self.fold()
         return self.finish_of(fold)(F.linear(inputs, fold.weight, fold.bias))

@@ -73,7 +73,7 @@ def denoise(
     check_request(table, noise, hooks, cond, record_from, start, first_step)
     if table.loop is not None:
         return Denoised(table.loop(bound, noise), None, None)
-    x, draws = _unroll(table, noise)
+    x, draws = unrolled(table, noise)
     x = x if start is None else start
     states: list[Tensor] = []
     means: list[Tensor] = []
@@ -125,7 +125,7 @@ def _step(table: StepTable, k: int, cond: Cond) -> Step:
     return Step(k, table.num_steps, *times, cond, *noise)
 
 
-def _unroll(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+def unrolled(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return the start state and, per step, the scaled noise (None where there is none)."""
     scale = table.start_std
     if table.is_deterministic:

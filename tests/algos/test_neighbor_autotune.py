@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from test_neighbors import costs, table
 
 from algos.offline import neighbor_autotune
 from algos.offline.neighbor_autotune import Load, Rows, build_search, expected_seconds
-from algos.offline.neighbor_lists import _TILE
-from algos.offline.neighbors import BruteSearch, ListSearch, TreeSearch
+from algos.offline.neighbor_lists import listing_bytes
+from algos.offline.neighbor_tree import pair_bytes
+from algos.offline.neighbors import BruteSearch, ListSearch, TreeSearch, usual_length
 from policies.errors import ConfigError
 
 APART_FROM = -3
@@ -235,23 +237,43 @@ def test_the_stated_memory_is_what_a_search_takes(how: str, tmp_path: Path) -> N
     assert 0.65 * stated < taken < 1.1 * stated + 2**22, (stated / 2**20, taken / 2**20)
 
 
-def test_a_second_way_without_room_is_not_tried(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_without_room_is_not_tried(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(1000)
     monkeypatch.setattr(neighbor_autotune, "TIMED_FROM", 0)
-    storage = iter([True, True, True, False])  # before the lists are made, while, and once they are there
-    monkeypatch.setattr(neighbor_autotune, "fits", lambda size: next(storage))
+    monkeypatch.setattr(neighbor_autotune, "fits", lambda size: size != rows.bytes_of("tree"))
     assert chosen("auto", rows).name == "lists"
     assert built == ["ListSearch"]
 
 
+def test_one_search_at_a_time_is_in_memory(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster one is made again if it was not the last."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    seconds = iter([1.0, 2.0, 2.0, 1.0])
+
+    def noted(search: Any, *_: Any) -> float:
+        alive.add(search)
+        assert len(alive) == 1
+        return next(seconds)
+
+    monkeypatch.setattr(neighbor_autotune, "TIMED_FROM", 0)
+    monkeypatch.setattr(neighbor_autotune, "expected_seconds", noted)
+    assert chosen("auto", rows_of(1000)).name == "tree"
+    assert built == ["TreeSearch", "ListSearch", "TreeSearch"]
+    assert chosen("auto", rows_of(1000)).name == "lists"
+    assert built[3:] == ["TreeSearch", "ListSearch"]
+
+
+def test_lists_among_many_rows_are_shorter() -> None:
+    assert [usual_length(rows) for rows in (10, 2**19, 10**6, 10**8)] == [64, 53, 28, 8]
+
+
 def test_a_stated_size_is_that_of_the_arrays() -> None:
-    search = ListSearch(*table(500, 0), 1.0, length=16)
-    boxes, listing = search._boxes, search.listing
-    assert boxes is not None
-    stored = search._near.nbytes + search._square.nbytes + boxes._order.nbytes
-    stored += boxes._heads.nbytes + boxes._tails.nbytes
-    stored += listing._state.nbytes + listing._square.nbytes + listing._tree.indices.nbytes
+    state, action = table(500, 0)
+    search = ListSearch(state, action, 1.0, length=16)
+    boxes = search._boxes
+    assert boxes.state.data_ptr() == search._state.data_ptr() == state.data_ptr()  # no copies
+    assert search._action.data_ptr() == action.data_ptr()
+    stored = search._near.nbytes + boxes.order.nbytes + boxes.place.nbytes + boxes._tails.nbytes
     stored += sum(low.nbytes + high.nbytes for low, high in boxes._levels)
-    assert listing._tree.data.ctypes.data == listing._state.data_ptr()  # shared
-    at_work = 8 * _TILE
-    assert stored <= (rows_of(500, length=16).bytes_of("lists") - at_work) * 1.2
+    rows = rows_of(500, length=16)
+    assert stored <= (rows.bytes_of("lists") - max(listing_bytes(500, 3), pair_bytes(5))) * 1.2

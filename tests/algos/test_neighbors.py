@@ -131,11 +131,11 @@ def test_boxes_need_not_look_beyond_what_tails_allow() -> None:
     start = (query[:, None] - rows).square().sum(2).topk(20, largest=False).indices[:, -1]
     square = (query - rows[start]).square().sum(1)
     heads = (query[:, None, :3] - rows[:, :3]).square().sum(2).amin(1)
-    tree, limits = NeighborTree(rows, 2), (square, square - heads)
+    tree, limits = NeighborTree(rows[:, :3], rows[:, 3:], 1.0), (square, square - heads)
     found, distance = tree.nearest(query, start, *limits)
     torch.testing.assert_close(distance, (query[:, None] - rows).square().sum(2).amin(1))
     torch.testing.assert_close((query - rows[found]).square().sum(1), distance)
-    with_tails, without = (tree._leaves_within(query, square, tail) for tail in (square - heads, square))
+    with_tails, without = (tree.leaves_within(query, square, tail) for tail in (square - heads, square))
     assert with_tails is not None and without is not None and len(with_tails[0]) < len(without[0])
 
 
@@ -150,7 +150,7 @@ def test_boxes_find_the_nearest_row_whatever_row_they_start_from(m: int, spread:
     )
     start = torch.randint(m, (40,), generator=generator)
     square = (query - rows[start]).square().sum(1)
-    found, distance = NeighborTree(rows).nearest(query, start, square)
+    found, distance = NeighborTree(rows[:, :-1], rows[:, -1:], 1.0).nearest(query, start, square)
     every = (query.double()[:, None] - rows.double()).square().sum(2)
     chosen = every.gather(1, found[:, None]).squeeze(1)
     torch.testing.assert_close(chosen, every.amin(1), rtol=1e-5, atol=1e-9)
@@ -160,7 +160,10 @@ def test_boxes_find_the_nearest_row_whatever_row_they_start_from(m: int, spread:
 def test_boxes_compare_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(1000, 4, generator=torch.Generator().manual_seed(0))
     query, start = rows[:200].flip(0) + 0.1, torch.full((200,), 999)
-    tree, square = NeighborTree(rows), (rows[:200].flip(0) + 0.1 - rows[999]).square().sum(1)
+    tree, square = (
+        NeighborTree(rows[:, :-1], rows[:, -1:], 1.0),
+        (rows[:200].flip(0) + 0.1 - rows[999]).square().sum(1),
+    )
     whole = tree.nearest(query, start, square)
     monkeypatch.setattr("algos.offline.neighbor_tree._AT_ONCE", 3)
     for one, other in zip(tree.nearest(query, start, square), whole, strict=True):
@@ -170,7 +173,7 @@ def test_boxes_compare_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_start_that_cannot_be_beaten_is_kept() -> None:
     rows = torch.randn(1, 4).expand(70, 4).contiguous()  # copies of one row
     start = torch.arange(70)
-    found, square = NeighborTree(rows).nearest(rows, start, torch.zeros(70))
+    found, square = NeighborTree(rows[:, :-1], rows[:, -1:], 1.0).nearest(rows, start, torch.zeros(70))
     assert torch.equal(found, start) and not square.any()
 
 
@@ -198,11 +201,10 @@ def test_the_rank_counts_neighbours_and_is_no_number_of_them() -> None:
         np.testing.assert_array_equal(found, order[:, rank - 1])
 
 
-def test_memory_is_eight_bytes_an_entry() -> None:
+def test_memory_is_four_bytes_an_entry() -> None:
     state, action = table(30, 0)
     search = ListSearch(state, action, 1.0, length=8)
-    stored = search._near.nbytes + search._square.nbytes
-    assert stored == list_bytes(30, 8) == 30 * 8 * 8
+    assert search._near.nbytes == list_bytes(30, 8) == 30 * 8 * 4
 
 
 @pytest.mark.parametrize("way", [TreeSearch, BruteSearch, ListSearch])

@@ -1,4 +1,4 @@
-"""One chunk on a CPU, sampled on arrays: the numbers of the loop on tensors, to rounding."""
+"""Chunks on a CPU, sampled with fewer calls: the numbers of the loop, one to rounding, several to the bit."""
 
 from __future__ import annotations
 
@@ -52,24 +52,29 @@ def policy_of(case: str = "ddpm", **backbone: Any) -> DenoisingPolicy:
     return policy
 
 
-def drawn(policy: DenoisingPolicy, seed: int = 0) -> tuple[Any, Tensor]:
+def drawn(policy: DenoisingPolicy, seed: int = 0, rows: int = 1) -> tuple[Any, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    cond = policy.encode(policy.observation(observations(1, seed=seed)))
-    return cond, policy.sample_noise(1, generator=generator)
+    cond = policy.encode(policy.observation(observations(rows, seed=seed)))
+    return cond, policy.sample_noise(rows, generator=generator)
 
 
 @torch.no_grad()
 def require_equal(policy: DenoisingPolicy, *, start: Any = None) -> None:
-    """Compare with the loop on tensors, in single and in double precision."""
-    cond, noise = drawn(policy)
-    assert takes_row(policy.table, noise) and policy.bind_row(cond) is not None
-    out = policy.decode(cond, noise, start=start)
-    first = 0 if start is None else policy.table.step_at(start[1])
-    x = None if start is None else start[0]
-    plain = denoise(policy.bind(cond), policy.table, noise, start=x, first_step=first).action
-    assert out.shape == plain.shape and out.dtype == plain.dtype
-    torch.testing.assert_close(out, plain, rtol=0, atol=2e-5 * max(1.0, plain.abs().max().item()))
-    assert not torch.equal(out, torch.zeros_like(out))
+    """Compare one chunk and three with the loop on tensors."""
+    for rows in (1, 3):
+        cond, noise = drawn(policy, rows=rows)
+        assert takes_row(policy.table, noise) and policy.bind_row(cond) is not None
+        begin = None if start is None else (start[0].expand(rows, -1, -1), start[1])
+        given = noise.clone()
+        out = policy.decode(cond, noise, start=begin)
+        assert torch.equal(noise, given)
+        first = 0 if begin is None else policy.table.step_at(begin[1])
+        x = None if begin is None else begin[0]
+        plain = denoise(policy.bind(cond), policy.table, noise, start=x, first_step=first).action
+        assert out.shape == plain.shape and out.dtype == plain.dtype
+        rounding = 0.0 if rows > 1 else 2e-5 * max(1.0, plain.abs().max().item())
+        torch.testing.assert_close(out, plain, rtol=0, atol=rounding)
+        assert not torch.equal(out, torch.zeros_like(out))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -137,11 +142,18 @@ def test_the_seed_gives_the_noise_of_the_loop() -> None:
     torch.testing.assert_close(one, pair[:1], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_hooks_and_larger_batches_take_the_loop_on_tensors() -> None:
+def test_one_condition_for_several_chunks_takes_the_loop_on_tensors() -> None:
     policy = policy_of()
     cond, noise = drawn(policy)
     with torch.no_grad():
-        assert not takes_row(policy.table, noise.expand(2, -1, -1, -1))
+        several = policy.decode(cond, noise.expand(3, -1, -1, -1))
+        torch.testing.assert_close(several[:1], policy.decode(cond, noise), rtol=0, atol=1e-4)
+
+
+def test_gradients_hooks_and_other_networks_take_the_loop_on_tensors() -> None:
+    policy = policy_of()
+    cond, noise = drawn(policy)
+    with torch.no_grad():
         assert not takes_row(policy.table, noise.double())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not takes_row(policy.table, noise)

@@ -194,7 +194,7 @@ def test_cloning_of_the_base_is_the_official_one(arrays: dict[str, Any]) -> None
 @agents
 def test_target_and_loss_of_the_critics_are_the_official_ones(arrays: dict[str, Any]) -> None:
     learner, batch = learner_of(arrays), batch_of(arrays)
-    if isinstance(learner.tuned.field, Sum):  # acts beside the latest clone, and learns beside its target copy
+    if isinstance(learner.tuned.field, Sum):  # acts beside the latest clone
         learner.tuned.field.fixed = learner.base.field
     noise = chunked(learner, arrays["next_noise"])
     noise = noise if learner.config.num_candidates > 1 else noise[:, 0]

@@ -1,4 +1,4 @@
-"""A step of Q-chunking against a plain program: the best of 32 chunks of a flow in targets, and cloning."""
+"""A step of Q-chunking, the best of 32 chunks of a flow in targets and cloning: a plain program, and DSRL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from algos.critics.qc import QcConfig, QcLearner
+from algos.dsrl import DsrlConfig, NoiseAliasedUpdate
+from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.transitions import Batch
 from benchmarks.speed import peers
 from benchmarks.speed.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics
@@ -20,6 +22,7 @@ from policies.build import build_policy
 from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.samplers.ode import Euler
+from policies.wrappers.noise_policy import Steering
 
 ROWS, CANDIDATES, STEPS, WIDTHS, RATE, TAU = 32, 32, 10, (256, 256, 256), 3e-4, 0.005
 SIZE = CHUNK[0] * CHUNK[1]
@@ -99,21 +102,21 @@ def sides() -> tuple[QcLearner, PlainQc]:
     return learner, peer
 
 
-def batch_of(generator: torch.Generator) -> Batch:
+def batch_of(generator: torch.Generator, rows: int = ROWS) -> Batch:
     """Return random transitions."""
-    normal = torch.randn(ROWS, 2 * OBS + SIZE + 1, generator=generator)
+    normal = torch.randn(rows, 2 * OBS + SIZE + 1, generator=generator)
     cond, next_cond, action, reward = normal.split([OBS, OBS, SIZE, 1], dim=1)
     action = action.clamp(-1, 1)
-    none = torch.zeros(ROWS)
+    none = torch.zeros(rows)
     return Batch(
         cond=cond, action=action, reward=reward[:, 0], next_cond=next_cond, discount=none + 0.96,
         next_action=torch.zeros_like(action), has_next=none, plan=action,
-        real=torch.ones(ROWS, CHUNK[0]), row=torch.arange(ROWS),
+        real=torch.ones(rows, CHUNK[0]), row=torch.arange(rows),
     )  # fmt: skip
 
 
 def critics(options: argparse.Namespace) -> Iterator[Figure]:
-    """Steps of Q-chunking: targets by the best of 32 chunks, critics, cloning; 32 rows."""
+    """Steps of Q-chunking: targets by the best of 32 chunks, critics, cloning; and beside DSRL."""
     learner, peer = sides()
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
@@ -129,3 +132,32 @@ def critics(options: argparse.Namespace) -> Iterator[Figure]:
     times = interleave(variants, rounds=options.rounds, clock=time.process_time)
     case = "Q-chunking, a step with 32 candidates"
     yield Figure(case, "learner", "plain program", times["ours"], times["peer"], 1.5)
+    for rows in (ROWS, 256):
+        yield beside_dsrl(learner, rows, generator, options)
+
+
+def beside_dsrl(
+    learner: QcLearner, rows: int, generator: torch.Generator, options: argparse.Namespace
+) -> Figure:
+    """Two steps beside those of DSRL with the same flow, rows and sizes of critics, and its distillation."""
+    config = DsrlConfig(critics=learner.critic.members, critic_dims=WIDTHS)
+    dsrl = config.learner_of(Steering().wrap(learner.base.clone().eval()))
+    assert isinstance(dsrl, NoiseAliasedUpdate)
+
+    def transitions() -> ChunkBatch:
+        one, latent = batch_of(generator, rows), dsrl.draw_latents(rows, generator)
+        return ChunkBatch(one.cond, latent, one.action, one.reward, one.discount, one.next_cond)
+
+    def two_steps() -> None:
+        for _ in range(2):
+            learner.step(batch_of(generator, rows), learner.draw(rows, generator))
+
+    def two_of_dsrl() -> None:
+        for _ in range(2):
+            dsrl.step(transitions(), dsrl.draw(rows, generator))
+        dsrl.distill(transitions(), {"latent": dsrl.draw_latents(rows, generator)})
+
+    variants = {"ours": two_steps, "dsrl": two_of_dsrl}
+    times = interleave(variants, rounds=options.rounds, clock=time.process_time)
+    case = f"Q-chunking, 2 steps, {rows} rows"
+    return Figure(case, "learner", "our DSRL", times["ours"], times["dsrl"], 0.0)  # 0: see docs/speed.md

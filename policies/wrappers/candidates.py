@@ -54,6 +54,7 @@ from policies.wrappers.base import WrappedPolicy
 AGGREGATES = ("min", "mean", "mean_std")
 SCORES = ("critic", "energy", "density")
 _DRAWS_PER_TIME = 64  # training times drawn for each quantile
+_AT_ONCE = 512  # chunks sampled together on a CPU, whose caches then hold what a network makes of them
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,11 @@ class CandidatePolicy(WrappedPolicy):
         count = self.wrapper.num_candidates
         flat = noise[:, :count].flatten(0, 1)
         repeated = cond if count == 1 else cond.repeat(count)
-        return self.base.decode(repeated, flat, grad=grad).unflatten(0, (-1, count))
+        if count == 1 or grad or len(flat) <= _AT_ONCE or not _is_eager(flat):
+            return self.base.decode(repeated, flat, grad=grad).unflatten(0, (-1, count))
+        pieces = torch.arange(len(flat)).tensor_split(math.ceil(len(flat) / _AT_ONCE))
+        parts = [self.base.decode(repeated.rows(piece), flat[piece]) for piece in pieces]
+        return torch.cat(parts).unflatten(0, (-1, count))
 
     def edits(self, vec: Tensor, action: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return edits u (B, A) and their log-densities (B,) of actions (B, A) at conditions (B, C)."""
@@ -322,6 +327,11 @@ class CandidatePolicy(WrappedPolicy):
         te = TE((row + self.score_t).flatten(), eps, level)
         loss: Tensor = base.matching_loss(cond.repeat(draws), x.repeat_interleave(draws, dim=0), te)
         return -loss.unflatten(0, (-1, draws)).mean(dim=1)
+
+
+def _is_eager(x: Tensor) -> bool:
+    """Whether a CPU computes now, instead of recording a graph for any batch."""
+    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def _require_score(policy: Any, score: str) -> None:

@@ -1,7 +1,7 @@
 """QAM, its variants and TRQAM against the released agents: chains, adjoints, losses, gradients, targets.
 
-Not compared: the joint optimiser step, whose clipping couples networks that have an optimiser each here; the
-variant with a residual field.
+Not compared: the joint optimiser step, whose clipping couples networks that have an optimiser each here. The
+variant with a residual field is a tuned flow whose velocity is a sum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from policies.processes import RectifiedFlow
 from policies.protocols import BoundField, Cond
 from policies.samplers.ode import Euler
 
-agents = pytest.mark.golden("*qam_[pefot]*.npz")  # plain, edit, fql, online_unclipped
+agents = pytest.mark.golden("*qam_[peforst]*.npz")  # plain, edit, fql, online_unclipped, residual
 edited = pytest.mark.golden("qam_edit*.npz")
 taught = pytest.mark.golden("qam_fql*.npz")
 trust = pytest.mark.golden("trqam_*.npz")
@@ -99,10 +99,27 @@ def learner_of(arrays: dict[str, Any]) -> QamLearner:
             learner = QamLearner(made[0], QamConfig(**values))
     used = made[1] if int(arrays["cfg_target_actor"]) else made[0]
     learner.target_base.load_state_dict(used.state_dict())
-    learner.tuned.load_state_dict(made[2].state_dict())
+    if arrays.get("cfg_residual", 0):
+        learner.tuned.field = Sum(learner.target_base.field, made[2].field)
+    else:
+        learner.tuned.load_state_dict(made[2].state_dict())
     load_critic(learner.critic, layers)
     load_critic(learner.target_critic, layers_of(arrays, "param_target_critic.value_net"))
     return learner
+
+
+class Sum(torch.nn.Module):
+    """The velocity of a flow that stays as it is plus that of another."""
+
+    def __init__(self, fixed: torch.nn.Module, tuned: torch.nn.Module) -> None:
+        super().__init__()
+        self.fixed, self.tuned = fixed, tuned
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.fixed(*args, **kwargs) + self.tuned(*args, **kwargs)
+
+    def bind(self, cond: Cond, times: Tensor, *_: Any) -> BoundField:
+        return lambda k, x: self(x, times[k], cond)
 
 
 def has_edits(arrays: dict[str, Any]) -> bool:
@@ -157,7 +174,8 @@ def test_chain_adjoints_loss_and_gradient_are_the_official_ones(arrays: dict[str
     loss = learner.matching_sum(learner.difference(cond, states), adjoint)
     torch.testing.assert_close(loss, arrays["out_adj_loss"], rtol=1e-5, atol=0)
     loss.backward()
-    assert_flow_gradient(learner.tuned.field, arrays, "grad_actor_fast.mlp", STATED)
+    field = learner.tuned.field
+    assert_flow_gradient(getattr(field, "tuned", field), arrays, "grad_actor_fast.mlp", STATED)
     assert all(weight.grad is None for weight in learner.critic.parameters())
 
 
@@ -176,6 +194,8 @@ def test_cloning_of_the_base_is_the_official_one(arrays: dict[str, Any]) -> None
 @agents
 def test_target_and_loss_of_the_critics_are_the_official_ones(arrays: dict[str, Any]) -> None:
     learner, batch = learner_of(arrays), batch_of(arrays)
+    if isinstance(learner.tuned.field, Sum):  # acts beside the latest clone
+        learner.tuned.field.fixed = learner.base.field
     noise = chunked(learner, arrays["next_noise"])
     noise = noise if learner.config.num_candidates > 1 else noise[:, 0]
     if has_edits(arrays):

@@ -250,7 +250,7 @@ class ChunkCriticLearner(ABC):
             out |= self.update_actor(batch, draws) | self.update_base(batch, draws)
         if self.moves_first:
             self.follow()
-        out |= self.update_critic(batch, target)
+        out |= self.update_critic(batch, target, draws)
         if not self.moves_first:
             self.follow()
         if updates_actor and self.critic_first:
@@ -269,8 +269,8 @@ class ChunkCriticLearner(ABC):
     def target(self, batch: Batch, draws: Draws) -> Tensor:
         """Return y (B,)."""
 
-    def update_critic(self, batch: Batch, target: Tensor) -> Quantities:
-        """Take one step of the critics."""
+    def update_critic(self, batch: Batch, target: Tensor, draws: Draws | None = None) -> Quantities:
+        """Take one step of the critics; those of quantiles need the draws of the step."""
         outputs, config, found = self.critic.outputs(batch.cond, batch.action), self.config, {}
         if self.critic.centres is None:
             loss = squared_error(outputs, target)

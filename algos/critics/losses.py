@@ -1,7 +1,7 @@
 """Losses of value networks.
 
 Legend: E critics, B rows, kappa in (0, 1), l logits, y targets in [0, 1] of those by logits; K bins of
-width d around centres c_k.
+width d around centres c_k; n fractions tau of weights w, quantiles z at them, n samples y of a target.
 """
 
 from __future__ import annotations
@@ -42,6 +42,28 @@ def histogram(value: Tensor, centres: Tensor, sigma: float) -> Tensor:
 def cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
     """Return -mean sum_k p_k log softmax(l)_k of logits (E, B, K) and probabilities (B, K) or (E, B, K)."""
     return -(probs * logits.log_softmax(dim=-1)).sum(dim=-1).mean()
+
+
+def fractions(u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fractions tau (B, n), the middles of random parts of (0, 1), and the parts' lengths w (B, n).
+
+    The lengths are u + 0.1 for uniform numbers u (B, n), over their sum.
+    """
+    share = (u + 0.1) / (u + 0.1).sum(dim=-1, keepdim=True)
+    return share.cumsum(dim=-1) - share / 2, share
+
+
+def quantile_loss(z: Tensor, target: Tensor, tau: Tensor, weight: Tensor) -> Tensor:
+    """Return the loss of quantiles z (E, B, n) at tau (B, n) by y (E, B, n') of weights (B, n').
+
+    Its sum over critics, its mean over rows and i of sum_j w_j |tau_i - 1[y_j < z_i]| huber(z_i - y_j).
+
+    Source: implicit quantiles, arXiv 1806.06923, weighted as in the released code of CFPI.
+    """
+    error = z.unsqueeze(-1) - target.unsqueeze(-2)
+    slope = (tau.unsqueeze(-1) - (error.sign() + 1) / 2).abs()
+    each = slope * F.huber_loss(error, torch.zeros_like(error), reduction="none")
+    return (each * weight.unsqueeze(-2)).sum(dim=-1).mean(dim=(1, 2)).sum()
 
 
 def value_loss(advantage: Tensor, how: str, kappa: float) -> Tensor:

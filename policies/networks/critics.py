@@ -5,10 +5,18 @@ stacked, (E, in, out); all members are one batched product, or one product each 
 CPU. With K > 0 a member is a histogram of returns, and its value the mean of it::
 
     Q = sum over k of softmax(logits)_k c_k,    c_k = low + (k + 1/2) (high - low) / K
+
+With M > 0 cosines a member knows the quantiles Z of returns at fractions tau in (0, 1), and its value is
+their mean over 32 midpoints; f are its layers before the last two, g those, n its normalisation::
+
+    Z(tau) = g(f(s, a) * sigmoid(n(W cos(pi m tau) + b))),    m = 1 ... M
+
+Source: implicit quantiles, arXiv 1806.06923, their layers as in the released code of CFPI.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +34,7 @@ from policies.networks.activations import ACTIVATIONS
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
 _LARGE = 32_768  # rows times width
+_MIDPOINTS = 32
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class EnsembleConfig(Checked):
     bins: int = bounded(0, ge=0)  # K, bins of a histogram of returns; 0: the value itself
     low: float = bounded(0.0, ge=float("-inf"))  # lower edge of the first bin
     high: float = bounded(1.0, ge=float("-inf"))  # upper edge of the last bin
+    cosines: int = bounded(0, ge=0)  # M of a fraction, for quantiles of returns; 0: the value itself
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +62,9 @@ class EnsembleConfig(Checked):
         self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
         self.require("norm_after", self.layer_norm or not self.norm_after, "false without critic.layer_norm")
         self.require("bins", self.bins != 1, "0, or 2 and more")
+        self.require("cosines", not self.cosines or not self.bins, "0 with critic.bins")
+        deep = len(self.hidden_dims) > 1 or not self.cosines
+        self.require("hidden_dims", deep, "two widths or more with critic.cosines")
         self.require("high", self.high > self.low, f"above critic.low={self.low:g}")
 
     def centres(self) -> Tensor | None:
@@ -60,7 +73,7 @@ class EnsembleConfig(Checked):
         return torch.linspace(self.low + half, self.high - half, self.bins) if self.bins else None
 
     def build(self, cond_dim: int, action_dim: int) -> Ensemble:
-        return Ensemble(self, cond_dim + action_dim)
+        return (QuantileEnsemble if self.cosines else Ensemble)(self, cond_dim + action_dim)
 
 
 class Ensemble(nn.Module):
@@ -157,17 +170,29 @@ class Ensemble(nn.Module):
         scale: list[Tensor],
         shift: list[Tensor],
     ) -> Tensor:
-        last, after = len(weight) - 1, self.config.norm_after
-        for i in range(last):
+        h = self._hidden(product, h, weight[:-1], bias[:-1], scale, shift)
+        with _full_precision(h.device.type):
+            found = self._read_out(product, bias[-1], h, weight[-1])
+        return found if self.config.bins else found.squeeze(-1)
+
+    def _hidden(
+        self,
+        product: Any,
+        h: Tensor,
+        weight: list[Tensor],
+        bias: list[Tensor],
+        scale: list[Tensor],
+        shift: list[Tensor],
+    ) -> Tensor:
+        after = self.config.norm_after
+        for i in range(len(weight)):
             h = product(bias[i], h, weight[i])
             if scale and not after:
                 h = self._normalized(h, scale[i], shift[i])
             h = self.activate_(h)
             if after:
                 h = self._normalized(h, scale[i], shift[i])
-        with _full_precision(h.device.type):
-            found = self._read_out(product, bias[last], h, weight[last])
-        return found if self.config.bins else found.squeeze(-1)
+        return h
 
     def _read_out(self, product: Any, bias: Tensor, h: Tensor, weight: Tensor) -> Tensor:
         """Evaluate the last layer: large batched products of so narrow an output are slow on a CPU."""
@@ -218,6 +243,50 @@ class Ensemble(nn.Module):
         for layer, scale, shift in zip(layers, self.scale, self.shift, strict=False):
             layer |= {"scale": scale[member, 0], "shift": shift[member, 0]}
         return layers
+
+
+class QuantileEnsemble(Ensemble):
+    """E networks from (B, in) to a distribution each, by its quantiles.
+
+    Attributes:
+        fraction: Weight (E, M, W), bias, scale and shift (E, 1, W) of the layer of fractions.
+    """
+
+    midpoints: Tensor
+    cosine: Tensor
+
+    def __init__(self, config: EnsembleConfig, in_dim: int) -> None:
+        super().__init__(config, in_dim)
+        count, width, bound = config.cosines, config.hidden_dims[-2], config.cosines**-0.5
+        drawn = (torch.empty(config.members, rows, width).uniform_(-bound, bound) for rows in (count, 1))
+        one = torch.ones(config.members, 1, width)
+        self.fraction = nn.ParameterList([*drawn, one, torch.zeros_like(one)])
+        self.register_buffer("midpoints", (torch.arange(_MIDPOINTS) + 0.5) / _MIDPOINTS, persistent=False)
+        self.register_buffer("cosine", math.pi * torch.arange(1.0, count + 1), persistent=False)
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.mean(dim=-1)
+
+    def outputs(
+        self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False
+    ) -> Tensor:
+        """Return the quantiles (E, B, 32) at the midpoints; see `Ensemble.forward`."""
+        return self.quantiles(cond, action, self.midpoints[None], members=members, frozen=frozen)
+
+    def quantiles(
+        self, cond: Tensor, action: Tensor, tau: Tensor, *, members: int | None = None, frozen: bool = False
+    ) -> Tensor:
+        """Return Z (E, B, n) at fractions (B, n), or (1, n) for all rows."""
+        count = self.members if members is None else members
+        parts = (self._stacks(part, count, frozen) for part in (*self._parts, self.fraction))
+        weight, bias, scale, shift, (w, b, *norm) = parts
+        x = repeat(torch.cat([cond, action], dim=-1), "B C -> E B C", E=count)
+        h = self._hidden(torch.baddbmm, x, weight[:-2], bias[:-2], scale[:-1], shift[:-1])
+        angle = repeat(tau[..., None] * self.cosine, "B n M -> E (B n) M", E=count)
+        of_tau = self._normalized(torch.baddbmm(b, angle.cos(), w), *norm).sigmoid()
+        h = (h.unsqueeze(2) * of_tau.unflatten(1, tau.shape)).flatten(1, 2)
+        z = self._evaluate(torch.baddbmm, h, weight[-2:], bias[-2:], scale[-1:], shift[-1:])
+        return z.unflatten(1, (-1, tau.shape[1]))
 
 
 def _full_precision(device: str) -> AbstractContextManager[Any]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from policies.bounds import bounded
 from policies.errors import CapabilityError
+from policies.networks.critics import EnsembleConfig
 from policies.networks.energy import energy_and_gradient
 from policies.policy import Policy
 from policies.processes.gaussian import GaussianPolicy
@@ -93,6 +94,7 @@ class ClosedForm(JudgedByCritics):
     """Radii of the step, and the critics that it climbs."""
 
     aggregate: str = bounded("mean_std", choices=AGGREGATES)  # reduction over critics
+    critic_cosines: int = bounded(0, ge=0)  # of a fraction, for critics of quantiles; 0: expectations
     radii: tuple[float, ...] = bounded((0.0, 0.5), ge=0)  # delta; 0: the mean
     min_weight: float = bounded(0.05, gt=0, lt=1)  # least weight of a mode of a mixture that may act
 
@@ -100,6 +102,9 @@ class ClosedForm(JudgedByCritics):
         super().__post_init__()
         object.__setattr__(self, "radii", tuple(self.radii))
         self.require("radii", bool(self.radii), "one or more radii")
+
+    def critic_config(self) -> EnsembleConfig:
+        return replace(super().critic_config(), cosines=self.critic_cosines)
 
     def wrap(self, base: Policy) -> ClosedFormImprovement:
         """Return the wrapped policy, with fresh critics.

@@ -1,9 +1,13 @@
-"""Closed-form improvement against the released program, by its critics of quantiles."""
+"""Closed-form improvement against the released program: its actions, and steps of its critics.
+
+Ours add less to the variances that they normalise by.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,13 @@ import torch.nn.functional as F
 from official_critics import arrays_of
 from torch import Tensor
 
-from policies.networks.critics import aggregate
+from algos.critics.cfpi import CfpiConfig, CfpiLearner
+from algos.critics.losses import fractions
+from algos.transitions import Batch
+from policies.build import build_policy
+from policies.networks.critics import QuantileEnsemble, aggregate
+from policies.policy import PolicyConfig
+from policies.processes.gaussian import GaussianProcess
 from policies.wrappers.closed_form import improved
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
@@ -70,6 +80,72 @@ def test_a_gaussian_acts_as_the_released_program_does(golden_path: Path) -> None
     modes = gaussian(behaviour, torch.ones_like(behaviour))
     found, _ = improved(worth_of(arrays, 1.0), modes, radii, min_weight=0.05, bound=None)
     torch.testing.assert_close(found.tanh(), arrays["det/action"], **CLOSE)
+
+
+NETS = ("qf1", "qf2")
+HIDDEN = (("base_fc.0", "base_fc.1"), ("base_fc.3", "base_fc.4"), ("merge_fc.0", "merge_fc.1"))
+
+
+def stacked(arrays: dict[str, Any], prefix: str, layer: str, norm: str = "") -> list[Tensor]:
+    """Return weight (E, in, out), bias, scale and shift (E, 1, out) of a layer of a file's critics."""
+    names = [f"{layer}.weight", f"{layer}.bias", *([f"{norm}.weight", f"{norm}.bias"] if norm else [])]
+    weight, *rows = (torch.stack([arrays[f"{prefix}{net}/{name}"] for net in NETS]) for name in names)
+    return [weight.transpose(1, 2), *(row[:, None] for row in rows)]
+
+
+def pairs(critic: QuantileEnsemble, arrays: dict[str, Any], prefix: str) -> list[tuple[Tensor, Tensor]]:
+    """Return every weight of ours beside that of a file."""
+    found = list(zip(critic.fraction, stacked(arrays, prefix, "tau_fc.0", "tau_fc.1"), strict=True))
+    for i, names in enumerate(HIDDEN):
+        own = (critic.weight[i], critic.bias[i], critic.scale[i], critic.shift[i])
+        found += zip(own, stacked(arrays, prefix, *names), strict=True)
+    return found + list(
+        zip((critic.weight[-1], critic.bias[-1]), stacked(arrays, prefix, "last_fc"), strict=True)
+    )
+
+
+def sarsa_learner(arrays: dict[str, Any]) -> CfpiLearner:
+    first = {name: arrays[f"init/qf1/{name}"] for name in ("tau_fc.0.weight", "merge_fc.0.weight")}
+    width, cosines = first["tau_fc.0.weight"].shape
+    config = CfpiConfig(
+        critics=len(NETS), critic_dims=(width, width, len(first["merge_fc.0.weight"])),
+        critic_activation="relu", norm_after=False, critic_cosines=cosines,
+        quantiles=arrays["step1/u"].shape[1], critic_lr=3e-4, tau=0.005,
+    )  # fmt: skip
+    parts = PolicyConfig(
+        process=GaussianProcess(), horizon=1, act_steps=1, observation_clip=None,
+        normalizer={"state": "identity", "action": "identity"},
+    )  # fmt: skip
+    state, action = (arrays[f"step1/{name}"].shape[1] for name in ("observations", "actions"))
+    learner = CfpiLearner(build_policy(parts, obs_dim=state, action_dim=action), config)
+    for critic, prefix in ((learner.critic, "init/"), (learner.target_critic, "init/target_")):
+        assert isinstance(critic, QuantileEnsemble)
+        critic.config = replace(critic.config, norm_eps=1e-5)
+        with torch.no_grad():
+            for own, official in pairs(critic, arrays, prefix):
+                own.copy_(official)
+    return learner
+
+
+@pytest.mark.golden("cfpi_sarsa_iqn*.npz")
+def test_steps_of_the_critics_are_those_of_the_released_program(arrays: dict[str, Any]) -> None:
+    learner = sarsa_learner(arrays)
+    for step in ("step1", "step2"):
+        one = {name.removeprefix(f"{step}/"): part for name, part in arrays.items()}
+        rows = len(one["actions"])
+        batch = Batch(
+            cond=one["observations"], action=one["actions"], reward=one["rewards"][:, 0],
+            next_cond=one["next_observations"], discount=0.99 * (1 - one["terminals"][:, 0]),
+            next_action=one["next_actions"], has_next=torch.ones(rows), plan=one["actions"],
+            real=torch.ones(rows, 1), row=torch.arange(rows),
+        )  # fmt: skip
+        draws = {"next": torch.zeros(rows, 0), "fractions": one["u"].unflatten(0, (2, rows))}
+        torch.testing.assert_close(fractions(one["u"]), (one["tau_hat"], one["weights"]), **CLOSE)
+        found = learner.step(batch, draws)["critic/loss"]
+        torch.testing.assert_close(found, one["loss"], rtol=1e-6, atol=1e-7)
+        for critic, prefix in ((learner.critic, "after/"), (learner.target_critic, "after/target_")):
+            for own, official in pairs(critic, one, prefix):
+                torch.testing.assert_close(own.detach(), official, rtol=0, atol=1e-6)
 
 
 @pytest.mark.golden("cfpi_actions.npz")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from small_algorithms import init, setup, small
+from small_algorithms import init, saved, setup, small, weights
 from torch import Tensor
 
 from algos.critics.cfpi import CfpiConfig
 from algos.transitions import Batch
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.networks.critics import EnsembleConfig, QuantileEnsemble
 from policies.policy import Policy
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.closed_form import ClosedForm, ClosedFormImprovement, improved
@@ -22,9 +24,12 @@ from policies.wrappers.closed_form import ClosedForm, ClosedFormImprovement, imp
 PROCESSES = ("gaussian", "mixture", "tanh_gaussian")
 
 
+QUANTILES = {"critic_cosines": 4, "critic_dims": (8, 6)}
+
+
 def wrapped(process: str, **values: Any) -> ClosedFormImprovement:
     torch.manual_seed(4)
-    return ClosedForm(critic_dims=(8,), **values).wrap(init(process)).eval()
+    return ClosedForm(**{"critic_dims": (8,), **values}).wrap(init(process)).eval()
 
 
 def observed(rows: int = 5) -> Tensor:
@@ -81,8 +86,9 @@ def test_radius_zero_is_the_policy(process: str) -> None:
     torch.testing.assert_close(act(wrapped(process, radii=(0.0,))), act(init(process)), atol=1e-6, rtol=1e-6)
 
 
-def test_the_improved_policy_is_a_directory_like_any_other(tmp_path: Path) -> None:
-    policy = wrapped("mixture")
+@pytest.mark.parametrize("values", [{}, QUANTILES])
+def test_the_improved_policy_is_a_directory_like_any_other(values: dict[str, Any], tmp_path: Path) -> None:
+    policy = wrapped("mixture", **values)
     again = load_policy(save_policy(policy, tmp_path / "policy"))
     assert isinstance(again, ClosedFormImprovement) and again.wrapper == policy.wrapper
     assert torch.equal(act(again), act(policy))
@@ -91,13 +97,14 @@ def test_the_improved_policy_is_a_directory_like_any_other(tmp_path: Path) -> No
         policy.with_act_steps(1)
 
 
-def test_the_improved_policy_is_exported_as_one_graph(tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [{}, QUANTILES])
+def test_the_improved_policy_is_exported_as_one_graph(values: dict[str, Any], tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     pytest.importorskip("onnxscript", reason="needs the extra `export`")
     from policies.export.export import export_onnx
     from policies.runner import MODEL
 
-    policy = wrapped("gaussian", radii=(0.0, 1.0))
+    policy = wrapped("gaussian", radii=(0.0, 1.0), **values)
     export_onnx(policy, tmp_path / "out", latency_batches=())
     graph = onnxruntime.InferenceSession(tmp_path / "out" / MODEL)
     given = {"observation": observed().numpy()}
@@ -122,6 +129,62 @@ def test_critics_learn_the_value_of_recorded_chunks_each_from_its_own_copy() -> 
         chosen = torch.cat([0.5 * action[:3], own[3:]])
         torch.testing.assert_close(found, 2 + 0.5 * learner.target_critic(state, chosen))
     assert found.shape == (2, rows)
+
+
+def test_a_value_is_the_mean_of_its_quantiles_and_rows_are_apart() -> None:
+    torch.manual_seed(0)
+    net = EnsembleConfig(3, (8, 6), layer_norm=True, cosines=4).build(2, 2)
+    assert isinstance(net, QuantileEnsemble)
+    cond, action = torch.randn(2, 9, 2)
+    tau = torch.rand(9, 5)
+    found = net.quantiles(cond, action, tau)
+    assert found.shape == (3, 9, 5)
+    torch.testing.assert_close(found[:, 4:5, 3:4], net.quantiles(cond[4:5], action[4:5], tau[4:5, 3:4]))
+    middles = (torch.arange(32) + 0.5) / 32
+    torch.testing.assert_close(
+        net(cond, action), net.quantiles(cond, action, middles.expand(9, -1)).mean(dim=2)
+    )
+    torch.testing.assert_close(net(cond, action, members=1), net(cond, action)[:1])
+    net(cond, action.requires_grad_(), frozen=True).sum().backward()
+    assert action.grad is not None and all(weight.grad is None for weight in net.parameters())
+
+
+def test_critics_of_quantiles_find_the_distribution_of_returns() -> None:
+    """Among deviations below 1 the point of the least loss is no quantile: the loss is square there."""
+    config = replace(small(CfpiConfig), **QUANTILES | {"critic_dims": (32, 32), "critic_lr": 3e-3})
+    learner = config.build(setup("gaussian")).learner
+    generator, rows = torch.Generator().manual_seed(0), 128
+    zero, one = torch.zeros(rows, 4), torch.ones(rows)
+    parts = {"plan": zero, "real": zero, "row": one.long(), "next_action": zero, "has_next": one}
+    for _ in range(300):
+        reward = 1 + 0.5 * torch.randn(rows, generator=generator)
+        batch = Batch(zero[:, :2], zero, reward, zero[:, :2], discount=0 * one, **parts)
+        learner.step(batch, learner.draw(rows, generator))
+    tau = torch.tensor([[0.1, 0.3, 0.5, 0.7, 0.9]])
+    known = torch.distributions.Normal(1.0, 0.5).icdf((torch.arange(1000) + 0.5) / 1000)
+    points = torch.linspace(-1, 3, 401)[:, None]
+    huber = torch.nn.functional.huber_loss(*torch.broadcast_tensors(points, known), reduction="none")
+    loss = [(torch.where(known < points, 1 - t, t) * huber).sum(dim=1) for t in tau[0]]
+    least = torch.stack([points[one.argmin(), 0] for one in loss])
+    found = learner.critic.quantiles(zero[:1, :2], zero[:1], tau)[:, 0]
+    torch.testing.assert_close(found, least.expand(2, 5), rtol=0, atol=0.1)
+    value = learner.critic(zero[:1, :2], zero[:1])[:, 0]
+    torch.testing.assert_close(value, torch.ones(2), rtol=0, atol=0.1)
+
+
+def test_critics_of_quantiles_are_resumed_bit_by_bit_and_are_no_others() -> None:
+    config = replace(small(CfpiConfig), **QUANTILES)
+    run, again = (config.build(setup("gaussian")) for _ in range(2))
+    run.advance()
+    again.load_state_dict(saved(run))
+    run.advance(), again.advance()
+    assert torch.equal(weights(again.snapshot()), weights(run.snapshot()))
+    with pytest.raises(CheckpointError, match=mentions("algo.critic_cosines 4 0")):
+        replace(config, critic_cosines=0).build(setup("gaussian")).load_state_dict(saved(run))
+    with pytest.raises(ConfigError, match=mentions("critic.cosines 0 critic.bins")):
+        replace(config, critic_bins=5)
+    with pytest.raises(ConfigError, match=mentions("critic.hidden_dims two critic.cosines")):
+        replace(config, critic_dims=(8,))
 
 
 def test_policies_without_a_density_and_radii_below_zero_are_refused() -> None:

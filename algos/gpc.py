@@ -35,6 +35,7 @@ from algos.training.gpc_settings import EstimateSettings, SearchSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.comparison import Comparison, compare
 from envs.evaluation.evaluate import Evaluation
+from policies.composition.compose import AnyComposition
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
@@ -87,7 +88,7 @@ def ranked(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def search_weights(
-    policy: ComposedPolicy,
+    policy: AnyComposition,
     settings: SearchSettings,
     play: Callable[[Policy, int, int], Evaluation],
     *,
@@ -138,15 +139,17 @@ class WeightEstimate:
 
 
 def estimate_weights(
-    policy: ComposedPolicy, dataset: EpisodeDataset, settings: EstimateSettings | None = None
+    policy: AnyComposition, dataset: EpisodeDataset, settings: EstimateSettings | None = None
 ) -> list[WeightEstimate]:
     """Estimate the weights of a convex composition from held-out demonstrations.
 
     The composition's own weights are ignored. All levels together come first, then each from noise to data.
 
     Raises:
-        CapabilityError: If the composition is not a convex sum.
+        CapabilityError: If the composition is not a convex sum, or of planners.
     """
+    if not isinstance(policy, ComposedPolicy):
+        raise CapabilityError("weights of planners are searched by rollouts: leave weights out.")
     if policy.composition.operator != "convex":
         raise CapabilityError(
             f"weights are estimated for operator=convex only; got operator={policy.composition.operator}. "

@@ -19,7 +19,7 @@ import torch
 from envs.spec import EnvConfig
 from envs.tasks.avoid.task import Avoid
 from examples.bc import clone, demonstrations
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.policy import Policy
 
 COMBINATIONS = {

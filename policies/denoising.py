@@ -112,6 +112,16 @@ class DenoisingPolicy(Policy):
             bound = self.bind(cond)
             return denoise(bound, self.table, noise, hooks=hooks, cond=cond, start=x, first_step=first).action
 
+    def trajectory(self, cond: Cond, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
+        """Return the chunk; see `PlanDecoder`."""
+        return self.decode(cond, noise, start=start, hooks=hooks)
+
+    def chunk_of(self, plan: Tensor) -> Tensor:
+        return plan
+
+    def start_noise(self, noise: Tensor) -> Tensor:
+        return noise if self.is_deterministic else noise[:, 0]
+
     def bind(self, cond: Cond) -> BoundField:
         """Bind the network to a condition and the sampler's steps, with the configured guidance."""
         return self.bind_at(cond, *self._times(cond))

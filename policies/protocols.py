@@ -208,6 +208,36 @@ class NoiseDecoder(Protocol):
 
 
 @runtime_checkable
+class PlanDecoder(Protocol):
+    """Denoise a plan that can begin at another one, be edited on its way, and be carried on.
+
+    A plan is the chunk itself, or what a chunk is read from: for planners rows (B, H, D) with states.
+    """
+
+    @property
+    def table(self) -> Any:
+        """Steps of the sampler."""
+
+    @property
+    def sampler(self) -> Any: ...
+
+    @property
+    def chunk(self) -> Any: ...
+
+    @property
+    def is_deterministic(self) -> bool: ...
+
+    def trajectory(self, cond: Cond, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
+        """Return the plan, normalised; `start` and `hooks` are of its shape."""
+
+    def chunk_of(self, plan: Tensor) -> Tensor:
+        """Return the chunk (B, Th, Da) of a plan, normalised."""
+
+    def start_noise(self, noise: Tensor) -> Tensor:
+        """Return the part of noise (B, *noise_shape) from which denoising starts, a row per plan."""
+
+
+@runtime_checkable
 class MatchingLoss(Protocol):
     """Policies trained by regression on corrupted actions."""
 

@@ -14,7 +14,7 @@ from algos.offpolicy.loop import OffPolicyRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.samplers.ddpm import DDIM

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from policies.backbones.dp_transformer import DpTransformerConfig
+from policies.backbones.gpt import GptConfig
 from policies.backbones.transformer import TransformerConfig
 from policies.protocols import Cond
 
@@ -25,6 +26,8 @@ CONFIGS: dict[str, Any] = {
     "dp-one-token": DpTransformerConfig(**SMALL),
     "dp-blocks-in-memory": DpTransformerConfig(**SMALL, obs_tokens=3, memory_depth=2),
     "dp-sees-all": DpTransformerConfig(**SMALL, obs_tokens=2, causal=False),
+    "gpt": GptConfig(**SMALL, obs_tokens=2),
+    "gpt-goals": GptConfig(**SMALL, obs_tokens=3, goal_tokens=1, goal_unread=(1,), outlet_width=8),
 }
 
 

@@ -18,7 +18,7 @@ from benchmarks.layout import python_files
 from envs.tasks.avoid.task import Avoid
 from examples import bc, compose, dppo
 from examples.own_task import Reach
-from policies.composition.policy import compose as composed
+from policies.composition.compose import compose as composed
 
 EXAMPLES = [path for path in python_files("examples") if path.name != "__init__.py"]
 learns = pytest.mark.skipif(not everything, reason="with --all: without it the same runs, but hardly learns")

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algos.base import Setup, dataset_of
+from algos.base import Setup, dataset_of, require_one_policy
 from algos.bc import THREADS, Bc, BcConfig
 from algos.cloning.batches import CloningBatch, WindowSampler
 from algos.cloning.validation import masked_mean
@@ -87,6 +87,7 @@ class PlanningConfig(BcConfig):
                 raise CapabilityError(
                     f"algo={algo} continues planners; init is a {type(setup.init).__name__}. Leave it out."
                 )
+            require_one_policy(setup.init.base, algo)
             return setup.init
         config, recorded = complete(setup.policy), dataset.extras.get("goal")
         if not denoises_plans(config.process):

@@ -36,6 +36,9 @@ SURROGATES = {
 }
 """What bounds the update of DPPO, by overrides of its experiment."""
 
+CRITICS_OF_AVOID = ("qc", "idql", "expo", "qam", "trqam")
+"""Critics of chunks that take the settings of `avoid` to another task, rewards scaled to values up to 1."""
+
 STUDIES = {
     "avoid": Study(
         "avoid",
@@ -326,12 +329,17 @@ STUDIES = {
             "dppo": "lift_study_bc algo.steps=3000",
             "dsrl": "lift_study_flow_bc algo.steps=3000",
             "dsrl-sac": "lift_study_flow_bc algo.steps=3000",
+            **dict.fromkeys(CRITICS_OF_AVOID, "lift_study_flow_bc algo.steps=3000"),
         },
         {
             "dppo": "lift_study_dppo algo.env_steps=200000",
             "dsrl": "lift_study_dsrl",
             "dsrl-sac": "lift_study_dsrl algo.variant=sac",
             "rlpd": "lift_study_rlpd algo.total_steps=60000",
+            **{
+                algo: f"avoid_{algo} env=lift env.max_episode_steps=100 algo.reward_scale=0.02"
+                for algo in CRITICS_OF_AVOID
+            },
         },
         "success",
         (0.8, 0.9),

@@ -17,6 +17,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ import numpy as np
 from algos.training.provenance import describe_environment
 from benchmarks.studies import once
 from benchmarks.studies.steering_tasks import TASKS, Task, off_sketch
-from burnish.commands.collect import CollectConfig, record
+from burnish.commands.collect import record
 from burnish.reports.figures import to_png
 from burnish.runs.locate import locate
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean, wilson
 from envs.rollouts.episodes import EpisodeRow
-from policies.denoising import DenoisingPolicy
+from policies.policy import Policy
 from policies.policy_config import ChunkSpec
+from policies.protocols import PlanDecoder
 from policies.wrappers.sketch_guidance import SteeredPolicy, Steering
 
 RESULTS = Path("docs/results")
@@ -65,10 +67,11 @@ def measure(name: str, path: str, options: argparse.Namespace) -> Path:
         options: Of the command line.
     """
     task, found = TASKS[name], locate(path or cloned(name, options.root), "policy")
-    recipe = f"`experiment={task.experiment}` from {task.demonstrations} demonstrations"
-    origin = "a policy from elsewhere" if path else f"cloned by {recipe}"
+    recipe = " ".join(f"`{part}`" for part in (f"experiment={task.experiment}", *task.overrides))
+    recipe = f"{recipe} from {task.demonstrations} recorded episodes"
+    origin = "a policy from elsewhere" if path else f"trained by {recipe}"
     policy = found.load()
-    assert isinstance(policy, DenoisingPolicy)
+    assert isinstance(policy, PlanDecoder)
     results: dict[str, dict[str, Any]] = {}
     trails: dict[str, Sequence[EpisodeRow]] = {}
     for kind, beside in (("careful", 0.0), ("rough", task.rough_m)):
@@ -91,7 +94,7 @@ def measure(name: str, path: str, options: argparse.Namespace) -> Path:
 
 
 def follow(
-    task: Task, policy: DenoisingPolicy, steering: Steering, beside: float, options: argparse.Namespace
+    task: Task, policy: Policy, steering: Steering, beside: float, options: argparse.Namespace
 ) -> tuple[Columns, Sequence[EpisodeRow]]:
     """Follow the sketch of every way; returns numbers per episode, and the episodes of the way to draw."""
     columns: Columns = {key: [] for key in ("success", "free", "took", "off_m")}
@@ -110,7 +113,7 @@ def follow(
     return columns, drawn
 
 
-def describe(policy: DenoisingPolicy) -> str:
+def describe(policy: Any) -> str:
     """Say in a few words what a policy is."""
     kind, sampler = type(policy.process).__name__, type(policy.sampler).__name__
     return (
@@ -141,13 +144,9 @@ def cloned(name: str, root: Path) -> str:
     """Clone the policy of a task, as far as that has not been done; returns the run."""
     task, demos, run = TASKS[name], root / f"{name}-demonstrations.hdf5", root / name
     if not demos.exists():
-        wanted: dict[str, Any] = {
-            "episodes": task.demonstrations,
-            "first_seed": FIRST_DEMONSTRATION,
-            "out": str(demos),
-        }
-        record(CollectConfig(env=task.base, **wanted))
-    once.trained(run, f"experiment={task.experiment}", "algo=bc", dataset=str(demos))
+        wanted = {"episodes": task.demonstrations, "first_seed": FIRST_DEMONSTRATION, "out": str(demos)}
+        record(replace(task.recorded, **wanted))
+    once.trained(run, f"experiment={task.experiment}", *task.overrides, dataset=str(demos))
     return str(run)
 
 

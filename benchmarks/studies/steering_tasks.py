@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
+from burnish.commands.collect import CollectConfig
 from burnish.config.schema import compose_config
 from envs.rollouts.episodes import EpisodeRow
 from envs.tasks.avoid.expert import plan as draw_path
 from envs.tasks.avoid.figures import INK, draw_avoid
 from envs.tasks.avoid.scene import load_scene
 from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, Avoid
-from envs.tasks.mazes.d4rl import PointmazeLarge
 from envs.tasks.mazes.expert import simple_paths
 from envs.tasks.mazes.figures import draw_maze
-from envs.tasks.mazes.layouts import Cell, layout
+from envs.tasks.mazes.layouts import Cell
 from policies.wrappers.sketches import PositionSketch, WaypointSketch
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class Task(Protocol):
     """A task in which a policy is steered."""
 
     about: str  # what its section of the page begins with
-    experiment: str  # clones the policy
+    experiment: str  # trains the policy
+    overrides: tuple[str, ...]  # of the experiment
     demonstrations: int
     episodes: int  # of every way, on the same seeds for all strategies
     rough_m: float  # how far a rough sketch lies beside a careful one
@@ -54,6 +55,11 @@ class Task(Protocol):
     @property
     def num_ways(self) -> int:
         """How many ways there are; they are numbered from 0."""
+        ...
+
+    @property
+    def recorded(self) -> CollectConfig:
+        """How demonstrations are recorded."""
         ...
 
     def env(self, way: int) -> EnvConfig:
@@ -84,6 +90,7 @@ class AvoidTask:
 that keeps to the line hits the pillars. Actions are velocities, so a sketch becomes the velocities that
 lead onto it and along it. *Free*: no contact, which would end the episode."""
     experiment = "avoid_steering_bc"
+    overrides: tuple[str, ...] = ("algo=bc",)
     demonstrations = 200
     episodes = 9
     rough_m = 0.025  # the disc has 0.019 m of room
@@ -93,6 +100,7 @@ lead onto it and along it. *Free*: no contact, which would end the episode."""
     pace_m: ClassVar = 0.75 * MAX_SPEED / CONTROL_HZ  # what the expert covers in a control step
 
     base = Avoid()
+    recorded = CollectConfig(env=base)
 
     @property
     def num_ways(self) -> int:
@@ -138,6 +146,7 @@ as in the paper, a plan in space. Rough sketches are moved by 0.5 m to the side 
 0.4 m of room, so they run along walls and cut across their corners. *Free*: the ball was never seen in
 touch with a wall (at 10 Hz); touching one costs time, but does not end an episode."""
     experiment = "pointmaze_steering_bc"
+    overrides: tuple[str, ...] = ("algo=bc",)
     demonstrations = 1000
     episodes = 8
     rough_m = 0.5
@@ -149,16 +158,19 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
     ends: ClassVar = ((1, 1), (5, 9))
 
     @cached_property
-    def base(self) -> PointmazeLarge:
+    def base(self) -> Any:
         """The maze as the experiment has it."""
-        task = compose_config("train", [f"experiment={self.experiment}", "algo=bc"]).env
-        assert isinstance(task, PointmazeLarge)
-        return task
+        return compose_config("train", [f"experiment={self.experiment}", *self.overrides]).env
+
+    @property
+    def recorded(self) -> CollectConfig:
+        """The maze as it is."""
+        return CollectConfig(env=self.base)
 
     @cached_property
     def _ways(self) -> list[tuple[Cell, ...]]:
         """The ways there, and the same back."""
-        there = simple_paths(layout("large"), *self.ends, detour=self.base.expert.detour)
+        there = simple_paths(self.base.layout, *self.ends, detour=self.base.expert.detour)
         return [*there, *(way[::-1] for way in there)]
 
     @property
@@ -166,7 +178,7 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
         """There and back."""
         return len(self._ways)
 
-    def env(self, way: int) -> PointmazeLarge:
+    def env(self, way: int) -> EnvConfig:
         """Return the maze with start and goal at the ends of the way."""
         cells = self._ways[way]
         return replace(self.base, start_cell=cells[0], goal_cell=cells[-1])
@@ -197,7 +209,35 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
         _draw_line(axes, np.array(self.sketch(self.drawn, beside).waypoints))
 
 
-TASKS: dict[str, Task] = {"avoid": AvoidTask(), "pointmaze-large": MazeTask()}
+class PlannedMazeTask(MazeTask):
+    """`pointmaze-medium`: the planner's states follow the sketch."""
+
+    about = """To the other side of a block of the maze and back, along each of the two ways around it,
+which are equally long. A planner (`algo=decision_diffuser`) has learned from play: it plans 48 states up to
+the goal and executes all of them. A sketch guides the places among these states; inverse dynamics turn them
+into waypoints."""
+    experiment = "pointmaze_decision_diffuser"
+    overrides = ("algo.steps=2500",)
+    demonstrations = 200
+    episodes = 25
+    drawn = 1
+    panel = (2.2, 2.6)
+    ends = ((6, 1), (3, 4))
+    pace_m = 0.13  # six metres in a plan
+
+    @property
+    def recorded(self) -> CollectConfig:
+        """Play: from place to place without an end."""
+        expert = replace(self.base.expert, visits=20)
+        env = replace(self.base, expert=expert, continuing=True, max_episode_steps=300)
+        return CollectConfig(env=env, keep_failures=True)
+
+
+TASKS: dict[str, Task] = {
+    "avoid": AvoidTask(),
+    "pointmaze-large": MazeTask(),
+    "pointmaze-medium": PlannedMazeTask(),
+}
 
 
 def off_sketch(row: EpisodeRow, sketch: Sketched) -> float:

@@ -17,7 +17,7 @@ from envs.spec import EnvConfig
 from envs.tasks.plane import Plane
 from policies import registry
 from policies.bounds import Checked, bounded
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.denoising import DenoisingPolicy
 from policies.errors import BurnishError, CapabilityError, ConfigError
 from policies.policy import Policy
@@ -223,7 +223,7 @@ class Subject:
         places = [f"burnish.load_policy({str(one.path)!r})" for one in self.found]
         names, lines = {"import burnish", "import torch"}, []
         if self.is_composed:
-            names.add("from policies.composition.policy import compose")
+            names.add("from policies.composition.compose import compose")
             shares = ", ".join(f"{one:g}" for one in weights(controls))
             lines.append(f"policy = compose([{', '.join(places)}], [{shares}])")
         else:

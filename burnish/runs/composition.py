@@ -26,7 +26,7 @@ from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.fit import require_dataset_of, with_task_observations
 from envs.rollouts.fleet import LOCAL
-from policies.composition.policy import ComposedPolicy, compose
+from policies.composition.compose import AnyComposition, compose
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.storage.atomic_write import write_text
@@ -72,7 +72,7 @@ class CompositionResult:
         path: Output folder.
     """
 
-    policy: ComposedPolicy
+    policy: AnyComposition
     search: Search | None
     estimate: Sequence[WeightEstimate]
     evaluation: Evaluation
@@ -156,7 +156,7 @@ def _require_used(config: EvalConfig) -> None:
             raise ConfigError(f"{name} has no effect here: {reason}. Leave it out.")
 
 
-def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
+def _start(config: EvalConfig, members: list[Policy]) -> AnyComposition:
     weights = config.weights
     if weights is None or weights == ESTIMATE:
         weights = config.search.weights(len(members), config.operator)[0]
@@ -164,7 +164,7 @@ def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
     return compose(members, weights, **settings)
 
 
-def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[WeightEstimate]:
+def _estimate(config: EvalConfig, policy: AnyComposition, env: Any) -> list[WeightEstimate]:
     if config.dataset is None:
         return []
     dataset = with_task_observations(env, read_dataset(config.dataset, **config.reader))
@@ -172,7 +172,7 @@ def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[Weig
     return estimate_weights(policy, dataset, config.estimate)
 
 
-def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:
+def _search(config: EvalConfig, policy: AnyComposition, env: Any) -> Search:
     settings, kept = config.search, len(config.search.weights(len(policy.fields), config.operator))
     rounds = (kept, *(min(kept, n) for n in settings.keep))
     total = sum(n * episodes for n, episodes in zip(rounds, settings.episodes, strict=True))

@@ -35,6 +35,8 @@ def describe_protocol(env: EnvConfig, settings: EvaluationSettings, task: EnvCon
     del numbers["num_envs"]  # no effect on the numbers
     if settings.guidance is None:  # protocols of earlier versions lack it
         del numbers["guidance"]
+    if not settings.warm_start.executed:  # as above
+        del numbers["warm_start"]["executed"]
     return {
         "env": describe_task(env),
         **numbers,

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.activations import mish
-from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_heads
+from policies.networks.attention import (
+    Attention,
+    EncoderBlock,
+    FeedForward,
+    LayerNorm,
+    causal_mask,
+    check_heads,
+)
 from policies.networks.embeddings import TimeEmbedding, embed_times, sinusoid
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond, Features
@@ -100,22 +107,6 @@ class DpTransformerConfig(Checked):
         return keys | {f"{a}.{kind}": f"{b}.{kind}" for a, b in names.items() for kind in ("weight", "bias")}
 
 
-class EncoderBlock(nn.Module):
-    """Pre-norm self-attention and feed-forward network."""
-
-    def __init__(self, config: DpTransformerConfig) -> None:
-        super().__init__()
-        width, dropout = config.width, config.dropout
-        self.norm1, self.norm2 = LayerNorm(width), LayerNorm(width)
-        self.attention = Attention(width, config.heads, dropout)
-        self.ffn = FeedForward(width, _FFN_RATIO * width, dropout)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, h: Tensor) -> Tensor:
-        h = h + self.dropout(self.attention(self.norm1(h)))
-        return h + self.dropout(self.ffn(self.norm2(h)))
-
-
 class DecoderBlock(nn.Module):
     """Pre-norm self-attention, attention to a memory, and feed-forward network."""
 
@@ -164,13 +155,14 @@ class DpTransformer(nn.Module):
         self.chunk_shape = tuple(chunk_shape)
         horizon, action_dim = chunk_shape
         width, observations = config.width, config.obs_tokens
+        sizes = (width, config.heads, config.dropout)
         self.inlet = nn.Linear(action_dim, width)
         self.positions = nn.Parameter(torch.empty(1, horizon, width))
         self.obs_inlet = nn.Linear(cond_dim // observations, width)
         self.second_embedding = TimeEmbedding(width) if second_time else None
         self.memory_positions = nn.Parameter(torch.empty(1, 1 + observations, width))
         self.memory_encoder = (
-            nn.Sequential(*(EncoderBlock(config) for _ in range(config.memory_depth)))
+            nn.Sequential(*(EncoderBlock(*sizes) for _ in range(config.memory_depth)))
             if config.memory_depth
             else FeedForward(width, _FFN_RATIO * width, activation=mish)
         )

@@ -81,7 +81,9 @@ def member_conds(cond: Cond) -> tuple[Cond, ...]:
 
 
 def require_field(number: int, member: Policy) -> DenoisingPolicy:
-    """Refuse a member without a prediction at every noise level."""
+    """Return a member's field, of planners that of plans; refuse one without predictions at every level."""
+    as_field = getattr(member, "as_field", None)
+    member = member if as_field is None else as_field()
     if isinstance(member, DenoisingPolicy):
         process = member.process
         if isinstance(process, GaussianPath) and process.is_integrable:

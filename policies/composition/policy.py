@@ -222,30 +222,6 @@ class ComposedPolicy(DenoisingPolicy):
         )
 
 
-def compose(
-    members: Sequence[Policy],
-    weights: Sequence[Weight],
-    *,
-    operator: str = Composition.operator,
-    columns: Sequence[Sequence[int] | None] = (),
-    obs_dim: int | None = None,
-    temperature: float = Composition.temperature,
-    sampler: Any = None,
-) -> ComposedPolicy:
-    """Compose policies; see `Composition` for the options and `ComposedPolicy` for the result.
-
-    Example:
-        >>> from policies.build import build_policy
-        >>> from policies.policy import PolicyConfig
-        >>> one, two = (build_policy(PolicyConfig(), obs_dim=3, action_dim=2, seed=s) for s in (0, 1))
-        >>> compose([one, two], [0.4, 0.6]).act(torch.zeros(5, 1, 3)).shape
-        torch.Size([5, 4, 2])
-    """
-    seen = tuple(None if one is None else tuple(one) for one in columns)
-    composition = Composition(tuple(weights), operator, seen, obs_dim, temperature)
-    return ComposedPolicy(members, composition, sampler=sampler)
-
-
 def _prediction_of(
     lead: DenoisingPolicy, member: DenoisingPolicy, cond: Cond, x: Tensor, t: Tensor
 ) -> tuple[Tensor, Tensor]:

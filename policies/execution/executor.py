@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
-from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.replanning import Replanner, shifted
 from policies.execution.warm_start import WarmStart
 from policies.policy import Policy
 from policies.policy_config import ChunkSpec
+from policies.protocols import PlanDecoder
 from policies.runner import Limits, Track
 from policies.samplers.hooks import Inpaint
 
@@ -72,7 +72,7 @@ class _Lane:
     """State of one robot."""
 
     track: Track  # plans that have arrived
-    plan: Tensor | None = None  # newest plan, normalised (Th, Da); None: no decision yet
+    plan: Tensor | None = None  # newest plan, normalised (Th, Da or D); None: no decision yet
     is_sound: bool = True  # whether that plan is finite and may condition the next one
     begun: int = 0  # step of the plan's observation
     arrives: int = 0  # arrival step of the plan
@@ -97,7 +97,7 @@ class Executor:
         self._policy, self._execution = policy, execution
         warm = execution.warm_start
         self._replanner = Replanner(policy, warm) if warm.is_on else None
-        if execution.inpaint and not isinstance(policy, DenoisingPolicy):
+        if execution.inpaint and not isinstance(policy, PlanDecoder):
             kind = type(policy).__name__
             raise CapabilityError(f"inpaint needs a policy that denoises its plan; {kind} does not.")
         self._start, self._rows = policy.chunk.action_start, policy.chunk.horizon - policy.chunk.action_start
@@ -177,7 +177,7 @@ class Executor:
             self.calls[i] = calls
 
     def _plan(self, obs: Any, noise: Tensor, previous: Tensor | None, elapsed: int) -> tuple[Tensor, int]:
-        """Return normalised plans (B, Th, Da) and the network evaluations per plan."""
+        """Return normalised plans (B, Th, Da or D) and the network evaluations per plan."""
         if self._replanner is not None:
             decision = self._replanner.decide(obs, noise=noise, previous=previous, elapsed=elapsed)
             return decision.plan, decision.calls
@@ -185,15 +185,17 @@ class Executor:
         if self._execution.inpaint and previous is not None:
             mask = committed(self._rows, elapsed, self._execution.latency, start=self._start)
             hooks.append(Inpaint(shifted(previous, elapsed), mask.to(previous)[:, None]))
-        policy = self._policy
-        plan = policy.decode(policy.encode(policy.observation(obs)), noise, hooks=hooks)
-        return plan, policy.table.num_steps if isinstance(policy, DenoisingPolicy) else 1
+        policy: Any = self._policy
+        cond = policy.encode(policy.observation(obs))
+        if isinstance(policy, PlanDecoder):
+            return policy.trajectory(cond, noise, hooks=hooks), policy.table.num_steps
+        return policy.decode(cond, noise), 1
 
     def _deliver(self, lane: _Lane) -> None:
         if lane.track.is_pending and lane.plan is not None and lane.track.step >= lane.arrives:
-            rows = lane.plan[None, self._start :]
-            to_physical = (self._replanner or self._policy).physical
-            plan = to_physical(rows)[0].float().cpu().numpy()
+            source: Any = self._replanner or self._policy
+            chunk = source.chunk_of(lane.plan[None]) if hasattr(source, "chunk_of") else lane.plan[None]
+            plan = source.physical(chunk[:, self._start :])[0].float().cpu().numpy()
             lane.is_sound = bool(np.isfinite(plan).all())
             lane.track.deliver(plan)
 

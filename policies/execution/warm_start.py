@@ -11,11 +11,13 @@ from policies.errors import ConfigError
 
 @dataclass
 class WarmStart(Checked):
-    """Initialise a decision from the shifted previous plan; off unless `steps` or `levels` is given.
+    """Initialise a decision from previous ones; off unless `steps`, `levels` or `executed` is given.
 
     Attributes:
         steps: Denoising steps of the short run; the last ones of the policy's own.
         start: Alternatively as many equal first-order steps from this sampling time, 0 noise to 1 action.
+        executed: Replaces all others: rows before the newest observation begin as they were executed, the
+            rest as noise, and all steps are taken. For windows from the oldest observation, as in BESO.
     """
 
     key: ClassVar[str] = "warm_start"
@@ -24,6 +26,7 @@ class WarmStart(Checked):
     start: float | None = bounded(None, ge=0, lt=1)
     levels: tuple[int, ...] = ()  # replaces both: DDPM steps at these diffusion levels, noisiest first
     renoise: bool = False  # add noise of the start level to the guess
+    executed: bool = False
     gripper: tuple[int, ...] = ()  # binary action dimensions, commanded by their sign
     gripper_guess: float = bounded(1.0, gt=0)  # magnitude of these dimensions in the guess, normalised units
 
@@ -38,6 +41,9 @@ class WarmStart(Checked):
         if self.start is not None and self.steps is None:
             raise ConfigError(f"warm_start.start={self.start} needs warm_start.steps; got null.")
 
+        if self.executed and (self.levels or self.steps is not None or self.renoise or self.gripper):
+            raise ConfigError("warm_start.executed takes all steps; leave the other keys of warm_start out.")
+
     @property
     def is_on(self) -> bool:
-        return self.steps is not None or bool(self.levels)
+        return self.executed or self.steps is not None or bool(self.levels)

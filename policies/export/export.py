@@ -125,7 +125,8 @@ def _require_exportable(policy: Any, graph: str) -> None:
         raise ExportError(f"graph must be one of {', '.join(GRAPHS)}; got '{graph}'.")
     for name in ("onnx", "onnxscript", "onnxruntime"):
         require(name, extra="export", what="export")
-    if isinstance(policy, PlannerPolicy) and policy.follows_value:
+    inner = policy.policy if isinstance(policy, BestOfN) else policy
+    if isinstance(inner, PlannerPolicy) and inner.follows_value:
         raise ExportError(
             "a planner that follows the slope of its value cannot be exported. Train it with "
             "algo.guide_repeats=0, which chooses among plans alone."

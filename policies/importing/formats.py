@@ -104,12 +104,13 @@ class Description:
     action_dim: int
     weights: Mapping[str, Tensor]  # every weight of the policy, by our name
     tensors: Tensors  # of the checkpoint, all taken or skipped
-    maps: Mapping[str, AffineMap] = field(default_factory=dict)  # of `state` and `action`, where known
+    maps: Mapping[str, AffineMap] = field(default_factory=dict)  # of `state`, `action` and `goal`, if known
     images: Mapping[str, ImageShape] = field(default_factory=dict)
     entry: str = ""  # name of the weights in the checkpoint
     state: tuple[str, ...] = ()  # what the program calls the parts of `state`, in order; empty: one part
     fixed: tuple[str, ...] = ()  # features whose map is the identity by construction of the program
     interface: Mapping[str, Any] = field(default_factory=dict)  # as of a dataset: rate and kind of actions
+    goal_dim: int = 0
     wrapper: Any = None  # around the policy of `config`, whose sizes the others are; null: none
 
 

@@ -126,7 +126,8 @@ def _import_whole(
     config = replace(found.config, normalizer=modes, sampler=sampler or found.config.sampler)
     nbytes = sum(weight.numel() for weight in found.weights.values()) * 4
     with Budget(_SPARE_BYTES + _BYTES_PER_BYTE * nbytes, _MOST_OPERATIONS):
-        policy = build_policy(config, obs_dim=found.obs_dim, action_dim=found.action_dim, images=found.images)
+        sizes: dict[str, Any] = {"goal_dim": found.goal_dim, "images": found.images}
+        policy = build_policy(config, obs_dim=found.obs_dim, action_dim=found.action_dim, **sizes)
         policy = (policy if found.wrapper is None else found.wrapper.wrap(policy)).eval()
     if left := sorted(found.tensors.left):
         raise CheckpointError(f"the tensors are not those of this policy: unexpected {_listed(left)}.")
@@ -160,7 +161,7 @@ def _import_whole(
 
 
 def _chosen_maps(maps: Mapping[str, AffineMap], identity: Sequence[str]) -> dict[str, AffineMap]:
-    """Return the maps of the features that have one."""
+    """Return the maps of the features that have one; a goal is scaled if the state is."""
     if unknown := sorted(set(identity) - set(FEATURES)):
         raise ConfigError(f"identity must list some of {', '.join(FEATURES)}; got {', '.join(unknown)}.")
     if missing := [name for name in FEATURES if name not in maps and name not in identity]:
@@ -168,7 +169,8 @@ def _chosen_maps(maps: Mapping[str, AffineMap], identity: Sequence[str]) -> dict
             f"'{missing[0]}' has no statistics in the checkpoint or beside it. Give normalization=<file of "
             f"statistics>, or identity=[{','.join(missing)}]."
         )
-    return {name: maps[name] for name in FEATURES if name not in identity}
+    shared = {"goal": "state"}
+    return {name: value for name, value in maps.items() if shared.get(name, name) not in identity}
 
 
 def _build(
@@ -310,6 +312,8 @@ def _check_actions(policy: Policy) -> None:
     """Act once, on the observation in the middle of the normalised range."""
     middle = torch.zeros(1, policy.chunk.obs_steps, policy.obs_dim)
     obs = {"state": policy.normalizer.decode("state", middle)}
+    if policy.goal_dim:
+        obs["goal"] = policy.normalizer.decode("goal", torch.zeros(1, policy.goal_dim))
     obs |= {
         camera: torch.full((1, policy.chunk.obs_steps, *shape), 128, dtype=torch.uint8)
         for camera, shape in policy.images.items()

@@ -127,6 +127,22 @@ class FeedForward(nn.Module):
         return self.linear2(self.dropout(self.activation(self.linear1(h))))
 
 
+class EncoderBlock(nn.Module):
+    """Pre-norm self-attention and feed-forward network, of four times the width."""
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = LayerNorm(width), LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.ffn = FeedForward(width, 4 * width, dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map tokens h (M, T, D) to (M, T, D); mask (T, T)."""
+        h = h + self.dropout(self.attention(self.norm1(h), mask))
+        return h + self.dropout(self.ffn(self.norm2(h)))
+
+
 def set_attention(module: nn.Module, how: str) -> None:
     """Select the implementation of attention and normalisation in a module: `auto` or `math`.
 

@@ -92,6 +92,19 @@ class PositionalEmbedding(nn.Module):
         return self.linear2(F.gelu(self.linear1(torch.cat([angle.cos(), angle.sin()], dim=-1))))
 
 
+class LinearEmbedding(nn.Linear):
+    """The time itself, times a vector: for the logarithm of a noise level.
+
+    Source: BESO (arXiv 2304.02532), released code.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(1, dim)
+
+    def forward(self, time: Tensor) -> Tensor:
+        return super().forward(time.to(self.weight.dtype).unsqueeze(-1))
+
+
 class JointEmbedding(nn.Module):
     """Sinusoids of both times of a step side by side, then Linear 2 dim -> dim, Mish, Linear dim -> dim.
 
@@ -113,7 +126,10 @@ class JointEmbedding(nn.Module):
 
 
 def embed_times(
-    first: Callable[..., Tensor], second: TimeEmbedding | None, time: Tensor, second_time: Tensor | None
+    first: Callable[..., Tensor],
+    second: Callable[..., Tensor] | None,
+    time: Tensor,
+    second_time: Tensor | None,
 ) -> Tensor:
     """Embed one network time (...,), or the sum of two where the network was built with a second one."""
     if isinstance(first, JointEmbedding):

@@ -21,6 +21,7 @@ from policies.policy import Policy
 from policies.policy_config import PART_GROUPS, PolicyConfig
 from policies.storage.strict_json import check_types, fits
 from policies.wrappers.base import WrappedPolicy
+from policies.wrappers.plan_field import PlanField
 
 FORMAT = 1
 
@@ -39,6 +40,8 @@ _MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
 
 def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the description of a policy without its weights; JSON types only."""
+    if isinstance(policy, PlanField):
+        return describe(policy.planner, provenance)
     if isinstance(policy, WrappedPolicy):
         inner = describe(policy.base, provenance)
         inner["wrappers"] = [*inner["wrappers"], registry.to_json("wrapper", policy.wrapper)]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
 from policies.policy import Policy
-from policies.protocols import Hooks, Observation, Start
+from policies.protocols import Cond, Hooks, Observation, Start
 
 Scorer = Callable[[Tensor, Observation], Tensor]
 """(physical plans (B, N, Th, Da), observation) -> scores (B, N), more is better."""
@@ -97,13 +97,20 @@ class BestOfN(nn.Module):
         if start is not None and len(start[0]) != len(cond):
             start = (start[0].repeat_interleave(count, dim=0), start[1])
         flat = noise[:, :count].flatten(0, 1)
-        plans = self.policy.decode(cond, flat, start=start, hooks=hooks)
+        plans = self.sample(cond, flat, start=start, hooks=hooks)
         return plans.unflatten(0, (-1, count))  # -1, so that a graph fits any batch
+
+    def sample(self, cond: Cond, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
+        """Return one plan per row."""
+        return self.policy.decode(cond, noise, start=start, hooks=hooks)
 
     def plan(self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
         """Return the chosen plan (B, Th, Da), normalised; arguments as `candidates`."""
         plans = self.candidates(obs, noise, start=start, hooks=hooks)
-        scores = self.scorer(self.policy.physical(plans), obs)
+        return self.chosen(plans, self.scorer(self.policy.physical(plans), obs), noise)
+
+    def chosen(self, plans: Tensor, scores: Tensor, noise: Tensor) -> Tensor:
+        """Return the plans (B, Th, Da) that scores (B, N) select among plans (B, N, Th, Da)."""
         draw = None if self.selection.temperature is None else noise[:, -1].flatten(1)[:, 0]
         chosen = self.selection.choose(scores, draw)
         index = chosen.view(-1, 1, 1, 1).expand(-1, 1, *plans.shape[2:])

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
+from policies.composition.operators import Weight
+from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.encoders import ObservationSizes, read
 from policies.encoders.state import StateEncoder
@@ -43,6 +45,7 @@ from policies.registry import name_of, register
 from policies.samplers.hooks import Ascent, Overwrite
 from policies.wrappers.base import WrappedPolicy
 from policies.wrappers.candidates import select
+from policies.wrappers.plan_field import PlanField
 
 
 @register("wrapper", "planner")
@@ -79,7 +82,7 @@ class Planner(Checked):
 
     def wrap(self, base: Policy) -> PlannerPolicy:
         """Return the policy that acts by plans, with fresh inverse dynamics and value."""
-        return PlannerPolicy(base, self)
+        return ComposedPlanner(base, self) if isinstance(base, ComposedPolicy) else PlannerPolicy(base, self)
 
 
 class PlannerPolicy(WrappedPolicy):
@@ -163,7 +166,7 @@ class PlannerPolicy(WrappedPolicy):
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """Return the loss of rows (B, H, A + O), zero in known entries; unreduced (B, H, D)."""
-        base, inner = cast(Any, self.base), self._inner(cond)
+        base, inner = cast(Any, self.base), self.inner(cond)
         inner = inner.freed(te.more["drops_goal"]) if "drops_goal" in te.more else inner
         plan, x = self.plan_rows(action), self.corrupted(action, te)
         error = base.evaluate(inner)(x, te.t, level=te.level) - base.process.target(plan, te.eps, te.t)
@@ -193,6 +196,17 @@ class PlannerPolicy(WrappedPolicy):
     noise_shape: Any = property(lambda self: self._draws() + self.base.noise_shape)  # (N, …) of several plans
     noise_sensitive: Any = property(lambda self: self.wrapper.temperature > 0)
 
+    @property
+    def table(self) -> Any:
+        """Steps of the sampler."""
+        return cast(Any, self.base).table
+
+    def start_noise(self, noise: Tensor) -> Tensor:
+        """Return the noise (B N, H, D) from which plans start, at the planner's temperature."""
+        flat = noise.flatten(0, 1) if self.wrapper.plans > 1 else noise
+        first: Tensor = cast(Any, self.base).start_noise(flat)
+        return self.wrapper.temperature * first
+
     def _draws(self) -> tuple[int, ...]:
         return (self.wrapper.plans,) if self.wrapper.plans > 1 else ()
 
@@ -204,31 +218,34 @@ class PlannerPolicy(WrappedPolicy):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the actions (B, H, A) of the chosen plan, normalised; the last of an inverse is repeated."""
-        if start is not None or hooks:
-            raise CapabilityError(
-                "a planner takes no start state and no hooks: its chunks are actions, its plans are "
-                "trajectories. Give them to the inner policy, `base`."
-            )
-        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            return self.actions(self.trajectory(cond, noise, grad=grad))
+        """Return the actions (B, H, A) of the chosen plan, normalised; the last of an inverse is repeated.
 
-    def trajectory(self, cond: Cond, noise: Tensor, *, grad: bool = False) -> Tensor:
-        """Return the chosen plan (B, H, D), normalised."""
+        `start` and `hooks` are those of `trajectory`.
+        """
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            return self.chunk_of(self.trajectory(cond, noise, grad=grad, start=start, hooks=hooks))
+
+    def trajectory(
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
+    ) -> Tensor:
+        """Return the chosen plan (B, H, D), normalised.
+
+        A start has the rows of B plans, or of all B N of them; hooks see B N plans, after the planner's own.
+        """
         count = self.wrapper.plans
         repeated = cond.repeat(count) if count > 1 else cond
-        flat = noise.flatten(0, 1) if count > 1 else noise
-        hooks = self.hooks(repeated)
-        plans = self.base.decode(
-            self._inner(repeated), self.wrapper.temperature * flat, grad=grad, hooks=hooks
-        )
+        scaled = self.wrapper.temperature * (noise.flatten(0, 1) if count > 1 else noise)
+        if start is not None:
+            start = (start[0].repeat_interleave(len(scaled) // len(start[0]), dim=0), start[1])
+        every = [*self.hooks(repeated), *hooks]
+        plans = self.base.decode(self.inner(repeated), scaled, grad=grad, start=start, hooks=every)
         if count == 1:
             return plans
         worth = self.worth(plans, cast(Any, self.base).table.times[-2])
         return select(plans.unflatten(0, (-1, count)), worth.unflatten(0, (-1, count)))
 
-    def hooks(self, cond: Cond) -> list[Hook]:
-        """Return the hooks that write what is known into every state, and follow the value."""
+    def known(self, cond: Cond) -> tuple[Tensor, Tensor]:
+        """Return plans (B, H, D) of what is known and zeros, and where it is known (H, D)."""
         wrapper, (rows, dims) = self.wrapper, self.base.chunk.shape
         state = cond.vec[:, : wrapper.obs_dim]
         goal = cond.vec[:, wrapper.obs_dim : wrapper.obs_dim + wrapper.goal_dim]
@@ -236,7 +253,11 @@ class PlannerPolicy(WrappedPolicy):
         start = F.pad(state, (first, 0)).unsqueeze(1)
         end = F.pad(goal, (first, wrapper.obs_dim - wrapper.goal_dim)).unsqueeze(1)
         known = F.pad(start, (0, 0, 0, rows - 1)) + F.pad(end, (0, 0, rows - 1, 0))
-        mask = self.known_mask(known)
+        return known, self.known_mask(known)
+
+    def hooks(self, cond: Cond) -> list[Hook]:
+        """Return the hooks that write what is known into every state, and follow the value."""
+        wrapper, (known, mask) = self.wrapper, self.known(cond)
         found: list[Hook] = [Overwrite(known, mask)]
         if self.follows_value:
             moves = (wrapper.guide_scale, wrapper.guide_repeats, wrapper.guide_rest)
@@ -249,20 +270,24 @@ class PlannerPolicy(WrappedPolicy):
         values: Tensor = self.value(plans, time)
         return values
 
-    def actions(self, plans: Tensor) -> Tensor:
+    def chunk_of(self, plan: Tensor) -> Tensor:
         """Return the actions (B, H, A) of plans (B, H, D)."""
         if self.inverse is None:
-            return plans[..., : self.wrapper.action_dim]
-        actions = self._between(plans)
+            return plan[..., : self.wrapper.action_dim]
+        actions = self._between(plan)
         return torch.cat([actions, actions[:, -1:]], dim=1)
 
     def _between(self, states: Tensor) -> Tensor:
         actions: Tensor = self.inverse(torch.cat([states[:, :-1], states[:, 1:]], dim=-1))
         return actions
 
-    def _inner(self, cond: Cond) -> Cond:
+    def inner(self, cond: Cond) -> Cond:
         """Return the condition of the network: the label, if there is one."""
         return self.base.condition(cond.vec[:, self.wrapper.obs_dim + self.wrapper.goal_dim :])
+
+    def as_field(self) -> PlanField:
+        """Return the denoiser of its plans, for compositions."""
+        return PlanField(self)
 
     def with_guidance(self, guidance: float) -> Self:
         """Return a view with another weight of the label."""
@@ -275,6 +300,65 @@ class PlannerPolicy(WrappedPolicy):
         view = self._view()
         view.wrapper = replace(self.wrapper, **values)
         return view
+
+
+class ComposedPlanner(PlannerPolicy):
+    """Acts by plans of a composition of planners.
+
+    Every member knows the state and the goal in its own units and asks for its own label. The value, the
+    inverse dynamics and the temperature are the lead's.
+
+    Raises:
+        CapabilityError: If a member is no planner, or the plans are weighed by densities.
+        ConfigError: If members read columns of the state.
+    """
+
+    def __init__(self, base: ComposedPolicy, wrapper: Planner) -> None:
+        WrappedPolicy.__init__(self, base, wrapper)
+        composition = base.composition
+        if not all(isinstance(member, PlanField) for member in base.fields):
+            raise CapabilityError("planners are composed with planners alone.")
+        if composition.operator == "or":
+            raise CapabilityError(
+                "operator=or weighs chunks by their densities, which plans with known entries lack. Use "
+                "operator=convex, product or cfg_sum."
+            )
+        if any(columns is not None for columns in composition.columns):
+            raise ConfigError("planners plan the whole state; leave columns out.")
+        self.wrapper = wrapper
+
+    @property
+    def lead(self) -> PlannerPolicy:
+        """The first member."""
+        planner: PlannerPolicy = cast(Any, self.base).fields[0].planner
+        return planner
+
+    composition: Any = property(lambda self: self.base.composition)
+    fields: Any = property(lambda self: self.base.fields)
+    normalizer: Any = property(lambda self: self.lead.normalizer)
+    encoder: Any = property(lambda self: self.base.encoder)
+    inverse: Any = property(lambda self: self.lead.inverse)
+    value: Any = property(lambda self: self.lead.value)
+
+    def encode(self, obs: Observation, *, generator: Rng = None) -> Cond:
+        """Return the members' conditions side by side, the lead's state and goal first."""
+        return self.base.encode(obs, generator=generator)
+
+    def condition(self, vec: Tensor) -> Cond:
+        return self.base.condition(vec)
+
+    def inner(self, cond: Cond) -> Cond:
+        """Return the conditions of the members."""
+        return cond
+
+    def with_weights(self, *weights: Weight) -> Self:
+        """Return a view of this composition with other weights; networks are shared."""
+        view = self._view()
+        view.base = cast(ComposedPolicy, self.base).with_weights(*weights)
+        return view
+
+    def as_field(self) -> PlanField:
+        raise CapabilityError("a composition of planners is no member of another; compose all at once.")
 
 
 def denoises_plans(process: Any) -> bool:

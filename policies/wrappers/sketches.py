@@ -5,7 +5,8 @@ Legend: B batch, To observation history, Th horizon, D and Da widths, n points o
 
 An action sketch is a whole plan, resampled to the horizon by truncation, point floor(k (n - 1) / (Th - 1)).
 A position sketch is a path in the world for policies whose actions are velocities or displacements; a
-waypoint sketch is the same for policies whose actions are positions. Their guides lead from the observed
+waypoint sketch is the same for policies whose actions are positions. A planner follows either in the states
+of its plan (`policies.wrappers.planned_sketch`). Their guides lead from the observed
 position to the nearest point of the path, s(0), and along it::
 
     p_k = path(s(0) + (k + 1) pace) + (p_-1 - path(s(0))) max(1 - (k + 1) / Th, 0)
@@ -78,11 +79,11 @@ class PositionSketch:
         _check_width("observed", len(self.observed), len(self.positions[0]))
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
+        _check_width("positions", len(self.observed), chunk.action_dim)
         return self.targets(obs, chunk).diff(dim=1) / self.reach
 
     def targets(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
         """Return the target positions of the actions (B, Th + 1, D), starting from the initial one."""
-        _check_width("positions", len(self.observed), chunk.action_dim)
         here = obs["state"][:, -1, list(self.observed)]
         step = torch.arange(chunk.horizon + 1, device=here.device) - chunk.action_start
         along = self.nearest(here)[:, None] + self.pace * step
@@ -139,6 +140,7 @@ class WaypointSketch:
         return PositionSketch(self.waypoints, self.pace, reach=1.0, observed=self.observed)
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
+        _check_width("waypoints", len(self.observed), chunk.action_dim)
         return self.path.targets(obs, chunk)[:, 1:]
 
     def distance(self, position: Tensor) -> Tensor:

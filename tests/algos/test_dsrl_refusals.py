@@ -15,7 +15,7 @@ from algos.dsrl import DsrlConfig, SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SacUpdate
 from algos.training.serialization import from_plain, to_plain
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.critics import EnsembleConfig

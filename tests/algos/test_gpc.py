@@ -24,7 +24,8 @@ from algos.training.gpc_settings import simplex
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.evaluate import Evaluation
 from envs.rollouts.episodes import EpisodeRow
-from policies.composition.policy import ComposedPolicy, compose
+from policies.composition.compose import compose
+from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion

@@ -21,7 +21,7 @@ from algos.training.resume_checks import digest_of, facts_of
 from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.errors import CheckpointError
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig

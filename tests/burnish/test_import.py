@@ -121,3 +121,25 @@ def test_an_imported_mip_is_evaluated_and_fine_tuned_by_reinflow(tmp_path: Path)
         one.field.trunk.outlet.weight for one in (burnish.load_policy(policy), run.load_policy())
     )
     assert not torch.equal(before, after)
+
+
+def test_an_imported_beso_is_evaluated_and_fine_tuned_by_dppo(tmp_path: Path) -> None:
+    """Its network with the widths of `avoid`: three states of 4 numbers, actions of 2, no goals."""
+    shapes = recorded("beso_window")[0]["shapes"]
+    net = "inner_model."
+    shapes[f"{net}tok_emb.weight"][1], shapes[f"{net}action_emb.weight"][1] = 4, 2
+    shapes[f"{net}action_pred.weight"][0] = shapes[f"{net}action_pred.bias"][0] = 2
+    shapes[f"{net}pos_emb"][1] = 4
+    masks = {f"{net}blocks.{i}.attn.mask": torch.ones(7, 7).tril()[None, None] for i in range(2)}
+    torch.save(weights_of(shapes) | masks, tmp_path / "model_state_dict.pth")
+    given = ["source=beso", "source.heads=4", "identity=[state,action]"]
+    policy = burnish.import_policy(tmp_path / "model_state_dict.pth", *given, out=tmp_path / "policy")
+    plain = burnish.evaluate(policy, env="avoid", episodes=2).evaluation
+    remembering = burnish.evaluate(policy, "warm_start.executed=true", env="avoid", episodes=2).evaluation
+    assert len(plain.rows) == len(remembering.rows) == 2
+    assert plain.protocol_hash != remembering.protocol_hash
+    few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.batch_size=4", "algo.critic.width=16"]
+    few += ["algo.tuned_steps=3", "algo.iterations=1", "algo.env_steps=null", "evaluation.episodes=2"]
+    run = burnish.train("algo=dppo", "env=avoid", *few, init=policy, directory=tmp_path / "run")
+    before, after = (one.scored_net.outlet.weight for one in (burnish.load_policy(policy), run.load_policy()))
+    assert not torch.equal(before, after)

@@ -28,6 +28,7 @@ from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.execution.warm_start import WarmStart
 from policies.policy import Policy, PolicyConfig
 from policies.policy_config import ChunkSpec
 from policies.processes.flow import RectifiedFlow
@@ -148,6 +149,9 @@ def test_settings_are_the_only_home_of_defaults() -> None:
     about_the_task = {"env", "block_rows", "engine", "versions"}
     hashed = {field.name for field in fields(EvaluationSettings)} - {"num_envs"}
     assert set(protocol) - about_the_task == hashed - {"guidance"}  # as in protocols before it
+    assert "executed" not in protocol["warm_start"]  # as in protocols before it
+    remembering = EvaluationSettings(warm_start=WarmStart(executed=True))
+    assert describe_protocol(TASK, remembering, TASK)["warm_start"]["executed"]
     guided = describe_protocol(TASK, EvaluationSettings(guidance=2.0), TASK)
     assert set(guided) - about_the_task == hashed and guided["guidance"] == 2.0
 

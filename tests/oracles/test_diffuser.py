@@ -258,7 +258,7 @@ def test_decision_diffuser_networks_and_plans(golden_path: Path) -> None:
     cond = Cond(torch.cat([arrays["step_s0"], arrays["in.returns"]], dim=1))
     plan = policy.trajectory(cond, tape(arrays, "plan"))
     torch.testing.assert_close(plan.detach(), arrays["plan_chain"][:, -1], **CLOSE)
-    torch.testing.assert_close(policy.actions(plan)[:, 0].detach(), arrays["plan_action"], **CLOSE)
+    torch.testing.assert_close(policy.chunk_of(plan)[:, 0].detach(), arrays["plan_action"], **CLOSE)
 
 
 @pytest.mark.golden("*diffuser_data.npz")

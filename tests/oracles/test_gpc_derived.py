@@ -13,8 +13,9 @@ import torch
 from official_networks import read
 from torch import Tensor
 
+from policies.composition.compose import compose
 from policies.composition.operators import Sum, combine, responsibilities
-from policies.composition.policy import ComposedPolicy, compose
+from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.edm import Edm

@@ -11,7 +11,8 @@ import torch
 from official_networks import read
 from torch import Tensor
 
-from policies.composition.policy import ComposedPolicy, compose
+from policies.composition.compose import compose
+from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.processes import VPDiffusion
 from policies.processes.schedules import cumulative_alphas

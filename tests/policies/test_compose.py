@@ -13,8 +13,9 @@ from messages import mentions
 from pairwise import pairwise, repeated
 from torch import Tensor
 
+from policies.composition.compose import compose
 from policies.composition.operators import Composition
-from policies.composition.policy import ComposedPolicy, compose
+from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.execution.executor import Execution, Executor

@@ -10,7 +10,7 @@ import torch
 from small_policies import ACTION_DIM, observations, small_policy
 from torch import Tensor
 
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.executor import Execution, Executor, committed
 from policies.execution.replanning import Replanner, WarmStart, shifted, with_act_steps
@@ -372,6 +372,12 @@ def test_policies_around_a_policy_execute_other_rows_too() -> None:
         (lambda: WarmStart(start=0.5), ConfigError, r"start=0\.5 needs warm_start\.steps; got null"),
         (lambda: WarmStart(start=1.0, steps=2), ConfigError, r"start must be in \[0, 1\); got 1\.0"),
         (lambda: WarmStart(steps=0), ConfigError, "warm_start.steps must be at least 1; got 0"),
+        (lambda: WarmStart(steps=2, executed=True), ConfigError, "executed takes all steps"),
+        (
+            lambda: Replanner(policy_of("ddim"), WarmStart(executed=True)),
+            ConfigError,
+            "executed needs rows before the newest observation; got policy.action_start=0",
+        ),
         (lambda: WarmStart(gripper_guess=0.0), ConfigError, "gripper_guess must be above 0; got 0"),
         (lambda: Execution(latency=-1), ConfigError, "latency must be at least 0; got -1"),
         (lambda: Execution(act_steps=0), ConfigError, "act_steps must be at least 1; got 0"),

@@ -18,7 +18,7 @@ from algos.base import Setup
 from burnish.runs.locate import locate
 from policies import registry
 from policies.backbones.switched import SwitchedField
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow

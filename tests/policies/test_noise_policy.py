@@ -13,7 +13,7 @@ from pairwise import repeated
 from small_policies import observations, small_policy
 from torch import Tensor
 
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.errors import CapabilityError, ConfigError
 from policies.export.export import export_onnx
 from policies.policy import Policy

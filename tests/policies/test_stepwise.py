@@ -12,7 +12,7 @@ from messages import mentions
 from pairwise import everything
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
-from policies.composition.policy import compose
+from policies.composition.compose import compose
 from policies.errors import CheckpointError, ExportError
 from policies.export.export import export_onnx
 from policies.export.exported_policy import ExportedPolicy

@@ -25,7 +25,7 @@ TIMES = torch.arange(STEPS).float()
 QUIET = "ignore:.*torch.jit.script:DeprecationWarning"
 
 every_network = pytest.mark.parametrize("name", CONFIGS)
-one_of_each = pytest.mark.parametrize("name", ["dit-tokens", "dp", "dp-blocks-in-memory"])
+one_of_each = pytest.mark.parametrize("name", ["dit-tokens", "dp", "dp-blocks-in-memory", "gpt"])
 
 
 @every_network
@@ -324,7 +324,7 @@ def test_the_network_satisfies_the_protocol(name: str) -> None:
     assert isinstance(build(name), Backbone)
 
 
-@one_of_each
+@pytest.mark.parametrize("name", ["dit-tokens", "dp", "dp-blocks-in-memory"])
 def test_dropout_leaves_evaluation_alone_and_changes_training(name: str) -> None:
     net, plain = build(name, dropout=0.5), build(name)
     x, time, cond = inputs(net, 3)

@@ -111,7 +111,7 @@ def evaluate(options: argparse.Namespace) -> Iterator[Figure]:
     ours, theirs = times["ours"] / decisions, times["peer"] / plain.decisions
     print(f"{decisions} decisions of ours, {plain.decisions} of the loop")
     plain.envs.close()
-    yield Figure("evaluation, 20 episodes, a decision", "evaluate", "SyncVectorEnv", ours, theirs, 3.0)
+    yield Figure("evaluation, 20 episodes, a decision", "evaluate", "SyncVectorEnv", ours, theirs, 2.2)
 
 
 def _first(row: EpisodeRow) -> Tensor:

@@ -25,7 +25,7 @@ _FANOUT = 3  # bits: the children of a box are the 8 boxes three splits below
 _TOP = 64  # boxes of the first level, at most
 _SLACK = 1e-5  # tolerated relative error of float32 distances
 _AT_ONCE = 4096  # leaves compared at once
-_FRONTIER = 2**18  # (query, box) pairs at once, at most; one query may exceed it
+_FRONTIER = 2**17  # (query, box) pairs at once, at most; one query may exceed it
 _FEWER = 8  # parts into which a query batch with more pairs is split
 
 

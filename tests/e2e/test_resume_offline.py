@@ -154,11 +154,7 @@ def test_a_search_that_was_chosen_by_trying_is_kept(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(neighbor_autotune, "TIMED_FROM", 10)
     chosen = iter(["tree", "lists"])
 
-    def first(searches: Any, *_: Any) -> Any:
-        wanted = next(chosen)
-        return next(search for search in searches if search.name == wanted)
-
-    monkeypatch.setattr(neighbor_autotune, "_fastest", first)
+    monkeypatch.setattr(neighbor_autotune, "_fastest", lambda names, rows, *_: rows.search(next(chosen)))
     setup, config = Setup(dataset=dataset(), seed=3, num_threads=1), small(PrdcConfig)
     begun, continued = config.build(setup), config.build(setup)
     assert [way_of(run) for run in (begun, continued)] == ["tree", "lists"]

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from algos.training.provenance import describe_environment
+from algos.training.run_directory import RunDirectory
+from benchmarks import pages
 from benchmarks.studies import once
 from benchmarks.studies.steering_tasks import TASKS, Task, off_sketch
 from burnish.commands.collect import record
@@ -84,6 +86,7 @@ def measure(name: str, path: str, options: argparse.Namespace) -> Path:
             print(f"{name}: {kind}: {label}: {shares}", flush=True)
     content = {
         "policy": describe(policy), "label": found.label, "origin": origin, "ways": task.num_ways,
+        "configuration": None if found.run is None else pages.configuration(RunDirectory(found.run)),
         "results": results, "environment": describe_environment(),
     }  # fmt: skip
     target = RESULTS / "steering" / f"{name}.json"

@@ -147,7 +147,11 @@ def cloned(name: str, root: Path) -> str:
     """Clone the policy of a task, as far as that has not been done; returns the run."""
     task, demos, run = TASKS[name], root / f"{name}-demonstrations.hdf5", root / name
     if not demos.exists():
-        wanted = {"episodes": task.demonstrations, "first_seed": FIRST_DEMONSTRATION, "out": str(demos)}
+        wanted: dict[str, Any] = {
+            "episodes": task.demonstrations,
+            "first_seed": FIRST_DEMONSTRATION,
+            "out": str(demos),
+        }
         record(replace(task.recorded, **wanted))
     once.trained(run, f"experiment={task.experiment}", *task.overrides, dataset=str(demos))
     return str(run)

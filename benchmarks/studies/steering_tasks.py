@@ -217,7 +217,7 @@ which are equally long. A planner (`algo=decision_diffuser`) has learned from pl
 the goal and executes all of them. A sketch guides the places among these states; inverse dynamics turn them
 into waypoints."""
     experiment = "pointmaze_decision_diffuser"
-    overrides = ("algo.steps=2500",)
+    overrides: tuple[str, ...] = ("algo.steps=2500",)
     demonstrations = 200
     episodes = 25
     drawn = 1

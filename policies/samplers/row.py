@@ -23,7 +23,8 @@ from policies.samplers.step_table import StepTable
 def takes_row(table: StepTable, noise: Tensor) -> bool:
     """Return whether these loops serve this noise and table, and no graph or trace is being built."""
     return (
-        noise.is_cpu
+        len(noise) > 0
+        and noise.is_cpu
         and noise.dtype == torch.float32
         and type(noise) is Tensor
         and table.row_steps is not None

@@ -119,7 +119,8 @@ class BruteSearch:
 class ListSearch:
     """Neighbour lists with a certificate; a box tree for queries without certificate.
 
-    Lists take 4 k M bytes; see `list_bytes`. They are built and read on the CPU, whatever the query device.
+    Lists take 4 k M bytes, and of up to 437,500 rows as much for distances; see `list_bytes`. They are built
+    and read on the CPU, whatever the query device.
 
     Args:
         state: (M, C).
@@ -138,6 +139,7 @@ class ListSearch:
         self._boxes = NeighborTree(self._state, self._action, beta)
         self.listing = NeighborLists(self._boxes, self._length)
         self._near = torch.zeros(m, self._length, dtype=torch.int32)
+        self._square = torch.zeros(m, self._length) if _keeps_squares(m) else None
         self._listed = torch.zeros(m, dtype=torch.bool)
 
     @property
@@ -149,7 +151,10 @@ class ListSearch:
         missing = rows[~self._listed[rows]].unique()
         if not len(missing):
             return
-        self._near[missing] = self.listing.nearest(missing)[1].int()
+        square, index = self.listing.nearest(missing)
+        self._near[missing] = index.int()
+        if self._square is not None:
+            self._square[missing] = (square * self._beta**2).float()
         self._listed[missing] = True
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
@@ -175,10 +180,12 @@ class ListSearch:
         """
         near = self._near[:, :length].index_select(0, row)
         every = near.view(-1)
-        state = self._state.index_select(0, every).view(*near.shape, -1)
-        square = (
-            state.sub_(self._state.index_select(0, row)[:, None]).square_().sum(dim=2).mul_(self._beta**2)
-        )
+        if self._square is None:
+            state = self._state.index_select(0, every).view(*near.shape, -1)
+            square = state.sub_(self._state.index_select(0, row)[:, None]).square_().sum(dim=2)
+            square = square.mul_(self._beta**2)
+        else:
+            square = self._square[:, :length].index_select(0, row)
         listed = self._action.index_select(0, every).view(*near.shape, -1)
         cost = listed.sub_(action[:, None]).square_().sum(dim=2).add_(square)
         best, place = cost.min(dim=1)
@@ -205,7 +212,12 @@ def brute_bytes(rows: int, width: int, queries: int) -> int:
 
 def list_bytes(rows: int, length: int) -> int:
     """Return the bytes of lists."""
-    return 4 * rows * min(rows, length)
+    return (8 if _keeps_squares(rows) else 4) * rows * min(rows, length)
+
+
+def _keeps_squares(rows: int) -> bool:
+    """Whether distances are kept beside the lists; computing them anew is half of a search near the data."""
+    return rows <= _ENTRIES // _LONG
 
 
 def _scaled(state: Tensor, action: Tensor, beta: float) -> Tensor:

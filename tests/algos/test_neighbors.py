@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from algos.offline import neighbors
 from algos.offline.neighbor_autotune import Rows
 from algos.offline.neighbor_tree import NeighborTree
 from algos.offline.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
@@ -201,10 +202,17 @@ def test_the_rank_counts_neighbours_and_is_no_number_of_them() -> None:
         np.testing.assert_array_equal(found, order[:, rank - 1])
 
 
-def test_memory_is_four_bytes_an_entry() -> None:
-    state, action = table(30, 0)
-    search = ListSearch(state, action, 1.0, length=8)
-    assert search._near.nbytes == list_bytes(30, 8) == 30 * 8 * 4
+def test_lists_of_many_rows_compute_distances_anew_and_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, action = table(200, 0)
+    kept = ListSearch(state, action, 1.5, length=16)
+    assert kept._square is not None
+    assert kept._near.nbytes + kept._square.nbytes == list_bytes(200, 16) == 200 * 16 * 8
+    monkeypatch.setattr(neighbors, "_ENTRIES", 100)
+    anew = ListSearch(state, action, 1.5, length=16)
+    assert anew._square is None and anew._near.nbytes == list_bytes(200, 16) == 200 * 16 * 4
+    row = torch.arange(200)
+    query = action + 0.3 * torch.randn(action.shape, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(kept.nearest(row, state, query).row, anew.nearest(row, state, query).row)
 
 
 @pytest.mark.parametrize("way", [TreeSearch, BruteSearch, ListSearch])

@@ -155,6 +155,7 @@ def test_gradients_hooks_and_other_networks_take_the_loop_on_tensors() -> None:
     cond, noise = drawn(policy)
     with torch.no_grad():
         assert not takes_row(policy.table, noise.double())
+        assert policy.decode(*drawn(policy, rows=0)).shape == (0, *policy.chunk.shape)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not takes_row(policy.table, noise)
         assert not takes_row(replace(policy.table, eps_clip=1.0), noise)

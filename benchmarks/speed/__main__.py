@@ -21,12 +21,15 @@ import gymnasium
 import mujoco
 import torch
 
+from algos.training.memory import keep_freed_memory
 from algos.training.provenance import processor_name
 from benchmarks.speed.cases_acting import exported, rollout, sampling, transformer, unet
 from benchmarks.speed.cases_critics import critics
+from benchmarks.speed.cases_dsrl import dsrl_sac
 from benchmarks.speed.cases_evaluating import evaluate
 from benchmarks.speed.cases_flows import flow, reinflow
 from benchmarks.speed.cases_learning import cloning, gather, iteration, update
+from benchmarks.speed.cases_lerobot import lerobot
 from benchmarks.speed.cases_offline import neighbours, offline
 from benchmarks.speed.cases_offpolicy import dsrl, ensembles, replay, steered
 from benchmarks.speed.cases_peers import ppo
@@ -58,10 +61,12 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
         dsrl,
         critics,
         ppo,
+        dsrl_sac,
+        lerobot,
         released,
     )
 }
-PEERS = ("ppo", "released")
+PEERS = ("ppo", "dsrl_sac", "lerobot", "released")
 """Cases whose peer is another program, to be installed or cloned beside ours."""
 
 
@@ -104,6 +109,7 @@ def main() -> int:
     parser.add_argument("--gate", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as training does; peers profit too
     print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
     print(f"{'case':<36}{'ours':>12}{'peer':>12}{'ratio':>8}{'floor':>7}  against", flush=True)
     figures: list[Figure] = []

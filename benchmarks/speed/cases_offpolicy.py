@@ -85,7 +85,7 @@ def replay(options: argparse.Namespace) -> Iterator[Figure]:
 def steered(options: argparse.Namespace) -> Iterator[Figure]:
     """The chunks of latents, as acting and the critics of chunks ask for them, against a diffusers loop."""
     net, schedule = plain_nets()[0], peers.ddim_scheduler()
-    policy = _steered(net)
+    policy = steered_policy(net)
     for batch, floor in ((4, 2.4), (40, 2.4), (BATCH, 1.7)):
         generator = torch.Generator().manual_seed(batch)
         state = torch.rand(batch, OBS, generator=generator) * 2 - 1
@@ -174,7 +174,7 @@ class Sides:
     def __init__(self, variant: str, rows: int) -> None:
         torch.manual_seed(0)
         net, self.variant = plain_nets()[0], variant
-        policy = _steered(net)
+        policy = steered_policy(net)
         ring = filled(rows)
         config = DsrlConfig(variant=variant, paper_compat=True)  # the density of the peer
         self.learner = config.learner_of(policy)
@@ -235,7 +235,7 @@ class Sides:
             self.peer.distill(self.replay.draw(BATCH, self.rng), latent)
 
 
-def _steered(net: peers.PlainMlp) -> SteeredPolicy:
+def steered_policy(net: peers.PlainMlp) -> SteeredPolicy:
     """Return our policy with the peer's weights, ten DDIM steps, and an actor in front of it."""
     config = PolicyConfig(
         process=VPDiffusion(num_levels=100, prediction="eps"), sampler=DDIM(steps=10, recompute_eps=False)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from algos.base import Algorithm
+from algos.training.memory import keep_freed_memory
 from algos.training.provenance import processor_name
 from algos.training.ranks import current, join
 from algos.training.run_directory import RunDirectory, eval_name
@@ -67,6 +68,7 @@ def train_seeds(config: TrainConfig, context: RunContext) -> list[TrainResult]:
 def launch(run: ResolvedRun) -> list[TrainResult]:
     """Build and train a resolved run, or resume it; return a result per seed, in the requested order."""
     join()
+    keep_freed_memory()
     built, first = build(run), run.config
     directories: list[RunDirectory] = []
     found: list[dict[str, float]] = [{} for _ in run.configs]

@@ -86,3 +86,13 @@ def test_an_empty_batch_stays_empty() -> None:
         assert halving(nn.Conv1d(6, 4, 3, stride=2, padding=1), 4)(x).shape == (0, 2, 4)
         assert doubling(nn.ConvTranspose1d(6, 4, 4, stride=2, padding=1), 4)(x).shape == (0, 8, 4)
         assert group_norm(nn.GroupNorm(2, 6))(x).shape == (0, 4, 6)
+
+
+def test_a_convolution_has_every_derivative() -> None:
+    """Energies differentiate twice, mean flows forwards, several seeds through `vmap`."""
+    convolve = same(nn.Conv1d(2, 2, 3, padding=1).double().requires_grad_(False), 4)
+    x = draw(4, channels=2, batch=2).requires_grad_()
+    assert torch.autograd.gradcheck(convolve, (x,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda x: convolve(x).square(), (x,))
+    both = torch.stack([x, 2 * x])
+    torch.testing.assert_close(torch.func.vmap(convolve)(both), torch.stack(list(map(convolve, both))))

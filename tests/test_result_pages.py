@@ -205,6 +205,18 @@ def test_the_table_compares_what_methods_reach_within_a_budget() -> None:
     assert (cells["best on the way"], cells["core min"], cells["ms"]) == ("75 %", "0.7", "8.00")
 
 
+def test_methods_are_put_in_an_order_once_all_have_enough_seeds() -> None:
+    runs = [
+        row(name, seed, {0: HALF, 1: last})
+        for name, last in (("best", ALL), ("worse", THREE))
+        for seed in range(table_page.ENOUGH)
+    ]
+    complete, one_less = (table_page.rows_of(found)["avoid"] for found in (runs, runs[:-1]))
+    assert all("best" in line for line in table_page.budgets(complete)) and table_page.budgets(complete)
+    assert table_page.budgets(one_less) == table_page.order(one_less) == []
+    assert table_page.coverage(one_less) == {"fewest": 4, "most": 5, "enough": 5}
+
+
 def test_the_table_refuses_rows_that_contradict_themselves_or_each_other() -> None:
     good = row("dppo", 0, {0: HALF, 1: ALL})
     for change in (

@@ -14,7 +14,7 @@ def keep_freed_memory() -> None:
     """Make glibc hand out blocks again that it would return to the system; elsewhere nothing happens.
 
     Steps of training free what they allocate. Memory that comes from the system costs a page fault for every
-    4 KB, with a U-Net an eighth of a step of cloning.
+    4 KB, with a U-Net thousands a step.
     """
     if sys.platform != "linux":
         return

@@ -73,7 +73,7 @@ def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) 
     `optimizer.step` without its bookkeeping, which is most of the time of a small network.
     """
     weights, rest = weights_of(optimizer), iter(grads)
-    if any(weight not in optimizer.state for weight in weights) or not optimizer.defaults.get("fused"):
+    if len(optimizer.state) < len(weights) or not optimizer.defaults.get("fused"):
         for weight, grad in zip(weights, grads, strict=True):
             weight.grad = None if grad is None else _like(grad, weight)
         optimizer.step()

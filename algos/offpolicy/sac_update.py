@@ -28,7 +28,8 @@ from torch import Tensor
 from algos.base import AT_BOUND, Draws, Quantities
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
-from algos.optim import descend, load_parts, restore_optimizer, save_parts
+from algos.optim import descend, load_parts, restore_optimizer, save_parts, take_step
+from algos.training.ranks import current
 from policies.networks.critics import Ensemble, aggregate, polyak
 from policies.policy import Policy
 
@@ -83,11 +84,14 @@ class Temperature:
         return self.log.detach().exp().squeeze(0)
 
     def update(self, log_prob: Tensor) -> Quantities:
-        """Take a step on log-densities (B,), if alpha is learned; return its loss."""
+        """Take a step on log-densities (B,), if alpha is learned; return its loss, log alpha times its slope."""
         if self.optimizer is None:
             return {}
-        loss = -(self.log * (log_prob.detach() + self.target_entropy)).mean()
-        return {"actor/alpha_loss": descend(self.optimizer, loss)}
+        slope = -(log_prob.detach() + self.target_entropy).mean(dim=0, keepdim=True)
+        loss = (self.log.detach() * slope).squeeze(0)
+        current().mean_([slope])
+        take_step(self.optimizer, [slope])
+        return {"actor/alpha_loss": loss}
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()

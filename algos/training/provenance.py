@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from policies.networks import native
+
 _PACKAGES = (
     *("burnish", "torch", "numpy", "mujoco", "gymnasium", "hydra-core", "safetensors"),
     *("ogbench", "robosuite", "mujoco-warp", "warp-lang"),
@@ -28,6 +30,7 @@ def describe_environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "small_networks": native.unavailable() or "compiled",
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),

@@ -21,6 +21,7 @@ from burnish.name_clashes import found_packages
 from envs.engine.rendering import gl_backends, has_library
 from policies.errors import ConfigError
 from policies.extras import SECOND_STEP, second_command
+from policies.networks import native
 
 GL_BACKENDS = ("egl", "osmesa", "glfw")
 GL_LIBRARIES = {"egl": ("EGL", "Debian: libegl1"), "osmesa": ("OSMesa", "Debian: libosmesa6")}
@@ -85,6 +86,10 @@ def _threads() -> Iterator[Finding]:
     detail += f"OMP_WAIT_POLICY={policy}"
     quiet = policy is not None and policy.upper() == "PASSIVE"
     yield Finding("threads", quiet, detail if quiet else f"{detail}; set OMP_WAIT_POLICY=PASSIVE")
+    slow = native.unavailable()
+    yield Finding(
+        "small networks", slow is None, f"plain operations: {slow}" if slow else "compiled for this CPU"
+    )
 
 
 def _ours() -> Iterator[Finding]:

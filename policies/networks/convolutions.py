@@ -23,6 +23,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from policies.networks import native
+
 Rows = Callable[[Tensor], Tensor]
 """Maps (B, T, C) to (B, T', C'), with prepared weights."""
 
@@ -107,6 +109,8 @@ def _windows(x: Tensor, before: int, size: int, stride: int = 1) -> Tensor:
 
 
 def _gathered(x: Tensor, before: int, size: int, stride: int) -> Tensor:
+    if native.serves(x):
+        return native.windows(x, before, size, stride)
     padded = F.pad(x, (0, 0, before, size - before - stride))
     windows = padded.unfold(1, size, stride).transpose(2, 3).contiguous()  # (B, T / stride, k, C)
     return windows.view(-1, windows.shape[1], size * x.shape[2])
@@ -129,6 +133,8 @@ class _Windows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         before, size, stride = ctx.places
+        if native.serves(grad) and not torch.is_grad_enabled():
+            return native.windows_grad(grad, ctx.rows, before, size, stride), None, None, None
         parts = grad.unflatten(2, (size, -1))
         rows = parts.new_zeros(len(parts), ctx.rows + size - stride, parts.shape[3])
         last = rows.shape[1] - size + 1

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
+from policies.networks import native
 from policies.networks.activations import ACTIVATIONS
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
@@ -142,6 +143,8 @@ class Ensemble(nn.Module):
         """Return values (E, B), or the logits (E, B, K) of the bins; see `forward`."""
         x = torch.cat([cond, action], dim=-1)
         count = self.members if members is None else members
+        if self.config.activation in native.KINDS and not self.config.norm_after and native.serves(x):
+            return self._evaluate_natively(x, count, frozen)
         if count == 1 or self._large(x):
             return self._evaluate_each(x, count, frozen)
         return self._evaluate_batched(repeat(x, "B C -> E B C", E=count), count, frozen)
@@ -150,6 +153,12 @@ class Ensemble(nn.Module):
         if torch.compiler.is_compiling():  # a graph serves every batch
             return False
         return x.device.type == "cpu" and x.shape[0] * min(self.config.hidden_dims) >= _LARGE
+
+    def _evaluate_natively(self, x: Tensor, count: int, frozen: bool) -> Tensor:
+        parts = [layer for part in self._parts for layer in self._stacks(part, count, frozen)]
+        stack = native.Stack(count, self.config.activation, self.config.layer_norm, self.config.norm_eps)
+        found = stack(x, parts)
+        return found if self.config.bins else found.squeeze(-1)
 
     def _evaluate_batched(self, h: Tensor, count: int, frozen: bool) -> Tensor:
         stacks = (self._stacks(part, count, frozen) for part in self._parts)
@@ -217,7 +226,8 @@ class Ensemble(nn.Module):
         return self.weight, self.bias, self.scale, self.shift
 
     def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
-        stacks = (part if count == self.members else part[:count] for part in parts)
+        layers: Any = parts._parameters.values()  # a list of parameters is slow to iterate over
+        stacks = (part if count == self.members else part[:count] for part in layers)
         return [stack.detach() if frozen else stack for stack in stacks]
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
+from policies.networks import native
 from policies.networks.activations import ACTIVATIONS, in_place
 from policies.networks.attention import LayerNorm
 from policies.networks.weight_cache import WeightCache
@@ -255,8 +256,13 @@ class PlainTrunk(nn.Module):
         hidden = tuple(dims[1:-1])
         self.inlet = nn.Linear(dims[0], dims[1])
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(dims[1:]))
-        self.norms = nn.ModuleList(LayerNorm(dim) for dim in hidden) if layer_norm else None
+        norms = [LayerNorm(dim) for dim in hidden] if layer_norm else []
+        self.norms = nn.ModuleList(norms) if layer_norm else None
         self.activate, self.activate_ = ACTIVATIONS[activation]
+        self._stack = None
+        if activation in native.KINDS:
+            eps = norms[0].eps if norms else 0.0
+            self._stack = native.Stack(1, activation, bool(norms), eps, transposed=True)
 
     def fold(self) -> Fold:
         return Fold(self.inlet.weight, self.inlet.bias)
@@ -273,6 +279,11 @@ class PlainTrunk(nn.Module):
         return finish
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if self._stack is not None and inputs.ndim == 2 and native.serves(inputs):
+            layers, norms = (self.inlet, *self.layers), self.norms or ()
+            parts = [layer.weight for layer in layers] + [layer.bias for layer in layers]
+            parts += [norm.weight for norm in norms] + [norm.bias for norm in norms]
+            return self._stack(inputs, parts)[0]
         return self.finish_of(self.fold())(self.inlet(inputs))
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
+from policies.networks import native
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.convolutions import Rows, doubling, group_norm, halving, pointwise, same
 
@@ -90,8 +91,14 @@ class ConvBlock(nn.Module):
         convolve, activate = same(self.conv, self.rows), self.activate
         if self.norm is None:
             return lambda x: activate(convolve(x))
-        normalise = group_norm(self.norm)
-        return lambda x: activate(normalise(convolve(x)))
+        norm, normalise = self.norm, group_norm(self.norm)
+        is_mish = activate is ACTIVATIONS["mish"][0]
+
+        def normal(x: Tensor) -> Tensor:
+            h = convolve(x)
+            return native.norm_mish(h, norm) if is_mish and native.serves(h) else activate(normalise(h))
+
+        return normal
 
 
 class Film(nn.Module):

@@ -1,0 +1,302 @@
+/* Forward and backward passes of small networks on one thread of a CPU: see native.py.
+
+   Matrices are row-major. Products are those of the BLAS that PyTorch uses; what stands between two products is
+   one pass over memory. R rows of a batch, E members of an ensemble, L layers; numbers are float32. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef void (*gemm_t)(const char *, const char *, const int *, const int *, const int *, const float *,
+                       const float *, const int *, const float *, const int *, const float *, float *, const int *);
+
+static gemm_t gemm;
+
+void use_gemm(void *function) { gemm = (gemm_t)function; }
+
+/* C (m, n) = A B + beta C; at: A is stored (k, m); bt: B is stored (n, k). Fortran reads rows as columns. */
+static void multiply(int at, int bt, int m, int n, int k, const float *a, const float *b, float beta, float *c) {
+    const float one = 1.0f;
+    gemm(bt ? "T" : "N", at ? "T" : "N", &n, &m, &k, &one, b, bt ? &k : &n, a, at ? &m : &k, &beta, c, &n);
+}
+
+/* tanh as a rational function (the coefficients of Eigen), within 3 units of the last place. */
+static inline float tanh_of(float x) {
+    const float limit = 7.90531110763549805f;
+    float y = x > limit ? limit : x;
+    y = y < -limit ? -limit : y; /* NaN stays */
+    const float s = y * y;
+    float p = -2.76076847742355e-16f;
+    p = p * s + 2.00018790482477e-13f;
+    p = p * s - 8.60467152213735e-11f;
+    p = p * s + 5.12229709037114e-08f;
+    p = p * s + 1.48572235717979e-05f;
+    p = p * s + 6.37261928875436e-04f;
+    p = p * s + 4.89352455891786e-03f;
+    float q = 1.19825839466702e-06f;
+    q = q * s + 1.18534705686654e-04f;
+    q = q * s + 2.26843463243900e-03f;
+    q = q * s + 4.89352518554385e-03f;
+    return y * p / q;
+}
+
+/* e^x for x in [-87, 20], by a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]. */
+static inline float exp_of(float x) {
+    float y = x > 20.0f ? 20.0f : x;
+    y = y < -87.0f ? -87.0f : y;
+    const float shifted = y * 1.44269504f + 12582912.0f; /* rounds: 1.5 2^23 */
+    const float whole = shifted - 12582912.0f;
+    int32_t bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits + 127) << 23; /* the low bits of `shifted` are the whole number */
+    const float r = (y - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    float p = 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+/* Mish(x) = x tanh(softplus(x)) = x n / (n + 2) with w = e^x, n = w (w + 2). */
+static inline float mish_of(float x) {
+    const float w = exp_of(x), n = w * (w + 2);
+    return x * n / (n + 2);
+}
+
+static inline float mish_slope(float x) {
+    const float w = exp_of(x), n = w * (w + 2), inverse = 1 / (n + 2);
+    return n * inverse + x * (4 * w * (w + 1) * inverse * inverse);
+}
+
+enum { RELU, TANH };
+
+static inline void activate(int kind, int n, float *h) {
+    if (kind == RELU)
+        for (int j = 0; j < n; j++) h[j] = h[j] < 0 ? 0 : h[j];
+    else
+        for (int j = 0; j < n; j++) h[j] = tanh_of(h[j]);
+}
+
+/* grad times the slope of the activation whose value is h. */
+static inline void through_activation(int kind, int n, const float *h, float *grad) {
+    if (kind == RELU)
+        for (int j = 0; j < n; j++) grad[j] = h[j] <= 0 ? 0 : grad[j];
+    else
+        for (int j = 0; j < n; j++) grad[j] *= 1 - h[j] * h[j];
+}
+
+/* z becomes (z - mean) / deviation; returns 1 / deviation. */
+static inline float normalise(int n, float eps, float *z) {
+    float sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) sum += z[j];
+    const float mean = sum / n;
+#pragma omp simd reduction(+ : squares)
+    for (int j = 0; j < n; j++) {
+        z[j] -= mean;
+        squares += z[j] * z[j];
+    }
+    const float inverse = 1 / sqrtf(squares / n + eps);
+    for (int j = 0; j < n; j++) z[j] *= inverse;
+    return inverse;
+}
+
+/* grad, of scale unit + shift, becomes that of what was normalised to unit. */
+static inline void through_norm(int n, const float *scale, const float *unit, float inverse, float *grad) {
+    float sum = 0, along = 0;
+#pragma omp simd reduction(+ : sum, along)
+    for (int j = 0; j < n; j++) {
+        grad[j] *= scale[j];
+        sum += grad[j];
+        along += grad[j] * unit[j];
+    }
+    const float mean = sum / n, slope = along / n;
+    for (int j = 0; j < n; j++) grad[j] = inverse * (grad[j] - mean - unit[j] * slope);
+}
+
+/* Members of one ensemble lie behind each other: weights (E, in, out), or one network of (out, in) if transposed.
+   dims (L + 1); weight, bias L pointers; scale, shift L - 1, or null without normalisation; hidden: activations of
+   members, layers, rows; unit: as hidden, before scale and shift; inverse (E, L - 1, R). */
+void stack_forward(const int *dims, int layers, int members, int rows, int transposed, int kind, float eps,
+                   const float *x, const float **weight, const float **bias, const float **scale,
+                   const float **shift, float *hidden, float *unit, float *inverse, float *out) {
+    for (int e = 0; e < members; e++) {
+        const float *h = x;
+        for (int i = 0; i < layers; i++) {
+            const int k = dims[i], n = dims[i + 1], is_last = i == layers - 1;
+            const float *b = bias[i] + (long)e * n;
+            float *y = is_last ? out + (long)e * rows * n : hidden;
+            multiply(0, transposed, rows, n, k, h, weight[i] + (long)e * k * n, 0, y);
+            for (int r = 0; r < rows; r++) {
+                float *z = y + (long)r * n;
+                for (int j = 0; j < n; j++) z[j] += b[j];
+                if (is_last) continue;
+                if (scale) {
+                    const float *s = scale[i] + (long)e * n, *t = shift[i] + (long)e * n;
+                    *inverse++ = normalise(n, eps, z);
+                    memcpy(unit, z, n * sizeof *z);
+                    unit += n;
+                    for (int j = 0; j < n; j++) z[j] = s[j] * z[j] + t[j];
+                }
+                activate(kind, n, z);
+            }
+            if (!is_last) hidden += (long)rows * n;
+            h = y;
+        }
+    }
+}
+
+/* Gradients of weights and so on lie as those; null: not wanted. grad (E, R, out); x_grad (R, in) or null; work holds
+   two matrices of R rows of the widest hidden layer. */
+void stack_backward(const int *dims, int layers, int members, int rows, int transposed, int kind, const float *x,
+                    const float **weight, const float **scale, const float *hidden, const float *unit,
+                    const float *inverse, const float *grad, float **weight_grad, float **bias_grad,
+                    float **scale_grad, float **shift_grad, float *x_grad, float *work, long work_size) {
+    long width = 0;
+    for (int i = 1; i < layers; i++) width += dims[i];
+    for (int e = 0; e < members; e++) {
+        const float *h = hidden + (e + 1) * rows * width, *u = unit + (e + 1) * rows * width;
+        const float *g = grad + (long)e * rows * dims[layers];
+        for (int i = layers - 1; i >= 0; i--) {
+            const int k = dims[i], n = dims[i + 1];
+            const float *w = weight[i] + (long)e * k * n;
+            if (i) h -= (long)rows * k, u -= (long)rows * k;
+            const float *in = i ? h : x;
+            if (weight_grad) {
+                float *sum = bias_grad[i] + (long)e * n, *wg = weight_grad[i] + (long)e * k * n;
+                if (transposed)
+                    multiply(1, 0, n, k, rows, g, in, 0, wg);
+                else
+                    multiply(1, 0, k, n, rows, in, g, 0, wg);
+                memset(sum, 0, n * sizeof *sum);
+                for (int r = 0; r < rows; r++)
+                    for (int j = 0; j < n; j++) sum[j] += g[(long)r * n + j];
+            }
+            if (!i) {
+                if (x_grad) multiply(0, !transposed, rows, k, n, g, w, e ? 1 : 0, x_grad);
+                break;
+            }
+            float *back = work + (i % 2) * work_size;
+            multiply(0, !transposed, rows, k, n, g, w, 0, back);
+            float *sg = scale_grad ? scale_grad[i - 1] + (long)e * k : 0;
+            float *tg = scale_grad ? shift_grad[i - 1] + (long)e * k : 0;
+            if (sg) memset(sg, 0, k * sizeof *sg), memset(tg, 0, k * sizeof *tg);
+            for (int r = 0; r < rows; r++) {
+                float *b = back + (long)r * k;
+                const float *v = u + (long)r * k;
+                through_activation(kind, k, h + (long)r * k, b);
+                if (!scale) continue;
+                if (sg)
+                    for (int j = 0; j < k; j++) tg[j] += b[j], sg[j] += b[j] * v[j];
+                through_norm(k, scale[i - 1] + (long)e * k, v, inverse[((long)e * (layers - 1) + i - 1) * rows + r], b);
+            }
+            g = back;
+        }
+    }
+}
+
+/* Mish of group normalisation: x, y (B, T, C), G groups of C / G channels; mean and inverse deviation (B, C), the same
+   within a group. */
+
+static void over_groups(int channels, int groups, int rows, float *sum) {
+    const int size = channels / groups;
+    for (int g = 0; g < groups; g++) {
+        float total = 0;
+#pragma omp simd reduction(+ : total)
+        for (int j = 0; j < size; j++) total += sum[g * size + j];
+        total /= (float)rows * size;
+        for (int j = 0; j < size; j++) sum[g * size + j] = total;
+    }
+}
+
+void norm_mish_forward(int batch, int rows, int channels, int groups, float eps, const float *x, const float *weight,
+                       const float *bias, float *y, float *mean, float *inverse) {
+    const long size = (long)rows * channels;
+    for (int b = 0; b < batch; b++, x += size, y += size, mean += channels, inverse += channels) {
+        memset(mean, 0, channels * sizeof *mean);
+        memset(inverse, 0, channels * sizeof *inverse);
+        for (int t = 0; t < rows; t++)
+            for (int c = 0; c < channels; c++) mean[c] += x[t * channels + c];
+        over_groups(channels, groups, rows, mean);
+        for (int t = 0; t < rows; t++)
+            for (int c = 0; c < channels; c++) {
+                const float d = x[t * channels + c] - mean[c];
+                inverse[c] += d * d;
+            }
+        over_groups(channels, groups, rows, inverse);
+        for (int c = 0; c < channels; c++) inverse[c] = 1 / sqrtf(inverse[c] + eps);
+        for (int t = 0; t < rows; t++)
+            for (int c = 0; c < channels; c++) {
+                const long i = t * channels + c;
+                y[i] = mish_of((x[i] - mean[c]) * inverse[c] * weight[c] + bias[c]);
+            }
+    }
+}
+
+/* weight_grad and bias_grad (C), x_grad (B, T, C); work holds 2 C numbers. */
+void norm_mish_backward(int batch, int rows, int channels, int groups, const float *x, const float *weight,
+                        const float *bias, const float *mean, const float *inverse, const float *grad, float *x_grad,
+                        float *weight_grad, float *bias_grad, float *work) {
+    const long size = (long)rows * channels;
+    float *sum = work, *along = work + channels;
+    memset(weight_grad, 0, channels * sizeof *weight_grad);
+    memset(bias_grad, 0, channels * sizeof *bias_grad);
+    for (int b = 0; b < batch; b++) {
+        memset(sum, 0, channels * sizeof *sum);
+        memset(along, 0, channels * sizeof *along);
+        for (int t = 0; t < rows; t++)
+            for (int c = 0; c < channels; c++) {
+                const long i = t * channels + c;
+                const float unit = (x[i] - mean[c]) * inverse[c];
+                const float slope = grad[i] * mish_slope(unit * weight[c] + bias[c]);
+                x_grad[i] = slope;
+                sum[c] += slope;
+                along[c] += slope * unit;
+            }
+        for (int c = 0; c < channels; c++) {
+            bias_grad[c] += sum[c], weight_grad[c] += along[c];
+            sum[c] *= weight[c], along[c] *= weight[c];
+        }
+        over_groups(channels, groups, rows, sum);
+        over_groups(channels, groups, rows, along);
+        for (int t = 0; t < rows; t++)
+            for (int c = 0; c < channels; c++) {
+                const long i = t * channels + c;
+                const float unit = (x[i] - mean[c]) * inverse[c];
+                x_grad[i] = inverse[c] * (x_grad[i] * weight[c] - sum[c] - along[c] * unit);
+            }
+        x += size, grad += size, x_grad += size, mean += channels, inverse += channels;
+    }
+}
+
+/* Windows (B, N, K C) of rows x (B, T, C): window t holds the K rows from t * stride - before on, zero beyond. */
+void windows_forward(int batch, int rows, int channels, int before, int size, int stride, int windows, const float *x,
+                     float *out) {
+    const long row = (long)channels;
+    for (int b = 0; b < batch; b++, x += rows * row)
+        for (int t = 0; t < windows; t++, out += size * row) {
+            const int from = t * stride - before, low = from < 0 ? -from : 0;
+            const int high = from + size > rows ? rows - from : size;
+            memset(out, 0, low * row * sizeof *out);
+            memcpy(out + low * row, x + (from + low) * row, (high - low) * row * sizeof *out);
+            memset(out + high * row, 0, (size - high) * row * sizeof *out);
+        }
+}
+
+/* x_grad (B, T, C): what the places of a row in windows got, summed. */
+void windows_backward(int batch, int rows, int channels, int before, int size, int stride, int windows,
+                      const float *grad, float *x_grad) {
+    const long row = (long)channels;
+    memset(x_grad, 0, batch * rows * row * sizeof *x_grad);
+    for (int b = 0; b < batch; b++, x_grad += rows * row)
+        for (int t = 0; t < windows; t++, grad += size * row) {
+            const int from = t * stride - before, low = from < 0 ? -from : 0;
+            const int high = from + size > rows ? rows - from : size;
+            for (long i = low * row; i < high * row; i++) x_grad[from * row + i] += grad[i];
+        }
+}

@@ -1,0 +1,311 @@
+"""Networks on one thread of a CPU, in C: stacks of layers, normalisation with Mish, windows of rows.
+
+Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
+`native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
+and a tanh of a quarter of the stock cost, and does what a temporal U-Net needs between products. It is
+compiled once per processor by the C compiler of the machine (`cc`, half a second) and kept in
+`~/.burnish/native`. Without a compiler, with `BURNISH_NATIVE=0`, on accelerators, with several threads of
+torch, other types, autocast, tracing or transforms, the plain operations serve: the same numbers to rounding.
+They also serve where gradients are differentiated again.
+
+Legend: R rows, E members, L layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from policies.networks.activations import mish
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC")
+KINDS = {"relu": 0, "tanh": 1}
+"""Activations of stacks, as the C program numbers them."""
+
+
+def library() -> Any:
+    """Return the compiled program; None where there is none, `unavailable` says why."""
+    return _found()[0]
+
+
+def unavailable() -> str | None:
+    """Say why networks are evaluated by plain operations; None: they are not."""
+    return _found()[1]
+
+
+@functools.cache
+def _found() -> tuple[Any, str | None]:
+    if os.environ.get("BURNISH_NATIVE", "1") == "0":
+        return None, "BURNISH_NATIVE=0"
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return None, "there is no C compiler `cc`"
+    try:
+        gemm = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).sgemm_
+        program = ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
+        return None, f"the program in C is not usable: {error}"
+    for name in ("stack", "norm_mish", "windows"):
+        for way in ("forward", "backward"):
+            getattr(program, f"{name}_{way}").restype = None
+    program.use_gemm(ctypes.cast(gemm, ctypes.c_void_p))
+    return program, None
+
+
+def _compiled(compiler: str) -> Path:
+    """Return the compiled program for this processor, made if it is missing."""
+    text = SOURCE.read_bytes()
+    told = (text, " ".join((compiler, *FLAGS)).encode(), _processor().encode())
+    name = hashlib.sha256(b"\0".join(told)).hexdigest()[:16]
+    home = Path.home() / ".burnish" / "native"
+    path = home / f"{name}.so"
+    if not path.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home) as folder:
+            made = Path(folder) / path.name
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            made.replace(path)  # processes that start together each make one
+    return path
+
+
+def _processor() -> str:
+    """Return what a program for this processor depends on: its instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def serves(x: Tensor) -> bool:
+    """Say whether the program takes a call on this tensor: see the top of the file."""
+    return (
+        x.is_cpu
+        and x.dtype is torch.float32
+        and type(x) is Tensor
+        and torch.get_num_threads() == 1
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+        and forward_ad._current_level < 0
+        and library() is not None
+    )
+
+
+class Stack(NamedTuple):
+    """Shape of E equal networks of L linear layers, with (LayerNorm and) an activation between them.
+
+    Weights are (E, in, out) and biases (E, 1, out), or (out, in) and (out,) of one network if `transposed`;
+    scales and shifts of normalisations as the biases.
+    """
+
+    members: int
+    activation: str
+    has_norm: bool = False
+    eps: float = 1e-5  # added to variances
+    transposed: bool = False
+
+    def __call__(self, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return the outputs (E, R, out) of x (R, in); parts: weights, biases, scales, shifts."""
+        x, layers = x.contiguous(), self.layers(parts)
+        if not self._fits(x, parts):
+            return self.plain(x, parts)
+        if not torch.is_grad_enabled():
+            return self.run(x, parts, layers)[0]
+        found: Tensor = _Stack.apply(x, self, layers, *parts)
+        return found
+
+    def _fits(self, x: Tensor, parts: Sequence[Tensor]) -> bool:
+        """Say whether the program can read x and the parts; plain operations refuse, or serve, the others."""
+        fan_in = parts[0].shape[-1 if self.transposed else -2]
+        are_plain = all(part.dtype is torch.float32 and part.is_contiguous() for part in (x, *parts))
+        return are_plain and x.ndim == 2 and x.shape[1] == fan_in and len(x) > 0
+
+    def layers(self, parts: Sequence[Tensor]) -> int:
+        """Return L."""
+        return (len(parts) + 2) // 4 if self.has_norm else len(parts) // 2
+
+    def dims(self, x: Tensor, weight: Sequence[Tensor]) -> list[int]:
+        """Return the widths before, between and behind the layers."""
+        return [x.shape[-1], *(part.shape[-2 if self.transposed else -1] for part in weight)]
+
+    def run(self, x: Tensor, parts: Sequence[Tensor], layers: int) -> tuple[Tensor, ...]:
+        """Return outputs, and what the backward pass reads: activations, and for norms units and factors."""
+        (*inner, last), rows = self.dims(x, parts[:layers]), len(x)
+        hidden = x.new_empty(self.members * rows * sum(inner[1:]))
+        out = x.new_empty(self.members, rows, last)
+        unit, factor = hidden[:0], hidden[:0]
+        if self.has_norm:
+            unit, factor = torch.empty_like(hidden), x.new_empty(self.members * rows * (layers - 1))
+        split = self._split(parts, layers)
+        library().stack_forward(
+            _numbers((*inner, last)), layers, self.members, rows, self.transposed, KINDS[self.activation],
+            ctypes.c_float(self.eps), _at(x), *split, _at(hidden), _at(unit), _at(factor), _at(out),
+        )  # fmt: skip
+        return out, hidden, unit, factor
+
+    def _split(self, parts: Sequence[Tensor], layers: int) -> list[bytes | None]:
+        """Return addresses of weights, biases, scales and shifts."""
+        found: list[bytes | None] = [_addresses(parts[:layers]), _addresses(parts[layers : 2 * layers])]
+        if not self.has_norm:
+            return [*found, None, None]
+        middle = 3 * layers - 1
+        return [*found, _addresses(parts[2 * layers : middle]), _addresses(parts[middle:])]
+
+    def gradients(
+        self,
+        x: Tensor,
+        parts: Sequence[Tensor],
+        seen: Sequence[Tensor],
+        grad: Tensor,
+        wants: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Return gradients of x and of the parts, as far as wanted, for those of the outputs."""
+        layers, (hidden, unit, factor) = self.layers(parts), seen
+        dims, rows, grad = self.dims(x, parts[:layers]), len(x), grad.contiguous()
+        of_x = torch.empty_like(x) if wants[0] else None
+        of_parts = [torch.empty_like(part) for part in parts] if wants[1] else []
+        size = rows * max(dims[1:-1], default=0)
+        work = x.new_empty(2 * size)
+        weight, _, scale, _ = self._split(parts, layers)
+        into = self._split(of_parts, layers) if of_parts else [None] * 4
+        library().stack_backward(
+            _numbers(tuple(dims)), layers, self.members, rows, self.transposed, KINDS[self.activation],
+            _at(x), weight, scale, _at(hidden), _at(unit), _at(factor), _at(grad), *into,
+            None if of_x is None else _at(of_x), _at(work), ctypes.c_long(size),
+        )  # fmt: skip
+        return of_x, of_parts or [None] * len(parts)
+
+    def plain(self, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return the outputs by plain operations."""
+        layers = self.layers(parts)
+        whole = [part.unsqueeze(0) for part in parts] if self.transposed else parts
+        out = []
+        for member in zip(*(part.unbind(0) for part in whole), strict=True):
+            weight, bias, norms, h = member[:layers], member[layers : 2 * layers], member[2 * layers :], x
+            for i in range(layers):
+                h = torch.addmm(bias[i], h, weight[i].t() if self.transposed else weight[i])
+                if i < layers - 1:
+                    if norms:
+                        scale, shift = norms[i].flatten(), norms[layers - 1 + i].flatten()
+                        h = F.layer_norm(h, h.shape[-1:], scale, shift, self.eps)
+                    h = torch.relu(h) if self.activation == "relu" else torch.tanh(h)
+            out.append(h)
+        return torch.stack(out)
+
+
+class _Stack(torch.autograd.Function):
+    """A `Stack` with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: Stack, layers: int, *parts: Tensor) -> Tensor:
+        out, *ctx.seen = stack.run(x, parts, layers)
+        ctx.stack = stack
+        ctx.save_for_backward(x, *parts)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *parts = ctx.saved_tensors
+        wants = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
+        if torch.is_grad_enabled():
+            needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
+            of_x, *of_parts = _again(ctx.stack.plain(x, parts), (x, *parts), grad, needed)
+        else:
+            of_x, of_parts = ctx.stack.gradients(x, parts, ctx.seen, grad, wants)
+        return of_x, None, None, *of_parts
+
+
+def _again(
+    out: Tensor, inputs: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return gradients that can be differentiated again, of what plain operations gave."""
+    wanted = [part for part, needs in zip(inputs, needed, strict=True) if needs]
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return [next(found) if needs else None for needs in needed]
+
+
+def norm_mish(x: Tensor, norm: torch.nn.GroupNorm) -> Tensor:
+    """Return Mish of a group normalisation of rows (B, T, C), over rows and the channels of a group."""
+    found: Tensor = _NormMish.apply(x.contiguous(), norm.weight, norm.bias, norm.num_groups, norm.eps)
+    return found
+
+
+class _NormMish(torch.autograd.Function):
+    """`norm_mish` with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
+        (batch, rows, channels), out = x.shape, torch.empty_like(x)
+        moments = x.new_empty(2, batch, channels)
+        library().norm_mish_forward(
+            batch, rows, channels, groups, ctypes.c_float(eps),
+            _at(x), _at(weight), _at(bias), _at(out), _at(moments[0]), _at(moments[1]),
+        )  # fmt: skip
+        ctx.moments, ctx.groups, ctx.eps = moments, groups, eps
+        ctx.save_for_backward(x, weight, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            normal = F.group_norm(x.transpose(1, 2), ctx.groups, weight, bias, ctx.eps).transpose(1, 2)
+            return *_again(mish(normal), (x, weight, bias), grad, ctx.needs_input_grad[:3]), None, None
+        (batch, rows, channels), grad = x.shape, grad.contiguous()
+        found = [torch.empty_like(part) for part in (x, weight, bias)]
+        work = weight.new_empty(2 * channels)
+        library().norm_mish_backward(
+            batch, rows, channels, ctx.groups, _at(x), _at(weight), _at(bias),
+            _at(ctx.moments[0]), _at(ctx.moments[1]), _at(grad), *map(_at, found), _at(work),
+        )  # fmt: skip
+        return *found, None, None
+
+
+def windows(x: Tensor, before: int, size: int, stride: int) -> Tensor:
+    """Concatenate windows of `size` rows from `before` rows on; (B, T, C) -> (B, T / stride, size C)."""
+    x = x.contiguous()
+    batch, rows, channels = x.shape
+    out = x.new_empty(batch, rows // stride, size * channels)
+    library().windows_forward(batch, rows, channels, before, size, stride, rows // stride, _at(x), _at(out))
+    return out
+
+
+def windows_grad(grad: Tensor, rows: int, before: int, size: int, stride: int) -> Tensor:
+    """Return the gradient of x (B, T = rows, C) for that of `windows`."""
+    grad = grad.contiguous()
+    batch, count, width = grad.shape
+    out = grad.new_empty(batch, rows, width // size)
+    shape = batch, rows, width // size, before, size, stride, count
+    library().windows_backward(*shape, _at(grad), _at(out))
+    return out
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _addresses(tensors: Sequence[Tensor]) -> bytes:
+    return struct.pack(f"{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors])
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(values: tuple[int, ...]) -> Any:
+    return (ctypes.c_int * len(values))(*values)

@@ -1,0 +1,186 @@
+"""The program in C gives the numbers of plain operations, and leaves to them what it does not read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.networks import native
+from policies.networks.mlp_blocks import PlainTrunk
+
+ROWS, WIDTHS = 13, (5, 24, 17, 3)
+
+needs_compiler = pytest.mark.skipif(
+    native.unavailable() is not None, reason=f"plain operations: {native.unavailable()}"
+)
+
+
+def parts_of(stack: native.Stack, seed: int = 0) -> list[Tensor]:
+    """Return random weights, biases, scales and shifts."""
+    generator, pairs = torch.Generator().manual_seed(seed), list(pairwise(WIDTHS))
+    lead = () if stack.transposed else (stack.members,)
+    row = (1,) if not stack.transposed else ()
+    weights = [(*lead, *(pair[::-1] if stack.transposed else pair)) for pair in pairs]
+    rows = [(*lead, *row, n) for _, n in pairs]
+    shapes = [*weights, *rows, *(2 * rows[:-1] if stack.has_norm else [])]
+    return [(0.5 * torch.randn(shape, generator=generator)).requires_grad_() for shape in shapes]
+
+
+def entries(rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, WIDTHS[0], generator=torch.Generator().manual_seed(1))
+
+
+STACKS = [
+    native.Stack(members, activation, has_norm, 1e-3, transposed)
+    for members, transposed in ((1, True), (1, False), (3, False))
+    for activation in native.KINDS
+    for has_norm in (False, True)
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("stack", STACKS, ids=str)
+def test_a_stack_and_its_gradients_are_those_of_plain_operations(stack: native.Stack) -> None:
+    parts, x = parts_of(stack), entries().requires_grad_()
+    assert native.serves(x)
+    found, expected = stack(x, parts), stack.plain(x, parts)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(stack(x, parts), found)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
+    for wanted in ([x, *parts], [x], parts):
+        pairs = zip(
+            torch.autograd.grad(found, wanted, grad, retain_graph=True),
+            torch.autograd.grad(expected, wanted, grad, retain_graph=True),
+            strict=True,
+        )
+        for ours, plain in pairs:
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("stack", STACKS[-4:], ids=str)
+def test_gradients_can_be_differentiated_again(stack: native.Stack) -> None:
+    parts, found = parts_of(stack), []
+    for evaluate in (stack, stack.plain):
+        x = entries().requires_grad_()
+        (slope,) = torch.autograd.grad(evaluate(x, parts).sum(), x, create_graph=True)
+        found.append([slope, *torch.autograd.grad(slope.square().sum(), parts[: len(WIDTHS) - 1])])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_tanh_is_exact_to_rounding_and_within_one() -> None:
+    one = [torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)]
+    x = torch.cat([torch.linspace(-12, 12, 40_001), torch.logspace(-20, 0, 500), torch.tensor([torch.inf])])
+    found = native.Stack(1, "tanh")(x.unsqueeze(1), one).flatten()
+    torch.testing.assert_close(found.double(), x.double().tanh(), rtol=5e-7, atol=0)
+    assert float(found.abs().max()) <= 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", native.KINDS)
+def test_what_is_no_number_stays_none(activation: str) -> None:
+    """A run that diverges must show it."""
+    stack, x = native.Stack(1, activation), entries()
+    x[4, 1] = torch.nan
+    found = stack(x, parts_of(stack))
+    assert found[0, 4].isnan().all() and not found[0, :4].isnan().any()
+
+
+def mish_of_norm(x: Tensor, norm: nn.GroupNorm) -> Tensor:
+    return F.mish(norm(x.transpose(1, 2))).transpose(1, 2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("spread", [1.0, 60.0])
+def test_normalisation_with_mish_is_that_of_plain_operations(spread: float) -> None:
+    """Mish far to both sides of zero too."""
+    generator, norm = torch.Generator().manual_seed(0), nn.GroupNorm(4, 24)
+    nn.init.uniform_(norm.weight, -spread, spread, generator=generator)
+    nn.init.normal_(norm.bias, generator=generator)
+    x = (3 + torch.randn(5, 6, 24, generator=generator)).requires_grad_()
+    inputs = [x, norm.weight, norm.bias]
+    found, expected = native.norm_mish(x, norm), mish_of_norm(x, norm)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * spread)
+    grad = torch.randn(expected.shape, generator=generator)
+    first = torch.autograd.grad(found, inputs, grad, retain_graph=True)
+    for ours, plain in zip(
+        first, torch.autograd.grad(expected, inputs, grad, retain_graph=True), strict=True
+    ):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=2e-5 * spread)
+    if spread > 1:
+        return  # stock Mish has no second derivative here
+    second = []
+    for value in (found, expected):
+        (slope,) = torch.autograd.grad(value, x, grad, create_graph=True)
+        second.append(torch.autograd.grad(slope.square().sum(), inputs))
+    for ours, plain in zip(*second, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
+
+
+@needs_compiler
+def test_what_the_program_does_not_read_is_left_to_plain_operations() -> None:
+    stack = native.Stack(2, "relu")
+    parts = parts_of(stack)
+    turned = [part.mT.contiguous().mT for part in parts]
+    torch.testing.assert_close(stack(entries(), turned), stack(entries(), parts), rtol=1e-5, atol=1e-5)
+    assert stack(entries(0), parts).shape == (2, 0, WIDTHS[-1])
+    for wrong in (entries()[:, 1:], entries().double()):
+        with pytest.raises(RuntimeError):
+            stack(wrong, parts)
+
+
+@needs_compiler
+def test_other_types_transforms_and_threads_are_not_served() -> None:
+    x, threads = entries(), torch.get_num_threads()
+    assert native.serves(x)
+    assert not native.serves(x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not native.serves(x)
+    seen = []
+    torch.func.vmap(lambda row: seen.append(native.serves(row)) or row)(x)
+    assert seen == [False]
+    trunk = PlainTrunk(WIDTHS, "tanh")
+    slope = torch.func.jvp(trunk, (x,), (torch.ones_like(x),))[1]
+    assert slope.shape == (ROWS, WIDTHS[-1])
+    try:
+        torch.set_num_threads(2)
+        assert not native.serves(x)
+    finally:
+        torch.set_num_threads(threads)
+
+
+SAID = "from policies.networks import native; print(native.unavailable())"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"BURNISH_NATIVE": "0"}, "BURNISH_NATIVE=0"),
+        ({"PATH": ""}, "there is no C compiler"),
+        ({"PATH": "BROKEN"}, "the program in C is not usable"),
+    ],
+    ids=["declined", "no compiler", "a compiler that fails"],
+)
+def test_plain_operations_serve_without_the_program(
+    change: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    change = {name: str(tmp_path) if value == "BROKEN" else value for name, value in change.items()}
+    environment = os.environ | {"HOME": str(tmp_path)} | change
+    told = subprocess.run(
+        [sys.executable, "-c", SAID], env=environment, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.startswith(reason)

@@ -19,6 +19,8 @@ from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.networks.weight_cache import is_recording, note_step
 
+_ONE = torch.tensor(1.0)
+
 
 def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: int) -> float:
     """Return the learning rate after `step` scheduler steps.
@@ -86,7 +88,10 @@ def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) 
             continue
         states = [optimizer.state[weight] for weight, _ in given]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
+        if steps[0].is_cpu:  # a number would become a tensor once per parameter
+            torch._foreach_add_(steps, _ONE, alpha=1.0)
+        else:
+            torch._foreach_add_(steps, 1)
         kernel(
             [weight for weight, _ in given],
             [_like(grad, weight) for weight, grad in given],

@@ -84,7 +84,7 @@ class Temperature:
         return self.log.detach().exp().squeeze(0)
 
     def update(self, log_prob: Tensor) -> Quantities:
-        """Take a step on log-densities (B,), if alpha is learned; return its loss, log alpha times its slope."""
+        """Take a step on log-densities (B,), if alpha is learned; return log alpha times its slope."""
         if self.optimizer is None:
             return {}
         slope = -(log_prob.detach() + self.target_entropy).mean(dim=0, keepdim=True)

@@ -326,4 +326,15 @@ def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimi
 def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
     """Update `target` towards `online` with Polyak coefficient `tau`."""
     with torch.no_grad():
-        torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)
+        torch._foreach_lerp_(_weights(target), _weights(online), tau)
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a module as `parameters` does, which also builds their names."""
+    found: dict[int, Tensor] = {}
+    waiting = [module]
+    while waiting:
+        part = waiting.pop()
+        found |= {id(weight): weight for weight in part._parameters.values() if weight is not None}
+        waiting.extend(reversed([child for child in part._modules.values() if child is not None]))
+    return list(found.values())

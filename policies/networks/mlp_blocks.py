@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ Finish = Callable[[Tensor], Tensor]
 """Maps z (B, H') to the output (B, out)."""
 RowFinish = tuple[np.ndarray, Callable[[np.ndarray], None]]
 """An array for one z (H',), and a function that writes its output (out,) to an array; it overwrites z."""
+NAMES = ("weight", "bias")
 ROW_NUMBERS = 1 << 18  # of a matrix in one product of NumPy, which may share larger ones among threads
 
 
@@ -280,11 +281,14 @@ class PlainTrunk(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self._stack is not None and inputs.ndim == 2 and native.serves(inputs):
-            layers, norms = (self.inlet, *self.layers), self.norms or ()
-            parts = [layer.weight for layer in layers] + [layer.bias for layer in layers]
-            parts += [norm.weight for norm in norms] + [norm.bias for norm in norms]
-            return self._stack(inputs, parts)[0]
+            return self._stack(inputs, self._parts())[0]
         return self.finish_of(self.fold())(self.inlet(inputs))
+
+    def _parts(self) -> list[Tensor]:
+        """Return weights, biases, scales and shifts; modules are slow to look them up."""
+        layers: list[Any] = [self.inlet, *self.layers._modules.values()]
+        norms: list[Any] = [] if self.norms is None else [*self.norms._modules.values()]
+        return [part._parameters[name] for kind in (layers, norms) for name in NAMES for part in kind]
 
 
 class ExpandedBlock(nn.Module):

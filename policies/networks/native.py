@@ -37,6 +37,13 @@ SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC")
 KINDS = {"relu": 0, "tanh": 1}
 """Activations of stacks, as the C program numbers them."""
+_TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
+_ARGUMENTS = {
+    "stack_forward": "piiiiif" + 9 * "p", "stack_backward": "piiiii" + 13 * "p" + "l",
+    "norm_mish_forward": "iiiif" + 6 * "p", "norm_mish_backward": "iiii" + 10 * "p",
+    "windows_forward": 7 * "i" + "pp", "windows_backward": 7 * "i" + "pp",
+}  # fmt: skip
+_at = Tensor.data_ptr
 
 
 def library() -> Any:
@@ -61,9 +68,8 @@ def _found() -> tuple[Any, str | None]:
         program = ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
         return None, f"the program in C is not usable: {error}"
-    for name in ("stack", "norm_mish", "windows"):
-        for way in ("forward", "backward"):
-            getattr(program, f"{name}_{way}").restype = None
+    for name, types in _ARGUMENTS.items():
+        getattr(program, name).restype, getattr(program, name).argtypes = None, [_TYPES[t] for t in types]
     program.use_gemm(ctypes.cast(gemm, ctypes.c_void_p))
     return program, None
 
@@ -151,13 +157,13 @@ class Stack(NamedTuple):
         (*inner, last), rows = self.dims(x, parts[:layers]), len(x)
         hidden = x.new_empty(self.members * rows * sum(inner[1:]))
         out = x.new_empty(self.members, rows, last)
-        unit, factor = hidden[:0], hidden[:0]
+        unit, factor = hidden, hidden  # not read without normalisation
         if self.has_norm:
             unit, factor = torch.empty_like(hidden), x.new_empty(self.members * rows * (layers - 1))
         split = self._split(parts, layers)
         library().stack_forward(
             _numbers((*inner, last)), layers, self.members, rows, self.transposed, KINDS[self.activation],
-            ctypes.c_float(self.eps), _at(x), *split, _at(hidden), _at(unit), _at(factor), _at(out),
+            self.eps, _at(x), *split, _at(hidden), _at(unit), _at(factor), _at(out),
         )  # fmt: skip
         return out, hidden, unit, factor
 
@@ -189,7 +195,7 @@ class Stack(NamedTuple):
         library().stack_backward(
             _numbers(tuple(dims)), layers, self.members, rows, self.transposed, KINDS[self.activation],
             _at(x), weight, scale, _at(hidden), _at(unit), _at(factor), _at(grad), *into,
-            None if of_x is None else _at(of_x), _at(work), ctypes.c_long(size),
+            None if of_x is None else _at(of_x), _at(work), size,
         )  # fmt: skip
         return of_x, of_parts or [None] * len(parts)
 
@@ -256,7 +262,7 @@ class _NormMish(torch.autograd.Function):
         (batch, rows, channels), out = x.shape, torch.empty_like(x)
         moments = x.new_empty(2, batch, channels)
         library().norm_mish_forward(
-            batch, rows, channels, groups, ctypes.c_float(eps),
+            batch, rows, channels, groups, eps,
             _at(x), _at(weight), _at(bias), _at(out), _at(moments[0]), _at(moments[1]),
         )  # fmt: skip
         ctx.moments, ctx.groups, ctx.eps = moments, groups, eps
@@ -298,12 +304,8 @@ def windows_grad(grad: Tensor, rows: int, before: int, size: int, stride: int) -
     return out
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
 def _addresses(tensors: Sequence[Tensor]) -> bytes:
-    return struct.pack(f"{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors])
+    return struct.pack(f"{len(tensors)}Q", *[_at(tensor) for tensor in tensors])
 
 
 @functools.lru_cache(maxsize=256)

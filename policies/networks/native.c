@@ -120,11 +120,12 @@ static inline void through_norm(int n, const float *scale, const float *unit, fl
 }
 
 /* Members of one ensemble lie behind each other: weights (E, in, out), or one network of (out, in) if transposed.
-   dims (L + 1); weight, bias L pointers; scale, shift L - 1, or null without normalisation; hidden: activations of
-   members, layers, rows; unit: as hidden, before scale and shift; inverse (E, L - 1, R). */
-void stack_forward(const int *dims, int layers, int members, int rows, int transposed, int kind, float eps,
-                   const float *x, const float **weight, const float **bias, const float **scale,
-                   const float **shift, float *hidden, float *unit, float *inverse, float *out) {
+   dims (L + 1); parts: weights and biases of L layers, then, if normed, scales and shifts of L - 1; hidden:
+   activations of members, layers, rows; unit: as hidden, before scale and shift; inverse (E, L - 1, R). */
+void stack_forward(const int *dims, int layers, int members, int rows, int transposed, int kind, int normed, float eps,
+                   const float *x, const float **parts, float *hidden, float *unit, float *inverse, float *out) {
+    const float **weight = parts, **bias = parts + layers, **scale = parts + 2 * layers;
+    const float **shift = scale + layers - 1;
     for (int e = 0; e < members; e++) {
         const float *h = x;
         for (int i = 0; i < layers; i++) {
@@ -135,7 +136,7 @@ void stack_forward(const int *dims, int layers, int members, int rows, int trans
             multiply(0, transposed, rows, n, k, h, weight[i] + (long)e * k * n, 1, y);
             for (int r = 0; r < rows && !is_last; r++) {
                 float *z = y + (long)r * n;
-                if (scale) {
+                if (normed) {
                     const float *s = scale[i] + (long)e * n, *t = shift[i] + (long)e * n;
                     *inverse++ = normalise(n, eps, z);
                     memcpy(unit, z, n * sizeof *z);
@@ -150,12 +151,12 @@ void stack_forward(const int *dims, int layers, int members, int rows, int trans
     }
 }
 
-/* Gradients of weights and so on lie as those; null: not wanted. grad (E, R, out); x_grad (R, in) or null; work holds
-   two matrices of R rows of the widest hidden layer. */
-void stack_backward(const int *dims, int layers, int members, int rows, int transposed, int kind, const float *x,
-                    const float **weight, const float **scale, const float *hidden, const float *unit,
-                    const float *inverse, const float *grad, float **weight_grad, float **bias_grad,
-                    float **scale_grad, float **shift_grad, float *x_grad, float *work, long work_size) {
+/* Gradients of the parts lie as those, or are null; grad (E, R, out); x_grad (R, in) or null; work holds two matrices of
+   R rows of the widest hidden layer. */
+void stack_backward(const int *dims, int layers, int members, int rows, int transposed, int kind, int normed,
+                    const float *x, const float **parts, const float *hidden, const float *unit, const float *inverse,
+                    const float *grad, float **part_grads, float *x_grad, float *work, long work_size) {
+    const float **weight = parts, **scale = parts + 2 * layers;
     long width = 0;
     for (int i = 1; i < layers; i++) width += dims[i];
     for (int e = 0; e < members; e++) {
@@ -166,8 +167,8 @@ void stack_backward(const int *dims, int layers, int members, int rows, int tran
             const float *w = weight[i] + (long)e * k * n;
             if (i) h -= (long)rows * k, u -= (long)rows * k;
             const float *in = i ? h : x;
-            if (weight_grad) {
-                float *sum = bias_grad[i] + (long)e * n, *wg = weight_grad[i] + (long)e * k * n;
+            if (part_grads) {
+                float *sum = part_grads[layers + i] + (long)e * n, *wg = part_grads[i] + (long)e * k * n;
                 if (transposed)
                     multiply(1, 0, n, k, rows, g, in, 0, wg);
                 else
@@ -182,14 +183,14 @@ void stack_backward(const int *dims, int layers, int members, int rows, int tran
             }
             float *back = work + (i % 2) * work_size;
             multiply(0, !transposed, rows, k, n, g, w, 0, back);
-            float *sg = scale_grad ? scale_grad[i - 1] + (long)e * k : 0;
-            float *tg = scale_grad ? shift_grad[i - 1] + (long)e * k : 0;
+            float *sg = normed && part_grads ? part_grads[2 * layers + i - 1] + (long)e * k : 0;
+            float *tg = sg ? part_grads[3 * layers + i - 2] + (long)e * k : 0;
             if (sg) memset(sg, 0, k * sizeof *sg), memset(tg, 0, k * sizeof *tg);
             for (int r = 0; r < rows; r++) {
                 float *b = back + (long)r * k;
                 const float *v = u + (long)r * k;
                 through_activation(kind, k, h + (long)r * k, b);
-                if (!scale) continue;
+                if (!normed) continue;
                 if (sg)
                     for (int j = 0; j < k; j++) tg[j] += b[j], sg[j] += b[j] * v[j];
                 through_norm(k, scale[i - 1] + (long)e * k, v, inverse[((long)e * (layers - 1) + i - 1) * rows + r], b);

@@ -39,7 +39,7 @@ KINDS = {"relu": 0, "tanh": 1}
 """Activations of stacks, as the C program numbers them."""
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _ARGUMENTS = {
-    "stack_forward": "piiiiif" + 9 * "p", "stack_backward": "piiiii" + 13 * "p" + "l",
+    "stack_forward": "piiiiiif" + 6 * "p", "stack_backward": "piiiiii" + 9 * "p" + "l",
     "norm_mish_forward": "iiiif" + 6 * "p", "norm_mish_backward": "iiii" + 10 * "p",
     "windows_forward": 7 * "i" + "pp", "windows_backward": 7 * "i" + "pp",
 }  # fmt: skip
@@ -140,9 +140,10 @@ class Stack(NamedTuple):
 
     def _fits(self, x: Tensor, parts: Sequence[Tensor]) -> bool:
         """Say whether the program can read x and the parts; plain operations refuse, or serve, the others."""
-        fan_in = parts[0].shape[-1 if self.transposed else -2]
-        are_plain = all(part.dtype is torch.float32 and part.is_contiguous() for part in (x, *parts))
-        return are_plain and x.ndim == 2 and x.shape[1] == fan_in and len(x) > 0
+        for part in (x, *parts):  # a loop takes half the time of `all`
+            if part.dtype is not torch.float32 or not part.is_contiguous():
+                return False
+        return x.ndim == 2 and x.shape[1] == parts[0].shape[-1 if self.transposed else -2] and len(x) > 0
 
     def layers(self, parts: Sequence[Tensor]) -> int:
         """Return L."""
@@ -160,20 +161,11 @@ class Stack(NamedTuple):
         unit, factor = hidden, hidden  # not read without normalisation
         if self.has_norm:
             unit, factor = torch.empty_like(hidden), x.new_empty(self.members * rows * (layers - 1))
-        split = self._split(parts, layers)
         library().stack_forward(
             _numbers((*inner, last)), layers, self.members, rows, self.transposed, KINDS[self.activation],
-            self.eps, _at(x), *split, _at(hidden), _at(unit), _at(factor), _at(out),
+            self.has_norm, self.eps, _at(x), _addresses(parts), _at(hidden), _at(unit), _at(factor), _at(out),
         )  # fmt: skip
         return out, hidden, unit, factor
-
-    def _split(self, parts: Sequence[Tensor], layers: int) -> list[bytes | None]:
-        """Return addresses of weights, biases, scales and shifts."""
-        found: list[bytes | None] = [_addresses(parts[:layers]), _addresses(parts[layers : 2 * layers])]
-        if not self.has_norm:
-            return [*found, None, None]
-        middle = 3 * layers - 1
-        return [*found, _addresses(parts[2 * layers : middle]), _addresses(parts[middle:])]
 
     def gradients(
         self,
@@ -190,12 +182,10 @@ class Stack(NamedTuple):
         of_parts = [torch.empty_like(part) for part in parts] if wants[1] else []
         size = rows * max(dims[1:-1], default=0)
         work = x.new_empty(2 * size)
-        weight, _, scale, _ = self._split(parts, layers)
-        into = self._split(of_parts, layers) if of_parts else [None] * 4
         library().stack_backward(
             _numbers(tuple(dims)), layers, self.members, rows, self.transposed, KINDS[self.activation],
-            _at(x), weight, scale, _at(hidden), _at(unit), _at(factor), _at(grad), *into,
-            None if of_x is None else _at(of_x), _at(work), size,
+            self.has_norm, _at(x), _addresses(parts), _at(hidden), _at(unit), _at(factor), _at(grad),
+            _addresses(of_parts) if of_parts else None, None if of_x is None else _at(of_x), _at(work), size,
         )  # fmt: skip
         return of_x, of_parts or [None] * len(parts)
 

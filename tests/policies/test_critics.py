@@ -1,4 +1,4 @@
-"""Ensembles of values: both ways to evaluate them are the networks one by one, gradients included."""
+"""Ensembles of values: all ways to evaluate them are the networks one by one, gradients included."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from policies.errors import ConfigError
+from policies.networks import native
 from policies.networks.critics import Ensemble, EnsembleConfig, polyak
 
 COND, ACTION = 5, 3
+
+
+@pytest.fixture(params=["in C", "plain"], autouse=True)
+def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test with the program in C, where there is a compiler, and without."""
+    if request.param == "plain":
+        monkeypatch.setattr(native, "serves", lambda x: False)
 
 
 def ensemble(members: int = 3, width: int = 32, **config: Any) -> Ensemble:

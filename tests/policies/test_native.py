@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.networks import native
+from policies.networks.convolutions import _Windows
 from policies.networks.mlp_blocks import PlainTrunk
 
 ROWS, WIDTHS = 13, (5, 24, 17, 3)
@@ -126,6 +127,25 @@ def test_normalisation_with_mish_is_that_of_plain_operations(spread: float) -> N
         second.append(torch.autograd.grad(slope.square().sum(), inputs))
     for ours, plain in zip(*second, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "before", "size", "stride"), [(1, 0, 1, 1), (2, 0, 2, 2), (6, 2, 5, 1), (8, 1, 3, 2)]
+)
+def test_windows_are_those_of_plain_operations(
+    rows: int, before: int, size: int, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, found = torch.Generator().manual_seed(0), []
+    x = torch.randn(4, rows, 3, generator=generator).requires_grad_()
+    grad = torch.randn(4, rows // stride, 3 * size, generator=generator)
+    for is_plain in (False, True):
+        if is_plain:
+            monkeypatch.setattr(native, "serves", lambda _: False)
+        out = _Windows.apply(x, before, size, stride)
+        found.append((out, *torch.autograd.grad(out, x, grad)))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
 
 
 @needs_compiler

@@ -144,4 +144,4 @@ def dsrl_sac(options: argparse.Namespace) -> Iterator[Figure]:
     times = interleave({"ours": run.advance, "peer": theirs}, rounds=options.rounds, clock=time.process_time)
     run.close()
     case = "DSRL by SAC, 512 steps"
-    yield Figure(case, "one thread", "Stable-Baselines3", times["ours"], times["peer"], 1.1)
+    yield Figure(case, "one thread", "Stable-Baselines3", times["ours"], times["peer"], 1.6)

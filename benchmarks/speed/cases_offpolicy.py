@@ -154,7 +154,7 @@ def dsrl(options: argparse.Namespace) -> Iterator[Figure]:
 
     Drawing from the replay and asking the frozen policy included; `sac` has neither.
     """
-    for variant, floor in (("na", 1.5), ("sac", 1.0)):
+    for variant, floor in (("na", 1.6), ("sac", 1.3)):
         sides = Sides(variant, rows=min(options.rows, 100_000))
         sides.require_equal()
         variants = {"ours": sides.ours, "peer": sides.theirs}

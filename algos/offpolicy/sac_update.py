@@ -87,7 +87,7 @@ class Temperature:
         """Take a step on log-densities (B,), if alpha is learned; return log alpha times its slope."""
         if self.optimizer is None:
             return {}
-        slope = -(log_prob.detach() + self.target_entropy).mean(dim=0, keepdim=True)
+        slope = -(log_prob.detach() + self.target_entropy).mean().to(self.log.dtype).reshape(1)
         loss = (self.log.detach() * slope).squeeze(0)
         current().mean_([slope])
         take_step(self.optimizer, [slope])

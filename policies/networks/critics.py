@@ -332,9 +332,12 @@ def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
 def _weights(module: nn.Module) -> list[Tensor]:
     """Return the parameters of a module as `parameters` does, which also builds their names."""
     found: dict[int, Tensor] = {}
-    waiting = [module]
+    waiting, seen = [module], set()
     while waiting:
         part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
         found |= {id(weight): weight for weight in part._parameters.values() if weight is not None}
         waiting.extend(reversed([child for child in part._modules.values() if child is not None]))
     return list(found.values())

@@ -62,16 +62,21 @@ static inline float exp_of(float x) {
     return p * power;
 }
 
-/* Mish(x) = x tanh(softplus(x)) = x n / (n + 2) with w = e^x, n = w (w + 2). */
+/* Mish(x) = x tanh(softplus(x)) = x n / (n + 2) with w = e^x, n = w (w + 2); x from 20 on, 0 to rounding below -87. */
 static inline float mish_of(float x) {
-    const float w = exp_of(x), n = w * (w + 2);
-    return x * n / (n + 2);
+    const float w = exp_of(x), n = w * (w + 2), low = x < -87.0f ? -87.0f : x;
+    const float y = low * n / (n + 2);
+    return x > 20.0f ? x : y;
 }
 
 static inline float mish_slope(float x) {
-    const float w = exp_of(x), n = w * (w + 2), inverse = 1 / (n + 2);
-    return n * inverse + x * (4 * w * (w + 1) * inverse * inverse);
+    const float w = exp_of(x), n = w * (w + 2), inverse = 1 / (n + 2), low = x < -87.0f ? -87.0f : x;
+    const float slope = n * inverse + low * (4 * w * (w + 1) * inverse * inverse);
+    return x > 20.0f ? 1.0f : slope;
 }
+
+/* 1 / sqrt(variance + eps), which is no number if the variance is none or too large for one. */
+static inline float inverse_of(float variance, float eps) { return 1 / sqrtf(variance + eps) + 0 * variance; }
 
 enum { RELU, TANH };
 
@@ -101,7 +106,7 @@ static inline float normalise(int n, float eps, float *z) {
         z[j] -= mean;
         squares += z[j] * z[j];
     }
-    const float inverse = 1 / sqrtf(squares / n + eps);
+    const float inverse = inverse_of(squares / n, eps);
     for (int j = 0; j < n; j++) z[j] *= inverse;
     return inverse;
 }
@@ -229,7 +234,7 @@ void norm_mish_forward(int batch, int rows, int channels, int groups, float eps,
                 inverse[c] += d * d;
             }
         over_groups(channels, groups, rows, inverse);
-        for (int c = 0; c < channels; c++) inverse[c] = 1 / sqrtf(inverse[c] + eps);
+        for (int c = 0; c < channels; c++) inverse[c] = inverse_of(inverse[c], eps);
         for (int t = 0; t < rows; t++)
             for (int c = 0; c < channels; c++) {
                 const long i = t * channels + c;

@@ -22,7 +22,8 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,13 +66,21 @@ def _found() -> tuple[Any, str | None]:
         return None, "there is no C compiler `cc`"
     try:
         gemm = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).sgemm_
-        program = ctypes.CDLL(str(_compiled(compiler)))
+        program = _loaded(compiler)
     except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
         return None, f"the program in C is not usable: {error}"
     for name, types in _ARGUMENTS.items():
         getattr(program, name).restype, getattr(program, name).argtypes = None, [_TYPES[t] for t in types]
     program.use_gemm(ctypes.cast(gemm, ctypes.c_void_p))
     return program, None
+
+
+def _loaded(compiler: str) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except OSError:  # a damaged file
+        _compiled(compiler).unlink()
+        return ctypes.CDLL(str(_compiled(compiler)))
 
 
 def _compiled(compiler: str) -> Path:
@@ -87,6 +96,8 @@ def _compiled(compiler: str) -> Path:
             made = Path(folder) / path.name
             command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=60)
+            with made.open("rb") as file:
+                os.fsync(file.fileno())  # all of it is there before its name is
             made.replace(path)  # processes that start together each make one
     return path
 
@@ -103,12 +114,13 @@ def _processor() -> str:
 def serves(x: Tensor) -> bool:
     """Say whether the program takes a call on this tensor: see the top of the file."""
     return (
-        x.is_cpu
+        not torch.compiler.is_compiling()
+        and x.is_cpu
         and x.dtype is torch.float32
         and type(x) is Tensor
         and torch.get_num_threads() == 1
         and not torch.is_autocast_enabled("cpu")
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and not torch.jit.is_tracing()
         and not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
         and forward_ad._current_level < 0
         and library() is not None
@@ -130,39 +142,37 @@ class Stack(NamedTuple):
 
     def __call__(self, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return the outputs (E, R, out) of x (R, in); parts: weights, biases, scales, shifts."""
-        x, layers = x.contiguous(), self.layers(parts)
-        if not self._fits(x, parts):
+        x = x.contiguous()
+        dims = self._dims(x, parts)
+        if dims is None:
             return self.plain(x, parts)
         if not torch.is_grad_enabled():
-            return self.run(x, parts, layers)[0]
-        found: Tensor = _Stack.apply(x, self, layers, *parts)
+            return self.run(x, parts, dims)[0]
+        found: Tensor = _Stack.apply(x, self, dims, *parts)
         return found
 
-    def _fits(self, x: Tensor, parts: Sequence[Tensor]) -> bool:
-        """Say whether the program can read x and the parts; plain operations refuse, or serve, the others."""
-        for part in (x, *parts):  # a loop takes half the time of `all`
-            if part.dtype is not torch.float32 or not part.is_contiguous():
-                return False
-        return x.ndim == 2 and x.shape[1] == parts[0].shape[-1 if self.transposed else -2] and len(x) > 0
+    def _dims(self, x: Tensor, parts: Sequence[Tensor]) -> tuple[int, ...] | None:
+        """Return the widths before, between and behind the layers; None: the program cannot read its input.
 
-    def layers(self, parts: Sequence[Tensor]) -> int:
-        """Return L."""
-        return (len(parts) + 2) // 4 if self.has_norm else len(parts) // 2
+        Plain operations refuse, or serve, what it cannot read.
+        """
+        shapes = []
+        for part in (x, *parts):
+            if part.dtype is not torch.float32 or not part.is_cpu or not part.is_contiguous():
+                return None
+            shapes.append(part.shape)
+        return _chain(self, tuple(shapes)) if x.ndim == 2 and len(x) else None
 
-    def dims(self, x: Tensor, weight: Sequence[Tensor]) -> list[int]:
-        """Return the widths before, between and behind the layers."""
-        return [x.shape[-1], *(part.shape[-2 if self.transposed else -1] for part in weight)]
-
-    def run(self, x: Tensor, parts: Sequence[Tensor], layers: int) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor, parts: Sequence[Tensor], dims: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return outputs, and what the backward pass reads: activations, and for norms units and factors."""
-        (*inner, last), rows = self.dims(x, parts[:layers]), len(x)
-        hidden = x.new_empty(self.members * rows * sum(inner[1:]))
-        out = x.new_empty(self.members, rows, last)
+        layers, rows = len(dims) - 1, len(x)
+        hidden = x.new_empty(self.members * rows * sum(dims[1:-1]))
+        out = x.new_empty(self.members, rows, dims[-1])
         unit, factor = hidden, hidden  # not read without normalisation
         if self.has_norm:
             unit, factor = torch.empty_like(hidden), x.new_empty(self.members * rows * (layers - 1))
         library().stack_forward(
-            _numbers((*inner, last)), layers, self.members, rows, self.transposed, KINDS[self.activation],
+            _numbers(dims), layers, self.members, rows, self.transposed, KINDS[self.activation],
             self.has_norm, self.eps, _at(x), _addresses(parts), _at(hidden), _at(unit), _at(factor), _at(out),
         )  # fmt: skip
         return out, hidden, unit, factor
@@ -171,19 +181,20 @@ class Stack(NamedTuple):
         self,
         x: Tensor,
         parts: Sequence[Tensor],
+        dims: tuple[int, ...],
         seen: Sequence[Tensor],
         grad: Tensor,
         wants: tuple[bool, bool],
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return gradients of x and of the parts, as far as wanted, for those of the outputs."""
-        layers, (hidden, unit, factor) = self.layers(parts), seen
-        dims, rows, grad = self.dims(x, parts[:layers]), len(x), grad.contiguous()
+        layers, rows, (hidden, unit, factor) = len(dims) - 1, len(x), seen
+        grad = grad.contiguous()
         of_x = torch.empty_like(x) if wants[0] else None
         of_parts = [torch.empty_like(part) for part in parts] if wants[1] else []
         size = rows * max(dims[1:-1], default=0)
         work = x.new_empty(2 * size)
         library().stack_backward(
-            _numbers(tuple(dims)), layers, self.members, rows, self.transposed, KINDS[self.activation],
+            _numbers(dims), layers, self.members, rows, self.transposed, KINDS[self.activation],
             self.has_norm, _at(x), _addresses(parts), _at(hidden), _at(unit), _at(factor), _at(grad),
             _addresses(of_parts) if of_parts else None, None if of_x is None else _at(of_x), _at(work), size,
         )  # fmt: skip
@@ -191,7 +202,7 @@ class Stack(NamedTuple):
 
     def plain(self, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return the outputs by plain operations."""
-        layers = self.layers(parts)
+        layers = (len(parts) + 2) // 4 if self.has_norm else len(parts) // 2
         whole = [part.unsqueeze(0) for part in parts] if self.transposed else parts
         out = []
         for member in zip(*(part.unbind(0) for part in whole), strict=True):
@@ -207,35 +218,72 @@ class Stack(NamedTuple):
         return torch.stack(out)
 
 
+@functools.lru_cache(maxsize=256)
+def _chain(stack: Stack, shapes: tuple[torch.Size, ...]) -> tuple[int, ...] | None:
+    """Return the widths before, between and behind the layers; None: the shapes of x and the parts differ."""
+    (_, fan_in), *parts = shapes
+    layers = (len(parts) + 2) // 4 if stack.has_norm else len(parts) // 2
+    ends = (-2, -1) if not stack.transposed else (-1, -2)
+    lead, row = ((), ()) if stack.transposed else ((stack.members,), (1,))
+    dims = (fan_in, *(shape[ends[1]] for shape in parts[:layers]))
+    pairs = [pair if not stack.transposed else pair[::-1] for pair in pairwise(dims)]
+    rows = [(*lead, *row, width) for width in dims[1:]]
+    wanted = [*((*lead, *pair) for pair in pairs), *rows, *(2 * rows[:-1] if stack.has_norm else [])]
+    return dims if stack.members > 0 and [tuple(shape) for shape in parts] == wanted else None
+
+
+def _serves_back(grad: Tensor) -> bool:
+    return serves(grad) and not torch._C._functorch.is_legacy_batchedtensor(grad)  # `is_grads_batched`
+
+
 class _Stack(torch.autograd.Function):
     """A `Stack` with its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stack: Stack, layers: int, *parts: Tensor) -> Tensor:
-        out, *ctx.seen = stack.run(x, parts, layers)
-        ctx.stack = stack
+    def forward(ctx: Any, x: Tensor, stack: Stack, dims: tuple[int, ...], *parts: Tensor) -> Tensor:
+        out, *ctx.seen = stack.run(x, parts, dims)
+        ctx.stack, ctx.dims = stack, dims
         ctx.save_for_backward(x, *parts)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *parts = ctx.saved_tensors
-        wants = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
-        if torch.is_grad_enabled():
-            needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
-            of_x, *of_parts = _again(ctx.stack.plain(x, parts), (x, *parts), grad, needed)
+        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
+        if torch.is_grad_enabled() or not _serves_back(grad):
+            of_x, *of_parts = _again(ctx.stack.plain, (x, *parts), grad, needed)
         else:
-            of_x, of_parts = ctx.stack.gradients(x, parts, ctx.seen, grad, wants)
+            wants = needed[0], any(needed[1:])
+            of_x, of_parts = ctx.stack.gradients(x, parts, ctx.dims, ctx.seen, grad, wants)
         return of_x, None, None, *of_parts
 
 
 def _again(
-    out: Tensor, inputs: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]
+    plain: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return gradients that can be differentiated again, of what plain operations gave."""
-    wanted = [part for part, needs in zip(inputs, needed, strict=True) if needs]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    """Return gradients by plain operations; where gradients are enabled, they can be differentiated again.
+
+    They are those of views of the inputs, one of which may depend on another.
+    """
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        views = [part.view_as(part) if needs else part for part, needs in zip(inputs, needed, strict=True)]
+        out = plain(views[0], views[1:])
+        wanted = [part for part, needs in zip(views, needed, strict=True) if needs]
+        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=differentiable))
     return [next(found) if needs else None for needs in needed]
+
+
+def serves_norm(x: Tensor, norm: torch.nn.GroupNorm) -> bool:
+    """Say whether `norm_mish` takes these rows (B, T, C) and this normalisation."""
+    return serves(x) and all(
+        part is not None
+        and part.dtype is torch.float32
+        and part.is_cpu
+        and part.is_contiguous()
+        and part.shape == x.shape[2:]
+        for part in (norm.weight, norm.bias)
+    )
 
 
 def norm_mish(x: Tensor, norm: torch.nn.GroupNorm) -> Tensor:
@@ -262,9 +310,14 @@ class _NormMish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            normal = F.group_norm(x.transpose(1, 2), ctx.groups, weight, bias, ctx.eps).transpose(1, 2)
-            return *_again(mish(normal), (x, weight, bias), grad, ctx.needs_input_grad[:3]), None, None
+        if torch.is_grad_enabled() or not _serves_back(grad):
+
+            def plain(x: Tensor, parts: Sequence[Tensor]) -> Tensor:
+                return mish(
+                    F.group_norm(x.transpose(1, 2), ctx.groups, parts[0], parts[1], ctx.eps).transpose(1, 2)
+                )
+
+            return *_again(plain, (x, weight, bias), grad, ctx.needs_input_grad[:3]), None, None
         (batch, rows, channels), grad = x.shape, grad.contiguous()
         found = [torch.empty_like(part) for part in (x, weight, bias)]
         work = weight.new_empty(2 * channels)

@@ -96,7 +96,11 @@ class ConvBlock(nn.Module):
 
         def normal(x: Tensor) -> Tensor:
             h = convolve(x)
-            return native.norm_mish(h, norm) if is_mish and native.serves(h) else activate(normalise(h))
+            return (
+                native.norm_mish(h, norm)
+                if is_mish and native.serves_norm(h, norm)
+                else activate(normalise(h))
+            )
 
         return normal
 

@@ -180,6 +180,66 @@ def test_other_types_transforms_and_threads_are_not_served() -> None:
         torch.set_num_threads(threads)
 
 
+@needs_compiler
+@pytest.mark.parametrize("stack", STACKS[-2:], ids=str)
+def test_shapes_that_do_not_fit_are_refused_as_by_plain_operations(stack: native.Stack) -> None:
+    """Nothing is read beyond the end of a part."""
+    parts = parts_of(stack)
+    narrow = [*parts[:1], parts[1][:, :-1], *parts[2:]]
+    for wrong in (narrow, [part.to("meta") for part in parts]):
+        with pytest.raises(RuntimeError):
+            stack(entries(), wrong)
+    more = stack._replace(members=stack.members + 1)
+    assert torch.equal(more(entries(), parts), stack.plain(entries(), parts))
+
+
+@needs_compiler
+def test_a_network_of_its_own_output_is_differentiated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk, found = PlainTrunk((4, 8, 4), "tanh"), []
+    for is_plain in (False, True):
+        if is_plain:
+            monkeypatch.setattr(native, "serves", lambda _: False)
+        x = torch.ones(3, 4)
+        slopes = torch.autograd.grad(trunk(trunk(x)).square().sum(), trunk.parameters(), create_graph=True)
+        total = sum(slope.square().sum() for slope in slopes)
+        found.append([*slopes, *torch.autograd.grad(total, trunk.parameters())])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_gradients_in_batches_and_whole_graphs_are_left_to_plain_operations() -> None:
+    trunk, x = PlainTrunk(WIDTHS, "relu"), entries().requires_grad_()
+    out, grads = trunk(x), torch.eye(ROWS).unsqueeze(-1).expand(-1, -1, WIDTHS[-1])
+    (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True)
+    (whole,) = torch.autograd.grad(trunk(x).sum(), x)
+    torch.testing.assert_close(found.sum(dim=0), whole)
+    compiled = torch.compile(trunk, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), trunk(x))
+
+
+@needs_compiler
+def test_what_overflows_is_no_number() -> None:
+    stack, huge = native.Stack(1, "tanh", has_norm=True), 1e30 * entries()
+    assert stack(huge, parts_of(stack)).isnan().all() and stack.plain(huge, parts_of(stack)).isnan().all()
+    norm = nn.GroupNorm(1, 4)
+    assert native.norm_mish(1e30 * torch.randn(1, 2, 4), norm).isnan().all()
+    norm.weight.data.fill_(1e38)
+    x = torch.tensor([[[-1.0, 1.0, -1.0, 1.0]]])
+    torch.testing.assert_close(native.norm_mish(x, norm), mish_of_norm(x, norm), rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_a_damaged_program_is_made_again(tmp_path: Path) -> None:
+    environment = os.environ | {"HOME": str(tmp_path)}
+    for _ in range(2):
+        told = subprocess.run([sys.executable, "-c", SAID], env=environment, capture_output=True, text=True)
+        assert told.stdout.strip() == "None", told.stderr
+        (program,) = (tmp_path / ".burnish" / "native").iterdir()
+        assert program.stat().st_size > 1000
+        program.write_bytes(b"")
+
+
 SAID = "from policies.networks import native; print(native.unavailable())"
 
 

@@ -36,7 +36,7 @@ SURROGATES = {
 }
 """What bounds the update of DPPO, by overrides of its experiment."""
 
-CRITICS_OF_AVOID = ("qc", "idql", "expo", "residual", "dqc", "qam", "trqam")
+CRITICS_OF_AVOID = ("qc", "idql", "expo", "residual", "dqc", "qam", "trqam", "famo2o", "fql")
 """Critics of chunks that take the settings of `avoid` to another task, rewards scaled to values up to 1."""
 
 STUDIES = {

@@ -185,8 +185,8 @@ always the best: FPO++ ends below its best, and AWM hardly rises after a third, 
 way. Gaussian PPO, from the weakest clone, ends where its seed takes it.""",
     "hopper-medium": """**What was learned so far.** From clones of flows and diffusions, on five seeds, IQL
 gains most, within two minutes of a core; TD3+BC and PRDC take twice that, gain less, and are best before
-their end. New actors by TD3+BC and IQL at published settings (100,000 steps) come near 60 % on the way and end
-close to where their clone was; the settings were published for ten times the rows.""",
+their end. New actors by TD3+BC and IQL at published settings (100,000 steps) come near 60 % on the way and
+end close to where their clone was; the settings were published for ten times the rows.""",
 }
 """By task, what its rows say together."""
 

@@ -46,7 +46,7 @@ static inline float exp_of(float x) {
     y = y < -87.0f ? -87.0f : y;
     const float shifted = y * 1.44269504f + 12582912.0f; /* rounds: 1.5 2^23 */
     const float whole = shifted - 12582912.0f;
-    int32_t bits;
+    uint32_t bits;
     memcpy(&bits, &shifted, sizeof bits);
     bits = (bits + 127) << 23; /* the low bits of `shifted` are the whole number */
     const float r = (y - whole * 0.693359375f) + whole * 2.12194440e-4f;

@@ -2,10 +2,10 @@
 
 Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
 `native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
-and a tanh of a quarter of the stock cost, and does what a temporal U-Net needs between products. It is
-compiled once per processor by the C compiler of the machine (`cc`, half a second) and kept in
-`~/.burnish/native`. Without a compiler, with `BURNISH_NATIVE=0`, on accelerators, with several threads of
-torch, other types, autocast, tracing or transforms, the plain operations serve: the same numbers to rounding.
+and a cheaper tanh, and does what a temporal U-Net needs between products. It is compiled once per processor by
+the C compiler of the machine (`cc`) and kept in `~/.burnish/native`. Without a compiler, with
+`BURNISH_NATIVE=0`, on accelerators, with several threads of torch, other types, autocast, tracing or
+transforms, the plain operations serve: the same numbers to rounding.
 They also serve where gradients are differentiated again.
 
 Legend: R rows, E members, L layers.
@@ -122,6 +122,7 @@ def serves(x: Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not torch.jit.is_tracing()
         and not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+        and not torch._C._functorch.is_legacy_batchedtensor(x)  # of `is_grads_batched`
         and forward_ad._current_level < 0
         and library() is not None
     )
@@ -232,10 +233,6 @@ def _chain(stack: Stack, shapes: tuple[torch.Size, ...]) -> tuple[int, ...] | No
     return dims if stack.members > 0 and [tuple(shape) for shape in parts] == wanted else None
 
 
-def _serves_back(grad: Tensor) -> bool:
-    return serves(grad) and not torch._C._functorch.is_legacy_batchedtensor(grad)  # `is_grads_batched`
-
-
 class _Stack(torch.autograd.Function):
     """A `Stack` with its gradients."""
 
@@ -250,7 +247,7 @@ class _Stack(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *parts = ctx.saved_tensors
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
-        if torch.is_grad_enabled() or not _serves_back(grad):
+        if torch.is_grad_enabled() or not serves(grad):
             of_x, *of_parts = _again(ctx.stack.plain, (x, *parts), grad, needed)
         else:
             wants = needed[0], any(needed[1:])
@@ -310,7 +307,7 @@ class _NormMish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled() or not _serves_back(grad):
+        if torch.is_grad_enabled() or not serves(grad):
 
             def plain(x: Tensor, parts: Sequence[Tensor]) -> Tensor:
                 return mish(

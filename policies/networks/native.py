@@ -2,8 +2,8 @@
 
 Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
 `native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
-and a cheaper tanh, and does what a temporal U-Net needs between products. It is compiled once per processor by
-the C compiler of the machine (`cc`) and kept in `~/.burnish/native`. Without a compiler, with
+and a cheaper tanh, and does what a temporal U-Net needs between products. It is compiled once per processor
+by the C compiler of the machine (`cc`) and kept in `~/.burnish/native`. Without a compiler, with
 `BURNISH_NATIVE=0`, on accelerators, with several threads of torch, other types, autocast, tracing or
 transforms, the plain operations serve: the same numbers to rounding.
 They also serve where gradients are differentiated again.

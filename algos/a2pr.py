@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from algos.base import Draws, Quantities, Setup
 from algos.offline.loop import precision
 from algos.offline.td3_update import Actor, Backup, ConstrainedTd3Config, Regulariser
-from algos.optim import descend, load_parts, save_parts
+from algos.optim import descend, load_parts, regress, save_parts, weights_of
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate
@@ -109,10 +109,9 @@ class AdvantageGuide(Regulariser):
         with torch.no_grad(), self._precision():
             self._data_value = critic(batch.cond, batch.action, members=1)[0]
         with self._precision():
-            value = self._value_of(batch.cond)
-        value_loss = (value - aim).square().mean(dim=-1)
-        descend(self.value_optimizer, value_loss)
-        self._state_value = value.detach()
+            found = self.value.evaluate(batch.cond, None, weights_of(self.value_optimizer))
+        value_loss = regress(self.value_optimizer, found, aim)
+        value = self._state_value = found.values[0]
         keep = (self._data_value > self._state_value).to(value.dtype)
         with self._precision():
             rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"])
@@ -120,7 +119,7 @@ class AdvantageGuide(Regulariser):
         vae_loss = error + 0.5 * divergence(mean, std)
         descend(self.vae_optimizer, vae_loss)
         return {
-            "value/loss": value_loss.detach(),
+            "value/loss": value_loss,
             "guide/loss": vae_loss.detach(),
             "guide/kept_fraction": keep.mean(dim=-1),
         }
@@ -159,9 +158,6 @@ class AdvantageGuide(Regulariser):
 
     def _precision(self) -> AbstractContextManager[Any]:
         return precision(self._autocast, self.vae.outlet.weight.device)
-
-    def _value_of(self, cond: Tensor) -> Tensor:
-        return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
     _parts = ("vae", "value", "vae_optimizer", "value_optimizer")
 

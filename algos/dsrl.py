@@ -37,11 +37,11 @@ from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
-from algos.offpolicy.sac_update import LatentActor, SacUpdate, half_squared_error
+from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.requirements import ways
 from algos.onpolicy.samplers import NOISE_FREE, replaced
-from algos.optim import descend, load_parts, save_parts
+from algos.optim import load_parts, regress, save_parts, weights_of
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
@@ -185,17 +185,17 @@ class NoiseAliasedUpdate(SacUpdate):
             chosen = box if self._latents == "box" else torch.cat([normal[: n // 2], box[n // 2 :]])
         return chosen.to(self.critic.weight[0].device)
 
-    def distillation(self, cond: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return predictions and targets (E, B) of the distillation at latents (B, L)."""
-        with torch.no_grad():
-            target = self.critic(cond, self.actor.chunk(cond, latent))
-        return self.noise_critic(cond, latent), target
+    @torch.no_grad()
+    def distillation_target(self, cond: Tensor, latent: Tensor) -> Tensor:
+        """Return the values (E, B) that QW learns at latents (B, L)."""
+        return self.critic(cond, self.actor.chunk(cond, latent))
 
     def distill(self, batch: ChunkBatch, draws: Draws) -> Quantities:
         """Take one distillation step of QW at the latents `draws["latent"]` (B, L)."""
-        loss = half_squared_error(*self.distillation(batch.cond, draws["latent"]))
-        descend(self.noise_critic_optimizer, loss)
-        return {"noise_critic/loss": loss.detach()}
+        latent, optimizer = draws["latent"], self.noise_critic_optimizer
+        found = self.noise_critic.evaluate(batch.cond, latent, weights_of(optimizer))
+        target = self.distillation_target(batch.cond, latent)
+        return {"noise_critic/loss": regress(optimizer, found, target, weight=0.5)}
 
     def finish_round(
         self, count: int, size: int, source: Mixture, generator: torch.Generator

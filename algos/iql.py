@@ -37,7 +37,7 @@ from algos.base import Setup
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import OfflineConfig, OfflineData, plain_actor
 from algos.offline.loop import precision
-from algos.optim import descend, load_parts, save_parts, set_rate
+from algos.optim import descend, descend_along, load_parts, regress, save_parts, set_rate, weights_of
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.errors import ConfigError
@@ -50,9 +50,10 @@ from policies.registry import register
 _MAX_WEIGHT = 100.0
 
 
-def expectile_loss(u: Tensor, tau: float) -> Tensor:
-    """Return mean |tau - 1[u < 0]| u^2 of advantages (B,)."""
-    return (torch.where(u < 0, 1 - tau, tau) * u.square()).mean(dim=-1)
+def expectile_loss(u: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """Return mean w u^2 of advantages u = q - V (B,), w = |tau - 1[u < 0]|, and its gradient along V (B,)."""
+    pull = torch.where(u < 0, 1 - tau, tau) * u
+    return (pull * u).mean(dim=-1), pull * (-2 / u.shape[-1])
 
 
 class PolicyLoss:
@@ -98,28 +99,27 @@ class IqlLearner:
         self.steps += 1
         with torch.no_grad(), self._precision(batch):
             best = aggregate(self.target_critic(batch.cond, batch.action), "min")
-            following = self._value_of(batch.next_cond)
+            following = self.value(batch.next_cond)[0]
         target = torch.addcmul(batch.reward, batch.discount, following)
         with self._precision(batch):
-            u = best - self._value_of(batch.cond)
-        value_loss = expectile_loss(u, self.config.expectile)
-        descend(self.value_optimizer, value_loss)
+            value = self.value.evaluate(batch.cond, None, weights_of(self.value_optimizer))
+        u = best - value.values[0]
+        value_loss, slope = expectile_loss(u, self.config.expectile)
+        descend_along(self.value_optimizer, value.gradients(slope[None]))
         with self._precision(batch):
-            values = self.critic(batch.cond, batch.action)
-        critic_loss = (values - target).square().mean(dim=(0, -1))
-        descend(self.critic_optimizer, critic_loss)
+            found = self.critic.evaluate(batch.cond, batch.action, weights_of(self.critic_optimizer))
+        critic_loss = regress(self.critic_optimizer, found, target, weight=1 / self.critic.members)
         polyak(self.target_critic, self.critic, self.config.tau)
-        u = u.detach()
         weight = (self.config.temperature * u).exp().clamp(max=_MAX_WEIGHT)
         with self._precision(batch):
             policy_loss = self.policy_loss(batch, draws)
         actor_loss = (weight * policy_loss).mean(dim=-1)
         descend(self.actor_optimizer, actor_loss)
         return {
-            "value/loss": value_loss.detach(),
-            "critic/loss": critic_loss.detach(),
+            "value/loss": value_loss,
+            "critic/loss": critic_loss,
             "actor/loss": actor_loss.detach(),
-            "critic/value": values.detach().mean(dim=(0, -1)),
+            "critic/value": found.values.mean(dim=(0, -1)),
             "critic/target": target.mean(dim=-1),
             "actor/advantage": u.mean(dim=-1),
             "actor/weight": weight.mean(dim=-1),
@@ -127,9 +127,6 @@ class IqlLearner:
 
     def _precision(self, batch: Batch) -> AbstractContextManager[Any]:
         return precision(self.config.autocast, batch.cond.device)
-
-    def _value_of(self, cond: Tensor) -> Tensor:
-        return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
     decisions = ()  # of every step alike
 

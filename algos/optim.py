@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from algos.training.ranks import current
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
+from policies.networks.critics import Evaluation
 from policies.networks.weight_cache import is_recording, note_step
 
 _ONE = torch.tensor(1.0)
@@ -55,11 +58,27 @@ def check_schedule(
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
     """Take one optimiser step on a loss; several losses are summed. Returns the loss, detached."""
-    total = loss.sum() if loss.ndim else loss
-    grads = torch.autograd.grad(total, weights_of(optimizer), allow_unused=True)
+    slope = torch.ones_like(loss)
+    descend_along(optimizer, torch.autograd.grad(loss, weights_of(optimizer), slope, allow_unused=True))
+    return loss.detach()
+
+
+def descend_along(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) -> None:
+    """Take one optimiser step along gradients, which several ranks average in place first."""
     current().mean_([grad for grad in grads if grad is not None])
     take_step(optimizer, grads)
-    return loss.detach()
+
+
+def regress(
+    optimizer: torch.optim.Optimizer, found: Evaluation, target: Tensor, *, weight: float = 1.0
+) -> Tensor:
+    """Take one step on weight * sum_i mean (Q_i - y_i)^2 of values (E, ..., B); return the loss (...).
+
+    Targets are (..., B), or (E, ..., B). The gradient of the loss is in closed form.
+    """
+    error = found.values - target
+    descend_along(optimizer, found.gradients(error * (2 * weight / error.shape[-1])))
+    return weight * error.square().mean(dim=-1).sum(dim=0)
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -88,26 +107,43 @@ def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) 
             continue
         states = [optimizer.state[weight] for weight, _ in given]
         steps = [state["step"] for state in states]
-        if steps[0].is_cpu:  # a number would become a tensor once per parameter
+        on_cpu = steps[0].is_cpu
+        if on_cpu:  # a number would become a tensor once per parameter
             torch._foreach_add_(steps, _ONE, alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)
-        kernel(
-            [weight for weight, _ in given],
-            [_like(grad, weight) for weight, grad in given],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            steps,
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        with _tiny_is_zero() if on_cpu else nullcontext():
+            kernel(
+                [weight for weight, _ in given],
+                [_like(grad, weight) for weight, grad in given],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
     note_step(optimizer)
+
+
+@contextmanager
+def _tiny_is_zero() -> Iterator[None]:
+    """Take what is below the smallest normal number, 1e-38, for zero in operations of this thread.
+
+    Means of gradients of inactive units decay to such numbers, for which processors of Intel need a hundred
+    times as long.
+    """
+    was_zero = sys.float_info.min / 2 == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(was_zero)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

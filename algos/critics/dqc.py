@@ -68,7 +68,7 @@ class DqcLearner(ChunkCriticLearner):
 
     def value_logit(self, cond: Tensor) -> Tensor:
         """Return V (B,) of conditions (B, C)."""
-        return self.value(cond, cond.new_zeros(len(cond), 0))[0]
+        return self.value(cond)[0]
 
     def target(self, batch: Batch, draws: Draws) -> Tensor:
         """Return y (B,) in [0, 1]."""

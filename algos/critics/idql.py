@@ -61,7 +61,7 @@ class ValueLearner(ChunkCriticLearner):
 
     def value_of(self, cond: Tensor) -> Tensor:
         """Return V (B,) of conditions (B, C)."""
-        return self.value(cond, cond.new_zeros(len(cond), 0))[0]
+        return self.value(cond)[0]
 
     def worth(self, cond: Tensor, action: Tensor) -> Tensor:
         """Return the least value (B,) by the target critics."""

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_vector
-from algos.critics.losses import cross_entropy, histogram, squared_error
+from algos.critics.losses import cross_entropy, histogram
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import Statistics, TransitionsConfig, warn_of_clipped_actions
 from algos.onpolicy.requirements import ways
-from algos.optim import descend, load_parts, save_parts
+from algos.optim import descend, load_parts, regress, save_parts, weights_of
 from algos.training.observations import encoder_module
 from algos.transitions import Batch, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
@@ -271,15 +271,17 @@ class ChunkCriticLearner(ABC):
 
     def update_critic(self, batch: Batch, target: Tensor, draws: Draws | None = None) -> Quantities:
         """Take one step of the critics; those of quantiles need the draws of the step."""
-        outputs, config, found = self.critic.outputs(batch.cond, batch.action), self.config, {}
-        if self.critic.centres is None:
-            loss = squared_error(outputs, target)
+        critic, config, optimizer, out = self.critic, self.config, self.critic_optimizer, {}
+        if critic.centres is None:
+            found = critic.evaluate(batch.cond, batch.action, weights_of(optimizer))
+            values, loss = found.values, regress(optimizer, found, target, weight=1 / critic.members)
         else:
-            loss = cross_entropy(outputs, histogram(target, self.critic.centres, config.bin_sigma))
+            outputs = critic.outputs(batch.cond, batch.action)
+            aim = histogram(target, critic.centres, config.bin_sigma)
+            values, loss = critic.mean(outputs.detach()), descend(optimizer, cross_entropy(outputs, aim))
             outside = (target < config.value_min) | (target > config.value_max)
-            found["critic/clipped_fraction"] = outside.float().mean()
-        loss, values = descend(self.critic_optimizer, loss), self.critic.mean(outputs.detach())
-        return {"critic/loss": loss, "critic/value": values.mean(), "critic/target": target.mean()} | found
+            out["critic/clipped_fraction"] = outside.float().mean()
+        return {"critic/loss": loss, "critic/value": values.mean(), "critic/target": target.mean()} | out
 
     def update_base(self, batch: Batch, draws: Draws) -> Quantities:
         """Take one step of the policy on its matching loss, if it is trained."""

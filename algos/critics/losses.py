@@ -16,11 +16,6 @@ VALUE_LOSSES = ("expectile", "quantile", "exponential")
 _MOST_EXPONENT = math.log(6)
 
 
-def squared_error(values: Tensor, target: Tensor) -> Tensor:
-    """Return mean (Q_i - y)^2 of values (E, B) and targets (B,)."""
-    return (values - target).square().mean()
-
-
 def histogram(value: Tensor, centres: Tensor, sigma: float) -> Tensor:
     """Return the probabilities (..., K) of bins for values (...), clipped to the bins: HL-Gauss or two-hot.
 

@@ -31,7 +31,7 @@ from algos.offline.td3_update import Actor, ActorNetwork, Regulariser, actor_net
 from algos.training.metrics import Means
 from algos.transitions import Batch, TransitionTable
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.critics import Ensemble
+from policies.networks.critics import Ensemble, inputs_of
 from policies.networks.distributions import gaussian_log_prob
 from policies.networks.recorded import Recorded
 from policies.networks.weight_cache import keeps_values
@@ -235,10 +235,15 @@ class StackedEnsemble(Ensemble):
             setattr(self, name, nn.ParameterList(stack_parameters(layer) for layer in layers))
 
     def forward(
-        self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False
+        self,
+        cond: Tensor,
+        action: Tensor | None = None,
+        *,
+        members: int | None = None,
+        frozen: bool = False,
     ) -> Tensor:
         """Return values (E, S, B); see `Ensemble.forward`."""
-        x = torch.cat([cond, action], dim=-1).unsqueeze(1)
+        x = inputs_of(cond, action).unsqueeze(1)
         seeds, count = len(x), self.members if members is None else members
         h = x.expand(-1, count, -1, -1).flatten(0, 1)
         return self._evaluate_batched(h, count, frozen).view(seeds, count, -1).transpose(0, 1)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline.config import OfflineConfig, warn_of_clipped_actions
 from algos.offline.loop import precision
-from algos.optim import descend, load_parts, save_parts
+from algos.optim import descend, load_parts, regress, save_parts, weights_of
 from algos.training.ranks import current
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
@@ -217,11 +217,10 @@ class Td3Learner:
 
     def _update_critic(self, batch: Batch, backup: Backup) -> Quantities:
         with self._precision(batch):
-            values = self.critic(batch.cond, batch.action)
-        loss = (values - backup.target).square().mean(dim=-1).sum(dim=0)  # (E, B): mean over B, sum over E
-        descend(self.critic_optimizer, loss)
-        value, target = values.detach().mean(dim=(0, -1)), backup.target.mean(dim=-1)
-        return {"critic/loss": loss.detach(), "critic/value": value, "critic/target": target}
+            found = self.critic.evaluate(batch.cond, batch.action, weights_of(self.critic_optimizer))
+        loss = regress(self.critic_optimizer, found, backup.target)
+        value, target = found.values.mean(dim=(0, -1)), backup.target.mean(dim=-1)
+        return {"critic/loss": loss, "critic/value": value, "critic/target": target}
 
     def _update_actor(self, batch: Batch, draws: Draws) -> Quantities:
         with self._precision(batch):

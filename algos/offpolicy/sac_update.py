@@ -28,7 +28,15 @@ from torch import Tensor
 from algos.base import AT_BOUND, Draws, Quantities
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
-from algos.optim import descend, load_parts, restore_optimizer, save_parts, take_step
+from algos.optim import (
+    descend,
+    load_parts,
+    regress,
+    restore_optimizer,
+    save_parts,
+    take_step,
+    weights_of,
+)
 from algos.training.ranks import current
 from policies.networks.critics import Ensemble, aggregate, polyak
 from policies.policy import Policy
@@ -175,11 +183,11 @@ class SacUpdate:
 
     def _update_critic(self, batch: ChunkBatch, draws: Draws, alpha: Tensor) -> Quantities:
         target = self.target(batch, draws, alpha)
-        values = self.critic(batch.cond, batch.action if self._of_chunks else batch.latent)
-        loss = half_squared_error(values, target.expand_as(values))
-        descend(self.critic_optimizer, loss)
-        value = values.detach().mean()
-        return {"critic/loss": loss.detach(), "critic/value": value, "critic/target": target.mean()}
+        chosen = batch.action if self._of_chunks else batch.latent
+        found = self.critic.evaluate(batch.cond, chosen, weights_of(self.critic_optimizer))
+        loss = regress(self.critic_optimizer, found, target, weight=0.5)
+        value = found.values.mean()
+        return {"critic/loss": loss, "critic/value": value, "critic/target": target.mean()}
 
     def _update_actor(
         self, batch: ChunkBatch, latent: Tensor, log_prob: Tensor, alpha: Tensor, draws: Draws
@@ -209,8 +217,3 @@ class SacUpdate:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_parts(self, self._parts, state)
-
-
-def half_squared_error(values: Tensor, target: Tensor) -> Tensor:
-    """Return 1/2 sum_i mean (Q_i - y_i)^2 of values and targets (E, B)."""
-    return 0.5 * (values - target).square().mean(dim=1).sum()

@@ -163,6 +163,6 @@ def keep_some(run: OfflineRun) -> None:
     learner = learner_of(run)
     guide: Any = learner.regulariser
     batch = run.table.gather(torch.arange(len(run.table)))
-    value = guide.value(batch.cond, batch.action[:, :0])[0]
+    value = guide.value(batch.cond)[0]
     above = value - learner.critic(batch.cond, batch.action, members=1)[0]
     guide.value.bias[-1].sub_(above.quantile(0.67))

@@ -17,11 +17,12 @@ Source: implicit quantiles, arXiv 1806.06923, their layers as in the released co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,13 @@ class EnsembleConfig(Checked):
         return (QuantileEnsemble if self.cosines else Ensemble)(self, cond_dim + action_dim)
 
 
+class Evaluation(NamedTuple):
+    """Values (E, B) without a graph, and the function from their gradient to those of weights."""
+
+    values: Tensor
+    gradients: Callable[[Tensor], Sequence[Tensor | None]]
+
+
 class Ensemble(nn.Module):
     """E networks from (B, in) to one number each.
 
@@ -122,13 +130,34 @@ class Ensemble(nn.Module):
         return self.config.members
 
     def forward(
-        self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False
+        self,
+        cond: Tensor,
+        action: Tensor | None = None,
+        *,
+        members: int | None = None,
+        frozen: bool = False,
     ) -> Tensor:
-        """Return values (E, B) of conditions (B, C) and flattened chunks (B, A).
+        """Return values (E, B) of conditions (B, C) and flattened chunks (B, A); None: of conditions alone.
 
         `members` evaluates the leading ones only; `frozen` detaches the weights, not the inputs.
         """
         return self.mean(self.outputs(cond, action, members=members, frozen=frozen))
+
+    def evaluate(self, cond: Tensor, action: Tensor | None, weights: Sequence[Tensor]) -> Evaluation:
+        """Return values (E, B) and the function from their gradient to those of weights; see `forward`."""
+        config, x = self.config, inputs_of(cond, action)
+        parts = list(self.parameters())
+        owns = len(parts) == len(weights) and all(map(operator.is_, parts, weights))
+        is_plain = not (config.bins or config.cosines or x.requires_grad or self._forward_hooks)
+        if owns and is_plain and self._is_native(x):
+            stack = native.Stack(self.members, config.activation, config.layer_norm, config.norm_eps)
+            if (found := stack.evaluate(x, parts)) is not None:
+                out, gradients = found
+                return Evaluation(out.squeeze(-1), lambda slope: gradients(slope.unsqueeze(-1)))
+        values = self(cond, action)
+        return Evaluation(
+            values.detach(), lambda slope: torch.autograd.grad(values, weights, slope, allow_unused=True)
+        )
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Return the values (E, B) of what `outputs` returns."""
@@ -138,16 +167,25 @@ class Ensemble(nn.Module):
             return outputs.softmax(dim=-1) @ self.centres
 
     def outputs(
-        self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False
+        self,
+        cond: Tensor,
+        action: Tensor | None = None,
+        *,
+        members: int | None = None,
+        frozen: bool = False,
     ) -> Tensor:
         """Return values (E, B), or the logits (E, B, K) of the bins; see `forward`."""
-        x = torch.cat([cond, action], dim=-1)
+        x = inputs_of(cond, action)
         count = self.members if members is None else members
-        if self.config.activation in native.KINDS and not self.config.norm_after and native.serves(x):
+        if self._is_native(x):
             return self._evaluate_natively(x, count, frozen)
         if count == 1 or self._large(x):
             return self._evaluate_each(x, count, frozen)
         return self._evaluate_batched(repeat(x, "B C -> E B C", E=count), count, frozen)
+
+    def _is_native(self, x: Tensor) -> bool:
+        config = self.config
+        return config.activation in native.KINDS and not config.norm_after and native.serves(x)
 
     def _large(self, x: Tensor) -> bool:
         if torch.compiler.is_compiling():  # a graph serves every batch
@@ -278,25 +316,41 @@ class QuantileEnsemble(Ensemble):
         return outputs.mean(dim=-1)
 
     def outputs(
-        self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False
+        self,
+        cond: Tensor,
+        action: Tensor | None = None,
+        *,
+        members: int | None = None,
+        frozen: bool = False,
     ) -> Tensor:
         """Return the quantiles (E, B, 32) at the midpoints; see `Ensemble.forward`."""
         return self.quantiles(cond, action, self.midpoints[None], members=members, frozen=frozen)
 
     def quantiles(
-        self, cond: Tensor, action: Tensor, tau: Tensor, *, members: int | None = None, frozen: bool = False
+        self,
+        cond: Tensor,
+        action: Tensor | None,
+        tau: Tensor,
+        *,
+        members: int | None = None,
+        frozen: bool = False,
     ) -> Tensor:
         """Return Z (E, B, n) at fractions (B, n), or (1, n) for all rows."""
         count = self.members if members is None else members
         parts = (self._stacks(part, count, frozen) for part in (*self._parts, self.fraction))
         weight, bias, scale, shift, (w, b, *norm) = parts
-        x = repeat(torch.cat([cond, action], dim=-1), "B C -> E B C", E=count)
+        x = repeat(inputs_of(cond, action), "B C -> E B C", E=count)
         h = self._hidden(torch.baddbmm, x, weight[:-2], bias[:-2], scale[:-1], shift[:-1])
         angle = repeat(tau[..., None] * self.cosine, "B n M -> E (B n) M", E=count)
         of_tau = self._normalized(torch.baddbmm(b, angle.cos(), w), *norm).sigmoid()
         h = (h.unsqueeze(2) * of_tau.unflatten(1, tau.shape)).flatten(1, 2)
         z = self._evaluate(torch.baddbmm, h, weight[-2:], bias[-2:], scale[-1:], shift[-1:])
         return z.unflatten(1, (-1, tau.shape[1]))
+
+
+def inputs_of(cond: Tensor, action: Tensor | None) -> Tensor:
+    """Return conditions (..., B, C) and chunks (..., B, A) as the input of an ensemble."""
+    return cond if action is None else torch.cat([cond, action], dim=-1)
 
 
 def _full_precision(device: str) -> AbstractContextManager[Any]:

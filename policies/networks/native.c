@@ -137,10 +137,11 @@ void stack_forward(const int *dims, int layers, int members, int rows, int trans
             const int k = dims[i], n = dims[i + 1], is_last = i == layers - 1;
             const float *b = bias[i] + (long)e * n;
             float *y = is_last ? out + (long)e * rows * n : hidden;
-            for (int r = 0; r < rows; r++) memcpy(y + (long)r * n, b, n * sizeof *b);
-            multiply(0, transposed, rows, n, k, h, weight[i] + (long)e * k * n, 1, y);
-            for (int r = 0; r < rows && !is_last; r++) {
+            multiply(0, transposed, rows, n, k, h, weight[i] + (long)e * k * n, 0, y);
+            for (int r = 0; r < rows; r++) {
                 float *z = y + (long)r * n;
+                for (int j = 0; j < n; j++) z[j] += b[j];
+                if (is_last) continue;
                 if (normed) {
                     const float *s = scale[i] + (long)e * n, *t = shift[i] + (long)e * n;
                     *inverse++ = normalise(n, eps, z);

@@ -164,6 +164,20 @@ class Stack(NamedTuple):
             shapes.append(part.shape)
         return _chain(self, tuple(shapes)) if x.ndim == 2 and len(x) else None
 
+    def evaluate(
+        self, x: Tensor, parts: Sequence[Tensor]
+    ) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]] | None:
+        """Return the outputs, and the function from their gradient to those of the parts, without a graph.
+
+        None: the program cannot read its input.
+        """
+        x = x.contiguous()
+        dims = self._dims(x, parts)
+        if dims is None:
+            return None
+        out, *seen = self.run(x, parts, dims)
+        return out, lambda grad: self.gradients(x, parts, dims, seen, grad, (False, True))[1]
+
     def run(self, x: Tensor, parts: Sequence[Tensor], dims: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return outputs, and what the backward pass reads: activations, and for norms units and factors."""
         layers, rows = len(dims) - 1, len(x)

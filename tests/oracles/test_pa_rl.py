@@ -16,7 +16,7 @@ import torch
 from official_critics import CLOSE, Layer, arrays_of, assert_critic_gradient, layers_of, load_critic
 from torch import Tensor
 
-from algos.critics.losses import cross_entropy, histogram, squared_error
+from algos.critics.losses import cross_entropy, histogram
 from algos.critics.pa_rl import PaRlConfig, PaRlLearner
 from policies.build import build_policy
 from policies.networks.critics import aggregate
@@ -136,7 +136,7 @@ def td_loss(arrays: dict[str, Any], learner: PaRlLearner) -> Tensor:
     """Return the loss of the critics at the target of the file."""
     outputs, centres = learner.critic.outputs(arrays["obs"], arrays["actions"]), learner.critic.centres
     if centres is None:
-        return squared_error(outputs, arrays["target_q"])
+        return (outputs - arrays["target_q"]).square().mean()
     return cross_entropy(outputs, histogram(arrays["target_q"], centres, SIGMA))
 
 

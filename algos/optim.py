@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -91,9 +90,11 @@ def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) 
     """Take one step along gradients of the optimiser's parameters, in order; None leaves a parameter.
 
     After its first step a fused Adam or AdamW is one kernel on the optimiser's own state: the numbers of
-    `optimizer.step` without its bookkeeping, which is most of the time of a small network.
+    `optimizer.step` without its bookkeeping, which is most of the time of a small network. On a CPU it takes
+    numbers below the smallest normal one, to which means of the gradients of inactive units decay, for zero: some
+    processors need a hundred times as long for them.
     """
-    weights, rest = weights_of(optimizer), iter(grads)
+    weights = weights_of(optimizer)
     if len(optimizer.state) < len(weights) or not optimizer.defaults.get("fused"):
         for weight, grad in zip(weights, grads, strict=True):
             weight.grad = None if grad is None else _like(grad, weight)
@@ -101,49 +102,44 @@ def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) 
         optimizer.zero_grad(set_to_none=True)
         return
     kernel = torch._fused_adamw_ if isinstance(optimizer, torch.optim.AdamW) else torch._fused_adam_
+    was_flushing = sys.float_info.min / 2 == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        _step_at_once(optimizer, grads, kernel)
+    finally:
+        torch.set_flush_denormal(was_flushing)
+    note_step(optimizer)
+
+
+def _step_at_once(
+    optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None], kernel: Callable[..., None]
+) -> None:
+    rest = iter(grads)
     for group in optimizer.param_groups:
         given = [(weight, grad) for weight in group["params"] if (grad := next(rest)) is not None]
         if not given:
             continue
         states = [optimizer.state[weight] for weight, _ in given]
         steps = [state["step"] for state in states]
-        on_cpu = steps[0].is_cpu
-        if on_cpu:  # a number would become a tensor once per parameter
+        if steps[0].is_cpu:  # a number would become a tensor once per parameter
             torch._foreach_add_(steps, _ONE, alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)
-        with _tiny_is_zero() if on_cpu else nullcontext():
-            kernel(
-                [weight for weight, _ in given],
-                [_like(grad, weight) for weight, grad in given],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                steps,
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
-    note_step(optimizer)
-
-
-@contextmanager
-def _tiny_is_zero() -> Iterator[None]:
-    """Take what is below the smallest normal number, 1e-38, for zero in operations of this thread.
-
-    Means of gradients of inactive units decay to such numbers, for which processors of Intel need a hundred
-    times as long.
-    """
-    was_zero = sys.float_info.min / 2 == 0.0
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(was_zero)
+        kernel(
+            [weight for weight, _ in given],
+            [_like(grad, weight) for weight, grad in given],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -42,15 +42,15 @@ class NeighborTree:
         while len(rows) > _LEAF << depth:
             depth += 1
         order = torch.from_numpy(_halved(rows.numpy(), depth))
-        self._tails = action[order].mT.contiguous()  # (leaves, A, L): sums over A run along L
+        self.tails = action[order].mT.contiguous()  # (leaves, A, L): sums over A run along L
         by_leaf = rows.index_select(0, order.view(-1)).view(*order.shape, -1)
         low, high = by_leaf.amin(dim=1), by_leaf.amax(dim=1)
-        self._levels: list[tuple[Tensor, Tensor]] = []  # smallest and largest entries (parents, D, children)
+        self.levels: list[tuple[Tensor, Tensor]] = []  # smallest and largest entries (parents, D, children)
         while len(low) > _TOP:
             low, high = (one.view(-1, 1 << _FANOUT, rows.shape[1]) for one in (low, high))
-            self._levels.insert(0, (low.mT.contiguous(), high.mT.contiguous()))
+            self.levels.insert(0, (low.mT.contiguous(), high.mT.contiguous()))
             low, high = low.amin(dim=1), high.amax(dim=1)
-        self._levels.insert(0, (low.t()[None].contiguous(), high.t()[None].contiguous()))
+        self.levels.insert(0, (low.t()[None].contiguous(), high.t()[None].contiguous()))
         self.order, self.place = order.int(), torch.empty(len(rows), dtype=torch.int32)
         self.place[order.view(-1)] = torch.arange(order.numel(), dtype=torch.int32)
 
@@ -93,8 +93,8 @@ class NeighborTree:
         None if an intermediate level exceeds the limit of pairs. Queries may be heads (B, C) alone.
         """
         owner, parent = torch.arange(len(query)), torch.zeros(len(query), dtype=torch.int64)
-        square, width, tail = limit, query.shape[1], self._tails.shape[1]
-        for levels in self._levels:
+        square, width, tail = limit, query.shape[1], self.tails.shape[1]
+        for levels in self.levels:
             lows, highs = (level[:, :width] for level in levels)
             children = lows.shape[2]
             if len(owner) * children > _FRONTIER and len(query) > 1:
@@ -114,8 +114,8 @@ class NeighborTree:
     def _compare(
         self, query: Tensor, owner: Tensor, leaf: Tensor, best: Tensor, index: Tensor, tail_limit: Tensor
     ) -> None:
-        heads, tails = query.split([self.state.shape[1], self._tails.shape[1]], dim=1)
-        gap = self._tails.index_select(0, leaf).sub_(tails.index_select(0, owner)[:, :, None])
+        heads, tails = query.split([self.state.shape[1], self.tails.shape[1]], dim=1)
+        gap = self.tails.index_select(0, leaf).sub_(tails.index_select(0, owner)[:, :, None])
         square = gap.square_().sum(dim=1)
         pair, place = (square <= tail_limit.index_select(0, owner)[:, None]).nonzero().unbind(1)
         owner, square = owner.index_select(0, pair), square[pair, place]

@@ -16,8 +16,11 @@ Source: PRDC, arXiv 2306.06569, which uses this tree; lists, certificate and box
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from algos.offline.neighbor_lists import NeighborLists
 from algos.offline.neighbor_tree import NeighborTree
+from policies.compiled import addresses, program
 
 _TILE = 65_536  # rows per tile of brute force, and of keys that are made at once
 _PREFIX = 8  # list entries compared first; near the data these usually certify
@@ -33,6 +37,17 @@ _NODES = 60  # bytes per row of scipy's tree nodes, approximately, for any width
 _LONG = 64  # entries of a list, unless a length is given
 _ENTRIES = 28_000_000  # of all those lists together: 112 MB
 _SLACK = 1e-5  # tolerated relative error of float32 distances in a certificate
+
+
+@cache
+def _program() -> Any:
+    """Return the search of lists and boxes in C; None where there is none."""
+    found = program(Path(__file__).with_suffix(".c"))[0]
+    if found is not None:
+        found.nearest_rows.restype = None
+        sizes, numbers = 8 * (ctypes.c_int,), 2 * (ctypes.c_float,)
+        found.nearest_rows.argtypes = (*sizes, *numbers, *(14 * (ctypes.c_void_p,)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -133,7 +148,7 @@ class ListSearch:
     def __init__(
         self, state: Tensor, action: Tensor, beta: float, *, length: int = 64, exact: bool = True
     ) -> None:
-        self._state, self._action, m = state.cpu(), action.cpu(), len(state)
+        self._state, self._action, m = state.cpu().contiguous(), action.cpu().contiguous(), len(state)
         self.name = "lists" if exact else "approximate"
         self._beta, self._length, self._exact = beta, min(length, m), exact
         self._boxes = NeighborTree(self._state, self._action, beta)
@@ -148,9 +163,10 @@ class ListSearch:
 
     def make_lists(self, rows: Tensor) -> None:
         """Build the missing lists of rows (B,)."""
-        missing = rows[~self._listed[rows]].unique()
-        if not len(missing):
+        listed = self._listed[rows]
+        if listed.all():
             return
+        missing = rows[~listed].unique()
         square, index = self.listing.nearest(missing)
         self._near[missing] = index.int()
         if self._square is not None:
@@ -160,6 +176,8 @@ class ListSearch:
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         device, row, state, action = row.device, row.cpu(), state.cpu(), action.cpu()
         self.make_lists(row)
+        if _program() is not None and {state.dtype, action.dtype} == {torch.float32}:
+            return self._nearest_in_c(row, state.contiguous(), action.contiguous(), device)
         index, best, last, certified = self._scan(row, action, min(_PREFIX, self._length))
         open_ = (~certified).nonzero().squeeze(1)
         if len(open_) and self._length > _PREFIX:
@@ -171,6 +189,21 @@ class ListSearch:
             # the states of unlisted rows are beta r_k away
             action_square = best[open_] - last[open_]
             index[open_] = self._boxes.nearest(query, index[open_], best[open_], action_square)[0]
+        return Nearest(index.to(device), certified.to(device))
+
+    def _nearest_in_c(self, row: Tensor, state: Tensor, action: Tensor, device: torch.device) -> Nearest:
+        """Search by `neighbors.c`, with the same rows as below but for ties and rounding."""
+        boxes, index, certified = self._boxes, torch.empty_like(row), torch.empty(len(row), dtype=torch.bool)
+        low, high = ([level[side] for level in boxes.levels] for side in (0, 1))
+        children = (ctypes.c_int * len(low))(*[level.shape[2] for level in low])
+        _program().nearest_rows(
+            len(row), state.shape[1], action.shape[1], self._length, len(low), boxes.order.shape[1],
+            self._length == len(self._action), self._exact, self._beta, _SLACK,
+            *(part.data_ptr() for part in (row, state, action, self._state, self._action, self._near)),
+            None if self._square is None else self._square.data_ptr(),
+            children, addresses(low), addresses(high),
+            *(part.data_ptr() for part in (boxes.order, boxes.tails, index, certified)),
+        )  # fmt: skip
         return Nearest(index.to(device), certified.to(device))
 
     def _scan(self, row: Tensor, action: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -145,8 +145,7 @@ class Ensemble(nn.Module):
 
     def evaluate(self, cond: Tensor, action: Tensor | None, weights: Sequence[Tensor]) -> Evaluation:
         """Return values (E, B) and the function from their gradient to those of weights; see `forward`."""
-        config, x = self.config, inputs_of(cond, action)
-        parts = list(self.parameters())
+        config, x, parts = self.config, inputs_of(cond, action), self._in_order()
         owns = len(parts) == len(weights) and all(map(operator.is_, parts, weights))
         is_plain = not (config.bins or config.cosines or x.requires_grad or self._forward_hooks)
         if owns and is_plain and self._is_native(x):
@@ -193,7 +192,11 @@ class Ensemble(nn.Module):
         return x.device.type == "cpu" and x.shape[0] * min(self.config.hidden_dims) >= _LARGE
 
     def _evaluate_natively(self, x: Tensor, count: int, frozen: bool) -> Tensor:
-        parts = [layer for part in self._parts for layer in self._stacks(part, count, frozen)]
+        parts = self._in_order()
+        if count < self.members:
+            parts = [part[:count] for part in parts]
+        if frozen:
+            parts = [part.detach() for part in parts]
         stack = native.Stack(count, self.config.activation, self.config.layer_norm, self.config.norm_eps)
         found = stack(x, parts)
         return found if self.config.bins else found.squeeze(-1)
@@ -267,6 +270,11 @@ class Ensemble(nn.Module):
         layers: Any = parts._parameters.values()  # a list of parameters is slow to iterate over
         stacks = (part if count == self.members else part[:count] for part in layers)
         return [stack.detach() if frozen else stack for stack in stacks]
+
+    def _in_order(self) -> list[Tensor]:
+        """Return weights, biases, scales and shifts; attributes and lists of modules are slow to read."""
+        lists: Any = self._modules.values()
+        return [part for one in lists for part in one._parameters.values()]
 
     @torch.no_grad()
     def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:
@@ -385,6 +393,8 @@ def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
 
 def _weights(module: nn.Module) -> list[Tensor]:
     """Return the parameters of a module as `parameters` does, which also builds their names."""
+    if type(module) is Ensemble:
+        return module._in_order()
     found: dict[int, Tensor] = {}
     waiting, seen = [module], set()
     while waiting:

@@ -2,11 +2,10 @@
 
 Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
 `native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
-and a cheaper tanh, and does what a temporal U-Net needs between products. It is compiled once per processor
-by the C compiler of the machine (`cc`) and kept in `~/.burnish/native`. Without a compiler, with
-`BURNISH_NATIVE=0`, on accelerators, with several threads of torch, other types, autocast, tracing or
-transforms, the plain operations serve: the same numbers to rounding.
-They also serve where gradients are differentiated again.
+and a cheaper tanh, and does what a temporal U-Net needs between products. Without it
+(`policies.compiled`), on accelerators, with several threads of torch, other types, autocast, tracing or
+transforms, the plain operations serve: the same numbers to rounding. They also serve where gradients are
+differentiated again.
 
 Legend: R rows, E members, L layers.
 """
@@ -15,13 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import struct
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -32,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from policies.compiled import addresses, program
 from policies.networks.activations import mish
 
 SOURCE = Path(__file__).with_name("native.c")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC")
 KINDS = {"relu": 0, "tanh": 1}
 """Activations of stacks, as the C program numbers them."""
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
@@ -59,56 +51,17 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _found() -> tuple[Any, str | None]:
-    if os.environ.get("BURNISH_NATIVE", "1") == "0":
-        return None, "BURNISH_NATIVE=0"
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return None, "there is no C compiler `cc`"
+    found, why = program(SOURCE)
+    if found is None:
+        return None, why
     try:
         gemm = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).sgemm_
-        program = _loaded(compiler)
-    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
-        return None, f"the program in C is not usable: {error}"
+    except (OSError, AttributeError) as error:
+        return None, f"the BLAS of PyTorch is not found: {error}"
     for name, types in _ARGUMENTS.items():
-        getattr(program, name).restype, getattr(program, name).argtypes = None, [_TYPES[t] for t in types]
-    program.use_gemm(ctypes.cast(gemm, ctypes.c_void_p))
-    return program, None
-
-
-def _loaded(compiler: str) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(_compiled(compiler)))
-    except OSError:  # a damaged file
-        _compiled(compiler).unlink()
-        return ctypes.CDLL(str(_compiled(compiler)))
-
-
-def _compiled(compiler: str) -> Path:
-    """Return the compiled program for this processor, made if it is missing."""
-    text = SOURCE.read_bytes()
-    told = (text, " ".join((compiler, *FLAGS)).encode(), _processor().encode())
-    name = hashlib.sha256(b"\0".join(told)).hexdigest()[:16]
-    home = Path.home() / ".burnish" / "native"
-    path = home / f"{name}.so"
-    if not path.exists():
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home) as folder:
-            made = Path(folder) / path.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            with made.open("rb") as file:
-                os.fsync(file.fileno())  # all of it is there before its name is
-            made.replace(path)  # processes that start together each make one
-    return path
-
-
-def _processor() -> str:
-    """Return what a program for this processor depends on: its instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        getattr(found, name).restype, getattr(found, name).argtypes = None, [_TYPES[t] for t in types]
+    found.use_gemm(ctypes.cast(gemm, ctypes.c_void_p))
+    return found, None
 
 
 def serves(x: Tensor) -> bool:
@@ -188,7 +141,7 @@ class Stack(NamedTuple):
             unit, factor = torch.empty_like(hidden), x.new_empty(self.members * rows * (layers - 1))
         library().stack_forward(
             _numbers(dims), layers, self.members, rows, self.transposed, KINDS[self.activation],
-            self.has_norm, self.eps, _at(x), _addresses(parts), _at(hidden), _at(unit), _at(factor), _at(out),
+            self.has_norm, self.eps, _at(x), addresses(parts), _at(hidden), _at(unit), _at(factor), _at(out),
         )  # fmt: skip
         return out, hidden, unit, factor
 
@@ -210,8 +163,8 @@ class Stack(NamedTuple):
         work = x.new_empty(2 * size)
         library().stack_backward(
             _numbers(dims), layers, self.members, rows, self.transposed, KINDS[self.activation],
-            self.has_norm, _at(x), _addresses(parts), _at(hidden), _at(unit), _at(factor), _at(grad),
-            _addresses(of_parts) if of_parts else None, None if of_x is None else _at(of_x), _at(work), size,
+            self.has_norm, _at(x), addresses(parts), _at(hidden), _at(unit), _at(factor), _at(grad),
+            addresses(of_parts) if of_parts else None, None if of_x is None else _at(of_x), _at(work), size,
         )  # fmt: skip
         return of_x, of_parts or [None] * len(parts)
 
@@ -356,10 +309,6 @@ def windows_grad(grad: Tensor, rows: int, before: int, size: int, stride: int) -
     shape = batch, rows, width // size, before, size, stride, count
     library().windows_backward(*shape, _at(grad), _at(out))
     return out
-
-
-def _addresses(tensors: Sequence[Tensor]) -> bytes:
-    return struct.pack(f"{len(tensors)}Q", *[_at(tensor) for tensor in tensors])
 
 
 @functools.lru_cache(maxsize=256)

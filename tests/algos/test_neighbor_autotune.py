@@ -274,7 +274,7 @@ def test_a_stated_size_is_that_of_the_arrays() -> None:
     boxes = search._boxes
     assert boxes.state.data_ptr() == search._state.data_ptr() == state.data_ptr()  # no copies
     assert search._action.data_ptr() == action.data_ptr()
-    stored = search._near.nbytes + boxes.order.nbytes + boxes.place.nbytes + boxes._tails.nbytes
-    stored += sum(low.nbytes + high.nbytes for low, high in boxes._levels)
+    stored = search._near.nbytes + boxes.order.nbytes + boxes.place.nbytes + boxes.tails.nbytes
+    stored += sum(low.nbytes + high.nbytes for low, high in boxes.levels)
     rows = rows_of(500, length=16)
     assert stored <= (rows.bytes_of("lists") - max(listing_bytes(500, 3), pair_bytes(5))) * 1.2

@@ -18,7 +18,7 @@ count, and unused parts are omitted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +32,12 @@ from algos.offline.td3_update import Actor, Backup, ConstrainedTd3Config, Regula
 from algos.optim import descend, load_parts, regress, save_parts, weights_of
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
+from policies.networks import native
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate
+from policies.networks.mlp_blocks import NAMES
 from policies.registry import register
+
+_RELU = native.Stack(1, "relu", transposed=True)
 
 
 class ActionVae(nn.Module):
@@ -50,17 +54,36 @@ class ActionVae(nn.Module):
         self.decoder = _stack(cond_dim + self.latent_dim, width)
         self.outlet = nn.Linear(width, action_dim)
 
-    def forward(self, cond: Tensor, action: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return reconstructions (..., B, A), means and stds (..., B, 2A) for noise (..., B, 2A)."""
-        hidden = self.encoder(torch.cat([cond, action], dim=-1))
-        mean, std = self.mean(hidden).to(noise), self.log_std(hidden).to(noise).clamp(-4, 15).exp()
-        latent = mean + std * noise
-        decoded = torch.tanh(self.outlet(self.decoder(torch.cat([cond, latent], dim=-1)))).to(noise)
-        return self.limit * decoded, mean, std
+    def forward(
+        self, cond: Tensor, action: Tensor, noise: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return reconstructions (..., B, A), means and stds (..., B, 2A) for noise (..., B, 2A).
+
+        `rows` (R,) of a batch are reconstructed alone, (R, A).
+        """
+        mean, log_std = _through(self.encoder, [self.mean, self.log_std], torch.cat([cond, action], dim=-1))
+        mean, std = mean.to(noise), log_std.to(noise).clamp(-4, 15).exp()
+        latent = torch.cat([cond, mean + std * noise], dim=-1)
+        (decoded,) = _through(self.decoder, [self.outlet], latent if rows is None else latent[rows])
+        return self.limit * torch.tanh(decoded).to(noise), mean, std
 
 
 def _stack(in_dim: int, width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(in_dim, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+
+
+def _through(hidden: nn.Sequential, heads: Sequence[nn.Linear], x: Tensor) -> Sequence[Tensor]:
+    """Return what heads of equal width read from the hidden layers."""
+    if x.ndim > 2 or not native.serves(x):
+        h = hidden(x)
+        return [head(h) for head in heads]
+    layers: list[Any] = [part for part in hidden if isinstance(part, nn.Linear)]
+    parts = []
+    for name in NAMES:
+        whole = torch.cat([getattr(head, name) for head in heads])
+        parts += [*(getattr(layer, name) for layer in layers), whole]
+    found: Sequence[Tensor] = _RELU(x, parts)[0].chunk(len(heads), dim=-1)
+    return found
 
 
 def divergence(mean: Tensor, std: Tensor) -> Tensor:
@@ -113,10 +136,14 @@ class AdvantageGuide(Regulariser):
         value_loss = regress(self.value_optimizer, found, aim)
         value = self._state_value = found.values[0]
         keep = (self._data_value > self._state_value).to(value.dtype)
+        rows = keep.nonzero().squeeze(1) if self._can_choose(keep) else None
         with self._precision():
-            rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"])
-        error = (self.vae_weight * keep[..., None] * (rebuilt - batch.action).square()).mean(dim=(-2, -1))
-        vae_loss = error + 0.5 * divergence(mean, std)
+            rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"], rows)
+        if rows is None:
+            error = (keep[..., None] * (rebuilt - batch.action).square()).mean(dim=(-2, -1))
+        else:
+            error = (rebuilt - batch.action[rows]).square().sum() / batch.action.numel()
+        vae_loss = self.vae_weight * error + 0.5 * divergence(mean, std)
         descend(self.vae_optimizer, vae_loss)
         return {
             "value/loss": value_loss,
@@ -155,6 +182,10 @@ class AdvantageGuide(Regulariser):
             rebuilt_value = critic(batch.cond, rebuilt, members=1)[0]
         follows = rebuilt_value - value >= data - value
         return follows, self.weight * ((rebuilt_value >= value) | (data > value)).to(value.dtype)
+
+    def _can_choose(self, keep: Tensor) -> bool:
+        """Say whether rows that are not kept (B,) are left out; elsewhere counting them costs more."""
+        return keep.ndim == 1 and keep.is_cpu and not self.vae._forward_hooks
 
     def _precision(self) -> AbstractContextManager[Any]:
         return precision(self._autocast, self.vae.outlet.weight.device)

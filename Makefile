@@ -46,7 +46,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.speed --json benchmarks/results/latest.json
+	$(BIN)/python -m benchmarks.speed
 
 site: $(SITE)/.ready $(SITE)/node_modules
 	NO_MKDOCS_2_WARNING=1 PATH="$(SITE)/bin:$$PATH" $(SITE)/bin/mkdocs build --strict

@@ -12,6 +12,9 @@ import pytest
 
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
+from benchmarks.speed import page as speed_page
+from benchmarks.speed import products
+from benchmarks.speed.__main__ import CASES
 from benchmarks.studies import offline_page, table, table_page, verify
 from envs.evaluation.intervals import conditional_value_at_risk, success_rate, wilson
 
@@ -251,3 +254,52 @@ def test_every_method_of_the_table_has_an_experiment() -> None:
         for method in table.methods_of(study).values():
             name = method.tuned[0].partition("experiment=")[2]
             assert (ROOT / f"configs/experiment/{name}.yaml").exists() and method.base
+
+
+def figure(ratio: float, **change: Any) -> dict[str, Any]:
+    """Return a kept run of a figure, 2 ms of ours."""
+    given = {"case": "offline", "figure": "TD3+BC step", "peer": "plain program", "dataset": None}
+    rest = {"ours_s": 0.002, "floor": 1.1, "commit": "a" * 7, "load": 0.5, "date": "2026-11-27"}
+    return {**given, **rest, "ratio": ratio, **change}
+
+
+def test_of_every_figure_of_speed_the_last_two_runs_are_kept() -> None:
+    others = [figure(4.0, dataset="a.hdf5"), figure(5.0, peer="CORL"), figure(6.0, figure="IQL step")]
+    same = [figure(1.0), figure(2.0), figure(3.0)]
+    assert speed_page.last_runs([same[0], *others, *same[1:]]) == [*same[1:], *others]
+    assert speed_page.last_runs(same[:1]) == same[:1]
+
+
+def test_processors_of_the_table_of_speed_stand_side_by_side() -> None:
+    file = figure(12.34, dataset="a.hdf5", ours_s=None)
+    found = {
+        "one": [figure(1.5), figure(1.0, ours_s=0.004), file],
+        "two": [figure(2.0, floor=1.2, date="2027")],
+    }
+    assert speed_page.theme(found, ("offline",))[2:] == [
+        "| TD3+BC step | plain program | 3.00 | **1.5 / 1** | 2.00 | **2** | 1.2 |",
+        "| TD3+BC step (a) | plain program | – | **12.3** | – | – | 1.1 |",
+    ]
+
+
+def block(page: str, name: str) -> list[str]:
+    """Return the lines of a block of a page."""
+    text = (ROOT / page).read_text().partition(f"<!-- results: {name} -->\n")[2]
+    return text.partition(f"<!-- /results: {name} -->")[0].splitlines()
+
+
+def test_the_page_of_speed_says_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = speed_page.records()
+    assert block(speed_page.PAGE, "speed") == [*speed_page.lines(found)]
+    assert block(speed_page.SUMMARY, "speed") == speed_page.summary(found)
+    assert block("docs/speed.md", "products") == products.lines(
+        pages.kept("speed", "products.json")[0]["processors"]
+    )
+
+
+def test_every_case_of_speed_has_a_table_and_every_aim_a_figure() -> None:
+    themes = [case for cases in speed_page.THEMES.values() for case in cases]
+    assert sorted(themes) == sorted(CASES)
+    known = {(run["figure"], run["peer"]) for runs in speed_page.records().values() for run in runs}
+    assert known >= speed_page.AIMS.keys()

@@ -1,28 +1,27 @@
 """Hot paths against their peers, on two cores, DPPO's Hopper sizes.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.speed [case ...] [--rounds 9] [--json FILE] [--gate]
+    OMP_NUM_THREADS=1 python -m benchmarks.speed [case ...] [--rounds 9] [--keep] [--gate]
 
 Every case first checks that ours and the peer compute the same thing, then times them in turns and prints
-the ratio of medians with its floor. `--gate` exits with 1 if a ratio misses its floor. Times of one run are
-comparable with each other only.
+the ratio of medians with its floor. `--keep` adds the figures to those of this processor in
+docs/results/speed, and writes the tables of docs/speed.md. `--gate` exits with 1 if a ratio misses its
+floor. Times of one run are comparable with each other only.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 
-import gymnasium
-import mujoco
 import torch
 
 from algos.training.memory import keep_freed_memory
-from algos.training.provenance import processor_name
+from algos.training.provenance import describe_environment, processor_name
+from benchmarks.speed import page
 from benchmarks.speed.cases_acting import exported, rollout, sampling, transformer, unet
 from benchmarks.speed.cases_critics import critics
 from benchmarks.speed.cases_dsrl import dsrl_sac
@@ -70,17 +69,28 @@ PEERS = ("ppo", "dsrl_sac", "lerobot", "released")
 """Cases whose peer is another program, to be installed or cloned beside ours."""
 
 
-def machine() -> dict[str, object]:
-    """Describe where the figures come from."""
+ON_A_FILE = ("offline", "neighbours", "seeds", "released", "evaluate")
+"""Cases that read `--dataset`."""
+ON_ROWS = ("offline", "neighbours", "seeds", "released", "replay", "dsrl")
+"""Cases whose synthetic data have `--rows`."""
+ROWS, THREADS = 1_000_000, 2
+
+
+def about(case: str, options: argparse.Namespace) -> dict[str, object]:
+    """Return what a kept figure says of its run: data, rounds, commit, load and day."""
+    dataset = None
+    if options.dataset is not None and case in ON_A_FILE:
+        dataset = options.dataset.name
+    elif options.rows != ROWS and case in ON_ROWS:
+        dataset = f"{options.rows:,} rows"
+    commit, *changes = str(describe_environment()["commit"] or "unknown").split("-")
     return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "processor": processor_name(),
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "mujoco": mujoco.__version__,
-        "gymnasium": gymnasium.__version__,
+        "case": case,
+        "dataset": dataset,
+        "rounds": options.rounds,
+        "commit": "-".join((commit[:7], *changes)),
+        "load": round(os.getloadavg()[0], 2),
+        "date": date.today().isoformat(),
     }
 
 
@@ -91,9 +101,9 @@ def main() -> int:
     )
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2, help="gradient threads of both sides")
+    parser.add_argument("--threads", type=int, default=THREADS, help="gradient threads of both sides")
     parser.add_argument(
-        "--rows", type=int, default=1_000_000, help="of the data of offline learning, and of a replay"
+        "--rows", type=int, default=ROWS, help="of the data of offline learning, and of a replay"
     )
     parser.add_argument("--seeds", type=int, default=4, help="that are trained together, of `seeds`")
     parser.add_argument(
@@ -105,9 +115,11 @@ def main() -> int:
     parser.add_argument(
         "--programs", type=Path, help="folder with clones of CORL, PRDC, A2PR, for `released`"
     )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--gate", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="the figures, in docs/results/speed")
+    parser.add_argument("--gate", action="store_true", help="exit with 1 if a ratio misses its floor")
     options = parser.parse_args()
+    if options.keep and options.threads != THREADS:
+        parser.error(f"--keep is for the default number of threads, {THREADS}")
     torch.set_num_threads(1)
     keep_freed_memory()  # as training does; peers profit too
     print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
@@ -115,18 +127,19 @@ def main() -> int:
     figures: list[Figure] = []
     print(processor_name(), flush=True)
     for name in options.cases or [case for case in CASES if options.peers or case not in PEERS]:
+        run, found = about(name, options), []
         for figure in CASES[name](options):
-            figures.append(figure)
+            found.append(figure)
             verdict = "" if figure.ok else "  MISSED"
             print(
                 f"{figure.case:<36}{1e3 * figure.ours_s:>9.3f} ms{1e3 * figure.peer_s:>9.3f} ms"
                 f"{figure.ratio:>8.2f}{figure.floor:>7.1f}  {figure.peer}{verdict}",
                 flush=True,
             )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(), "figures": [figure.row() for figure in figures]}
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
+        figures += found
+        if options.keep:
+            page.add(run | figure.row() for figure in found)
+            page.write()
     return int(options.gate and not all(figure.ok for figure in figures))
 
 

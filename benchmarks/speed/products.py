@@ -2,17 +2,17 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.speed.products [case ...] [--rounds 7]
 
-writes docs/results/speed/products.json and a table in docs/speed.md. The products (and convolutions) of one
-call are recorded with their shapes, layouts and places in memory, and played again without anything else, in
-turns with the call. Times are processor times of one thread.
+writes docs/results/speed/products.json, beside the figures of other processors, and a table in
+docs/speed.md. The products (and convolutions) of one call are recorded with their shapes, layouts and places
+in memory, and played again without anything else, in turns with the call. Times are processor times of one
+thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,12 @@ from algos.prdc import PrdcConfig
 from algos.td3_bc import Td3BcConfig
 from algos.training.memory import keep_freed_memory
 from algos.training.provenance import processor_name
-from benchmarks.pages import keep, replace_block, table
+from benchmarks.pages import RESULTS, keep, kept, replace_block, table
 from benchmarks.speed.cases_lerobot import small_cloning
 from benchmarks.speed.cases_offline import BLOCK, POOL, list_search_of, ours_of, synthetic_dataset
 from benchmarks.speed.cases_offpolicy import Sides
 from benchmarks.speed.cases_released import keep_some
+from benchmarks.speed.page import milliseconds
 from benchmarks.speed.sides import OBS, our_policy, plain_nets, push_t, tape
 from benchmarks.speed.timing import interleave
 
@@ -136,7 +137,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    rows: list[dict[str, Any]] = []
+    before = RESULTS / "speed" / "products.json"
+    content: dict[str, Any] = kept("speed", before.name)[0]["processors"] if before.exists() else {}
+    mine = content.setdefault(processor_name(), {"cases": {}})
     for name in options.cases or CASES:
         label, make = CASES[name]
         call, count = make()
@@ -144,29 +147,30 @@ def main() -> None:
             {"all": call, "products": products_of(call)},
             rounds=options.rounds, slot_s=0.2, clock=time.process_time,
         )  # fmt: skip
-        row = {"case": label} | {part: seconds / count for part, seconds in times.items()}
-        rows.append(row)
+        mine["cases"][label] = row = {part: seconds / count for part, seconds in times.items()}
         print(f"{label:<50} {1e3 * row['all']:9.2f} ms {row['products'] / row['all']:6.0%}", flush=True)
-    keep("speed", "products", {"rows": rows, "processor": processor_name(), "rounds": options.rounds})
-    told = table(
-        ("one thread", "ms", "products alone", "share"),
-        [
-            (
-                row["case"],
-                _ms(row["all"]),
-                _ms(row["products"]),
-                f"{row['products'] / row['all']:.0%}".replace("%", " %"),
-            )
-            for row in rows
-        ],
-    )
-    head = f"`OMP_NUM_THREADS=1 python -m benchmarks.speed.products --rounds {options.rounds}`"
-    replace_block("docs/speed.md", "products", [f"{head}, {processor_name()}:", "", *told])
+    mine["rounds"] = options.rounds
+    keep("speed", "products", {"processors": content}, indent=1)
+    replace_block("docs/speed.md", "products", lines(content))
 
 
-def _ms(seconds: float) -> str:
-    digits = max(0, 2 - math.floor(math.log10(1e3 * seconds)))
-    return f"{1e3 * seconds:.{digits}f}"
+def lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the table of the page, processors side by side."""
+    names = sorted(found, key=str.casefold)
+    rows = [
+        [label, *(cell for name in names for cell in _cells(found[name]["cases"].get(label)))]
+        for label, _ in CASES.values()
+    ]
+    columns = [column for name in names for column in (f"{name} [ms]", "products")]
+    rounds = ", ".join(f"{found[name]['rounds']} rounds on {name}" for name in names)
+    head = f"`OMP_NUM_THREADS=1 python -m benchmarks.speed.products`, one thread, {rounds}:"
+    return [head, "", *table(("call", *columns), rows)]
+
+
+def _cells(row: Mapping[str, float] | None) -> tuple[str, str]:
+    if row is None:
+        return "–", "–"
+    return milliseconds(row["all"]), f"{100 * row['products'] / row['all']:.0f} %"
 
 
 if __name__ == "__main__":

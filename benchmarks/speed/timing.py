@@ -31,7 +31,8 @@ class Figure:
 
     def row(self) -> dict[str, object]:
         """Return the figure as JSON types."""
-        return asdict(self) | {"ratio": self.ratio, "ok": self.ok}
+        content = asdict(self)
+        return {"figure": content.pop("case"), **content, "ratio": self.ratio}
 
 
 def interleave(

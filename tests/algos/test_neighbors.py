@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,19 @@ from algos.offline.neighbors import BruteSearch, ListSearch, Search, TreeSearch,
 from algos.prdc import NearestRow
 from algos.transitions import Batch
 from policies.networks.critics import EnsembleConfig
+
+
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "plain"])
+def program(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Search lists in C, where it can be, and by plain operations."""
+    if request.param == "compiled":
+        if neighbors._program() is None:
+            pytest.skip("no program in C")
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbors, "_program", lambda: None)
+        yield
 
 
 def table(m: int, seed: int, *, copies: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor]:

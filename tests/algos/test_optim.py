@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,11 +18,15 @@ from algos.optim import (
     PowerDecay,
     check_schedule,
     clipped,
+    descend,
+    regress,
     restore_optimizer,
     take_step,
     warmup_cosine,
+    weights_of,
 )
 from policies.errors import ConfigError
+from policies.networks.critics import EnsembleConfig
 
 
 @given(st.integers(0, 500), st.integers(0, 20), st.integers(21, 200), st.floats(0.01, 1.0), st.floats(0, 1))
@@ -85,6 +92,55 @@ def test_a_step_along_gradients_is_the_optimizers_own_bit_for_bit(
     for a, b in zip(ours, theirs, strict=True):
         assert all(torch.equal(mine.state[a][name], value) for name, value in plain.state[b].items())
     assert all(weight.grad is None for weight in ours)
+
+
+def test_a_step_takes_numbers_below_the_smallest_normal_one_for_zero_and_nothing_else_does() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    torch.set_flush_denormal(False)
+    weight = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.Adam([weight], fused=True)
+    take_step(optimizer, [torch.zeros(64)])
+    for mean in (1e-40, 1e-30):
+        optimizer.state[weight]["exp_avg"].fill_(mean)
+        take_step(optimizer, [torch.zeros(64)])
+        found = optimizer.state[weight]["exp_avg"]
+        assert torch.equal(found, torch.zeros(64)) if mean < 1e-38 else found.gt(0).all()
+    assert (torch.full((64,), 1e-40) * 0.5).gt(0).all()
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"layer_norm": True}, {"activation": "gelu"}, {"members": 1}], ids=str
+)
+@pytest.mark.parametrize("has_encoder", [False, True])
+def test_a_regression_is_a_step_on_its_loss(config: dict[str, Any], has_encoder: bool) -> None:
+    torch.manual_seed(0)
+    cond, action, target = torch.randn(32, 5), torch.randn(32, 2), torch.randn(32)
+    critic = EnsembleConfig(hidden_dims=(16, 16), **config).build(4, 2)
+    parts = nn.ModuleList([critic, nn.Linear(5, 4)])
+    found = []
+    for is_closed in (True, False):
+        ours, encoder = copy.deepcopy(parts)
+        weights = [*ours.parameters(), *(encoder.parameters() if has_encoder else ())]
+        optimizer = torch.optim.Adam(weights, lr=0.1, fused=True)
+        for _ in range(2):
+            state = encoder(cond) if has_encoder else encoder(cond).detach()
+            if is_closed:
+                evaluation = ours.evaluate(state, action, weights_of(optimizer))
+                loss = regress(optimizer, evaluation, target, weight=0.3)
+            else:
+                error = ours(state, action) - target
+                loss = descend(optimizer, 0.3 * error.square().mean(dim=1).sum())
+        found.append([loss, *(optimizer.state[weight]["exp_avg"] for weight in weights)])
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_see_the_values_of_a_regression() -> None:
+    critic, seen = EnsembleConfig(hidden_dims=(8,)).build(3, 1), []
+    critic.register_forward_hook(lambda net, given, found: seen.append(found.detach()))
+    found = critic.evaluate(torch.randn(4, 3), torch.randn(4, 1), list(critic.parameters()))
+    assert torch.equal(found.values, seen[0])
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1e3])

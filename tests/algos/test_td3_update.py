@@ -386,6 +386,25 @@ def test_deviations_of_the_guide_stay_within_their_limits() -> None:
     assert float(std.min()) == pytest.approx(math.exp(-4)) and float(std.max()) == pytest.approx(math.exp(15))
 
 
+def test_actions_that_the_guide_does_not_keep_need_no_reconstruction() -> None:
+    found = []
+    for listens in (False, True):  # what listens to the guide is shown all of a batch
+        run = run_of(small(A2prConfig))
+        guide: Any = run.learner.regulariser
+        shown: list[int] = []
+        if listens:
+            guide.vae.register_forward_hook(lambda net, given, out, shown=shown: shown.append(len(out[0])))
+        batch = run.table.gather(torch.arange(64))
+        with torch.no_grad():
+            guide.value.bias[-1] += 0.2  # keeps some
+        out = run.learner.step(batch, run.learner.draw(64, torch.Generator().manual_seed(0)))
+        assert 0.1 < float(out["guide/kept_fraction"]) < 0.9 and all(rows == 64 for rows in shown)
+        means = [guide.vae_optimizer.state[weight]["exp_avg"] for weight in guide.vae.parameters()]
+        found.append([out["guide/loss"], *means])
+    for chosen, whole in zip(*found, strict=True):
+        torch.testing.assert_close(chosen, whole, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("kind", [*CONSTRAINED, IqlConfig])
 def test_only_a_policy_with_weights_of_its_own_is_tuned(kind: Any) -> None:
     with pytest.raises(CapabilityError, match=mentions("init composition")):

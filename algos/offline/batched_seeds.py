@@ -31,7 +31,7 @@ from algos.offline.td3_update import Actor, ActorNetwork, Regulariser, actor_net
 from algos.training.metrics import Means
 from algos.transitions import Batch, TransitionTable
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.critics import Ensemble, inputs_of
+from policies.networks.critics import Ensemble, Evaluation, inputs_of
 from policies.networks.distributions import gaussian_log_prob
 from policies.networks.recorded import Recorded
 from policies.networks.weight_cache import keeps_values
@@ -243,10 +243,27 @@ class StackedEnsemble(Ensemble):
         frozen: bool = False,
     ) -> Tensor:
         """Return values (E, S, B); see `Ensemble.forward`."""
-        x = inputs_of(cond, action).unsqueeze(1)
-        seeds, count = len(x), self.members if members is None else members
-        h = x.expand(-1, count, -1, -1).flatten(0, 1)
-        return self._evaluate_batched(h, count, frozen).view(seeds, count, -1).transpose(0, 1)
+        x, count = inputs_of(cond, action), self.members if members is None else members
+        if self._is_native(x):
+            parts = [part for each in self._parts for part in self._stacks(each, count, frozen)]
+            found = self._stack(len(x) * count)(x, parts)
+        else:
+            h = x.unsqueeze(1).expand(-1, count, -1, -1).flatten(0, 1)
+            found = self._evaluate_batched(h, count, frozen)
+        return found.view(len(x), count, -1).transpose(0, 1)
+
+    def evaluate(self, cond: Tensor, action: Tensor | None, weights: Sequence[Tensor]) -> Evaluation:
+        """Return values (E, S, B); see `Ensemble.evaluate`."""
+        x, parts = inputs_of(cond, action), self._in_order()
+        if self._needs_no_graph(x, parts, weights):
+            found = self._stack(len(x) * self.members).evaluate(x, [part.flatten(0, 1) for part in parts])
+            if found is not None:
+                out, of_parts = found
+                return Evaluation(
+                    out.view(len(x), self.members, -1).transpose(0, 1),
+                    lambda slope: _laid_as(parts, of_parts(slope.transpose(0, 1).reshape(out.shape))),
+                )
+        return super().evaluate(cond, action, weights)
 
     def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> NoReturn:
         raise CapabilityError("stacked ensembles share the weights of the single ones; load those.")
@@ -258,6 +275,10 @@ class StackedEnsemble(Ensemble):
         """Return the weights of the first `count` members of every seed, (S E, ...)."""
         stacks = (part[:, :count].flatten(0, 1) for part in parts)
         return [stack.detach() if frozen else stack for stack in stacks]
+
+
+def _laid_as(parts: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if grad is None else grad.view_as(part) for part, grad in zip(parts, grads, strict=True)]
 
 
 class BatchedActor(Actor):

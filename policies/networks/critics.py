@@ -145,18 +145,23 @@ class Ensemble(nn.Module):
 
     def evaluate(self, cond: Tensor, action: Tensor | None, weights: Sequence[Tensor]) -> Evaluation:
         """Return values (E, B) and the function from their gradient to those of weights; see `forward`."""
-        config, x, parts = self.config, inputs_of(cond, action), self._in_order()
-        owns = len(parts) == len(weights) and all(map(operator.is_, parts, weights))
-        is_plain = not (config.bins or config.cosines or x.requires_grad or self._forward_hooks)
-        if owns and is_plain and self._is_native(x):
-            stack = native.Stack(self.members, config.activation, config.layer_norm, config.norm_eps)
-            if (found := stack.evaluate(x, parts)) is not None:
+        x, parts = inputs_of(cond, action), self._in_order()
+        if self._needs_no_graph(x, parts, weights):
+            found = self._stack(self.members).evaluate(x, parts)
+            if found is not None:
                 out, gradients = found
                 return Evaluation(out.squeeze(-1), lambda slope: gradients(slope.unsqueeze(-1)))
         values = self(cond, action)
         return Evaluation(
             values.detach(), lambda slope: torch.autograd.grad(values, weights, slope, allow_unused=True)
         )
+
+    def _needs_no_graph(self, x: Tensor, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+        """Say whether gradients of these parts, all of them in order, and of nothing else are wanted."""
+        config = self.config
+        owns = len(parts) == len(weights) and all(map(operator.is_, parts, weights))
+        is_plain = not (config.bins or config.cosines or x.requires_grad or self._forward_hooks)
+        return owns and is_plain and self._is_native(x)
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Return the values (E, B) of what `outputs` returns."""
@@ -197,9 +202,12 @@ class Ensemble(nn.Module):
             parts = [part[:count] for part in parts]
         if frozen:
             parts = [part.detach() for part in parts]
-        stack = native.Stack(count, self.config.activation, self.config.layer_norm, self.config.norm_eps)
-        found = stack(x, parts)
+        found = self._stack(count)(x, parts)
         return found if self.config.bins else found.squeeze(-1)
+
+    def _stack(self, members: int) -> native.Stack:
+        config = self.config
+        return native.Stack(members, config.activation, config.layer_norm, config.norm_eps)
 
     def _evaluate_batched(self, h: Tensor, count: int, frozen: bool) -> Tensor:
         stacks = (self._stacks(part, count, frozen) for part in self._parts)

@@ -280,8 +280,12 @@ class PlainTrunk(nn.Module):
         return finish
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self._stack is not None and inputs.ndim == 2 and native.serves(inputs):
-            return self._stack(inputs, self._parts())[0]
+        if self._stack is not None and inputs.ndim in (2, 3) and native.serves(inputs):
+            parts = self._parts()
+            if inputs.ndim == 2:
+                return self._stack(inputs, parts)[0]
+            if parts[0].ndim == 3:  # of several seeds
+                return self._stack._replace(members=len(inputs))(inputs, parts)
         return self.finish_of(self.fold())(self.inlet(inputs))
 
     def _parts(self) -> list[Tensor]:

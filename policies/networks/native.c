@@ -124,15 +124,15 @@ static inline void through_norm(int n, const float *scale, const float *unit, fl
     for (int j = 0; j < n; j++) grad[j] = inverse * (grad[j] - mean - unit[j] * slope);
 }
 
-/* Members of one ensemble lie behind each other: weights (E, in, out), or one network of (out, in) if transposed.
-   dims (L + 1); parts: weights and biases of L layers, then, if normed, scales and shifts of L - 1; hidden:
+/* Members of ensembles lie behind each other: weights (E, in, out), or (E, out, in) if transposed. Each `sharing` of
+   them read the same rows of x (E / sharing, R, in). dims (L + 1); parts: weights and biases of L layers, then, if normed, scales and shifts of L - 1; hidden:
    activations of members, layers, rows; unit: as hidden, before scale and shift; inverse (E, L - 1, R). */
-void stack_forward(const int *dims, int layers, int members, int rows, int transposed, int kind, int normed, float eps,
-                   const float *x, const float **parts, float *hidden, float *unit, float *inverse, float *out) {
+void stack_forward(const int *dims, int layers, int members, int sharing, int rows, int transposed, int kind,
+                   int normed, float eps, const float *x, const float **parts, float *hidden, float *unit, float *inverse, float *out) {
     const float **weight = parts, **bias = parts + layers, **scale = parts + 2 * layers;
     const float **shift = scale + layers - 1;
     for (int e = 0; e < members; e++) {
-        const float *h = x;
+        const float *h = x + (long)(e / sharing) * rows * dims[0];
         for (int i = 0; i < layers; i++) {
             const int k = dims[i], n = dims[i + 1], is_last = i == layers - 1;
             const float *b = bias[i] + (long)e * n;
@@ -157,10 +157,10 @@ void stack_forward(const int *dims, int layers, int members, int rows, int trans
     }
 }
 
-/* Gradients of the parts lie as those, or are null; grad (E, R, out); x_grad (R, in) or null; work holds two matrices of
+/* Gradients of the parts lie as those, or are null; grad (E, R, out); x_grad as x, or null; work holds two matrices of
    R rows of the widest hidden layer. */
-void stack_backward(const int *dims, int layers, int members, int rows, int transposed, int kind, int normed,
-                    const float *x, const float **parts, const float *hidden, const float *unit, const float *inverse,
+void stack_backward(const int *dims, int layers, int members, int sharing, int rows, int transposed, int kind,
+                    int normed, const float *x, const float **parts, const float *hidden, const float *unit, const float *inverse,
                     const float *grad, float **part_grads, float *x_grad, float *work, long work_size) {
     const float **weight = parts, **scale = parts + 2 * layers;
     long width = 0;
@@ -172,7 +172,8 @@ void stack_backward(const int *dims, int layers, int members, int rows, int tran
             const int k = dims[i], n = dims[i + 1];
             const float *w = weight[i] + (long)e * k * n;
             if (i) h -= (long)rows * k, u -= (long)rows * k;
-            const float *in = i ? h : x;
+            const long first = (long)(e / sharing) * rows * dims[0];
+            const float *in = i ? h : x + first;
             if (part_grads) {
                 float *sum = part_grads[layers + i] + (long)e * n, *wg = part_grads[i] + (long)e * k * n;
                 if (transposed)
@@ -184,7 +185,7 @@ void stack_backward(const int *dims, int layers, int members, int rows, int tran
                     for (int j = 0; j < n; j++) sum[j] += g[(long)r * n + j];
             }
             if (!i) {
-                if (x_grad) multiply(0, !transposed, rows, k, n, g, w, e ? 1 : 0, x_grad);
+                if (x_grad) multiply(0, !transposed, rows, k, n, g, w, e % sharing ? 1 : 0, x_grad + first);
                 break;
             }
             float *back = work + (i % 2) * work_size;

@@ -32,7 +32,7 @@ KINDS = {"relu": 0, "tanh": 1}
 """Activations of stacks, as the C program numbers them."""
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _ARGUMENTS = {
-    "stack_forward": "piiiiiif" + 6 * "p", "stack_backward": "piiiiii" + 9 * "p" + "l",
+    "stack_forward": "piiiiiiif" + 6 * "p", "stack_backward": "piiiiiii" + 9 * "p" + "l",
     "norm_mish_forward": "iiiif" + 6 * "p", "norm_mish_backward": "iiii" + 10 * "p",
     "windows_forward": 7 * "i" + "pp", "windows_backward": 7 * "i" + "pp",
 }  # fmt: skip
@@ -84,8 +84,8 @@ def serves(x: Tensor) -> bool:
 class Stack(NamedTuple):
     """Shape of E equal networks of L linear layers, with (LayerNorm and) an activation between them.
 
-    Weights are (E, in, out) and biases (E, 1, out), or (out, in) and (out,) of one network if `transposed`;
-    scales and shifts of normalisations as the biases.
+    Weights are (E, in, out) and biases (E, 1, out); if `transposed`, (E, out, in) and (E, out), without the
+    first axis of one network; scales and shifts of normalisations as the biases.
     """
 
     members: int
@@ -95,7 +95,10 @@ class Stack(NamedTuple):
     transposed: bool = False
 
     def __call__(self, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Return the outputs (E, R, out) of x (R, in); parts: weights, biases, scales, shifts."""
+        """Return the outputs (E, R, out) of x (R, in); parts: weights, biases, scales, shifts.
+
+        Of x (G, R, in) each of the G matrices is read by E / G members that follow each other.
+        """
         x = x.contiguous()
         dims = self._dims(x, parts)
         if dims is None:
@@ -115,7 +118,7 @@ class Stack(NamedTuple):
             if part.dtype is not torch.float32 or not part.is_cpu or not part.is_contiguous():
                 return None
             shapes.append(part.shape)
-        return _chain(self, tuple(shapes)) if x.ndim == 2 and len(x) else None
+        return _chain(self, tuple(shapes)) if x.ndim in (2, 3) and x.shape[-2] else None
 
     def evaluate(
         self, x: Tensor, parts: Sequence[Tensor]
@@ -133,15 +136,16 @@ class Stack(NamedTuple):
 
     def run(self, x: Tensor, parts: Sequence[Tensor], dims: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return outputs, and what the backward pass reads: activations, and for norms units and factors."""
-        layers, rows = len(dims) - 1, len(x)
+        layers, rows = len(dims) - 1, x.shape[-2]
         hidden = x.new_empty(self.members * rows * sum(dims[1:-1]))
         out = x.new_empty(self.members, rows, dims[-1])
         unit, factor = hidden, hidden  # not read without normalisation
         if self.has_norm:
             unit, factor = torch.empty_like(hidden), x.new_empty(self.members * rows * (layers - 1))
         library().stack_forward(
-            _numbers(dims), layers, self.members, rows, self.transposed, KINDS[self.activation],
-            self.has_norm, self.eps, _at(x), addresses(parts), _at(hidden), _at(unit), _at(factor), _at(out),
+            _numbers(dims), layers, self.members, self._sharing(x), rows, self.transposed,
+            KINDS[self.activation], self.has_norm, self.eps,
+            _at(x), addresses(parts), _at(hidden), _at(unit), _at(factor), _at(out),
         )  # fmt: skip
         return out, hidden, unit, factor
 
@@ -155,26 +159,33 @@ class Stack(NamedTuple):
         wants: tuple[bool, bool],
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return gradients of x and of the parts, as far as wanted, for those of the outputs."""
-        layers, rows, (hidden, unit, factor) = len(dims) - 1, len(x), seen
+        layers, rows, (hidden, unit, factor) = len(dims) - 1, x.shape[-2], seen
         grad = grad.contiguous()
         of_x = torch.empty_like(x) if wants[0] else None
         of_parts = [torch.empty_like(part) for part in parts] if wants[1] else []
         size = rows * max(dims[1:-1], default=0)
         work = x.new_empty(2 * size)
         library().stack_backward(
-            _numbers(dims), layers, self.members, rows, self.transposed, KINDS[self.activation],
-            self.has_norm, _at(x), addresses(parts), _at(hidden), _at(unit), _at(factor), _at(grad),
+            _numbers(dims), layers, self.members, self._sharing(x), rows, self.transposed,
+            KINDS[self.activation], self.has_norm,
+            _at(x), addresses(parts), _at(hidden), _at(unit), _at(factor), _at(grad),
             addresses(of_parts) if of_parts else None, None if of_x is None else _at(of_x), _at(work), size,
         )  # fmt: skip
         return of_x, of_parts or [None] * len(parts)
 
+    def _sharing(self, x: Tensor) -> int:
+        """Return how many members read the same rows."""
+        return self.members if x.ndim == 2 else self.members // len(x)
+
     def plain(self, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return the outputs by plain operations."""
         layers = (len(parts) + 2) // 4 if self.has_norm else len(parts) // 2
-        whole = [part.unsqueeze(0) for part in parts] if self.transposed else parts
+        whole = [part.unsqueeze(0) for part in parts] if parts[0].ndim == 2 else parts
+        groups = x if x.ndim == 3 else x.unsqueeze(0)
+        inputs = [rows for rows in groups for _ in range(len(whole[0]) // len(groups))]
         out = []
-        for member in zip(*(part.unbind(0) for part in whole), strict=True):
-            weight, bias, norms, h = member[:layers], member[layers : 2 * layers], member[2 * layers :], x
+        for h, *member in zip(inputs, *(part.unbind(0) for part in whole), strict=True):
+            weight, bias, norms = member[:layers], member[layers : 2 * layers], member[2 * layers :]
             for i in range(layers):
                 h = torch.addmm(bias[i], h, weight[i].t() if self.transposed else weight[i])
                 if i < layers - 1:
@@ -189,15 +200,18 @@ class Stack(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _chain(stack: Stack, shapes: tuple[torch.Size, ...]) -> tuple[int, ...] | None:
     """Return the widths before, between and behind the layers; None: the shapes of x and the parts differ."""
-    (_, fan_in), *parts = shapes
+    (*groups, _, fan_in), *parts = shapes
     layers = (len(parts) + 2) // 4 if stack.has_norm else len(parts) // 2
     ends = (-2, -1) if not stack.transposed else (-1, -2)
-    lead, row = ((), ()) if stack.transposed else ((stack.members,), (1,))
+    is_alone = stack.transposed and stack.members == 1 and bool(parts) and len(parts[0]) == 2
+    lead = () if is_alone else (stack.members,)
+    row = () if stack.transposed else (1,)
     dims = (fan_in, *(shape[ends[1]] for shape in parts[:layers]))
     pairs = [pair if not stack.transposed else pair[::-1] for pair in pairwise(dims)]
     rows = [(*lead, *row, width) for width in dims[1:]]
     wanted = [*((*lead, *pair) for pair in pairs), *rows, *(2 * rows[:-1] if stack.has_norm else [])]
-    return dims if stack.members > 0 and [tuple(shape) for shape in parts] == wanted else None
+    fits = stack.members > 0 and not any(size == 0 or stack.members % size for size in groups)
+    return dims if fits and [tuple(shape) for shape in parts] == wanted else None
 
 
 class _Stack(torch.autograd.Function):

@@ -27,7 +27,7 @@ needs_compiler = pytest.mark.skipif(
 def parts_of(stack: native.Stack, seed: int = 0) -> list[Tensor]:
     """Return random weights, biases, scales and shifts."""
     generator, pairs = torch.Generator().manual_seed(seed), list(pairwise(WIDTHS))
-    lead = () if stack.transposed else (stack.members,)
+    lead = () if stack.transposed and stack.members == 1 else (stack.members,)
     row = (1,) if not stack.transposed else ()
     weights = [(*lead, *(pair[::-1] if stack.transposed else pair)) for pair in pairs]
     rows = [(*lead, *row, n) for _, n in pairs]
@@ -50,7 +50,31 @@ STACKS = [
 @needs_compiler
 @pytest.mark.parametrize("stack", STACKS, ids=str)
 def test_a_stack_and_its_gradients_are_those_of_plain_operations(stack: native.Stack) -> None:
-    parts, x = parts_of(stack), entries().requires_grad_()
+    same_as_plain(stack, entries().requires_grad_())
+
+
+@needs_compiler
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_members_in_groups_have_rows_of_their_own(transposed: bool, groups: int) -> None:
+    stack = native.Stack(4, "relu", not transposed, 1e-3, transposed)
+    x = entries(groups * ROWS).unflatten(0, (groups, ROWS)).requires_grad_()
+    same_as_plain(stack, x)
+    apart = [
+        stack._replace(members=4 // groups)(rows, own)
+        for rows, own in zip(x, split(parts_of(stack), groups), strict=True)
+    ]
+    torch.testing.assert_close(stack(x, parts_of(stack)), torch.cat(apart), rtol=1e-5, atol=1e-5)
+
+
+def split(parts: list[Tensor], groups: int) -> list[list[Tensor]]:
+    """Return the parts of each group of members."""
+    return [list(own) for own in zip(*(part.tensor_split(groups) for part in parts), strict=True)]
+
+
+def same_as_plain(stack: native.Stack, x: Tensor) -> None:
+    """Require the outputs and gradients of plain operations."""
+    parts = parts_of(stack)
     assert native.serves(x)
     found, expected = stack(x, parts), stack.plain(x, parts)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

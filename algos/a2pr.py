@@ -184,8 +184,12 @@ class AdvantageGuide(Regulariser):
         return follows, self.weight * ((rebuilt_value >= value) | (data > value)).to(value.dtype)
 
     def _can_choose(self, keep: Tensor) -> bool:
-        """Say whether rows that are not kept (B,) are left out; elsewhere counting them costs more."""
-        return keep.ndim == 1 and keep.is_cpu and not self.vae._forward_hooks
+        """Say whether rows that are not kept (B,) are left out; elsewhere counting them costs more.
+
+        Products in bfloat16 are prepared anew for every number of rows.
+        """
+        is_float = keep.is_cpu and self._autocast is None
+        return is_float and keep.ndim == 1 and not self.vae._forward_hooks
 
     def _precision(self) -> AbstractContextManager[Any]:
         return precision(self._autocast, self.vae.outlet.weight.device)

@@ -75,8 +75,8 @@ def regress(
 
     Targets are (..., B), or (E, ..., B). The gradient of the loss is in closed form.
     """
-    error = found.values - target
-    descend_along(optimizer, found.gradients(error * (2 * weight / error.shape[-1])))
+    error = found.values - target.detach()
+    descend_along(optimizer, found.gradients(error * (2 * weight / max(1, error.shape[-1]))))
     return weight * error.square().mean(dim=-1).sum(dim=0)
 
 

@@ -24,16 +24,16 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fope
 
 
 @functools.cache
-def program(source: Path) -> tuple[ctypes.CDLL | None, str | None]:
-    """Return the compiled program of a source file; or None, and why there is none."""
+def program(source: Path, functions: tuple[str, ...]) -> tuple[ctypes.CDLL | None, str | None]:
+    """Return the compiled program of a source file with these functions; or None, and why there is none."""
     if os.environ.get("BURNISH_NATIVE", "1") == "0":
         return None, "BURNISH_NATIVE=0"
     compiler = shutil.which("cc")
     if compiler is None:
         return None, "there is no C compiler `cc`"
     try:
-        return _loaded(source, compiler), None
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return _loaded(source, compiler, functions), None
+    except (AttributeError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, f"the program in C is not usable: {error}"
 
 
@@ -42,12 +42,19 @@ def addresses(tensors: Sequence[Tensor]) -> bytes:
     return struct.pack(f"{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors])
 
 
-def _loaded(source: Path, compiler: str) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(_compiled(source, compiler)))
-    except OSError:  # a damaged file
-        _compiled(source, compiler).unlink()
-        return ctypes.CDLL(str(_compiled(source, compiler)))
+def _loaded(source: Path, compiler: str, functions: tuple[str, ...]) -> ctypes.CDLL:
+    for is_again in (False, True):
+        path = _compiled(source, compiler)
+        try:
+            found = ctypes.CDLL(str(path))
+            for name in functions:
+                getattr(found, name)
+            break
+        except (AttributeError, OSError):  # a damaged file
+            if is_again:
+                raise
+            path.unlink()
+    return found
 
 
 def _compiled(source: Path, compiler: str) -> Path:

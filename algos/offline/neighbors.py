@@ -42,7 +42,7 @@ _SLACK = 1e-5  # tolerated relative error of float32 distances in a certificate
 @cache
 def _program() -> Any:
     """Return the search of lists and boxes in C; None where there is none."""
-    found = program(Path(__file__).with_suffix(".c"))[0]
+    found = program(Path(__file__).with_suffix(".c"), ("nearest_rows",))[0]
     if found is not None:
         found.nearest_rows.restype = None
         sizes, numbers = 8 * (ctypes.c_int,), 2 * (ctypes.c_float,)
@@ -163,7 +163,7 @@ class ListSearch:
 
     def make_lists(self, rows: Tensor) -> None:
         """Build the missing lists of rows (B,)."""
-        listed = self._listed[rows]
+        listed = self._listed.index_select(0, rows)  # refuses rows that do not exist
         if listed.all():
             return
         missing = rows[~listed].unique()
@@ -176,7 +176,7 @@ class ListSearch:
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         device, row, state, action = row.device, row.cpu(), state.cpu(), action.cpu()
         self.make_lists(row)
-        if _program() is not None and {state.dtype, action.dtype} == {torch.float32}:
+        if _program() is not None and self._is_plain(row, state, action):
             return self._nearest_in_c(row, state.contiguous(), action.contiguous(), device)
         index, best, last, certified = self._scan(row, action, min(_PREFIX, self._length))
         open_ = (~certified).nonzero().squeeze(1)
@@ -191,9 +191,16 @@ class ListSearch:
             index[open_] = self._boxes.nearest(query, index[open_], best[open_], action_square)[0]
         return Nearest(index.to(device), certified.to(device))
 
+    def _is_plain(self, row: Tensor, state: Tensor, action: Tensor) -> bool:
+        """Say whether these queries are of the types and sizes that the program in C reads."""
+        pairs = (state, self._state), (action, self._action)
+        fits = all(given.shape == (len(row), known.shape[1]) for given, known in pairs)
+        return fits and {part.dtype for pair in pairs for part in pair} == {torch.float32}
+
     def _nearest_in_c(self, row: Tensor, state: Tensor, action: Tensor, device: torch.device) -> Nearest:
         """Search by `neighbors.c`, with the same rows as below but for ties and rounding."""
-        boxes, index, certified = self._boxes, torch.empty_like(row), torch.empty(len(row), dtype=torch.bool)
+        boxes, row = self._boxes, row.long().contiguous()
+        index, certified = torch.empty_like(row), torch.empty(len(row), dtype=torch.bool)
         low, high = ([level[side] for level in boxes.levels] for side in (0, 1))
         children = (ctypes.c_int * len(low))(*[level.shape[2] for level in low])
         _program().nearest_rows(

@@ -160,8 +160,10 @@ class Ensemble(nn.Module):
         """Say whether gradients of these parts, all of them in order, and of nothing else are wanted."""
         config = self.config
         owns = len(parts) == len(weights) and all(map(operator.is_, parts, weights))
-        is_plain = not (config.bins or config.cosines or x.requires_grad or self._forward_hooks)
-        return owns and is_plain and self._is_native(x)
+        learns = all(part.requires_grad and part._backward_hooks is None for part in parts)
+        is_heard = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
+        is_plain = not (config.bins or config.cosines or x.requires_grad or is_heard)
+        return owns and learns and is_plain and self._is_native(x)
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Return the values (E, B) of what `outputs` returns."""

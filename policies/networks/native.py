@@ -51,7 +51,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _found() -> tuple[Any, str | None]:
-    found, why = program(SOURCE)
+    found, why = program(SOURCE, ("use_gemm", *_ARGUMENTS))
     if found is None:
         return None, why
     try:
@@ -160,7 +160,7 @@ class Stack(NamedTuple):
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return gradients of x and of the parts, as far as wanted, for those of the outputs."""
         layers, rows, (hidden, unit, factor) = len(dims) - 1, x.shape[-2], seen
-        grad = grad.contiguous()
+        grad = grad.to(x.dtype).expand(self.members, rows, dims[-1]).contiguous()
         of_x = torch.empty_like(x) if wants[0] else None
         of_parts = [torch.empty_like(part) for part in parts] if wants[1] else []
         size = rows * max(dims[1:-1], default=0)

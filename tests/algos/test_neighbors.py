@@ -79,6 +79,21 @@ def test_every_way_is_exact(m: int, seed: int, copies: int, length: int, beta: f
         assert_exact(search, state, action, row, query, beta)
 
 
+def test_rows_of_any_layout_and_type_and_no_rows_outside_are_searched() -> None:
+    state, action = table(300, 5)
+    search, row = ListSearch(state, action, 1.0, length=8), torch.arange(0, 300, 3)
+    query = action[row] + 0.3
+    expected = search.nearest(row, state[row], query).row
+    strided = torch.stack([row, row.flip(0)], dim=1)[:, 0]
+    for same in (strided, row.int()):
+        assert torch.equal(search.nearest(same, state[row], query).row, expected)
+    for wrong in (-1, 300):
+        with pytest.raises(IndexError):
+            search.nearest(torch.tensor([wrong]), state[:1], action[:1])
+    with pytest.raises(RuntimeError):
+        search.nearest(row, state[row], query[:, :1].expand(-1, 3)[:7])
+
+
 def test_copies_of_a_state_do_not_fool_a_short_list() -> None:
     """More copies than a list is long: its last distance is 0, and only a look at all rows finds the best."""
     state, action = table(64, 3, copies=40)

@@ -136,6 +136,16 @@ def test_a_regression_is_a_step_on_its_loss(config: dict[str, Any], has_encoder:
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
 
 
+def test_a_slope_of_another_type_and_weights_that_do_not_learn() -> None:
+    critic, cond = EnsembleConfig(hidden_dims=(8,)).build(3, 0), torch.randn(4, 3)
+    weights, slope = list(critic.parameters()), torch.randn(2, 4)
+    found = [critic.evaluate(cond, None, weights).gradients(each) for each in (slope, slope.double())]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    weights[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="require grad"):
+        critic.evaluate(cond, None, weights).gradients(slope)
+
+
 def test_hooks_see_the_values_of_a_regression() -> None:
     critic, seen = EnsembleConfig(hidden_dims=(8,)).build(3, 1), []
     critic.register_forward_hook(lambda net, given, found: seen.append(found.detach()))

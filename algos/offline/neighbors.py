@@ -29,7 +29,7 @@ from torch import Tensor
 
 from algos.offline.neighbor_lists import NeighborLists
 from algos.offline.neighbor_tree import NeighborTree
-from policies.compiled import addresses, program
+from policies.networks.compiled import addresses, program
 
 _TILE = 65_536  # rows per tile of brute force, and of keys that are made at once
 _PREFIX = 8  # list entries compared first; near the data these usually certify

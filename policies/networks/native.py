@@ -3,7 +3,7 @@
 Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
 `native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
 and a cheaper tanh, and does what a temporal U-Net needs between products. Without it
-(`policies.compiled`), on accelerators, with several threads of torch, other types, autocast, tracing or
+(`policies.networks.compiled`), on accelerators, with several threads of torch, other types, autocast, tracing or
 transforms, the plain operations serve: the same numbers to rounding. They also serve where gradients are
 differentiated again.
 
@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from policies.compiled import addresses, program
 from policies.networks.activations import mish
+from policies.networks.compiled import addresses, program
 
 SOURCE = Path(__file__).with_name("native.c")
 KINDS = {"relu": 0, "tanh": 1}

@@ -2,10 +2,9 @@
 
 Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
 `native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
-and a cheaper tanh, and does what a temporal U-Net needs between products. Without it
-(`policies.networks.compiled`), on accelerators, with several threads of torch, other types, autocast, tracing or
-transforms, the plain operations serve: the same numbers to rounding. They also serve where gradients are
-differentiated again.
+and a cheaper tanh, and does what a temporal U-Net needs between products. Without it (see `compiled`),
+on accelerators, with several threads of torch, other types, autocast, tracing or transforms, plain operations
+serve: the same numbers to rounding. They also serve where gradients are differentiated again.
 
 Legend: R rows, E members, L layers.
 """

@@ -92,7 +92,7 @@ def take_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) 
     After its first step a fused Adam or AdamW is one kernel on the optimiser's own state: the numbers of
     `optimizer.step` without its bookkeeping, which is most of the time of a small network. On a CPU it takes
     numbers below the smallest normal one for zero: means of the gradients of inactive units decay to them,
-    and some processors need a hundred times as long.
+    and some processors need many times as long.
     """
     weights = weights_of(optimizer)
     if len(optimizer.state) < len(weights) or not optimizer.defaults.get("fused"):

@@ -35,7 +35,7 @@ from policies.networks.critics import Ensemble
 
 SETTLED = 1000
 """Steps before the timing. Means of gradients of inactive units have decayed to numbers below 1e-38 by then,
-for which processors of Intel need a hundred times as long; ours are zero."""
+for which processors of Intel need many times as long; ours are zero."""
 FLOORS = {"td3_bc": 1.25, "iql": 1.25, "a2pr": 1.2, "a fresh actor": 1.7, "near the data": 1.5}
 ALIKE, ALIKE_IQL = 1e-5, 5e-4
 """Largest difference of weights and of means of gradients, relative to their norms; IQL's second step has

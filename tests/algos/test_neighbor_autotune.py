@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from forked import exit_code_of
 from messages import mentions
 from test_neighbors import costs, table
 
@@ -21,9 +22,6 @@ from algos.offline.neighbor_lists import listing_bytes
 from algos.offline.neighbor_tree import pair_bytes
 from algos.offline.neighbors import BruteSearch, ListSearch, TreeSearch, usual_length
 from policies.errors import ConfigError
-
-APART_FROM, KEPT_UP_TO = -3, -1
-"""`mallopt`: the size [bytes] from which a block is asked of the system, and how much free memory is kept."""
 
 
 def rows_of(m: int = 60, **changes: Any) -> Rows:
@@ -205,10 +203,8 @@ def peak() -> int:
     return next(1024 * int(line[1]) for line in lines if line[0] == "VmHWM:")
 
 
-def stated_and_taken(how: str, num: int, told: Path) -> None:
-    """Search among `num` rows in a process of its own; write the stated and the taken memory [bytes]."""
-    for option in (APART_FROM, KEPT_UP_TO):  # a training before this test may have set both
-        ctypes.CDLL(None).mallopt(option, 2**16)
+def state_and_take(how: str, num: int) -> tuple[int, int]:
+    """Search among `num` rows; return the stated and the taken memory [bytes]."""
     generator = torch.Generator().manual_seed(0)
     state = torch.randn(num, 11, generator=generator)
     action = 2 * torch.rand(num, 3, generator=generator) - 1
@@ -222,20 +218,27 @@ def stated_and_taken(how: str, num: int, told: Path) -> None:
         return rows.bytes_of(how)
 
     search(500)  # what only the first call takes
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be taken again
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = peak()
-    told.write_text(f"{search(num)} {peak() - before}")
+    return search(num), peak() - before
 
 
-@pytest.mark.parametrize("how", ["tree", "brute", "lists", "approximate"])
-def test_the_stated_memory_is_what_a_search_takes(how: str, tmp_path: Path) -> None:
-    """Of 200,000 rows of 14 numbers, while it is made and when it is asked for 256 of them."""
+def test_the_stated_memory_is_what_a_search_takes() -> None:
+    """Of 200,000 rows of 14 numbers, while it is made and when it is asked for 256 of them.
+
+    In a new process that asks the system for each block: what tests before this one left free would be taken
+    first, and kept.
+    """
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("peaks of memory are read from Linux' /proc")
-    assert exit_code_of(lambda: stated_and_taken(how, 200_000, tmp_path / "told")) == 0
-    stated, taken = map(int, (tmp_path / "told").read_text().split())
-    assert 0.65 * stated < taken < 1.1 * stated + 2**22, (stated / 2**20, taken / 2**20)
+    ways = ("tree", "brute", "lists", "approximate")
+    code = f"from test_neighbor_autotune import *; print(*(state_and_take(how, 200_000) for how in {ways}))"
+    alone = {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | alone, capture_output=True, check=True
+    )
+    for how, (stated, taken) in zip(ways, re.findall(rb"\((\d+), (\d+)\)", told.stdout), strict=True):
+        assert 0.65 * int(stated) < int(taken) < 1.1 * int(stated) + 2**22, (how, stated, taken)
 
 
 def test_a_way_without_room_is_not_tried(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,14 +34,14 @@ def same(conv: nn.Conv1d, rows: int) -> Rows:
     middle = conv.kernel_size[0] // 2
     reach = min(middle, rows - 1)
     matrix = _matrix(conv.weight[:, :, middle - reach : middle + reach + 1])
-    return lambda x: F.linear(_windows(x, reach, 2 * reach + 1), matrix, conv.bias)
+    return lambda x: native.linear(_windows(x, reach, 2 * reach + 1), matrix, conv.bias)
 
 
 def halving(conv: nn.Conv1d, rows: int) -> Rows:
     """Return the convolution of stride 2, weights (C', C, 3), around rows 0, 2, … of an even number."""
     reach = min(1, rows - 2)
     matrix = _matrix(conv.weight[:, :, 1 - reach :])
-    return lambda x: F.linear(_windows(x, reach, reach + 2, stride=2), matrix, conv.bias)
+    return lambda x: native.linear(_windows(x, reach, reach + 2, stride=2), matrix, conv.bias)
 
 
 def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
@@ -60,7 +60,7 @@ def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
     shape = (2 * rows, conv.out_channels)
 
     def double(x: Tensor) -> Tensor:
-        return F.linear(_windows(x, reach, 2 * reach + 1), matrix, bias).view(-1, *shape)
+        return native.linear(_windows(x, reach, 2 * reach + 1), matrix, bias).view(-1, *shape)
 
     return double
 
@@ -68,7 +68,7 @@ def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
 def pointwise(conv: nn.Conv1d) -> Rows:
     """Return a convolution of kernel 1."""
     matrix = conv.weight.squeeze(2)
-    return lambda x: F.linear(x, matrix, conv.bias)
+    return lambda x: native.linear(x, matrix, conv.bias)
 
 
 def group_norm(norm: nn.GroupNorm) -> Rows:

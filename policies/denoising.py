@@ -185,8 +185,13 @@ class DenoisingPolicy(Policy):
         process, field = self.process, self.field
 
         def net(x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None) -> Tensor:
-            times = t if level is None else process.levels(device=x.device, dtype=t.dtype)
-            second = process.second_net_time(t, t if until is None else until)
+            times, second = t, process.second_net_time(t, t if until is None else until)
+            if level is not None:
+                table = process.levels(device=x.device, dtype=t.dtype)
+                if len(table) < len(t):
+                    times = table
+                else:
+                    level = None
             return field(x, process.net_time(times), cond, time_row=level, second_time=second)
 
         return net

@@ -1,21 +1,22 @@
-"""Convolutions along the rows of a short chunk, each as one matrix product.
+"""Convolutions along the rows of a short chunk, each as matrix products.
 
-Rows are contiguous: (B, T, channels) instead of PyTorch's (B, channels, T). A window concatenates the rows in
-the receptive field of an output row, and the weights become one matrix::
+Rows are contiguous: (B, T, channels) instead of PyTorch's (B, channels, T). A window holds the rows in the
+receptive field of an output row, channel by channel as the weights of the stock modules::
 
-    out[t] = W [x[t - r] | ... | x[t + r]] + b
+    out[t] = W [x[t - r, 0], …, x[t + r, 0], x[t - r, 1], …] + b
 
-built once instead of per call: at batch 1 the stock convolutions spend most of their time on reordering
-weights. Windows are at most as long as the chunk. Values and gradients equal those of the stock modules,
-which hold the weights. No view depends on the batch size, so a traced graph is valid for any.
+so weights need no other order, on which the stock convolutions spend most of their time at batch 1. Windows
+are at most as long as the chunk. Values and gradients equal those of the stock modules, which hold the
+weights. No view depends on the batch size, so a traced graph is valid for any. Where `native` serves, a call
+is one of the program in C.
 
 Legend: B batch, T rows, k kernel size, C and C' channels before and after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,22 +27,24 @@ from torch.autograd import forward_ad
 from policies.networks import native
 
 Rows = Callable[[Tensor], Tensor]
-"""Maps (B, T, C) to (B, T', C'), with prepared weights."""
+"""Maps (B, T, C) to (B, T', C')."""
+
+_at = Tensor.data_ptr
 
 
 def same(conv: nn.Conv1d, rows: int) -> Rows:
     """Return a convolution, weights (C', C, k) with k odd, that keeps the T = rows of its input."""
     middle = conv.kernel_size[0] // 2
     reach = min(middle, rows - 1)
-    matrix = _matrix(conv.weight[:, :, middle - reach : middle + reach + 1])
-    return lambda x: native.linear(_windows(x, reach, 2 * reach + 1), matrix, conv.bias)
+    weight = _taps(conv.weight, middle - reach, middle + reach + 1)
+    return lambda x: _convolved(x, weight, conv.bias, reach)
 
 
 def halving(conv: nn.Conv1d, rows: int) -> Rows:
     """Return the convolution of stride 2, weights (C', C, 3), around rows 0, 2, … of an even number."""
     reach = min(1, rows - 2)
-    matrix = _matrix(conv.weight[:, :, 1 - reach :])
-    return lambda x: native.linear(_windows(x, reach, reach + 2, stride=2), matrix, conv.bias)
+    weight = _taps(conv.weight, 1 - reach, 3)
+    return lambda x: _convolved(x, weight, conv.bias, reach, stride=2)
 
 
 def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
@@ -52,23 +55,18 @@ def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
     """
     w = rearrange(conv.weight, "C D k -> k D C")  # D: C'
     reach = min(1, rows - 1)
-    even, odd = w[1], w[2]
+    even, odd = [w[1]], [w[2]]
     if reach:
-        nothing = torch.zeros_like(even)
-        even, odd = torch.cat([w[3], w[1], nothing], dim=1), torch.cat([nothing, w[2], w[0]], dim=1)
-    matrix, bias = torch.cat([even, odd]), conv.bias.repeat(2)  # type: ignore[union-attr]
+        nothing = torch.zeros_like(w[0])
+        even, odd = [w[3], w[1], nothing], [nothing, w[2], w[0]]
+    weight, bias = torch.cat([torch.stack(even, 2), torch.stack(odd, 2)]), conv.bias.repeat(2)  # type: ignore[union-attr]
     shape = (2 * rows, conv.out_channels)
-
-    def double(x: Tensor) -> Tensor:
-        return native.linear(_windows(x, reach, 2 * reach + 1), matrix, bias).view(-1, *shape)
-
-    return double
+    return lambda x: _convolved(x, weight, bias, reach).view(-1, *shape)
 
 
 def pointwise(conv: nn.Conv1d) -> Rows:
     """Return a convolution of kernel 1."""
-    matrix = conv.weight.squeeze(2)
-    return lambda x: native.linear(x, matrix, conv.bias)
+    return lambda x: _convolved(x, conv.weight, conv.bias, 0)
 
 
 def group_norm(norm: nn.GroupNorm) -> Rows:
@@ -94,36 +92,98 @@ def group_norm(norm: nn.GroupNorm) -> Rows:
     return normalise
 
 
-def _matrix(weight: Tensor) -> Tensor:
-    return rearrange(weight, "D C k -> D (k C)")
+def _taps(weight: Tensor, first: int, end: int) -> Tensor:
+    """Return some of the taps of weights (C', C, k): those that do not meet padding alone."""
+    return weight if end - first == weight.shape[2] else weight[:, :, first:end].contiguous()
 
 
-def _windows(x: Tensor, before: int, size: int, stride: int = 1) -> Tensor:
-    """Concatenate windows from `before` rows on; (B, T, C) -> (B, T / stride, k C), padded by zeros."""
-    if size == 1:
-        return x
-    if torch.is_grad_enabled():
-        windows: Tensor = _Windows.apply(x, before, size, stride)
-        return windows
-    return _gathered(x, before, size, stride)
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: int, stride: int = 1) -> Tensor:
+    """Return windows, which start `before` rows before every stride-th row, times weights (C', C, k)."""
+    window = _Window(before, weight.shape[2], stride)
+    if not (x.ndim == 3 and x.numel() and bias is not None and native.serves(x)):
+        return window.plain(x, (weight, bias))
+    fits = weight.shape[1] == x.shape[2] and bias.shape == weight.shape[:1]
+    parts = (weight, bias)
+    if not fits or not all(part.is_contiguous() and part.is_cpu and part.dtype is x.dtype for part in parts):
+        return window.plain(x, parts)
+    if not torch.is_grad_enabled():
+        return window.run(x.contiguous(), weight, bias)
+    found: Tensor = _Convolution.apply(x.contiguous(), weight, bias, window)
+    return found
 
 
-def _gathered(x: Tensor, before: int, size: int, stride: int) -> Tensor:
-    if native.serves(x):
-        return native.windows(x, before, size, stride)
+class _Window(NamedTuple):
+    """Windows of `size` rows that start `before` rows before every stride-th row."""
+
+    before: int
+    size: int
+    stride: int
+
+    def plain(self, x: Tensor, parts: Sequence[Any]) -> Tensor:
+        """Return the convolution with weights and bias by plain operations."""
+        weight, bias = parts
+        windows = x
+        if self.size > 1:
+            windows = _Windows.apply(x, *self) if torch.is_grad_enabled() else _windows(x, *self)
+        return F.linear(windows, weight.flatten(1), bias)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return it by the program in C."""
+        shape = self._shape(x, weight)
+        batch, _, channels, *_, windows, fan_out = shape
+        work = x.new_empty(max(batch * windows, fan_out) * channels * self.size)
+        out = x.new_empty(batch, windows, fan_out)
+        native.library().conv_forward(*shape, *map(_at, (x, weight, bias, work, out)))
+        return out
+
+    def gradients(
+        self, x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradients of all three, those of the first two if needed."""
+        wanted = zip((x, weight, bias), (*needed[:2], True), strict=True)
+        grads = [torch.empty_like(part) if needs else None for part, needs in wanted]
+        grad, work = grad.contiguous(), x.new_empty(2 * weight.numel())
+        places = [None if one is None else _at(one) for one in (x, weight, grad, work, *grads)]
+        native.library().conv_backward(*self._shape(x, weight), *places)
+        return grads
+
+    def _shape(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
+        """Return the integers of a call."""
+        return (*x.shape, *self, x.shape[1] // self.stride, len(weight))
+
+
+class _Convolution(torch.autograd.Function):
+    """`_Window.run` with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, window: _Window) -> Tensor:
+        ctx.window = window
+        ctx.save_for_backward(x, weight, bias)
+        return window.run(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        parts, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() or not native.serves(grad):
+            return *native.again(ctx.window.plain, parts, grad, needed), None
+        return *ctx.window.gradients(*parts, grad, needed), None
+
+
+def _windows(x: Tensor, before: int, size: int, stride: int) -> Tensor:
+    """Return windows of rows (B, T, C), zero beyond them, as (B, T / stride, C size)."""
     padded = F.pad(x, (0, 0, before, size - before - stride))
-    windows = padded.unfold(1, size, stride).transpose(2, 3).contiguous()  # (B, T / stride, k, C)
-    return windows.view(-1, windows.shape[1], size * x.shape[2])
+    windows = padded.unfold(1, size, stride).contiguous()  # (B, T / stride, C, size)
+    return windows.view(-1, windows.shape[1], x.shape[2] * size)
 
 
 class _Windows(torch.autograd.Function):
-    """`_gathered`, whose own backward pass is slow: rows get the sum of what their places in windows got."""
+    """`_windows`, whose own backward pass is slow: rows get the sum of what their places in windows got."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, before: int, size: int, stride: int) -> Tensor:
-        return _gathered(x, before, size, stride)
+        return _windows(x, before, size, stride)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int, int, int], output: Tensor) -> None:
@@ -133,15 +193,13 @@ class _Windows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         before, size, stride = ctx.places
-        if native.serves(grad) and not torch.is_grad_enabled():
-            return native.windows_grad(grad, ctx.rows, before, size, stride), None, None, None
-        parts = grad.unflatten(2, (size, -1))
-        rows = parts.new_zeros(len(parts), ctx.rows + size - stride, parts.shape[3])
+        parts = grad.unflatten(2, (-1, size))
+        rows = parts.new_zeros(len(parts), ctx.rows + size - stride, parts.shape[2])
         last = rows.shape[1] - size + 1
         for i in range(size):
-            rows[:, i : last + i : stride] += parts[:, :, i]
+            rows[:, i : last + i : stride] += parts[..., i]
         return rows[:, before : before + ctx.rows], None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _gathered(tangent, *ctx.places)
+        return _windows(tangent, *ctx.places)

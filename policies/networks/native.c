@@ -14,10 +14,16 @@ static gemm_t gemm;
 
 void use_gemm(void *function) { gemm = (gemm_t)function; }
 
-/* C (m, n) = A B + beta C; at: A is stored (k, m); bt: B is stored (n, k). Fortran reads rows as columns. */
-static void multiply(int at, int bt, int m, int n, int k, const float *a, const float *b, float beta, float *c) {
+/* C (m, n) = A B + beta C; at: A is stored (k, m); bt: B is stored (n, k); rows are *_row numbers apart. Fortran reads
+   rows as columns. */
+static void multiply_apart(int at, int bt, int m, int n, int k, const float *a, int a_row, const float *b, int b_row,
+                           float beta, float *c, int c_row) {
     const float one = 1.0f;
-    gemm(bt ? "T" : "N", at ? "T" : "N", &n, &m, &k, &one, b, bt ? &k : &n, a, at ? &m : &k, &beta, c, &n);
+    gemm(bt ? "T" : "N", at ? "T" : "N", &n, &m, &k, &one, b, &b_row, a, &a_row, &beta, c, &c_row);
+}
+
+static void multiply(int at, int bt, int m, int n, int k, const float *a, const float *b, float beta, float *c) {
+    multiply_apart(at, bt, m, n, k, a, at ? m : k, b, bt ? k : n, beta, c, n);
 }
 
 /* tanh as a rational function (the coefficients of Eigen), within 3 units of the last place. */
@@ -246,9 +252,9 @@ void norm_mish_forward(int batch, int rows, int channels, int groups, float eps,
 }
 
 /* weight_grad and bias_grad (C), x_grad (B, T, C); work holds 2 C numbers. */
-void norm_mish_backward(int batch, int rows, int channels, int groups, const float *x, const float *weight,
-                        const float *bias, const float *mean, const float *inverse, const float *grad, float *x_grad,
-                        float *weight_grad, float *bias_grad, float *work) {
+void norm_mish_backward(int batch, int rows, int channels, int groups, const float *restrict x, const float *restrict weight,
+                        const float *restrict bias, const float *restrict mean, const float *restrict inverse, const float *restrict grad, float *restrict x_grad,
+                        float *restrict weight_grad, float *restrict bias_grad, float *restrict work) {
     const long size = (long)rows * channels;
     float *sum = work, *along = work + channels;
     memset(weight_grad, 0, channels * sizeof *weight_grad);
@@ -281,33 +287,6 @@ void norm_mish_backward(int batch, int rows, int channels, int groups, const flo
     }
 }
 
-/* Windows (B, N, K C) of rows x (B, T, C): window t holds the K rows from t * stride - before on, zero beyond. */
-void windows_forward(int batch, int rows, int channels, int before, int size, int stride, int windows, const float *x,
-                     float *out) {
-    const long row = (long)channels;
-    for (int b = 0; b < batch; b++, x += rows * row)
-        for (int t = 0; t < windows; t++, out += size * row) {
-            const int from = t * stride - before, low = from < 0 ? -from : 0;
-            const int high = from + size > rows ? rows - from : size;
-            memset(out, 0, low * row * sizeof *out);
-            memcpy(out + low * row, x + (from + low) * row, (high - low) * row * sizeof *out);
-            memset(out + high * row, 0, (size - high) * row * sizeof *out);
-        }
-}
-
-/* x_grad (B, T, C): what the places of a row in windows got, summed. */
-void windows_backward(int batch, int rows, int channels, int before, int size, int stride, int windows,
-                      const float *grad, float *x_grad) {
-    const long row = (long)channels;
-    memset(x_grad, 0, batch * rows * row * sizeof *x_grad);
-    for (int b = 0; b < batch; b++, x_grad += rows * row)
-        for (int t = 0; t < windows; t++, grad += size * row) {
-            const int from = t * stride - before, low = from < 0 ? -from : 0;
-            const int high = from + size > rows ? rows - from : size;
-            for (long i = low * row; i < high * row; i++) x_grad[from * row + i] += grad[i];
-        }
-}
-
 /* Products of few rows with matrices that are larger than the caches: dot products along the rows of the matrix, of
    which each is read once and ahead. */
 
@@ -316,7 +295,7 @@ enum { LANES = 16, COLUMNS = 4 }; /* of 32 registers 16 hold sums */
 #else /* as exact; whether it is faster than the BLAS was not measured */
 enum { LANES = 8, COLUMNS = 2 };
 #endif
-enum { ROWS = 4, AHEAD = 256 };
+enum { ROWS = 4, AHEAD = 256, FEW = 16, LARGE = 1 << 18 };
 
 typedef float lanes_t __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -346,10 +325,8 @@ static inline __attribute__((always_inline)) void dots(int rows, int columns, in
         }
 }
 
-int reads_few_rows(void) { return LANES == 16; }
-
 /* y (R, N) = x (R, K) w^T + bias, with w (N, K) and bias (N) or null. */
-void few_rows(int rows, int n, int k, const float *x, const float *w, const float *bias, float *y) {
+static void few_rows(int rows, int n, int k, const float *x, const float *w, const float *bias, float *y) {
     for (int c = 0; c < n; c += COLUMNS)
         for (int r = 0; r < rows; r += ROWS) {
             const float *from = x + (long)r * k, *along = w + (long)c * k, *added = bias ? bias + c : 0;
@@ -370,4 +347,119 @@ void few_rows(int rows, int n, int k, const float *x, const float *w, const floa
             else
                 dots(1, COLUMNS, n, k, from, along, added, to);
         }
+}
+
+/* Convolutions along rows: row t of the output is a product of weights (N, C, K) with the K rows of x (T, C) from
+   t * stride - before on, as far as there are any. Of a large batch these are a matrix as they lie in memory, one for
+   each t, and the weights are copied to (N, K, C). For a small one, and where many weights would be read once for each
+   t, they are copied to windows (C, K). */
+
+enum { MANY = 48, WEIGHTS = 1 << 19 };
+
+static inline __attribute__((always_inline)) void exchange(int back, int size, int channels, const float *restrict from,
+                                                           float *restrict to) {
+    if (back)
+        for (int c = 0; c < channels; c++)
+            for (int j = 0; j < size; j++) to[c * size + j] = from[j * channels + c];
+    else
+        for (int j = 0; j < size; j++)
+            for (int c = 0; c < channels; c++) to[j * channels + c] = from[c * size + j];
+}
+
+/* Weights (N, C, K) to (N, K, C), or if `back` the other way. */
+static void turn(int back, int fan_out, int channels, int size, const float *from, float *to) {
+    const long step = (long)channels * size;
+    for (int n = 0; n < fan_out; n++, from += step, to += step)
+        if (size == 5)
+            back ? exchange(1, 5, channels, from, to) : exchange(0, 5, channels, from, to);
+        else if (size == 3)
+            back ? exchange(1, 3, channels, from, to) : exchange(0, 3, channels, from, to);
+        else
+            exchange(back, size, channels, from, to);
+}
+
+/* The rows of x that output row t reads: from `from`, at `low` to `high` of a kernel. */
+typedef struct { int from, low, high; } reach_t;
+
+static reach_t reach_of(int t, int rows, int before, int size, int stride) {
+    const int from = t * stride - before;
+    return (reach_t){from, from < 0 ? -from : 0, from + size > rows ? rows - from : size};
+}
+
+static void make_windows(int batch, int rows, int channels, int before, int size, int stride, int windows,
+                         const float *x, float *work) {
+    memset(work, 0, (long)batch * windows * size * channels * sizeof *work);
+    for (int b = 0; b < batch; b++, x += (long)rows * channels)
+        for (int t = 0; t < windows; t++, work += size * channels) {
+            const reach_t reach = reach_of(t, rows, before, size, stride);
+            if (!reach.low && reach.high == size)
+                turn(1, 1, channels, size, x + reach.from * channels, work);
+            else
+                for (int j = reach.low; j < reach.high; j++)
+                    for (int c = 0; c < channels; c++) work[c * size + j] = x[(reach.from + j) * channels + c];
+        }
+}
+
+/* y (B, windows, N) of x (B, T, C); work holds the weights or all windows. */
+void conv_forward(int batch, int rows, int channels, int before, int size, int stride, int windows, int fan_out,
+                  const float *x, const float *weight, const float *bias, float *work, float *y) {
+    const int all = batch * windows, width = size * channels;
+    if (batch < MANY || (long)fan_out * width > WEIGHTS) {
+        if (size > 1) make_windows(batch, rows, channels, before, size, stride, windows, x, work);
+        const float *in = size > 1 ? work : x;
+        if (LANES == 16 && all <= FEW && (long)fan_out * width >= LARGE) {
+            few_rows(all, fan_out, width, in, weight, bias, y);
+            return;
+        }
+        multiply(0, 1, all, fan_out, width, in, weight, 0, y);
+        for (int i = 0; i < all; i++)
+            for (int j = 0; j < fan_out; j++) y[(long)i * fan_out + j] += bias[j];
+        return;
+    }
+    for (int i = 0; i < all; i++) memcpy(y + (long)i * fan_out, bias, fan_out * sizeof *y);
+    if (size == 1) {
+        multiply(0, 1, all, fan_out, channels, x, weight, 1, y);
+        return;
+    }
+    turn(0, fan_out, channels, size, weight, work);
+    for (int t = 0; t < windows; t++) {
+        const reach_t reach = reach_of(t, rows, before, size, stride);
+        multiply_apart(0, 1, batch, fan_out, (reach.high - reach.low) * channels,
+                       x + (reach.from + reach.low) * channels, rows * channels, work + reach.low * channels, width, 1,
+                       y + (long)t * fan_out, windows * fan_out);
+    }
+}
+
+/* Gradients as x, weight and bias, the first two or null; grad (B, windows, N); work holds the weights twice. */
+void conv_backward(int batch, int rows, int channels, int before, int size, int stride, int windows, int fan_out,
+                   const float *x, const float *weight, const float *grad, float *work, float *x_grad,
+                   float *weight_grad, float *bias_grad) {
+    const int all = batch * windows, width = size * channels;
+    memset(bias_grad, 0, fan_out * sizeof *bias_grad);
+    for (int i = 0; i < all; i++)
+        for (int j = 0; j < fan_out; j++) bias_grad[j] += grad[(long)i * fan_out + j];
+    if (size == 1) {
+        if (x_grad) multiply(0, 0, all, channels, fan_out, grad, weight, 0, x_grad);
+        if (weight_grad) multiply(1, 0, fan_out, channels, all, grad, x, 0, weight_grad);
+        return;
+    }
+    float *turned = work, *sum = work + (long)fan_out * width;
+    if (x_grad) {
+        turn(0, fan_out, channels, size, weight, turned);
+        memset(x_grad, 0, (long)batch * rows * channels * sizeof *x_grad);
+    }
+    if (weight_grad) memset(sum, 0, (long)fan_out * width * sizeof *sum);
+    for (int t = 0; t < windows; t++) {
+        const reach_t reach = reach_of(t, rows, before, size, stride);
+        const int met = (reach.high - reach.low) * channels, skipped = reach.low * channels;
+        const long at = (reach.from + reach.low) * channels;
+        const float *g = grad + (long)t * fan_out;
+        if (x_grad)
+            multiply_apart(0, 0, batch, met, fan_out, g, windows * fan_out, turned + skipped, width, 1, x_grad + at,
+                           rows * channels);
+        if (weight_grad)
+            multiply_apart(1, 0, fan_out, met, batch, g, windows * fan_out, x + at, rows * channels, 1, sum + skipped,
+                           width);
+    }
+    if (weight_grad) turn(1, fan_out, channels, size, sum, weight_grad);
 }

@@ -1,4 +1,4 @@
-"""Networks on one thread of a CPU, in C: stacks of layers, normalisation with Mish, windows of rows.
+"""Networks on one thread of a CPU, in C: stacks of layers, normalisation with Mish; for convolutions too.
 
 Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
 `native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
@@ -29,14 +29,11 @@ from policies.networks.compiled import addresses, program
 SOURCE = Path(__file__).with_name("native.c")
 KINDS = {"relu": 0, "tanh": 1}
 """Activations of stacks, as the C program numbers them."""
-FEW, LARGE = 16, 2**18
-"""Rows up to which, and numbers of a matrix from which on, `linear` reads the matrix itself."""
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _ARGUMENTS = {
     "stack_forward": "piiiiiiif" + 6 * "p", "stack_backward": "piiiiiii" + 9 * "p" + "l",
     "norm_mish_forward": "iiiif" + 6 * "p", "norm_mish_backward": "iiii" + 10 * "p",
-    "windows_forward": 7 * "i" + "pp", "windows_backward": 7 * "i" + "pp",
-    "few_rows": "iiipppp",
+    "conv_forward": 8 * "i" + 5 * "p", "conv_backward": 8 * "i" + 7 * "p",
 }  # fmt: skip
 _at = Tensor.data_ptr
 
@@ -53,7 +50,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _found() -> tuple[Any, str | None]:
-    found, why = program(SOURCE, ("use_gemm", "reads_few_rows", *_ARGUMENTS))
+    found, why = program(SOURCE, ("use_gemm", *_ARGUMENTS))
     if found is None:
         return None, why
     try:
@@ -231,14 +228,14 @@ class _Stack(torch.autograd.Function):
         x, *parts = ctx.saved_tensors
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
         if torch.is_grad_enabled() or not serves(grad):
-            of_x, *of_parts = _again(ctx.stack.plain, (x, *parts), grad, needed)
+            of_x, *of_parts = again(ctx.stack.plain, (x, *parts), grad, needed)
         else:
             wants = needed[0], any(needed[1:])
             of_x, of_parts = ctx.stack.gradients(x, parts, ctx.dims, ctx.seen, grad, wants)
         return of_x, None, None, *of_parts
 
 
-def _again(
+def again(
     plain: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return gradients by plain operations; where gradients are enabled, they can be differentiated again.
@@ -297,7 +294,7 @@ class _NormMish(torch.autograd.Function):
                     F.group_norm(x.transpose(1, 2), ctx.groups, parts[0], parts[1], ctx.eps).transpose(1, 2)
                 )
 
-            return *_again(plain, (x, weight, bias), grad, ctx.needs_input_grad[:3]), None, None
+            return *again(plain, (x, weight, bias), grad, ctx.needs_input_grad[:3]), None, None
         (batch, rows, channels), grad = x.shape, grad.contiguous()
         found = [torch.empty_like(part) for part in (x, weight, bias)]
         work = weight.new_empty(2 * channels)
@@ -306,55 +303,6 @@ class _NormMish(torch.autograd.Function):
             _at(ctx.moments[0]), _at(ctx.moments[1]), _at(grad), *map(_at, found), _at(work),
         )  # fmt: skip
         return *found, None, None
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b, (..., in) -> (..., out).
-
-    PyTorch's BLAS reads a large W at half the speed of memory on processors with AVX-512: there few rows are
-    multiplied by dot products.
-    """
-    parts = (weight,) if bias is None else (weight, bias)
-    rows = x.numel() // max(x.shape[-1], 1)
-    if (
-        0 < rows <= FEW
-        and weight.numel() >= LARGE
-        and not (torch.is_grad_enabled() and any(part.requires_grad for part in (x, *parts)))
-        and all(part.dtype is torch.float32 and part.is_cpu and part.is_contiguous() for part in parts)
-        and x.shape[-1:] == weight.shape[1:]
-        and (bias is None or bias.shape == weight.shape[:1])
-        and serves(x)
-        and library().reads_few_rows()
-    ):
-        return _few_rows(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x, (fan_out, fan_in) = x.contiguous(), weight.shape
-    out = x.new_empty(*x.shape[:-1], fan_out)
-    places = _at(x), _at(weight), None if bias is None else _at(bias), _at(out)
-    library().few_rows(x.numel() // fan_in, fan_out, fan_in, *places)
-    return out
-
-
-def windows(x: Tensor, before: int, size: int, stride: int) -> Tensor:
-    """Concatenate windows of `size` rows from `before` rows on; (B, T, C) -> (B, T / stride, size C)."""
-    x = x.contiguous()
-    batch, rows, channels = x.shape
-    out = x.new_empty(batch, rows // stride, size * channels)
-    library().windows_forward(batch, rows, channels, before, size, stride, rows // stride, _at(x), _at(out))
-    return out
-
-
-def windows_grad(grad: Tensor, rows: int, before: int, size: int, stride: int) -> Tensor:
-    """Return the gradient of x (B, T = rows, C) for that of `windows`."""
-    grad = grad.contiguous()
-    batch, count, width = grad.shape
-    out = grad.new_empty(batch, rows, width // size)
-    shape = batch, rows, width // size, before, size, stride, count
-    library().windows_backward(*shape, _at(grad), _at(out))
-    return out
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,55 +15,96 @@ from policies.networks.convolutions import Rows, doubling, group_norm, halving, 
 ROWS = (1, 2, 3, 4, 5, 8)
 
 
+@pytest.fixture(params=["float64", "float32", "many in float32"])
+def kind(request: pytest.FixtureRequest) -> tuple[torch.dtype, int]:
+    """Plain operations, and the program in C for small and large batches: type and batch size."""
+    return (
+        torch.float64 if request.param == "float64" else torch.float32,
+        50 if "many" in request.param else 3,
+    )
+
+
 def draw(rows: int, channels: int = 6, batch: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(rows)
     return torch.randn(batch, rows, channels, generator=generator, dtype=torch.float64)
 
 
-def assert_equal_with_gradients(ours: Rows, stock: nn.Module, x: Tensor) -> None:
+def assert_equal_with_gradients(
+    ours: Callable[[Any], Rows], stock: Any, rows: int, kind: tuple[torch.dtype, int]
+) -> None:
     """Compare a function of rows with a module of channels first, and the gradients of weights and input."""
-    x.requires_grad_()
+    dtype, batch = kind
+    convolve, x = ours(stock.to(dtype)), draw(rows, batch=batch).to(dtype).requires_grad_()
+    close = partial(
+        torch.testing.assert_close, **{"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
+    )
     with torch.no_grad():
-        torch.testing.assert_close(ours(x), stock(x.transpose(1, 2)).transpose(1, 2))
+        close(convolve(x), stock(x.transpose(1, 2)).transpose(1, 2))
     results = []
-    for out in (ours(x), stock(x.transpose(1, 2)).transpose(1, 2)):
+    for out in (convolve(x), stock(x.transpose(1, 2)).transpose(1, 2)):
         weight = torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view(out.shape)
         results.append((out, *torch.autograd.grad((out * weight).sum(), [x, *stock.parameters()])))
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+        close(one, other)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kernel", [1, 3, 5, 7])
-def test_same_equals_the_stock_convolution(rows: int, kernel: int) -> None:
-    conv = nn.Conv1d(6, 4, kernel, padding=kernel // 2).double()
-    assert_equal_with_gradients(same(conv, rows), conv, draw(rows))
+def test_same_equals_the_stock_convolution(rows: int, kernel: int, kind: tuple[torch.dtype, int]) -> None:
+    conv = nn.Conv1d(6, 4, kernel, padding=kernel // 2)
+    assert_equal_with_gradients(lambda conv: same(conv, rows), conv, rows, kind)
 
 
 @pytest.mark.parametrize("rows", [2, 4, 6, 8])
-def test_halving_equals_the_stock_convolution(rows: int) -> None:
-    conv = nn.Conv1d(6, 6, 3, stride=2, padding=1).double()
-    assert_equal_with_gradients(halving(conv, rows), conv, draw(rows))
+def test_halving_equals_the_stock_convolution(rows: int, kind: tuple[torch.dtype, int]) -> None:
+    conv = nn.Conv1d(6, 6, 3, stride=2, padding=1)
+    assert_equal_with_gradients(lambda conv: halving(conv, rows), conv, rows, kind)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_doubling_equals_the_stock_transposed_convolution(rows: int) -> None:
-    conv = nn.ConvTranspose1d(6, 4, 4, stride=2, padding=1).double()
-    assert_equal_with_gradients(doubling(conv, rows), conv, draw(rows))
+def test_doubling_equals_the_stock_transposed_convolution(rows: int, kind: tuple[torch.dtype, int]) -> None:
+    conv = nn.ConvTranspose1d(6, 4, 4, stride=2, padding=1)
+    assert_equal_with_gradients(lambda conv: doubling(conv, rows), conv, rows, kind)
 
 
-def test_pointwise_equals_the_stock_convolution() -> None:
-    conv = nn.Conv1d(6, 4, 1).double()
-    assert_equal_with_gradients(pointwise(conv), conv, draw(5))
+def test_pointwise_equals_the_stock_convolution(kind: tuple[torch.dtype, int]) -> None:
+    assert_equal_with_gradients(pointwise, nn.Conv1d(6, 4, 1), 5, kind)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_group_norm_equals_the_stock_one(rows: int) -> None:
-    norm = nn.GroupNorm(3, 6, eps=1e-4).double()
+    norm = nn.GroupNorm(3, 6, eps=1e-4)
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.uniform_(0.5, 1.5)
-    assert_equal_with_gradients(group_norm(norm), norm, draw(rows))
+    assert_equal_with_gradients(group_norm, norm, rows, (torch.float64, 3))
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (2, 1), (3, 2), (4, 4), (5, 1)])
+@pytest.mark.parametrize(("channels", "kernel"), [(519, 1), (301, 3), (112, 5)])
+def test_few_rows_times_large_weights(rows: int, batch: int, channels: int, kernel: int) -> None:
+    """Of widths that no vector of the processor divides."""
+    conv, x = nn.Conv1d(channels, 513, kernel, padding=kernel // 2), draw(rows, channels, batch)
+    with torch.no_grad():
+        found, expected = same(conv, rows)(x.float()), conv.double()(x.transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "both"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    conv, x = nn.Conv1d(6, 4, 3, padding=1), draw(4, batch=50).float()
+    conv.weight.requires_grad_(frozen == "x")
+    x.requires_grad_(frozen == "weight")
+    same(conv, 4)(x).sum().backward()
+    assert [x.grad is None, conv.weight.grad is None] == [frozen != "weight", frozen != "x"]
+    torch.testing.assert_close(conv.bias.grad, torch.full((4,), 200.0))
+
+
+@pytest.mark.parametrize("wrong", ["channels", "type"])
+def test_what_does_not_fit_is_refused(wrong: str) -> None:
+    x = draw(4, channels=5 if wrong == "channels" else 6)
+    with pytest.raises(RuntimeError):
+        same(nn.Conv1d(6, 4, 3, padding=1), 4)(x.float() if wrong == "channels" else x)
 
 
 def test_a_group_of_one_number_is_normalised_to_the_bias() -> None:
@@ -86,6 +131,18 @@ def test_an_empty_batch_stays_empty() -> None:
         assert halving(nn.Conv1d(6, 4, 3, stride=2, padding=1), 4)(x).shape == (0, 2, 4)
         assert doubling(nn.ConvTranspose1d(6, 4, 4, stride=2, padding=1), 4)(x).shape == (0, 8, 4)
         assert group_norm(nn.GroupNorm(2, 6))(x).shape == (0, 4, 6)
+
+
+@pytest.mark.parametrize("batch", [2, 50])
+def test_gradients_of_the_program_in_c_are_differentiated_again(batch: int) -> None:
+    conv, x = nn.Conv1d(2, 2, 3, padding=1), draw(4, channels=2, batch=batch)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        convolve, inputs = same(conv.to(dtype), 4), x.to(dtype).requires_grad_()
+        (slope,) = torch.autograd.grad(convolve(convolve(inputs)).square().sum(), inputs, create_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), [inputs, *conv.parameters()]))
+    for single, double in zip(*found, strict=True):
+        torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-4 * float(double.abs().max()))
 
 
 def test_a_convolution_has_every_derivative() -> None:

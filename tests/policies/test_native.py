@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.networks import native
-from policies.networks.convolutions import _Windows
 from policies.networks.mlp_blocks import PlainTrunk
 
 ROWS, WIDTHS = 13, (5, 24, 17, 3)
@@ -154,25 +153,6 @@ def test_normalisation_with_mish_is_that_of_plain_operations(spread: float) -> N
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("rows", "before", "size", "stride"), [(1, 0, 1, 1), (2, 0, 2, 2), (6, 2, 5, 1), (8, 1, 3, 2)]
-)
-def test_windows_are_those_of_plain_operations(
-    rows: int, before: int, size: int, stride: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator, found = torch.Generator().manual_seed(0), []
-    x = torch.randn(4, rows, 3, generator=generator).requires_grad_()
-    grad = torch.randn(4, rows // stride, 3 * size, generator=generator)
-    for is_plain in (False, True):
-        if is_plain:
-            monkeypatch.setattr(native, "serves", lambda _: False)
-        out = _Windows.apply(x, before, size, stride)
-        found.append((out, *torch.autograd.grad(out, x, grad)))
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1], found[1][1])
-
-
-@needs_compiler
 def test_what_the_program_does_not_read_is_left_to_plain_operations() -> None:
     stack = native.Stack(2, "relu")
     parts = parts_of(stack)
@@ -288,33 +268,3 @@ def test_plain_operations_serve_without_the_program(
         [sys.executable, "-c", SAID], env=environment, capture_output=True, text=True, check=True
     )
     assert told.stdout.startswith(reason)
-
-
-@needs_compiler
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, native.FEW])
-@pytest.mark.parametrize(("fan_out", "fan_in"), [(1, 1), (6, 15), (7, 16), (65, 130)])
-def test_products_of_few_rows(rows: int, fan_out: int, fan_in: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, rows, fan_in, generator=generator)
-    weight, bias = (torch.randn(*shape, generator=generator) for shape in ((fan_out, fan_in), (fan_out,)))
-    for added in (bias, None):
-        exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
-        torch.testing.assert_close(native._few_rows(x, weight, added).double(), exact, rtol=1e-5, atol=1e-4)
-
-
-@needs_compiler
-def test_few_rows_of_a_large_matrix_are_multiplied_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing asks for gradients, on processors where that is faster."""
-    asked, plain = [], native._few_rows
-    monkeypatch.setattr(native, "_few_rows", lambda *parts: asked.append(parts[0].shape) or plain(*parts))
-    weight, few, many = torch.ones(512, 512), torch.ones(2, 3, 512), torch.ones(native.FEW + 1, 512)
-    for rows in (few, many, few[:0]):
-        assert torch.equal(native.linear(rows, weight, None), F.linear(rows, weight))
-    native.linear(few[..., :8], weight[:, :8], None)  # a small matrix
-    native.linear(few, weight.requires_grad_(), None)
-    with torch.no_grad():
-        native.linear(few.transpose(0, 1), weight, weight[0])
-    shapes = [few.shape, few.transpose(0, 1).shape]
-    assert asked == (shapes if native.library().reads_few_rows() else [])
-    with pytest.raises(RuntimeError, match="shapes"):
-        native.linear(few[..., :-1], weight, None)

@@ -37,14 +37,14 @@ def same(conv: nn.Conv1d, rows: int) -> Rows:
     middle = conv.kernel_size[0] // 2
     reach = min(middle, rows - 1)
     weight = _taps(conv.weight, middle - reach, middle + reach + 1)
-    return lambda x: _convolved(x, weight, conv.bias, reach)
+    return _convolution(weight, conv.bias, reach)
 
 
 def halving(conv: nn.Conv1d, rows: int) -> Rows:
     """Return the convolution of stride 2, weights (C', C, 3), around rows 0, 2, … of an even number."""
     reach = min(1, rows - 2)
     weight = _taps(conv.weight, 1 - reach, 3)
-    return lambda x: _convolved(x, weight, conv.bias, reach, stride=2)
+    return _convolution(weight, conv.bias, reach, stride=2)
 
 
 def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
@@ -60,13 +60,13 @@ def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
         nothing = torch.zeros_like(w[0])
         even, odd = [w[3], w[1], nothing], [nothing, w[2], w[0]]
     weight, bias = torch.cat([torch.stack(even, 2), torch.stack(odd, 2)]), conv.bias.repeat(2)  # type: ignore[union-attr]
-    shape = (2 * rows, conv.out_channels)
-    return lambda x: _convolved(x, weight, bias, reach).view(-1, *shape)
+    both, shape = _convolution(weight, bias, reach), (2 * rows, conv.out_channels)
+    return lambda x: both(x).view(-1, *shape)
 
 
 def pointwise(conv: nn.Conv1d) -> Rows:
     """Return a convolution of kernel 1."""
-    return lambda x: _convolved(x, conv.weight, conv.bias, 0)
+    return _convolution(conv.weight, conv.bias, 0)
 
 
 def group_norm(norm: nn.GroupNorm) -> Rows:
@@ -97,19 +97,22 @@ def _taps(weight: Tensor, first: int, end: int) -> Tensor:
     return weight if end - first == weight.shape[2] else weight[:, :, first:end].contiguous()
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: int, stride: int = 1) -> Tensor:
-    """Return windows, which start `before` rows before every stride-th row, times weights (C', C, k)."""
-    window = _Window(before, weight.shape[2], stride)
-    if not (x.ndim == 3 and x.numel() and bias is not None and native.serves(x)):
-        return window.plain(x, (weight, bias))
-    fits = weight.shape[1] == x.shape[2] and bias.shape == weight.shape[:1]
-    parts = (weight, bias)
-    if not fits or not all(part.is_contiguous() and part.is_cpu and part.dtype is x.dtype for part in parts):
-        return window.plain(x, parts)
-    if not torch.is_grad_enabled():
-        return window.run(x.contiguous(), weight, bias)
-    found: Tensor = _Convolution.apply(x.contiguous(), weight, bias, window)
-    return found
+def _convolution(weight: Tensor, bias: Any, before: int, stride: int = 1) -> Rows:
+    """Return products of weights (C', C, k) and windows that start `before` rows before every stride-th."""
+    window, channels, parts = _Window(before, weight.shape[2], stride), weight.shape[1], (weight, bias)
+    is_plain = bias is None or not all(part.is_contiguous() and part.dtype is torch.float32 for part in parts)
+
+    def convolve(x: Tensor) -> Tensor:
+        fits = not is_plain and x.ndim == 3 and x.shape[2] == channels and x.numel() > 0
+        if not (fits and weight.is_cpu and weight.dtype is x.dtype and native.serves(x)):
+            return window.plain(x, parts)
+        x = x.contiguous()
+        if not torch.is_grad_enabled():
+            return window.run(x, weight, bias)
+        found: Tensor = _Convolution.apply(x, weight, bias, window)
+        return found
+
+    return convolve
 
 
 class _Window(NamedTuple):

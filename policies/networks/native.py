@@ -265,8 +265,22 @@ def serves_norm(x: Tensor, norm: torch.nn.GroupNorm) -> bool:
 
 def norm_mish(x: Tensor, norm: torch.nn.GroupNorm) -> Tensor:
     """Return Mish of a group normalisation of rows (B, T, C), over rows and the channels of a group."""
-    found: Tensor = _NormMish.apply(x.contiguous(), norm.weight, norm.bias, norm.num_groups, norm.eps)
+    parts = x.contiguous(), norm.weight, norm.bias, norm.num_groups, norm.eps
+    if not torch.is_grad_enabled():
+        return _norm_mish(*parts)[0]
+    found: Tensor = _NormMish.apply(*parts)
     return found
+
+
+def _norm_mish(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Return `norm_mish`, and means and inverse deviations (2, B, C)."""
+    (batch, rows, channels), out = x.shape, torch.empty_like(x)
+    moments = x.new_empty(2, batch, channels)
+    library().norm_mish_forward(
+        batch, rows, channels, groups, eps,
+        _at(x), _at(weight), _at(bias), _at(out), _at(moments), _at(moments) + 4 * batch * channels,
+    )  # fmt: skip
+    return out, moments
 
 
 class _NormMish(torch.autograd.Function):
@@ -274,13 +288,8 @@ class _NormMish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
-        (batch, rows, channels), out = x.shape, torch.empty_like(x)
-        moments = x.new_empty(2, batch, channels)
-        library().norm_mish_forward(
-            batch, rows, channels, groups, eps,
-            _at(x), _at(weight), _at(bias), _at(out), _at(moments[0]), _at(moments[1]),
-        )  # fmt: skip
-        ctx.moments, ctx.groups, ctx.eps = moments, groups, eps
+        out, ctx.moments = _norm_mish(x, weight, bias, groups, eps)
+        ctx.groups, ctx.eps = groups, eps
         ctx.save_for_backward(x, weight, bias)
         return out
 

@@ -97,12 +97,15 @@ class EpisodeRunner:
 
     def noise(self, generator: torch.Generator) -> Tensor:
         """Draw the noise of one decision, (*noise_shape), with disabled parts zero."""
-        noise = (self.replanner or self.policy).sample_noise(1, generator=generator)[0]
-        has_steps = noise.dim() == len(self.policy.chunk.shape) + 1
+        source = self.replanner or self.policy
+        noise = source.sample_noise(1, generator=generator)[0]  # ([N,] [K + 1,] Th, Da)
+        has_steps = noise.dim() > len(self.policy.chunk.shape) and not getattr(
+            source, "is_deterministic", False
+        )
         if self.start_noise == "zero":
-            (noise[0] if has_steps else noise).zero_()
+            (noise[..., 0, :, :] if has_steps else noise).zero_()
         if self.sampling_noise == "zero" and has_steps:
-            noise[1:] = 0.0
+            noise[..., 1:, :, :] = 0.0
         return noise
 
     def act(

@@ -81,6 +81,10 @@ class Replanner:
     def noise_shape(self) -> tuple[int, ...]:
         return self._noisier.noise_shape
 
+    @property
+    def is_deterministic(self) -> bool:
+        return bool(self._noisier.is_deterministic)
+
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         return self._noisier.sample_noise(n, generator=generator)
 

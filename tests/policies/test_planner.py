@@ -11,6 +11,7 @@ import torch
 from messages import mentions
 from torch import Tensor
 
+from envs.rollouts.player import EpisodeRunner
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.composition.compose import compose
@@ -376,3 +377,23 @@ def test_what_a_planner_cannot_is_refused(tmp_path: Path) -> None:
     for fields in ({"plans": 2}, {"goal_dim": 4}, {"value_widths": (40,)}):
         with pytest.raises(ConfigError, match=mentions(next(iter(fields)))):
             Planner(obs_dim=3, action_dim=2, **fields)
+
+
+@pytest.mark.parametrize("process", [VPDiffusion(num_levels=4), RectifiedFlow()], ids=["diffusion", "flow"])
+def test_noise_that_an_evaluation_switches_off_is_zero_for_every_plan(process: Any) -> None:
+    policy = planner(process, **GUIDED, plans=3)
+    has_steps = not policy.is_deterministic
+
+    def noise(start: str, sampling: str) -> Tensor:
+        runner = EpisodeRunner(policy, 0, 0, start_noise=start, sampling_noise=sampling, keep=False)
+        return runner.noise(torch.Generator().manual_seed(0))
+
+    plain = noise("random", "random")
+    starts = plain[..., :1, :, :] if has_steps else plain
+    assert starts.abs().amin() > 0 and noise("zero", "zero").eq(0).all()
+    still, from_zero = noise("random", "zero"), noise("zero", "random")
+    if has_steps:
+        assert torch.equal(still[:, :1], starts) and not still[:, 1:].any()
+        assert torch.equal(from_zero[:, 1:], plain[:, 1:]) and not from_zero[:, 0].any()
+    else:
+        assert torch.equal(still, plain) and not from_zero.any()

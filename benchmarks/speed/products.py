@@ -30,12 +30,13 @@ from algos.td3_bc import Td3BcConfig
 from algos.training.memory import keep_freed_memory
 from algos.training.provenance import processor_name
 from benchmarks.pages import RESULTS, keep, kept, replace_block, table
+from benchmarks.speed.cases_learning import synthetic_experience
 from benchmarks.speed.cases_lerobot import small_cloning
 from benchmarks.speed.cases_offline import BLOCK, POOL, list_search_of, ours_of, synthetic_dataset
 from benchmarks.speed.cases_offpolicy import Sides
 from benchmarks.speed.cases_released import keep_some
 from benchmarks.speed.page import milliseconds
-from benchmarks.speed.sides import OBS, our_policy, plain_nets, push_t, tape
+from benchmarks.speed.sides import FT, OBS, dppo_run, our_policy, plain_nets, push_t, tape
 from benchmarks.speed.timing import interleave
 
 ATEN = torch.ops.aten
@@ -112,6 +113,14 @@ def large_decision() -> tuple[Call, int]:
     return lambda: policy.act(obs, noise=start), 1
 
 
+def dppo_update() -> tuple[Call, int]:
+    """Return a minibatch of DPPO on Hopper, (environment step, denoising step) rows."""
+    run, rows = dppo_run(0, 1, 1), 50_000
+    experience = synthetic_experience(run, rows)
+    index = torch.randperm(rows * FT, generator=torch.Generator().manual_seed(4))[:rows]
+    return lambda: run.learner.step(experience, index, draws=run.draws, train_actor=True), 1
+
+
 CASES: dict[str, tuple[str, Callable[[], tuple[Call, int]]]] = {
     "td3_bc": ("step of TD3+BC", lambda: offline(Td3BcConfig())),
     "iql": ("step of IQL", lambda: offline(IqlConfig())),
@@ -122,6 +131,7 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Call, int]]]] = {
     "decision_2": ("decision of 2 rows", lambda: decision(2)),
     "decision_40": ("decision of 40 rows", lambda: decision(40)),
     "decision_500": ("decision of 500 rows", lambda: decision(500)),
+    "dppo": ("DPPO update, 50,000 rows", dppo_update),
     "unet": ("decision of a U-Net of 66 million numbers", large_decision),
     "cloning": ("step of cloning, U-Net of 64–128–256, batch 64", small_cloning),
 }

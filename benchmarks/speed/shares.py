@@ -1,6 +1,6 @@
-"""Where the processor time of an iteration goes: of PPO with small networks, and of DPPO on images.
+"""Where the processor time of an iteration goes: of PPO with small networks, of DPPO, and of DPPO on images.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.speed.shares [ppo] [images] [--rounds 3]
+    OMP_NUM_THREADS=1 python -m benchmarks.speed.shares [ppo] [dppo] [images] [--rounds 3]
 
 writes docs/results/speed/shares.json, and tables in docs/speed.md and docs/scale.md. Time is processor time
 (user and system) of the learner and its workers together. A part is counted without the parts inside it.
@@ -24,14 +24,15 @@ from algos.onpolicy.loop import OnPolicy
 from algos.training.provenance import processor_name
 from benchmarks.pages import RESULTS, keep, replace_block, table
 from benchmarks.speed.cases_peers import ENVS, ppo_run
+from benchmarks.speed.sides import dppo_run
 from envs.engine import workers
 from envs.rollouts import rollout
 from envs.rollouts.collector import Collector
 from policies.build import build_policy
 from policies.normalizer import box_statistics
 
-WORKERS = 2
-PAGES = {"ppo": "docs/speed.md", "images": "docs/scale.md"}
+WORKERS, DPPO_STEPS = 2, 125
+PAGES = {"ppo": "docs/speed.md", "dppo": "docs/speed.md", "images": "docs/scale.md"}
 REST = "the rest"
 
 
@@ -136,9 +137,10 @@ def iterations(case: str, rounds: int) -> Iterator[Mapping[str, float]]:
     """Yield the seconds of iterations by part, after one that warms up."""
     from benchmarks.speed import shares  # workers import classes by their names
 
-    if by_workers := case == "images":
+    if by_workers := case != "ppo":
         rollout.Collector = shares.TimedCollector  # type: ignore[misc]
-    run = image_run() if by_workers else ppo_run()
+    make = {"ppo": ppo_run, "dppo": lambda: dppo_run(WORKERS, 1, DPPO_STEPS), "images": image_run}[case]
+    run = make()
     watch, calls = watched(run, by_workers), [()] * len(run.pool._workers)
     for turn in range(rounds + 1):
         run.advance()

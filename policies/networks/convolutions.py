@@ -99,12 +99,14 @@ def _taps(weight: Tensor, first: int, end: int) -> Tensor:
 
 def _convolution(weight: Tensor, bias: Any, before: int, stride: int = 1) -> Rows:
     """Return products of weights (C', C, k) and windows that start `before` rows before every stride-th."""
+    if not torch.is_grad_enabled():  # what is kept of weights is not differentiated through
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
     window, channels, parts = _Window(before, weight.shape[2], stride), weight.shape[1], (weight, bias)
-    is_plain = bias is None or not all(part.is_contiguous() and part.dtype is torch.float32 for part in parts)
+    has_bias = bias is not None and bias.shape == weight.shape[:1]
 
     def convolve(x: Tensor) -> Tensor:
-        fits = not is_plain and x.ndim == 3 and x.shape[2] == channels and x.numel() > 0
-        if not (fits and weight.is_cpu and weight.dtype is x.dtype and native.serves(x)):
+        fits = has_bias and x.ndim == 3 and x.shape[2] == channels and x.numel() > 0
+        if not (fits and all(map(native.reads, parts)) and native.serves(x)):
             return window.plain(x, parts)
         x = x.contiguous()
         if not torch.is_grad_enabled():
@@ -145,9 +147,11 @@ class _Window(NamedTuple):
         """Return the gradients of all three, those of the first two if needed."""
         wanted = zip((x, weight, bias), (*needed[:2], True), strict=True)
         grads = [torch.empty_like(part) if needs else None for part, needs in wanted]
-        grad, work = grad.contiguous(), x.new_empty(2 * weight.numel())
+        batch, _, channels, *_, windows, fan_out = shape = self._shape(x, weight)
+        work = x.new_empty(max(batch * windows, 2 * fan_out) * channels * self.size)
+        grad = grad.contiguous()
         places = [None if one is None else _at(one) for one in (x, weight, grad, work, *grads)]
-        native.library().conv_backward(*self._shape(x, weight), *places)
+        native.library().conv_backward(*shape, *places)
         return grads
 
     def _shape(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:

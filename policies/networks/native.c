@@ -299,7 +299,7 @@ enum { ROWS = 4, AHEAD = 256, FEW = 16, LARGE = 1 << 18 };
 
 typedef float lanes_t __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-static inline __attribute__((always_inline)) void dots(int rows, int columns, int n, int k, const float *x,
+static inline __attribute__((always_inline)) void dots(int rows, int columns, int y_row, int k, const float *x,
                                                        const float *w, const float *bias, float *y) {
     lanes_t sums[ROWS][COLUMNS];
     memset(sums, 0, sizeof sums);
@@ -321,21 +321,21 @@ static inline __attribute__((always_inline)) void dots(int rows, int columns, in
             float sum = 0;
             for (int i = 0; i < LANES; i++) sum += sums[r][c][i];
             for (int i = whole; i < k; i++) sum += x[(long)r * k + i] * w[(long)c * k + i];
-            y[(long)r * n + c] = sum + (bias ? bias[c] : 0);
+            y[(long)r * y_row + c] = sum + bias[c];
         }
 }
 
-/* y (R, N) = x (R, K) w^T + bias, with w (N, K) and bias (N) or null. */
+/* y (R, N) = x (R, K) w^T + bias, with w (N, K) and bias (N). */
 static void few_rows(int rows, int n, int k, const float *x, const float *w, const float *bias, float *y) {
     for (int c = 0; c < n; c += COLUMNS)
         for (int r = 0; r < rows; r += ROWS) {
-            const float *from = x + (long)r * k, *along = w + (long)c * k, *added = bias ? bias + c : 0;
+            const float *from = x + (long)r * k, *along = w + (long)c * k, *added = bias + c;
             float *to = y + (long)r * n + c;
             const int left = rows - r < ROWS ? rows - r : ROWS;
             if (n - c < COLUMNS)
                 for (int i = 0; i < left * (n - c); i++) {
                     const int row = i / (n - c), column = i % (n - c);
-                    dots(1, 1, n, k, from + (long)row * k, along + (long)column * k, added ? added + column : 0,
+                    dots(1, 1, n, k, from + (long)row * k, along + (long)column * k, added + column,
                          to + (long)row * n + column);
                 }
             else if (left == 4)
@@ -351,8 +351,9 @@ static void few_rows(int rows, int n, int k, const float *x, const float *w, con
 
 /* Convolutions along rows: row t of the output is a product of weights (N, C, K) with the K rows of x (T, C) from
    t * stride - before on, as far as there are any. Of a large batch these are a matrix as they lie in memory, one for
-   each t, and the weights are copied to (N, K, C). For a small one, and where many weights would be read once for each
-   t, they are copied to windows (C, K). */
+   each t, and the weights are copied to (N, K, C) and read once for each t. For a small one they are copied to windows
+   (C, K), and so they are forwards where weights do not stay in a cache of the second level. Both numbers are where the
+   two ways took as long on a processor with AVX-512. */
 
 enum { MANY = 48, WEIGHTS = 1 << 19 };
 
@@ -370,10 +371,14 @@ static inline __attribute__((always_inline)) void exchange(int back, int size, i
 static void turn(int back, int fan_out, int channels, int size, const float *from, float *to) {
     const long step = (long)channels * size;
     for (int n = 0; n < fan_out; n++, from += step, to += step)
-        if (size == 5)
-            back ? exchange(1, 5, channels, from, to) : exchange(0, 5, channels, from, to);
+        if (size == 5 && back)
+            exchange(1, 5, channels, from, to);
+        else if (size == 5)
+            exchange(0, 5, channels, from, to);
+        else if (size == 3 && back)
+            exchange(1, 3, channels, from, to);
         else if (size == 3)
-            back ? exchange(1, 3, channels, from, to) : exchange(0, 3, channels, from, to);
+            exchange(0, 3, channels, from, to);
         else
             exchange(back, size, channels, from, to);
 }
@@ -397,6 +402,17 @@ static void make_windows(int batch, int rows, int channels, int before, int size
             else
                 for (int j = reach.low; j < reach.high; j++)
                     for (int c = 0; c < channels; c++) work[c * size + j] = x[(reach.from + j) * channels + c];
+        }
+}
+
+static void add_windows(int batch, int rows, int channels, int before, int size, int stride, int windows,
+                        const float *work, float *x) {
+    memset(x, 0, (long)batch * rows * channels * sizeof *x);
+    for (int b = 0; b < batch; b++, x += (long)rows * channels)
+        for (int t = 0; t < windows; t++, work += size * channels) {
+            const reach_t reach = reach_of(t, rows, before, size, stride);
+            for (int j = reach.low; j < reach.high; j++)
+                for (int c = 0; c < channels; c++) x[(reach.from + j) * channels + c] += work[c * size + j];
         }
 }
 
@@ -430,7 +446,8 @@ void conv_forward(int batch, int rows, int channels, int before, int size, int s
     }
 }
 
-/* Gradients as x, weight and bias, the first two or null; grad (B, windows, N); work holds the weights twice. */
+/* Gradients as x, weight and bias, the first two or null; grad (B, windows, N); work holds the weights twice, or all
+   windows of a batch below MANY. */
 void conv_backward(int batch, int rows, int channels, int before, int size, int stride, int windows, int fan_out,
                    const float *x, const float *weight, const float *grad, float *work, float *x_grad,
                    float *weight_grad, float *bias_grad) {
@@ -438,9 +455,14 @@ void conv_backward(int batch, int rows, int channels, int before, int size, int 
     memset(bias_grad, 0, fan_out * sizeof *bias_grad);
     for (int i = 0; i < all; i++)
         for (int j = 0; j < fan_out; j++) bias_grad[j] += grad[(long)i * fan_out + j];
-    if (size == 1) {
-        if (x_grad) multiply(0, 0, all, channels, fan_out, grad, weight, 0, x_grad);
-        if (weight_grad) multiply(1, 0, fan_out, channels, all, grad, x, 0, weight_grad);
+    if (size == 1 || batch < MANY) {
+        if (weight_grad) {
+            if (size > 1) make_windows(batch, rows, channels, before, size, stride, windows, x, work);
+            multiply(1, 0, fan_out, width, all, grad, size > 1 ? work : x, 0, weight_grad);
+        }
+        if (!x_grad) return;
+        multiply(0, 0, all, width, fan_out, grad, weight, 0, size > 1 ? work : x_grad);
+        if (size > 1) add_windows(batch, rows, channels, before, size, stride, windows, work, x_grad);
         return;
     }
     float *turned = work, *sum = work + (long)fan_out * width;

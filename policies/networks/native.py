@@ -80,6 +80,16 @@ def serves(x: Tensor) -> bool:
     )
 
 
+def reads(part: Tensor) -> bool:
+    """Say whether the program can read these weights."""
+    return (
+        type(part) in (Tensor, torch.nn.Parameter)
+        and part.dtype is torch.float32
+        and part.is_cpu
+        and part.is_contiguous()
+    )
+
+
 class Stack(NamedTuple):
     """Shape of E equal networks of L linear layers, with (LayerNorm and) an activation between them.
 
@@ -114,7 +124,7 @@ class Stack(NamedTuple):
         """
         shapes = []
         for part in (x, *parts):
-            if part.dtype is not torch.float32 or not part.is_cpu or not part.is_contiguous():
+            if not reads(part):
                 return None
             shapes.append(part.shape)
         return _chain(self, tuple(shapes)) if x.ndim in (2, 3) and x.shape[-2] else None
@@ -254,12 +264,7 @@ def again(
 def serves_norm(x: Tensor, norm: torch.nn.GroupNorm) -> bool:
     """Say whether `norm_mish` takes these rows (B, T, C) and this normalisation."""
     return serves(x) and all(
-        part is not None
-        and part.dtype is torch.float32
-        and part.is_cpu
-        and part.is_contiguous()
-        and part.shape == x.shape[2:]
-        for part in (norm.weight, norm.bias)
+        part is not None and reads(part) and part.shape == x.shape[2:] for part in (norm.weight, norm.bias)
     )
 
 

@@ -87,7 +87,7 @@ class ConvBlock(nn.Module):
         self.activate, _ = ACTIVATIONS[config.activation]
 
     def ready(self) -> Rows:
-        """Return the block as a function with prepared weights."""
+        """Return the block as a function; weights that it prepares are prepared once."""
         convolve, activate = same(self.conv, self.rows), self.activate
         if self.norm is None:
             return lambda x: activate(convolve(x))

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+from policies.networks import native
 from policies.networks.convolutions import Rows, doubling, group_norm, halving, pointwise, same
 
 ROWS = (1, 2, 3, 4, 5, 8)
@@ -18,6 +20,8 @@ ROWS = (1, 2, 3, 4, 5, 8)
 @pytest.fixture(params=["float64", "float32", "many in float32"])
 def kind(request: pytest.FixtureRequest) -> tuple[torch.dtype, int]:
     """Plain operations, and the program in C for small and large batches: type and batch size."""
+    if request.param != "float64" and native.unavailable() is not None:
+        pytest.skip(f"plain operations: {native.unavailable()}")
     return (
         torch.float64 if request.param == "float64" else torch.float32,
         50 if "many" in request.param else 3,
@@ -90,21 +94,49 @@ def test_few_rows_times_large_weights(rows: int, batch: int, channels: int, kern
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_many_weights_and_a_large_batch() -> None:
+    conv, x = nn.Conv1d(304, 600, 3, padding=1), draw(3, 304, 50)
+    with torch.no_grad():
+        found, expected = same(conv, 3)(x.float()), conv.double()(x.transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [2, 50])
 @pytest.mark.parametrize("frozen", ["x", "weight", "both"])
-def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
-    conv, x = nn.Conv1d(6, 4, 3, padding=1), draw(4, batch=50).float()
+def test_what_is_frozen_gets_no_gradient(frozen: str, batch: int) -> None:
+    conv, x = nn.Conv1d(6, 4, 3, padding=1), draw(4, batch=batch).float()
     conv.weight.requires_grad_(frozen == "x")
     x.requires_grad_(frozen == "weight")
     same(conv, 4)(x).sum().backward()
     assert [x.grad is None, conv.weight.grad is None] == [frozen != "weight", frozen != "x"]
-    torch.testing.assert_close(conv.bias.grad, torch.full((4,), 200.0))
+    torch.testing.assert_close(conv.bias.grad, torch.full((4,), 4.0 * batch))
 
 
-@pytest.mark.parametrize("wrong", ["channels", "type"])
+def test_what_is_kept_without_gradients_has_none_for_its_weights() -> None:
+    """The gradient of x alone costs no gradient of weights, as energies need it at every step."""
+    conv, x = nn.Conv1d(6, 4, 3, padding=1), draw(4).float().requires_grad_()
+    with torch.no_grad():
+        kept = same(conv, 4)
+    kept(x).sum().backward()
+    assert x.grad is not None and conv.weight.grad is None and conv.bias.grad is None
+    (expected,) = torch.autograd.grad(conv(x.transpose(1, 2)).sum(), x)
+    torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("wrong", ["channels", "type", "bias", "device"])
 def test_what_does_not_fit_is_refused(wrong: str) -> None:
-    x = draw(4, channels=5 if wrong == "channels" else 6)
-    with pytest.raises(RuntimeError):
-        same(nn.Conv1d(6, 4, 3, padding=1), 4)(x.float() if wrong == "channels" else x)
+    conv, x = nn.Conv1d(6, 4, 3, padding=1), draw(4, channels=5 if wrong == "channels" else 6)
+    if wrong in ("bias", "device"):
+        conv.bias = nn.Parameter(torch.zeros(2) if wrong == "bias" else torch.zeros(4, device="meta"))
+    with pytest.raises(RuntimeError), torch.no_grad():
+        same(conv, 4)(x if wrong == "type" else x.float())
+
+
+def test_other_kinds_of_weights_are_left_to_plain_operations() -> None:
+    conv, x = nn.Conv1d(6, 4, 3, padding=1), draw(4).float()
+    expected = same(conv, 4)(x)
+    conv.weight = nn.Parameter(TwoTensor(conv.weight.detach(), conv.weight.detach().clone()))
+    torch.testing.assert_close(same(conv, 4)(x).a, expected)
 
 
 def test_a_group_of_one_number_is_normalised_to_the_bias() -> None:

@@ -226,6 +226,21 @@ def test_the_loss_vanishes_where_the_network_is_right() -> None:
     assert loss.shape == (4, 3, ACTION_DIM) and loss.abs().max() < 1e-10
 
 
+def test_a_loss_of_few_rows_embeds_their_times_and_one_of_many_the_table_of_levels() -> None:
+    policy, asked = small_policy(VPDiffusion(num_levels=4)), []
+    plain = policy.field.forward
+    policy.field.forward = lambda x, t, c, **more: asked.append(len(t)) or plain(x, t, c, **more)
+    generator = torch.Generator().manual_seed(0)
+    cond, te = policy.encode({"state": observations(6)}), policy.sample_te(6, generator=generator)
+    action = torch.randn(6, *policy.chunk.shape, generator=generator)
+    whole = policy.matching_loss(cond, action, te)
+    parts = [
+        policy.matching_loss(cond.rows(row), action[row], te.rows(row)) for row in torch.arange(6).split(3)
+    ]
+    assert asked == [4, 3, 3]
+    torch.testing.assert_close(whole, torch.cat(parts))
+
+
 def test_gradients_flow_through_decoding_only_on_request() -> None:
     policy = small_policy(RectifiedFlow(), Euler(steps=2))
     cond, noise = policy.encode({"state": observations(2)}), policy.sample_noise(2)

@@ -200,7 +200,7 @@ class _Windows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         before, size, stride = ctx.places
-        parts = grad.unflatten(2, (-1, size))
+        parts = grad.reshape(*grad.shape[:2], -1, size)
         rows = parts.new_zeros(len(parts), ctx.rows + size - stride, parts.shape[2])
         last = rows.shape[1] - size + 1
         for i in range(size):

@@ -185,3 +185,16 @@ def test_a_convolution_has_every_derivative() -> None:
     assert torch.autograd.gradgradcheck(lambda x: convolve(x).square(), (x,))
     both = torch.stack([x, 2 * x])
     torch.testing.assert_close(torch.func.vmap(convolve)(both), torch.stack(list(map(convolve, both))))
+
+
+def test_gradients_are_taken_in_batches(kind: tuple[torch.dtype, int]) -> None:
+    dtype, batch = kind
+    convolve, x = (
+        same(nn.Conv1d(6, 2, 3, padding=1).to(dtype), 4),
+        draw(4, batch=batch).to(dtype).requires_grad_(),
+    )
+    out = convolve(x)
+    grads = torch.eye(out.numel(), dtype=dtype).view(-1, *out.shape)
+    (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True)
+    (whole,) = torch.autograd.grad(convolve(x).sum(), x)
+    torch.testing.assert_close(found.sum(dim=0), whole)

@@ -287,15 +287,12 @@ void norm_mish_backward(int batch, int rows, int channels, int groups, const flo
     }
 }
 
-/* Products of few rows with matrices that are larger than the caches: dot products along the rows of the matrix, of
-   which each is read once and ahead. */
-
 #ifdef __AVX512F__
-enum { LANES = 16, COLUMNS = 4 }; /* of 32 registers 16 hold sums */
-#else /* as exact; whether it is faster than the BLAS was not measured */
-enum { LANES = 8, COLUMNS = 2 };
-#endif
-enum { ROWS = 4, AHEAD = 256, FEW = 16, LARGE = 1 << 18 };
+
+/* Products of few rows with matrices that are larger than the caches: dot products along the rows of the matrix, of
+   which each is read once and ahead. Of 32 registers 16 hold sums. */
+
+enum { LANES = 16, COLUMNS = 4, ROWS = 4, AHEAD = 256, FEW = 16, LARGE = 1 << 18 };
 
 typedef float lanes_t __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -349,11 +346,14 @@ static void few_rows(int rows, int n, int k, const float *x, const float *w, con
         }
 }
 
+#endif
+
 /* Convolutions along rows: row t of the output is a product of weights (N, C, K) with the K rows of x (T, C) from
-   t * stride - before on, as far as there are any. Of a large batch these are a matrix as they lie in memory, one for
-   each t, and the weights are copied to (N, K, C) and read once for each t. For a small one they are copied to windows
-   (C, K), and so they are forwards where weights do not stay in a cache of the second level. Both numbers are where the
-   two ways took as long on a processor with AVX-512. */
+   t * stride - before on, as far as there are any.
+
+   Of a large batch these rows are a matrix as they lie in memory, one for each t. The weights are copied to (N, K, C)
+   and read once for each t. Of a small batch the rows are copied to windows (C, K), and the weights are read once; so
+   it is forwards, whatever the batch, with more weights than a cache of the second level holds. */
 
 enum { MANY = 48, WEIGHTS = 1 << 19 };
 
@@ -423,10 +423,12 @@ void conv_forward(int batch, int rows, int channels, int before, int size, int s
     if (batch < MANY || (long)fan_out * width > WEIGHTS) {
         if (size > 1) make_windows(batch, rows, channels, before, size, stride, windows, x, work);
         const float *in = size > 1 ? work : x;
-        if (LANES == 16 && all <= FEW && (long)fan_out * width >= LARGE) {
+#ifdef __AVX512F__
+        if (all <= FEW && (long)fan_out * width >= LARGE) {
             few_rows(all, fan_out, width, in, weight, bias, y);
             return;
         }
+#endif
         multiply(0, 1, all, fan_out, width, in, weight, 0, y);
         for (int i = 0; i < all; i++)
             for (int j = 0; j < fan_out; j++) y[(long)i * fan_out + j] += bias[j];

@@ -52,6 +52,7 @@ DATA = {
     "hopper-medium-expert": Data("hopper"),
     "halfcheetah-medium": Data("halfcheetah", (Part("medium", COLLECTED, noise=0.3),)),
     "hopper-expert": Data("hopper", (Part("expert", COLLECTED, noise=0.1),)),
+    "walker2d-expert": Data("walker2d", (Part("expert", COLLECTED, noise=0.3),)),
     "hopper-mixed": Data("hopper", (Part("medium", 90, noise=0.3), Part("expert", 10))),
 }
 
@@ -93,12 +94,13 @@ def recorded(file: Path, task: str, part: Part, form: str, **first: int) -> None
 
 
 def experiment_of(data: str, base: str, algo: str) -> str:
-    """Return the experiment of an algorithm: to tune a base, or of the data, or else of the task."""
-    task, own = DATA[data].task, f"{data.replace('-', '_')}_{algo}"
+    """Return the experiment of an algorithm: to tune a base; of the data, or the task, or for few rows."""
+    task, known = DATA[data].task, experiments()
     if base:
         tuned = f"{task}_{algo}_tuning"
-        return tuned if tuned in experiments() else f"{task}_study_{algo}"
-    return own if own in experiments() else f"{task}_{algo}"
+        return tuned if tuned in known else f"{task}_study_{algo}"
+    names = f"{data.replace('-', '_')}_{algo}", f"{task}_{algo}", f"{algo.removeprefix('study_')}_few_rows"
+    return next((name for name in names if name in known), names[1])
 
 
 def settings_of(data: str, base: str, algo: str, options: argparse.Namespace) -> list[str]:
@@ -109,6 +111,7 @@ def settings_of(data: str, base: str, algo: str, options: argparse.Namespace) ->
         return [f"env={DATA[data].task}", *PLAIN, f"algo.steps={(options.steps or STEPS) // 2}", *rows]
     name = experiment_of(data, base, algo)
     steps = options.steps if base else options.steps or STEPS
-    more = [] if steps is None else [f"algo.steps={steps}"]
+    more = [f"env={DATA[data].task}"] if name.endswith("_few_rows") else []
+    more += [] if steps is None else [f"algo.steps={steps}"]
     more += [] if options.autocast is None else [f"algo.autocast={options.autocast}"]
     return [f"experiment={name}", *more, *rows, *options.set]

@@ -82,8 +82,9 @@ CHOSEN = {
     ),
     "hopper-medium": (
         "td3_bc", "rebrac", "iql", "prdc", "a2pr", "study_td3_bc", "study_prdc", "study_a2pr",
-        "flow+iql", "flow+td3_bc", "flow+prdc", "diffusion+iql", "diffusion+srpo",
+        "flow+iql", "flow+td3_bc", "flow+prdc", "flow+a2pr", "diffusion+iql", "diffusion+srpo",
     ),
+    "walker2d-expert": ("td3_bc", "study_td3_bc", "iql", "prdc", "study_prdc"),
 }  # fmt: skip
 """The methods of a task: of `learning`, or of a dataset of `offline`."""
 

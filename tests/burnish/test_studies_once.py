@@ -81,18 +81,22 @@ def test_a_run_that_was_shorter_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "algo", "experiment"),
+    ("data", "algo", "experiment", "more"),
     [
-        ("hopper-medium", "iql", "hopper_medium_iql"),
-        ("hopper-medium-expert", "iql", "hopper_medium_expert_iql"),
-        ("hopper-medium", "study_prdc", "hopper_medium_study_prdc"),
-        ("hopper-medium-expert", "study_prdc", "hopper_study_prdc"),
-        ("hopper-medium-expert", "prdc", "hopper_prdc"),
+        ("hopper-medium", "iql", "hopper_medium_iql", []),
+        ("hopper-medium-expert", "iql", "hopper_medium_expert_iql", []),
+        ("hopper-medium", "study_prdc", "hopper_medium_study_prdc", []),
+        ("hopper-medium-expert", "study_prdc", "hopper_study_prdc", []),
+        ("hopper-medium-expert", "prdc", "hopper_prdc", []),
+        ("walker2d-expert", "prdc", "walker2d_prdc", []),
+        ("walker2d-expert", "study_prdc", "prdc_few_rows", ["env=walker2d"]),
     ],
 )
-def test_offline_settings_are_the_ones_of_the_data(data: str, algo: str, experiment: str) -> None:
+def test_offline_settings_are_the_ones_of_the_data(
+    data: str, algo: str, experiment: str, more: list[str]
+) -> None:
     options = argparse.Namespace(steps=None, autocast=None, set=[])
-    settings = [f"experiment={experiment}", "algo.steps=100000"]
+    settings = [f"experiment={experiment}", *more, "algo.steps=100000"]
     assert settings_of(data, "", algo, options) == settings
     assert settings_of(data, "", f"{algo}@return", options) == [*settings, "curation.weighting=return"]
 

@@ -36,8 +36,11 @@ SURROGATES = {
 }
 """What bounds the update of DPPO, by overrides of its experiment."""
 
-CRITICS_OF_AVOID = ("qc", "idql", "expo", "residual", "dqc", "qam", "trqam", "famo2o", "fql")
-"""Critics of chunks that take the settings of `avoid` to another task, rewards scaled to values up to 1."""
+CRITICS_OF_AVOID = (
+    *("qc", "idql", "expo", "residual", "dqc", "qam", "qam_edit", "qam_fql", "trqam", "famo2o", "fql"),
+    "pa_rl",
+)
+"""Critics of chunks that take the settings of `avoid` to another task, rewards scaled to values of size 1."""
 
 STUDIES = {
     "avoid": Study(
@@ -311,12 +314,17 @@ STUDIES = {
             "dppo": "cube_single_bc algo.steps=6000",
             "dsrl": "cube_single_flow_bc algo.steps=6000",
             "dsrl-sac": "cube_single_flow_bc algo.steps=6000",
+            **dict.fromkeys(CRITICS_OF_AVOID, "cube_single_flow_bc algo.steps=6000"),
         },
         {
             "dppo": "cube_single_dppo algo.env_steps=200000",
             "dsrl": "cube_single_dsrl",
             "dsrl-sac": "cube_single_dsrl algo.variant=sac",
             "rlpd": "cube_single_rlpd",
+            **{
+                algo: f"avoid_{algo} env=cube-single algo.gamma=0.99 algo.reward_scale=0.01"
+                for algo in CRITICS_OF_AVOID
+            },
         },
         "success",
         (0.8, 0.9),

@@ -20,6 +20,7 @@ Source: TD3+BC, arXiv 2106.06860; PRDC, arXiv 2306.06569; released code of PRDC 
 from __future__ import annotations
 
 import copy
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -43,6 +44,10 @@ from policies.policy import Policy
 from policies.processes.deterministic import DeterministicPolicy
 from policies.processes.gaussian import GaussianPolicy
 from policies.registry import name_of
+
+_log = logging.getLogger(__name__)
+FEW_ROWS = 300_000
+"""Transitions below which the log names settings other than the published ones."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +295,12 @@ class ConstrainedTd3Config(OfflineConfig):
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
         warn_of_clipped_actions(table, setup, name_of("algo", self))
+        if setup.init is None and not self.critic_layer_norm and len(table) < FEW_ROWS:
+            _log.info(
+                "%s transitions: published settings are for a million, and on few rows often end at a clone "
+                "of the data or below it. experiment=%s_few_rows has others.",
+                f"{len(table):,}", name_of("algo", self),
+            )  # fmt: skip
         actor, like = Actor(policy), table.cond
         critic = self.critic_config().build(like.shape[1], table.action.shape[1]).to(like.device, like.dtype)
         return Td3Learner(actor, critic, self.regulariser(actor, table, setup), self)

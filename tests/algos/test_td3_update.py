@@ -24,6 +24,7 @@ from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from algos.transitions import Rewarding
+from burnish.config.overrides import experiments
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
@@ -31,6 +32,7 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.critics import EnsembleConfig, aggregate
 from policies.policy import Policy, PolicyConfig
 from policies.processes.flow import RectifiedFlow
+from policies.registry import name_of
 from policies.samplers.ode import Euler
 
 SIZES: dict[str, Any] = {
@@ -344,6 +346,23 @@ def test_critics_are_normalised_where_that_is_asked_for(config: Any, normalised:
     before = [scale.detach().clone() for scale in learner.critic.scale]
     run._step()
     assert not any(map(torch.equal, before, learner.critic.scale))
+
+
+@pytest.mark.parametrize("config", [Td3BcConfig, PrdcConfig, A2prConfig])
+def test_settings_for_few_rows_are_named_where_published_ones_are_used(
+    config: type[ConstrainedTd3Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "algos.offline.td3_update")
+    named = f"{name_of('algo', config())}_few_rows"
+    assert named in experiments()
+    run_of(small(config, steps=1, critic_layer_norm=True))
+    assert not any(named in text for text in caplog.messages)
+    run_of(small(config, steps=1))
+    assert sum(named in text for text in caplog.messages) == 1
+    caplog.clear()
+    monkeypatch.setattr("algos.offline.td3_update.FEW_ROWS", 512)
+    run_of(small(config, steps=1))
+    assert not any(named in text for text in caplog.messages), "as many rows as are enough"
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])

@@ -43,6 +43,7 @@ from policies.networks.mlp_blocks import (
     TrunkConfig,
     official_plain_keys,
 )
+from policies.networks.residual import FirstLayer
 from policies.networks.weight_cache import WeightCache, weights_of
 from policies.protocols import BoundField, Cond, Features, RowField
 from policies.registry import register
@@ -183,31 +184,31 @@ class MlpBackbone(nn.Module):
         parts = (x.flatten(1), embedded, self.cond_encoder(cond.vec))
         if time_row is None and cond_row is None:
             inputs = (parts[0], parts[1] + parts[2]) if self.config.add_cond else parts
-            z = F.linear(torch.cat(inputs, dim=1), fold.weight, fold.bias)
+            first = FirstLayer(torch.cat(inputs, dim=1), fold.weight, ((fold.bias[None], None),))
         else:
-            z = self._first_layer(parts, (None, time_row, cond_row), fold)
-        return self.trunk.finish_of(fold)(z).view(-1, *self.chunk_shape)
+            first = self._first_layer(parts, (None, time_row, cond_row), fold)
+        return self.trunk.evaluate(first, fold).view(-1, *self.chunk_shape)
 
     def _columns(self, fold: Fold) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first layer's weights of chunk, time and condition."""
         chunk, time, *cond = fold.weight.split(self.part_dims, dim=1)
         return chunk, time, cond[0] if cond else time
 
-    def _first_layer(self, parts: tuple[Tensor, ...], rows: tuple[Tensor | None, ...], fold: Fold) -> Tensor:
-        """Return z (M, H'); shared rows are projected before repetition."""
+    def _first_layer(
+        self, parts: tuple[Tensor, ...], rows: tuple[Tensor | None, ...], fold: Fold
+    ) -> FirstLayer:
+        """Return the parts of z (M, H'); shared rows are projected before repetition."""
         whole: list[tuple[Tensor, Tensor]] = []
-        repeated: list[Tensor] = []
+        tables: list[tuple[Tensor, Tensor | None]] = []
         for part, weight, row in zip(parts, self._columns(fold), rows, strict=True):
             if row is None:
                 whole.append((part, weight))
             else:
-                bias = None if repeated else fold.bias
-                repeated.append(F.linear(part, weight, bias).index_select(0, row))
-        offset = repeated[0] if len(repeated) == 1 else repeated[0] + repeated[1]
+                tables.append((F.linear(part, weight, None if tables else fold.bias), row))
         if len(whole) == 1:
-            return torch.addmm(offset, whole[0][0], whole[0][1].t())
+            return FirstLayer(*whole[0], tuple(tables))
         inputs, weights = (torch.cat(tensors, dim=1) for tensors in zip(*whole, strict=True))
-        return torch.addmm(offset, inputs, weights.t())
+        return FirstLayer(inputs, weights, tuple(tables))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         given = (times,) if second_times is None else (times, second_times)

@@ -34,6 +34,7 @@ from policies.errors import ConfigError
 from policies.networks import native
 from policies.networks.activations import ACTIVATIONS, in_place
 from policies.networks.attention import LayerNorm
+from policies.networks.residual import FirstLayer, ResidualBlock
 from policies.networks.weight_cache import WeightCache
 
 Finish = Callable[[Tensor], Tensor]
@@ -125,6 +126,7 @@ class Block(nn.Module):
         self.linear2 = nn.Linear(width, width)
         self.norm1 = LayerNorm(width, eps=1e-6) if layer_norm else None
         self.norm2 = LayerNorm(width, eps=1e-6) if layer_norm else None
+        self.activation = activation
         self.activate, self.activate_ = ACTIVATIONS[activation]
 
     def features_of(self, *, overwrite: bool) -> Finish:
@@ -244,8 +246,21 @@ class ResidualTrunk(nn.Module):
 
         return z, finish
 
+    def evaluate(self, first: FirstLayer, fold: Fold) -> Tensor:
+        """Return the output (B, out) from the parts of z."""
+        block = self.last_block
+        if len(self.blocks) == 1 and block.norm1 is None:
+            assert fold.feature is not None
+            linear = block.linear1
+            y = ResidualBlock(linear.weight, linear.bias, fold.feature, block.activation)(first)
+            if y is not None:
+                return y
+        return self.finish_of(fold)(first.z())
+
     def forward(self, inputs: Tensor) -> Tensor:
         fold = self.fold()
+        if inputs.ndim == 2:
+            return self.evaluate(FirstLayer(inputs, fold.weight, ((fold.bias[None], None),)), fold)
         return self.finish_of(fold)(F.linear(inputs, fold.weight, fold.bias))
 
 
@@ -278,6 +293,10 @@ class PlainTrunk(nn.Module):
             return z
 
         return finish
+
+    def evaluate(self, first: FirstLayer, fold: Fold) -> Tensor:
+        """Return the output (B, out) from the parts of z."""
+        return self.finish_of(fold)(first.z())
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self._stack is not None and inputs.ndim in (2, 3) and native.serves(inputs):
@@ -341,6 +360,10 @@ class ExpandedTrunk(nn.Module):
             return self.outlet(self.last_norm(h))
 
         return finish
+
+    def evaluate(self, first: FirstLayer, fold: Fold) -> Tensor:
+        """Return the output (B, out) from the parts of z."""
+        return self.finish_of(fold)(first.z())
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.finish_of(self.fold())(self.inlet(inputs))

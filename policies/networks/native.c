@@ -213,6 +213,90 @@ void stack_backward(const int *dims, int layers, int members, int sharing, int r
     }
 }
 
+enum { BLOCK = 256 }; /* rows that stay in a cache between passes */
+
+/* One row of a table, or the one that every row reads. */
+static inline const float *row_of(const float *table, const int64_t *row, long r, int n) {
+    return table + (row ? row[r] : 0) * n;
+}
+
+/* A residual network of one block whose last layers are one (see residual.py): z = x W' + the rows of up to two tables,
+   h = a(z[:H]), u = a(h A' + b), y = z[H:] + u F'. x (R, K); W (H + out, K), its rows w_row apart; A (H, H), F (out, H).
+   A table has `table_rows`, of which all read the first if `row` is null, and is missing if null. z, with h in place of
+   what it is made of, and u are kept. Returns whether every row is in its table. */
+int residual_forward(int rows, int k, int width, int out, int kind, int w_row, int table_rows, int other_rows,
+                     const float *x, const float *w, const float *table, const int64_t *row, const float *other,
+                     const int64_t *other_row, const float *a, const float *b, const float *f, float *z, float *u,
+                     float *y) {
+    const int n = width + out;
+    for (int r = 0; r < rows; r++)
+        if ((row && (row[r] < 0 || row[r] >= table_rows)) || (other_row && (other_row[r] < 0 || other_row[r] >= other_rows)))
+            return 0;
+    for (int first = 0; first < rows; first += BLOCK) {
+        const int size = rows - first < BLOCK ? rows - first : BLOCK;
+        float *zs = z + (long)first * n, *us = u + (long)first * width, *ys = y + (long)first * out;
+        for (int r = 0; r < size; r++) {
+            const float *t = row_of(table, row, first + r, n);
+            float *to = zs + (long)r * n;
+            if (!other) {
+                memcpy(to, t, n * sizeof *to);
+                continue;
+            }
+            const float *s = row_of(other, other_row, first + r, n);
+            for (int j = 0; j < n; j++) to[j] = t[j] + s[j];
+        }
+        multiply_apart(0, 1, size, n, k, x + (long)first * k, k, w, w_row, 1, zs, n);
+        for (int r = 0; r < size; r++) {
+            activate(kind, width, zs + (long)r * n);
+            memcpy(us + (long)r * width, b, width * sizeof *us);
+            memcpy(ys + (long)r * out, zs + (long)r * n + width, out * sizeof *ys);
+        }
+        multiply_apart(0, 1, size, width, width, zs, n, a, width, 1, us, width);
+        for (int r = 0; r < size; r++) activate(kind, width, us + (long)r * width);
+        multiply(0, 1, size, out, width, us, f, 1, ys);
+    }
+    return 1;
+}
+
+/* Gradients as x, W without gaps, the tables, A, b and F; x_grad, w_grad, other_grad, and all from table_grad on, may be
+   null; sums begin with what is there. work holds BLOCK rows of 2 H + out. */
+void residual_backward(int rows, int k, int width, int out, int kind, int w_row, const float *x, const float *w,
+                       const int64_t *row, const int64_t *other_row, const float *a, const float *f, const float *z,
+                       const float *u, const float *grad, float *work, float *x_grad, float *w_grad, float *table_grad,
+                       float *other_grad, float *a_grad, float *b_grad, float *f_grad) {
+    const int n = width + out;
+    float *du = work, *dz = work + (long)BLOCK * width;
+    for (int first = 0; first < rows; first += BLOCK) {
+        const int size = rows - first < BLOCK ? rows - first : BLOCK;
+        const float *zs = z + (long)first * n, *us = u + (long)first * width, *g = grad + (long)first * out;
+        multiply(0, 0, size, width, out, g, f, 0, du);
+        for (int r = 0; r < size; r++) {
+            float *d = du + (long)r * width;
+            through_activation(kind, width, us + (long)r * width, d);
+            if (!f_grad) continue;
+            for (int j = 0; j < width; j++) b_grad[j] += d[j];
+        }
+        if (f_grad) {
+            multiply(1, 0, out, width, size, g, us, 1, f_grad);
+            multiply_apart(1, 0, width, width, size, du, width, zs, n, 1, a_grad, width);
+        }
+        multiply_apart(0, 0, size, width, width, du, width, a, width, 0, dz, n);
+        for (int r = 0; r < size; r++) {
+            float *d = dz + (long)r * n;
+            through_activation(kind, width, zs + (long)r * n, d);
+            memcpy(d + width, g + (long)r * out, out * sizeof *d);
+            if (!table_grad) continue;
+            float *t = (float *)row_of(table_grad, row, first + r, n);
+            for (int j = 0; j < n; j++) t[j] += d[j];
+            if (!other_grad) continue;
+            float *s = (float *)row_of(other_grad, other_row, first + r, n);
+            for (int j = 0; j < n; j++) s[j] += d[j];
+        }
+        if (w_grad) multiply_apart(1, 0, n, k, size, dz, n, x + (long)first * k, k, 1, w_grad, k);
+        if (x_grad) multiply_apart(0, 0, size, k, n, dz, n, w, w_row, 0, x_grad + (long)first * k, k);
+    }
+}
+
 /* Mish of group normalisation: x, y (B, T, C), G groups of C / G channels; mean and inverse deviation (B, C), the same
    within a group. */
 

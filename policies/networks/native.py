@@ -1,9 +1,9 @@
-"""Networks on one thread of a CPU, in C: stacks of layers, normalisation with Mish; for convolutions too.
+"""Networks on one thread of a CPU, in C: stacks of layers, normalisation with Mish; for others in this room.
 
 Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
 `native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
-and a cheaper tanh, and does what a temporal U-Net needs between products. Without it (see `compiled`),
-on accelerators, with several threads of torch, other types, autocast, tracing or transforms, plain operations
+and a cheaper tanh, and does what a temporal U-Net (`convolutions`) and a residual network (`residual`) need
+between products. Without it (see `compiled`), on accelerators, with several threads of torch, other types, autocast, tracing or transforms, plain operations
 serve: the same numbers to rounding. They also serve where gradients are differentiated again.
 
 Legend: R rows, E members, L layers.
@@ -34,6 +34,7 @@ _ARGUMENTS = {
     "stack_forward": "piiiiiiif" + 6 * "p", "stack_backward": "piiiiiii" + 9 * "p" + "l",
     "norm_mish_forward": "iiiif" + 6 * "p", "norm_mish_backward": "iiii" + 10 * "p",
     "conv_forward": 8 * "i" + 5 * "p", "conv_backward": 8 * "i" + 7 * "p",
+    "residual_forward": 8 * "i" + 12 * "p", "residual_backward": 6 * "i" + 17 * "p",
 }  # fmt: skip
 _at = Tensor.data_ptr
 
@@ -58,7 +59,7 @@ def _found() -> tuple[Any, str | None]:
     except (OSError, AttributeError) as error:
         return None, f"the BLAS of PyTorch is not found: {error}"
     for name, types in _ARGUMENTS.items():
-        getattr(found, name).restype, getattr(found, name).argtypes = None, [_TYPES[t] for t in types]
+        getattr(found, name).argtypes = [_TYPES[t] for t in types]
     found.use_gemm(ctypes.cast(gemm, ctypes.c_void_p))
     return found, None
 
@@ -87,6 +88,18 @@ def reads(part: Tensor) -> bool:
         and part.dtype is torch.float32
         and part.is_cpu
         and part.is_contiguous()
+    )
+
+
+def reads_rows(part: Tensor) -> bool:
+    """Say whether the program can read this matrix, rows of which may lie apart."""
+    return (
+        type(part) in (Tensor, torch.nn.Parameter)
+        and part.dtype is torch.float32
+        and part.is_cpu
+        and part.ndim == 2
+        and part.stride(1) == 1
+        and part.stride(0) >= part.shape[1]
     )
 
 

@@ -3,8 +3,9 @@
 Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
 `native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
 and a cheaper tanh, and does what a temporal U-Net (`convolutions`) and a residual network (`residual`) need
-between products. Without it (see `compiled`), on accelerators, with several threads of torch, other types, autocast, tracing or transforms, plain operations
-serve: the same numbers to rounding. They also serve where gradients are differentiated again.
+between products. Without it (see `compiled`), on accelerators, with several threads of torch, other types,
+autocast, tracing or transforms, plain operations serve: the same numbers to rounding. They also serve where
+gradients are differentiated again.
 
 Legend: R rows, E members, L layers.
 """

@@ -297,8 +297,8 @@ class ConstrainedTd3Config(OfflineConfig):
         warn_of_clipped_actions(table, setup, name_of("algo", self))
         if setup.init is None and not self.critic_layer_norm and len(table) < FEW_ROWS:
             _log.info(
-                "%s transitions: published settings are for a million, and on few rows often end at a clone "
-                "of the data or below it. experiment=%s_few_rows has others.",
+                "%s transitions: published settings are for a million; on few rows actors swing, and may end "
+                "at a clone of the data or below it. experiment=%s_few_rows swings less.",
                 f"{len(table):,}", name_of("algo", self),
             )  # fmt: skip
         actor, like = Actor(policy), table.cond

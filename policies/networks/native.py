@@ -77,6 +77,7 @@ def serves(x: Tensor) -> bool:
         and not torch.jit.is_tracing()
         and not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
         and not torch._C._functorch.is_legacy_batchedtensor(x)  # of `is_grads_batched`
+        and not (x.is_neg() or x._is_zerotensor())
         and forward_ad._current_level < 0
         and library() is not None
     )
@@ -251,7 +252,8 @@ class _Stack(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *parts = ctx.saved_tensors
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
-        if torch.is_grad_enabled() or not serves(grad):
+        is_as_before = ctx.stack._dims(x, parts) == ctx.dims
+        if torch.is_grad_enabled() or not (is_as_before and serves(grad)):
             of_x, *of_parts = again(ctx.stack.plain, (x, *parts), grad, needed)
         else:
             wants = needed[0], any(needed[1:])
@@ -264,10 +266,11 @@ def again(
 ) -> list[Tensor | None]:
     """Return gradients by plain operations; where gradients are enabled, they can be differentiated again.
 
-    They are those of views of the inputs, one of which may depend on another.
+    They are those of views of the inputs, one of which may depend on another, in the precision of the
+    program's.
     """
     differentiable = torch.is_grad_enabled()
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         views = [part.view_as(part) if needs else part for part, needs in zip(inputs, needed, strict=True)]
         out = plain(views[0], views[1:])
         wanted = [part for part, needs in zip(views, needed, strict=True) if needs]
@@ -315,7 +318,8 @@ class _NormMish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled() or not serves(grad):
+        is_as_before = all(map(reads, (x, weight, bias))) and weight.shape == bias.shape == x.shape[2:]
+        if torch.is_grad_enabled() or not (is_as_before and serves(grad)):
 
             def plain(x: Tensor, parts: Sequence[Tensor]) -> Tensor:
                 return mish(

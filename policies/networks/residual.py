@@ -64,6 +64,8 @@ class ResidualBlock(NamedTuple):
             return None if found is None else found[0]
         tables, rows = zip(*first.tables, strict=True)
         parts = (*first[:2], *tables, *self[:3])
+        if any(part.is_inference() for part in parts):  # they cannot be kept for the backward pass
+            return None
         y: Tensor | None = _Residual.apply(self.activation, rows, *parts)
         return y
 
@@ -74,9 +76,11 @@ class ResidualBlock(NamedTuple):
         return (
             all(map(native.reads, (x, *(table for table, _ in tables), *self[:3])))
             and native.reads_rows(weight)
-            and 0 < len(tables) <= 2
+            and len(tables) in (1, len(rows))
+            and len(tables) <= 2
             and x.ndim == 2
-            and len(x) > 0
+            and x.numel() > 0
+            and out > 0
             and weight.shape == (width + out, x.shape[1])
             and (self.weight.shape, self.bias.shape) == ((width, width), (width,))
             and all(table.ndim == 2 and table.shape[1] == width + out for table, _ in tables)
@@ -134,27 +138,32 @@ class _Residual(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, activation: str, rows: Sequence[Tensor | None], *parts: Tensor) -> Tensor | None:
-        ctx.activation, ctx.rows = activation, rows
+        ctx.activation = activation
         first, block = _parted(activation, rows, parts)
         found = block._run(first)
         if found is None:
             return None
-        y, *ctx.seen = found
-        ctx.save_for_backward(*parts)
+        y, *seen = found
+        ctx.save_for_backward(*seen, *rows, *parts)
+        ctx.shapes, ctx.num_rows = [part.shape for part in (*seen, *parts)], len(rows)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        parts, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled() or not native.serves(grad):
+        z, u, *others = ctx.saved_tensors
+        rows, parts = others[: ctx.num_rows], others[ctx.num_rows :]
+        needed = ctx.needs_input_grad[2:]
+        first, block = _parted(ctx.activation, rows, parts)
+        is_as_before = ctx.shapes == [part.shape for part in (z, u, *parts)]
+        reads = is_as_before and all(map(native.reads, (z, u))) and block._fits(first)
+        if torch.is_grad_enabled() or not (reads and native.serves(grad)):
 
             def plain(x: Tensor, rest: Sequence[Tensor]) -> Tensor:
-                first, block = _parted(ctx.activation, ctx.rows, (x, *rest))
+                first, block = _parted(ctx.activation, rows, (x, *rest))
                 return block.plain(first)
 
             return None, None, *native.again(plain, parts, grad, needed)
-        first, block = _parted(ctx.activation, ctx.rows, parts)
-        return None, None, *block._gradients(first, ctx.seen, grad, needed)
+        return None, None, *block._gradients(first, (z, u), grad, needed)
 
 
 def _parted(

@@ -212,6 +212,17 @@ def test_a_network_of_its_own_output_is_differentiated_twice(monkeypatch: pytest
 
 
 @needs_compiler
+@pytest.mark.parametrize("changed", [torch.zeros(1, 1), torch.zeros(8, 4).double()])
+def test_weights_that_change_their_kind_before_the_gradients_are_noticed(changed: Tensor) -> None:
+    stack = native.Stack(1, "relu", transposed=True)
+    sizes = (8, 4), (3, 8), (8,), (3,)
+    parts = [torch.randn(size, requires_grad=True) for size in sizes]
+    y = stack(torch.randn(6, 4), parts).sum()
+    parts[0].data = changed
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(y, parts)
+
+
 def test_gradients_in_batches_and_whole_graphs_are_left_to_plain_operations() -> None:
     trunk, x = PlainTrunk(WIDTHS, "relu"), entries().requires_grad_()
     out, grads = trunk(x), torch.eye(ROWS).unsqueeze(-1).expand(-1, -1, WIDTHS[-1])

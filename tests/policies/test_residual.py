@@ -105,6 +105,50 @@ def test_gradients_can_be_differentiated_again() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
+def test_what_changes_before_the_gradients_is_noticed() -> None:
+    first, block, leaves = network(9, 1)
+    y, row = summed(block, first), first.tables[0][1]
+    assert row is not None
+    row.fill_(1000)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, leaves)
+    first, block, leaves = network(9, 1)
+    y = summed(block, first)
+    block.weight.data = torch.zeros(1, 1)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(y, leaves)
+
+
+def test_saved_tensors_of_another_layout_give_the_same_gradients() -> None:
+    first, block, leaves = network(9, 1)
+    expected = torch.autograd.grad(summed(block, first), leaves)
+
+    def turned(part: Tensor) -> Tensor:
+        return part.t().contiguous() if part.ndim == 2 else part
+
+    with torch.autograd.graph.saved_tensors_hooks(turned, lambda part: part.t() if part.ndim == 2 else part):
+        y = summed(block, first)
+    torch.testing.assert_close(torch.autograd.grad(y, leaves), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_under_autocast_are_those_of_full_precision() -> None:
+    first, block, leaves = network(300, 2)
+    y = summed(block, first)
+    expected = torch.autograd.grad(y, leaves, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(y, leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_activations_are_released_with_the_graph() -> None:
+    first, block, leaves = network(600, 1)
+    y = block(first)
+    assert y is not None and y.grad_fn is not None
+    torch.autograd.grad(y.sum(), leaves)
+    with pytest.raises(RuntimeError, match="second time"):
+        _ = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("row", [-1, 4])
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_row_that_is_in_no_table_is_not_read(row: int, learns: bool) -> None:
@@ -131,6 +175,9 @@ def test_what_does_not_fit_is_left_to_plain_operations() -> None:
         first._replace(tables=((table, row.int()),)),
         first._replace(tables=((table, None),)),
         first._replace(tables=((table, row),) * 3),
+        first._replace(tables=((table[:1], None), (table, row))),
+        first._replace(inputs=x[:, :0], weight=first.weight[:, :0]),
+        first._replace(inputs=torch._neg_view(x)),
     ]
     assert all(block(other) is None for other in others)
     assert block._replace(activation="mish")(first) is None

@@ -44,6 +44,7 @@ THREADS = 1  # torch threads, unless `num_threads` is set
 _PROBES = 4096  # rows, at most
 _BLOCK = 262_144  # rows that are looked through at once
 _CUT_WEIGHT = 0.01  # largest weight of the rewards missing from a truncated episode
+_VALUES = ("critic/value", "actor/value")
 _ROUNDING = 0.01  # of the span of returns: values of new critics may be that much below the least
 _SATURATED, _SATURATED_TIMES = 0.4, 1.75  # share of action entries at bounds, and times that of the data
 
@@ -108,6 +109,7 @@ class OfflineRun:
             **(resume_invariants or {}),
         }
         self._limits, self._warned = limits, set[str]()
+        self._excess = math.inf  # of the values in the report before
         self._done = 0
         self._recorded = Recorded(self._take, writes_weights=True, is_on=current().world == 1)
 
@@ -152,8 +154,16 @@ class OfflineRun:
         return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
 
     def warn(self, measured: Mapping[str, Any]) -> None:
-        """Warn once of values that no return reaches, actions at their bounds, targets beyond the bins."""
-        found = {} if self._limits is None else self._limits.broken(measured)
+        """Warn once of values that no return reaches, actions at their bounds, targets beyond the bins.
+
+        Values of new critics begin anywhere: those that come nearer to the returns are not warned of.
+        """
+        found: dict[str, str] = {}
+        if self._limits is not None:
+            excess, before = self._limits.excess(measured), self._excess
+            found, self._excess = self._limits.broken(measured), excess
+            if excess <= before:
+                found.pop("values", None)
         self._warn_once(found | clipped(measured))
 
     def _warn_once(self, found: Mapping[str, str]) -> None:
@@ -348,10 +358,15 @@ class Limits:
     at_bound: float
     advice: str
 
+    def excess(self, measured: Mapping[str, Any]) -> float:
+        """Return how far the values of the metrics lie beyond the returns, 0 inside."""
+        values = [float(measured[name]) for name in _VALUES if name in measured]
+        return max((max(value - self.most, self.least - value, 0.0) for value in values), default=0.0)
+
     def broken(self, measured: Mapping[str, Any]) -> dict[str, str]:
         """Return what the metrics say against a policy, by kind."""
         found, margin = {}, _ROUNDING * (self.most - self.least)
-        for name in ("critic/value", "actor/value"):
+        for name in _VALUES:
             value = float(measured.get(name, self.most))
             if not self.least - margin <= value <= self.most:
                 above = value > self.most

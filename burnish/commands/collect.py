@@ -53,13 +53,14 @@ class CollectConfig(Checked):
     keep_failures: bool = False  # also keep episodes that miss the goal
     valid_fraction: float = bounded(0.0, ge=0, lt=1)  # fraction listed under mask/valid
     overwrite: bool = False  # replace an existing file
-    num_workers: int = bounded(0, ge=0)  # processes in which policy plays; 0: this one
+    num_workers: int = bounded(0, ge=0)  # processes in which expert or policy plays; 0: this one
     fleet: Any = None  # where they run: local (null), or ray, the actors of a cluster
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        alone = self.policy is None or self.model is not None
-        self.require("num_workers", not (alone and self.num_workers), "0 unless a policy plays")
+        self.require(
+            "num_workers", self.model is None or not self.num_workers, "0 beside model, which imagines here"
+        )
         check_seeds("first_seed", self.first_seed, MAX_ATTEMPTS * self.episodes)
         if self.policy is not None:
             for name in ("noise", "expert"):
@@ -148,6 +149,8 @@ def _record(config: CollectConfig, found: ResolvedCollect) -> EpisodeDataset:
             keep_failures=config.keep_failures or found.model is not None,
             played=played,
             progress=lambda kept, attempts: counting.show(kept, f"{attempts} attempts"),
+            num_workers=config.num_workers,
+            fleet=config.fleet or LOCAL,
         )
     dataset.meta.update(facts)
     target.parent.mkdir(parents=True, exist_ok=True)

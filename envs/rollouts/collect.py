@@ -12,10 +12,12 @@ import numpy as np
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.interface import interface_of_task
+from envs.rollouts.fleet import LOCAL, Fleet
 from envs.spec import named_options
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
+    from envs.engine.workers import Workers
     from envs.spec import EnvConfig, EnvSpec, VectorEnv
 
 MAX_ATTEMPTS = 10
@@ -72,11 +74,13 @@ def collect(
     keep_failures: bool = False,
     played: Iterable[Episode] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    num_workers: int = 0,
+    fleet: Fleet = LOCAL,
 ) -> EpisodeDataset:
     """Record an expert, or what else plays, on episodes of consecutive seeds.
 
-    The result depends only on the arguments. `success` and `seed` are stored per episode; `meta` holds the
-    task with its names, rate and limits, the first seed and the number of attempts.
+    The result depends only on the arguments, not on the workers. `success` and `seed` are stored per
+    episode; `meta` holds the task with its names, rate and limits, the first seed and the number of attempts.
 
     Args:
         env: Configuration of a task; it has an expert unless `played` is given.
@@ -88,6 +92,8 @@ def collect(
         played: Attempts in the order of their seeds, such as
             `envs.evaluation.policy_episodes.policy_episodes`; None: those of the expert.
         progress: Called after every attempt with the numbers of kept episodes and of attempts.
+        num_workers: Processes in which the expert plays, an episode each at a time; 0: this one.
+        fleet: Where they run.
 
     Raises:
         CapabilityError: If the task has no expert, or the images of its expert cannot be recorded.
@@ -98,19 +104,46 @@ def collect(
         raise CapabilityError(f"env={env.spec.name} has no expert to record; choose a task that has one.")
     if episodes < 1:
         raise ConfigError(f"episodes must be at least 1; got {episodes}.")
+    keeps_all = keep_failures or not env.spec.success_rule
     if played is None:
         expert_env: Any = _with_expert(env, noise=noise, expert=expert)
-        env, played = expert_env, (expert_env.demonstrate(first_seed + i) for i in count())
+        env, played = expert_env, _demonstrations(expert_env, first_seed, keeps_all, num_workers, fleet)
         remedy = "Lower noise=… (env.expert.noise), or keep_failures=true"
         player, what = f"the expert of {env.spec.name}", "demonstrations"
     else:
         player, what, remedy = "the policy", "episodes", "Record all with keep_failures=true"
-    keeps_all = keep_failures or not env.spec.success_rule
     attempts = _Attempts(env, played, episodes, keeps_all, player, remedy, progress)
     meta = _metadata(env, what) | {"first_seed": first_seed}
     dataset = EpisodeDataset.from_episodes(attempts, meta=meta)
     dataset.meta["attempts"] = attempts.done
     return dataset
+
+
+class _Expert:
+    """An expert in a worker."""
+
+    def __init__(self, env: Any, keeps_all: bool) -> None:
+        self._env, self._keeps_all = env, keeps_all
+
+    def attempt(self, seed: int) -> Episode:
+        episode: Episode = self._env.demonstrate(seed)
+        return with_images(self._env, episode) if episode.success or self._keeps_all else episode
+
+    def close(self) -> None:
+        """Nothing stays open between episodes."""
+
+
+def _demonstrations(
+    env: Any, first_seed: int, keeps_all: bool, num_workers: int, fleet: Fleet
+) -> Iterator[Episode]:
+    """Play the expert without end, one episode per seed; kept ones have their images."""
+    parts = max(1, num_workers)
+    workers: Workers = fleet.start(_Expert, [(env, keeps_all)] * parts, processes=num_workers > 0)
+    try:
+        for seed in count(first_seed, parts):
+            yield from workers.call("attempt", [(seed + i,) for i in range(parts)])
+    finally:
+        workers.close()
 
 
 @dataclass
@@ -132,7 +165,7 @@ class _Attempts:
             self.done += 1
             is_kept = episode.success or self.keep_failures
             kept += is_kept
-            if is_kept:
+            if is_kept and not episode.images:
                 episode = with_images(self.env, episode)
             if self.progress is not None:
                 self.progress(kept, self.done)

@@ -274,6 +274,17 @@ def test_values_and_actions_beyond_limits_are_warned_of_once(caplog: pytest.LogC
     assert text.startswith("actor/saturated_fraction is 0.90, of the data 0.")
 
 
+def test_values_of_new_critics_that_approach_the_returns_are_not_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Td3BcConfig(steps=4, gamma=0.5, **SIZES).build(Setup(dataset=recording((9,), (True,)), seed=1))
+    for value in (90.0, 80.0, 70.0, 70.0):
+        run.warn({"critic/value": torch.tensor(value)})
+    assert not caplog.records
+    run.warn({"critic/value": torch.tensor(71.0)})
+    assert "critic/value is 71" in caplog.text
+
+
 LIMITS = [  # ends of two episodes of 3 and 2 steps, gamma, steps in the task, sum of gamma^k
     ((True, False), 0.5, 6, 2.0),
     ((True, True), 0.5, 4, 1.875),

@@ -9,6 +9,7 @@ from messages import mentions
 
 from envs.datasets import Episode, read_dataset, write_robomimic
 from envs.evaluation.policy_episodes import TOGETHER, policy_episodes
+from envs.make import env as make_env
 from envs.rollouts.collect import collect
 from envs.spec import EnvSpec
 from policies.build import build_policy
@@ -53,6 +54,16 @@ def test_failures_are_dropped_and_counted():
     assert bool(data.success.all())
     assert data.meta["attempts"] == 6
     assert seen == [(0, 1), (1, 2), (1, 3), (2, 4), (2, 5), (3, 6)]
+
+
+def test_workers_record_what_this_process_records():
+    task = make_env("avoid", cameras=("top",), image_size=(8, 8))
+    alone, together = (collect(task, episodes=3, noise=0.3, num_workers=n) for n in (0, 2))
+    assert alone.meta == together.meta
+    assert torch.equal(alone.observations, together.observations)
+    assert torch.equal(alone.actions, together.actions)
+    rows = torch.arange(len(alone.actions))
+    assert torch.equal(alone.images["top"][rows], together.images["top"][rows])
 
 
 def test_failures_are_kept_on_request():

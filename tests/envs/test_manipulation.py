@@ -14,6 +14,7 @@ from pairwise import everything, repeated
 pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
 from envs.datasets import read_dataset, write_robomimic
+from envs.datasets.convert import as_dataset
 from envs.make import env as make_env
 from envs.rollouts.collect import collect
 from envs.tasks.ogbench.expert import OracleExpert
@@ -349,6 +350,17 @@ def test_play_follows_from_its_seed_and_reaches_drawn_targets(mode):
     assert (np.abs(np.diff(buttons, axis=0)).sum(axis=1) > 0).sum() >= 2
     wanted = np.array([[1, 1, 0], [1, 0, 1], [0, 1, 1]]).reshape(-1)  # of OGBench's first task
     np.testing.assert_array_equal(one.rewards, (buttons == wanted).sum(axis=1) - 9.0)
+    np.testing.assert_array_equal(one.extras["masks"], np.ones(120))
+
+
+def test_values_end_where_play_solves_the_task_by_chance(monkeypatch):
+    from envs.tasks.ogbench import play
+
+    rewards = iter([-1.0, 0.0, -1.0, 0.0, 0.0])
+    monkeypatch.setattr(play._TaskRewards, "update", lambda self, other: self.rewards.append(next(rewards)))
+    episode = make_env("cube-single", expert=OracleExpert(mode="play", length=5)).demonstrate(0)
+    np.testing.assert_array_equal(episode.extras["masks"], [1, 0, 1, 0, 0])
+    assert as_dataset([episode]).over.tolist() == [False, True, False, True, True]
 
 
 def test_scenes_whose_cube_leaves_the_view_are_not_kept():

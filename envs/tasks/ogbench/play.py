@@ -5,7 +5,8 @@
 
 Cube, target and stacking are drawn after every finished subtask. An episode of `scene` whose cube leaves the
 camera's view of table and drawer counts as a failure and is not kept. Rewards are those of a task, evaluated
-on the state before an action, although no subtask pursues it; they never end an episode.
+on the state before an action, although no subtask pursues it; they never end an episode. `extras["masks"]`
+is 0 where the task is solved, and values do not bootstrap there, as in the task.
 
 Source:
     OGBench (arXiv 2410.20092), datasets of its manipulation worlds; noise and probabilities of their
@@ -66,7 +67,8 @@ def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episo
                 oracle = oracles[info["privileged/target_task"]]
                 oracle.reset(obs, info)
     record.ended, record.rewards = False, task_rewards.rewards
-    episode = record.episode(truncated=True, success=True)
+    masks = (np.array(record.rewards) < 0).astype(np.float32)  # 0: solved
+    episode = record.episode(truncated=True, success=True, masks=masks)
     visible = world != "scene" or stays_visible(episode.extras["states"][:, 1:])
     return episode if visible else record.episode(truncated=True, success=False)
 

@@ -8,8 +8,11 @@ from envs.datasets.episodes import EpisodeDataset
 def quality(dataset: EpisodeDataset) -> dict[str, float]:
     """Return `episodes` and the means of what was recorded: `return`, `success`; empty if nothing was.
 
-    Rewards that are all 0 count as not recorded.
+    Rewards that are all 0 count as not recorded. Empty too with `masks`: recordings that go on behind the end
+    of the task are no episodes of it.
     """
+    if "masks" in dataset.extras:
+        return {}
     found = {}
     if bool(dataset.rewards.any()):
         found["return"] = float(dataset.returns.mean())

@@ -46,6 +46,7 @@ _BLOCK = 262_144  # rows that are looked through at once
 _CUT_WEIGHT = 0.01  # largest weight of the rewards missing from a truncated episode
 _VALUES = ("critic/value", "actor/value")
 _ROUNDING = 0.01  # of the span of returns: values of new critics may be that much below the least
+_SMALL, _RAISE = 2.0, "Raise algo.reward_scale: new critics begin with values of that size. "
 _SATURATED, _SATURATED_TIMES = 0.4, 1.75  # share of action entries at bounds, and times that of the data
 
 
@@ -370,11 +371,12 @@ class Limits:
             value = float(measured.get(name, self.most))
             if not self.least - margin <= value <= self.most:
                 above = value > self.most
+                scale = "" if self.most - self.least > _SMALL else _RAISE
                 found["values"] = (
                     f"the critics diverge: {name} is {value:.4g}, and no return "
                     f"{'exceeds' if above else 'is below'} {self.most if above else self.least:.4g}, that of "
                     f"the {'largest' if above else 'smallest'} reward of the data in every step. The policy "
-                    f"follows their errors. {self.advice}"
+                    f"follows their errors. {scale}{self.advice}"
                 )
         share = float(measured.get("actor/saturated_fraction", 0.0))
         if share > max(_SATURATED, _SATURATED_TIMES * self.at_bound):

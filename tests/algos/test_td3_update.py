@@ -18,7 +18,7 @@ from torch import Tensor
 from algos.a2pr import A2prConfig, ActionVae
 from algos.base import Setup
 from algos.iql import IqlConfig, expectile_loss
-from algos.offline.loop import OfflineRun, limits_of
+from algos.offline.loop import Limits, OfflineRun, limits_of
 from algos.offline.td3_update import Actor, ConstrainedTd3Config, Td3Learner
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
@@ -282,7 +282,9 @@ def test_values_of_new_critics_that_approach_the_returns_are_not_warned_of(
         run.warn({"critic/value": torch.tensor(value)})
     assert not caplog.records
     run.warn({"critic/value": torch.tensor(71.0)})
-    assert "critic/value is 71" in caplog.text
+    assert "critic/value is 71" in caplog.text and "reward_scale" not in caplog.text
+    small = Limits(-1.0, 0.0, at_bound=0.0, advice="Stop.").broken({"critic/value": torch.tensor(0.3)})
+    assert "Raise algo.reward_scale" in small["values"] and small["values"].endswith("Stop.")
 
 
 LIMITS = [  # ends of two episodes of 3 and 2 steps, gamma, steps in the task, sum of gamma^k

@@ -51,3 +51,4 @@ def test_data_are_as_good_as_what_they_recorded() -> None:
     told = replace(silent, rewards=torch.ones_like(data.rewards), episode_extras={"success": success})
     count = data.num_episodes
     assert quality(told) == {"episodes": count, "return": len(data) / count, "success": 1 / count}
+    assert quality(replace(told, extras={"masks": torch.ones(len(data))})) == {}

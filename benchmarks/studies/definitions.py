@@ -341,7 +341,7 @@ STUDIES = {
         {"fql": "cube_single_play_fql"},
         "success",
         (0.8, 0.9),
-        origin="It is play by OGBench's recipe, 200 episodes of 1,001 steps with the rewards of the first task: "
+        origin="It is play by OGBench's recipe, with the rewards of the first task: "
         "`burnish collect env=cube-single env.expert.mode=play episodes=200 num_workers=2 out=play.hdf5`.",
     ),
     "lift-varied": Study(

@@ -191,7 +191,7 @@ class Ensemble(nn.Module):
 
     def _is_native(self, x: Tensor) -> bool:
         config = self.config
-        return config.activation in native.KINDS and not config.norm_after and native.serves(x)
+        return config.activation in native.KINDS and native.serves(x)
 
     def _large(self, x: Tensor) -> bool:
         if torch.compiler.is_compiling():  # a graph serves every batch
@@ -209,7 +209,8 @@ class Ensemble(nn.Module):
 
     def _stack(self, members: int) -> native.Stack:
         config = self.config
-        return native.Stack(members, config.activation, config.layer_norm, config.norm_eps)
+        norm = (config.layer_norm, config.norm_eps)
+        return native.Stack(members, config.activation, *norm, norm_after=config.norm_after)
 
     def _evaluate_batched(self, h: Tensor, count: int, frozen: bool) -> Tensor:
         stacks = (self._stacks(part, count, frozen) for part in self._parts)

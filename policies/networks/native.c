@@ -84,21 +84,38 @@ static inline float mish_slope(float x) {
 /* 1 / sqrt(variance + eps), which is no number if the variance is none or too large for one. */
 static inline float inverse_of(float variance, float eps) { return 1 / sqrtf(variance + eps) + 0 * variance; }
 
-enum { RELU, TANH };
+/* x (1 + tanh(c (x + 0.044715 x^3))) / 2 with c = sqrt(2 / pi) is x p with p = 1 / (1 + w), w = e^(-2 c (...)); it is
+   0 or x to rounding beyond 10. */
+static inline float gelu_of(float x) {
+    const float w = exp_of(-1.59576912f * x * (1 + 0.044715f * x * x)), y = x / (1 + w);
+    return x < -10.0f ? 0.0f : x > 10.0f ? x : y;
+}
+
+static inline float gelu_slope(float x) {
+    const float square = x * x, w = exp_of(-1.59576912f * x * (1 + 0.044715f * square)), p = 1 / (1 + w);
+    const float slope = p + x * (1.59576912f * (1 + 0.134145f * square)) * (w * p * p);
+    return x < -10.0f ? 0.0f : x > 10.0f ? 1.0f : slope;
+}
+
+enum { RELU, TANH, GELU };
 
 static inline void activate(int kind, int n, float *h) {
     if (kind == RELU)
         for (int j = 0; j < n; j++) h[j] = h[j] < 0 ? 0 : h[j];
-    else
+    else if (kind == TANH)
         for (int j = 0; j < n; j++) h[j] = tanh_of(h[j]);
+    else
+        for (int j = 0; j < n; j++) h[j] = gelu_of(h[j]);
 }
 
-/* grad times the slope of the activation whose value is h. */
+/* grad times the slope of the activation, of which h is the argument for GELU, and the value for the others. */
 static inline void through_activation(int kind, int n, const float *h, float *grad) {
     if (kind == RELU)
         for (int j = 0; j < n; j++) grad[j] = h[j] <= 0 ? 0 : grad[j];
-    else
+    else if (kind == TANH)
         for (int j = 0; j < n; j++) grad[j] *= 1 - h[j] * h[j];
+    else
+        for (int j = 0; j < n; j++) grad[j] *= gelu_slope(h[j]);
 }
 
 /* z becomes (z - mean) / deviation; returns 1 / deviation. */
@@ -130,11 +147,16 @@ static inline void through_norm(int n, const float *scale, const float *unit, fl
     for (int j = 0; j < n; j++) grad[j] = inverse * (grad[j] - mean - unit[j] * slope);
 }
 
+enum { BARE, NORM_BEFORE, NORM_AFTER }; /* the activation */
+
 /* Members of ensembles lie behind each other: weights (E, in, out), or (E, out, in) if transposed. Each `sharing` of
-   them read the same rows of x (E / sharing, R, in). dims (L + 1); parts: weights and biases of L layers, then, if normed, scales and shifts of L - 1; hidden:
-   activations of members, layers, rows; unit: as hidden, before scale and shift; inverse (E, L - 1, R). */
+   them read the same rows of x (E / sharing, R, in). dims (L + 1); parts: weights and biases of L layers, then, if
+   normed, scales and shifts of L - 1; hidden: what the next layer reads, of members, layers, rows; steep: as hidden,
+   what the slope of the activation is computed from, where that is not hidden; unit: as hidden, before scale and
+   shift; inverse (E, L - 1, R). */
 void stack_forward(const int *dims, int layers, int members, int sharing, int rows, int transposed, int kind,
-                   int normed, float eps, const float *x, const float **parts, float *hidden, float *unit, float *inverse, float *out) {
+                   int normed, float eps, const float *x, const float **parts, float *hidden, float *steep,
+                   float *unit, float *inverse, float *out) {
     const float **weight = parts, **bias = parts + layers, **scale = parts + 2 * layers;
     const float **shift = scale + layers - 1;
     for (int e = 0; e < members; e++) {
@@ -148,14 +170,19 @@ void stack_forward(const int *dims, int layers, int members, int sharing, int ro
                 float *z = y + (long)r * n;
                 for (int j = 0; j < n; j++) z[j] += b[j];
                 if (is_last) continue;
-                if (normed) {
-                    const float *s = scale[i] + (long)e * n, *t = shift[i] + (long)e * n;
-                    *inverse++ = normalise(n, eps, z);
-                    memcpy(unit, z, n * sizeof *z);
-                    unit += n;
-                    for (int j = 0; j < n; j++) z[j] = s[j] * z[j] + t[j];
+                for (int part = 0; part < 2; part++) {
+                    if (part == (normed == NORM_BEFORE)) {
+                        if (kind == GELU) memcpy(steep, z, n * sizeof *z), steep += n;
+                        activate(kind, n, z);
+                        if (kind != GELU && normed == NORM_AFTER) memcpy(steep, z, n * sizeof *z), steep += n;
+                    } else if (normed) {
+                        const float *s = scale[i] + (long)e * n, *t = shift[i] + (long)e * n;
+                        *inverse++ = normalise(n, eps, z);
+                        memcpy(unit, z, n * sizeof *z);
+                        unit += n;
+                        for (int j = 0; j < n; j++) z[j] = s[j] * z[j] + t[j];
+                    }
                 }
-                activate(kind, n, z);
             }
             if (!is_last) hidden += (long)rows * n;
             h = y;
@@ -166,18 +193,21 @@ void stack_forward(const int *dims, int layers, int members, int sharing, int ro
 /* Gradients of the parts lie as those, or are null; grad (E, R, out); x_grad as x, or null; work holds two matrices of
    R rows of the widest hidden layer. */
 void stack_backward(const int *dims, int layers, int members, int sharing, int rows, int transposed, int kind,
-                    int normed, const float *x, const float **parts, const float *hidden, const float *unit, const float *inverse,
-                    const float *grad, float **part_grads, float *x_grad, float *work, long work_size) {
+                    int normed, const float *x, const float **parts, const float *hidden, const float *steep,
+                    const float *unit, const float *inverse, const float *grad, float **part_grads, float *x_grad,
+                    float *work, long work_size) {
     const float **weight = parts, **scale = parts + 2 * layers;
+    const int is_hidden = kind != GELU && normed != NORM_AFTER; /* what `steep` would be */
     long width = 0;
     for (int i = 1; i < layers; i++) width += dims[i];
     for (int e = 0; e < members; e++) {
-        const float *h = hidden + (e + 1) * rows * width, *u = unit + (e + 1) * rows * width;
+        const long end = (e + 1) * rows * width;
+        const float *h = hidden + end, *u = unit + end, *a = steep + end;
         const float *g = grad + (long)e * rows * dims[layers];
         for (int i = layers - 1; i >= 0; i--) {
             const int k = dims[i], n = dims[i + 1];
             const float *w = weight[i] + (long)e * k * n;
-            if (i) h -= (long)rows * k, u -= (long)rows * k;
+            if (i) h -= (long)rows * k, u -= (long)rows * k, a -= (long)rows * k;
             const long first = (long)(e / sharing) * rows * dims[0];
             const float *in = i ? h : x + first;
             if (part_grads) {
@@ -202,11 +232,16 @@ void stack_backward(const int *dims, int layers, int members, int sharing, int r
             for (int r = 0; r < rows; r++) {
                 float *b = back + (long)r * k;
                 const float *v = u + (long)r * k;
-                through_activation(kind, k, h + (long)r * k, b);
-                if (!normed) continue;
-                if (sg)
-                    for (int j = 0; j < k; j++) tg[j] += b[j], sg[j] += b[j] * v[j];
-                through_norm(k, scale[i - 1] + (long)e * k, v, inverse[((long)e * (layers - 1) + i - 1) * rows + r], b);
+                for (int part = 0; part < 2; part++) {
+                    if (part == (normed == NORM_AFTER)) {
+                        through_activation(kind, k, (is_hidden ? h : a) + (long)r * k, b);
+                    } else if (normed) {
+                        if (sg)
+                            for (int j = 0; j < k; j++) tg[j] += b[j], sg[j] += b[j] * v[j];
+                        const float factor = inverse[((long)e * (layers - 1) + i - 1) * rows + r];
+                        through_norm(k, scale[i - 1] + (long)e * k, v, factor, b);
+                    }
+                }
             }
             g = back;
         }

@@ -24,15 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from policies.networks.activations import mish
+from policies.networks.activations import ACTIVATIONS, mish
 from policies.networks.compiled import addresses, program
 
 SOURCE = Path(__file__).with_name("native.c")
-KINDS = {"relu": 0, "tanh": 1}
+KINDS = {"relu": 0, "tanh": 1, "gelu": 2}
 """Activations of stacks, as the C program numbers them."""
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _ARGUMENTS = {
-    "stack_forward": "piiiiiiif" + 6 * "p", "stack_backward": "piiiiiii" + 9 * "p" + "l",
+    "stack_forward": "piiiiiiif" + 7 * "p", "stack_backward": "piiiiiii" + 10 * "p" + "l",
     "norm_mish_forward": "iiiif" + 6 * "p", "norm_mish_backward": "iiii" + 10 * "p",
     "conv_forward": 8 * "i" + 5 * "p", "conv_backward": 8 * "i" + 7 * "p",
     "residual_forward": 8 * "i" + 12 * "p", "residual_backward": 6 * "i" + 17 * "p",
@@ -106,7 +106,7 @@ def reads_rows(part: Tensor) -> bool:
 
 
 class Stack(NamedTuple):
-    """Shape of E equal networks of L linear layers, with (LayerNorm and) an activation between them.
+    """Shape of E equal networks of L linear layers, with an activation (and LayerNorm) between them.
 
     Weights are (E, in, out) and biases (E, 1, out); if `transposed`, (E, out, in) and (E, out), without the
     first axis of one network; scales and shifts of normalisations as the biases.
@@ -117,6 +117,7 @@ class Stack(NamedTuple):
     has_norm: bool = False
     eps: float = 1e-5  # added to variances
     transposed: bool = False
+    norm_after: bool = False  # the activation, with has_norm
 
     def __call__(self, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return the outputs (E, R, out) of x (R, in); parts: weights, biases, scales, shifts.
@@ -159,19 +160,29 @@ class Stack(NamedTuple):
         return out, lambda grad: self.gradients(x, parts, dims, seen, grad, (False, True))[1]
 
     def run(self, x: Tensor, parts: Sequence[Tensor], dims: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Return outputs, and what the backward pass reads: activations, and for norms units and factors."""
+        """Return outputs, and what the backward pass reads.
+
+        These are the inputs of layers, what the slopes of activations are computed from, and for norms units
+        and factors; one that is not read is another.
+        """
         layers, rows = len(dims) - 1, x.shape[-2]
         hidden = x.new_empty(self.members * rows * sum(dims[1:-1]))
         out = x.new_empty(self.members, rows, dims[-1])
-        unit, factor = hidden, hidden  # not read without normalisation
+        steep = torch.empty_like(hidden) if self.activation == "gelu" or self.norm_after else hidden
+        unit, factor = hidden, hidden
         if self.has_norm:
             unit, factor = torch.empty_like(hidden), x.new_empty(self.members * rows * (layers - 1))
         library().stack_forward(
             _numbers(dims), layers, self.members, self._sharing(x), rows, self.transposed,
-            KINDS[self.activation], self.has_norm, self.eps,
-            _at(x), addresses(parts), _at(hidden), _at(unit), _at(factor), _at(out),
+            KINDS[self.activation], self._norm, self.eps,
+            _at(x), addresses(parts), _at(hidden), _at(steep), _at(unit), _at(factor), _at(out),
         )  # fmt: skip
-        return out, hidden, unit, factor
+        return out, hidden, steep, unit, factor
+
+    @property
+    def _norm(self) -> int:
+        """Where the program normalises: not at all, before or after the activation."""
+        return int(self.has_norm) + int(self.norm_after)
 
     def gradients(
         self,
@@ -183,7 +194,7 @@ class Stack(NamedTuple):
         wants: tuple[bool, bool],
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return gradients of x and of the parts, as far as wanted, for those of the outputs."""
-        layers, rows, (hidden, unit, factor) = len(dims) - 1, x.shape[-2], seen
+        layers, rows = len(dims) - 1, x.shape[-2]
         grad = grad.to(x.dtype).expand(self.members, rows, dims[-1]).contiguous()
         of_x = torch.empty_like(x) if wants[0] else None
         of_parts = [torch.empty_like(part) for part in parts] if wants[1] else []
@@ -191,8 +202,8 @@ class Stack(NamedTuple):
         work = x.new_empty(2 * size)
         library().stack_backward(
             _numbers(dims), layers, self.members, self._sharing(x), rows, self.transposed,
-            KINDS[self.activation], self.has_norm,
-            _at(x), addresses(parts), _at(hidden), _at(unit), _at(factor), _at(grad),
+            KINDS[self.activation], self._norm,
+            _at(x), addresses(parts), *map(_at, seen), _at(grad),
             addresses(of_parts) if of_parts else None, None if of_x is None else _at(of_x), _at(work), size,
         )  # fmt: skip
         return of_x, of_parts or [None] * len(parts)
@@ -213,12 +224,18 @@ class Stack(NamedTuple):
             for i in range(layers):
                 h = torch.addmm(bias[i], h, weight[i].t() if self.transposed else weight[i])
                 if i < layers - 1:
-                    if norms:
-                        scale, shift = norms[i].flatten(), norms[layers - 1 + i].flatten()
-                        h = F.layer_norm(h, h.shape[-1:], scale, shift, self.eps)
-                    h = torch.relu(h) if self.activation == "relu" else torch.tanh(h)
+                    h = self._between(h, norms[i :: layers - 1])
             out.append(h)
         return torch.stack(out)
+
+    def _between(self, h: Tensor, norm: Sequence[Tensor]) -> Tensor:
+        """Return what the next layer reads; norm: scale and shift, if there are any."""
+        activate, _ = ACTIVATIONS[self.activation]
+        if not norm:
+            return activate(h)
+        h = activate(h) if self.norm_after else h
+        h = F.layer_norm(h, h.shape[-1:], norm[0].flatten(), norm[1].flatten(), self.eps)
+        return h if self.norm_after else activate(h)
 
 
 @functools.lru_cache(maxsize=256)

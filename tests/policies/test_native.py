@@ -39,10 +39,10 @@ def entries(rows: int = ROWS) -> Tensor:
 
 
 STACKS = [
-    native.Stack(members, activation, has_norm, 1e-3, transposed)
+    native.Stack(members, activation, has_norm, 1e-3, transposed, norm_after)
     for members, transposed in ((1, True), (1, False), (3, False))
     for activation in native.KINDS
-    for has_norm in (False, True)
+    for has_norm, norm_after in ((False, False), (True, False), (True, True))
 ]
 
 
@@ -91,7 +91,7 @@ def same_as_plain(stack: native.Stack, x: Tensor) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("stack", STACKS[-4:], ids=str)
+@pytest.mark.parametrize("stack", STACKS[-9:], ids=str)
 def test_gradients_can_be_differentiated_again(stack: native.Stack) -> None:
     parts, found = parts_of(stack), []
     for evaluate in (stack, stack.plain):
@@ -112,13 +112,30 @@ def test_tanh_is_exact_to_rounding_and_within_one() -> None:
 
 
 @needs_compiler
+def test_gelu_and_its_slope_are_exact_to_rounding() -> None:
+    one = [torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)]
+    x = torch.cat([torch.linspace(-30, 30, 60_001), torch.tensor([-1e30, 0.0, 1e30])]).requires_grad_()
+    found = native.Stack(1, "gelu")(x.unsqueeze(1), one).flatten()
+    (slope,) = torch.autograd.grad(found.sum(), x)
+    exact = x.detach().double().requires_grad_()
+    expected = F.gelu(exact, approximate="tanh")
+    (expected_slope,) = torch.autograd.grad(expected[:-3].sum(), exact)
+    torch.testing.assert_close(found.double(), expected, rtol=5e-7, atol=1e-7)
+    torch.testing.assert_close(slope[:-3].double(), expected_slope[:-3], rtol=1e-6, atol=5e-7)
+    assert slope[-3:].tolist() == [0.0, 0.5, 1.0]
+
+
+@needs_compiler
 @pytest.mark.parametrize("activation", native.KINDS)
 def test_what_is_no_number_stays_none(activation: str) -> None:
     """A run that diverges must show it."""
     stack, x = native.Stack(1, activation), entries()
     x[4, 1] = torch.nan
+    x.requires_grad_()
     found = stack(x, parts_of(stack))
     assert found[0, 4].isnan().all() and not found[0, :4].isnan().any()
+    (slope,) = torch.autograd.grad(found.sum(), x)
+    assert not slope[:4].isnan().any() and (activation == "relu" or slope[4].isnan().all())
 
 
 def mish_of_norm(x: Tensor, norm: nn.GroupNorm) -> Tensor:

@@ -30,6 +30,7 @@ from policies.networks.compiled import addresses, program
 SOURCE = Path(__file__).with_name("native.c")
 KINDS = {"relu": 0, "tanh": 1, "gelu": 2}
 """Activations of stacks, as the C program numbers them."""
+_AFTER = 2  # where a stack normalises, as the C program numbers it
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _ARGUMENTS = {
     "stack_forward": "piiiiiiif" + 7 * "p", "stack_backward": "piiiiiii" + 10 * "p" + "l",
@@ -168,7 +169,8 @@ class Stack(NamedTuple):
         layers, rows = len(dims) - 1, x.shape[-2]
         hidden = x.new_empty(self.members * rows * sum(dims[1:-1]))
         out = x.new_empty(self.members, rows, dims[-1])
-        steep = torch.empty_like(hidden) if self.activation == "gelu" or self.norm_after else hidden
+        is_apart = self.activation == "gelu" or self._norm == _AFTER
+        steep = torch.empty_like(hidden) if is_apart else hidden
         unit, factor = hidden, hidden
         if self.has_norm:
             unit, factor = torch.empty_like(hidden), x.new_empty(self.members * rows * (layers - 1))
@@ -182,7 +184,7 @@ class Stack(NamedTuple):
     @property
     def _norm(self) -> int:
         """Where the program normalises: not at all, before or after the activation."""
-        return int(self.has_norm) + int(self.norm_after)
+        return (_AFTER if self.norm_after else 1) if self.has_norm else 0
 
     def gradients(
         self,
@@ -233,9 +235,9 @@ class Stack(NamedTuple):
         activate, _ = ACTIVATIONS[self.activation]
         if not norm:
             return activate(h)
-        h = activate(h) if self.norm_after else h
+        h = activate(h) if self._norm == _AFTER else h
         h = F.layer_norm(h, h.shape[-1:], norm[0].flatten(), norm[1].flatten(), self.eps)
-        return h if self.norm_after else activate(h)
+        return h if self._norm == _AFTER else activate(h)
 
 
 @functools.lru_cache(maxsize=256)

@@ -337,8 +337,8 @@ STUDIES = {
     "cube-single-play": Study(
         "cube-single",
         None,
-        {"fql": "cube_single_play_bc"},
-        {"fql": "cube_single_play_fql"},
+        dict.fromkeys(("fql", "idql"), "cube_single_play_bc"),
+        {algo: f"cube_single_play_{algo}" for algo in ("fql", "idql")},
         "success",
         (0.8, 0.9),
         origin="It is play by OGBench's recipe, with the rewards of the first task: "

@@ -201,9 +201,7 @@ it.""",
 """By task, what its rows say together."""
 
 ENOUGH = 5  # seeds of every method, before methods are put in an order
-UNDER_WAY = (
-    """Methods have {seeds} of {enough} seeds; they are put in no order before all have them."""
-)
+UNDER_WAY = f"Methods have {{}} of {ENOUGH} seeds; they are put in no order before all have them."
 
 SUMMARY = """Best methods by budget, on seeds and episodes that no setting was chosen on, and those that are
 not clearly behind ([how, and what each costs](results/table.md)):"""
@@ -222,7 +220,7 @@ def report(page: str) -> Path:
     head = INTRODUCTION.format(seeds=f"{seeds[0]} to {seeds[-1]}", intervals=pages.INTERVALS)
     lines = ["# One table", "", head]
     for task, rows in table.items():
-        lines += ["", f"## {task}", "", *(order(rows) or [UNDER_WAY.format(seeds=coverage(rows), enough=ENOUGH)]), ""]
+        lines += ["", f"## {task}", "", *(order(rows) or [UNDER_WAY.format(coverage(rows))]), ""]
         lines += pages.table(COLUMNS, [cells(row) for row in rows])
         lines += ["", LEARNED[task]] if task in LEARNED else []
         for row in rows:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from algos.training.ranks import current
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
-from policies.networks.critics import Evaluation
+from policies.networks.native import Evaluation
 from policies.networks.weight_cache import is_recording, note_step
 
 _ONE = torch.tensor(1.0)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,13 +33,14 @@ from torch import Tensor, nn
 from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline.config import OfflineConfig, warn_of_clipped_actions
 from algos.offline.loop import precision
-from algos.optim import descend, load_parts, regress, save_parts, weights_of
+from algos.optim import descend, descend_along, load_parts, regress, save_parts, weights_of
 from algos.training.ranks import current
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.networks.heads import GaussianHead
 from policies.networks.mlp_blocks import PlainTrunk
+from policies.networks.native import Evaluation
 from policies.policy import Policy
 from policies.processes.deterministic import DeterministicPolicy
 from policies.processes.gaussian import GaussianPolicy
@@ -141,6 +142,19 @@ class Actor:
             return torch.zeros(n, *self._noise_shape, device=self.device)
         return self.policy.sample_noise(n, generator=generator)
 
+    def evaluate(self, cond: Tensor, weights: Sequence[Tensor]) -> Evaluation | None:
+        """Return actions (B, A), and the function from their gradient to those of weights, without a graph.
+
+        None: only a graph gives it.
+        """
+        found = None if self._network is None else self._network.trunk.evaluate_without_graph(cond, weights)
+        if found is None:
+            return None
+        unit = torch.tanh(found.values)
+        return Evaluation(
+            unit * self.limit, lambda slope: found.gradients(slope * (self.limit * (1 - unit.square())))
+        )
+
     def __call__(self, cond: Tensor, noise: Tensor, *, grad: bool = True) -> Tensor:
         """Return actions (B, A) in [-L, L] for conditions (B, C)."""
         if self._network is not None:
@@ -228,13 +242,24 @@ class Td3Learner:
         return {"critic/loss": loss, "critic/value": value, "critic/target": target}
 
     def _update_actor(self, batch: Batch, draws: Draws) -> Quantities:
-        with self._precision(batch):
-            action = self.actor(batch.cond, draws["start"]).to(batch.action)
-            value = self.actor_value(batch, action)
+        apart = self._evaluate_apart(batch)
+        if apart is not None:
+            actor, (values, along) = apart
+            action = actor.values.requires_grad_()
+        else:
+            with self._precision(batch):
+                action = self.actor(batch.cond, draws["start"]).to(batch.action)
+                values = self.critic(batch.cond, action, members=self._judges, frozen=True)
+        value = values[0] if self._judges == 1 else aggregate(values, "min")
         scale = self.config.alpha / current().mean(value.detach().abs().mean(dim=-1))  # lambda
         value_loss = -scale * value.mean(dim=-1)
         penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
-        descend(self.actor_optimizer, value_loss + penalty)
+        if apart is not None:
+            (of_action,) = torch.autograd.grad(penalty, action)
+            of_action = of_action + along(self._shares(values, value) * (-scale / value.shape[-1]))
+            descend_along(self.actor_optimizer, actor.gradients(of_action))
+        else:
+            descend(self.actor_optimizer, value_loss + penalty)
         with torch.no_grad():
             saturated = action.abs() > AT_BOUND * self.actor.limit
             out |= {
@@ -246,11 +271,25 @@ class Td3Learner:
             }
         return {name: value.detach() for name, value in out.items()}
 
-    def actor_value(self, batch: Batch, action: Tensor) -> Tensor:
-        """Return the values (B,) that the actor maximises, without gradients of the critic's weights."""
-        if self.config.actor_value == "first":
-            return self.critic(batch.cond, action, members=1, frozen=True)[0]
-        return aggregate(self.critic(batch.cond, action, frozen=True), "min")
+    def _evaluate_apart(
+        self, batch: Batch
+    ) -> tuple[Evaluation, tuple[Tensor, Callable[[Tensor], Tensor]]] | None:
+        """Return actions and their values without graphs, which cost calls; None: it takes them."""
+        actor = self.actor.evaluate(batch.cond, weights_of(self.actor_optimizer))
+        critic = None if actor is None else self.critic.evaluate_along(batch.cond, actor.values, self._judges)
+        return None if actor is None or critic is None else (actor, critic)
+
+    def _shares(self, values: Tensor, value: Tensor) -> Tensor:
+        """Return the slopes (E, B) of the value (B,) that the actor maximises."""
+        if self._judges == 1:
+            return torch.ones_like(values)
+        is_least = (values == value).to(values.dtype)
+        return is_least / is_least.sum(dim=0)
+
+    @property
+    def _judges(self) -> int | None:
+        """How many leading critics the actor maximises; None: all, of which the least."""
+        return 1 if self.config.actor_value == "first" else None
 
     @property
     def target_policy(self) -> Policy:

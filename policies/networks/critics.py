@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.networks import native
 from policies.networks.activations import ACTIVATIONS
+from policies.networks.native import Evaluation
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
 _LARGE = 32_768  # rows times width
@@ -76,13 +77,6 @@ class EnsembleConfig(Checked):
 
     def build(self, cond_dim: int, action_dim: int) -> Ensemble:
         return (QuantileEnsemble if self.cosines else Ensemble)(self, cond_dim + action_dim)
-
-
-class Evaluation(NamedTuple):
-    """Values (E, B) without a graph, and the function from their gradient to those of weights."""
-
-    values: Tensor
-    gradients: Callable[[Tensor], Sequence[Tensor | None]]
 
 
 class Ensemble(nn.Module):
@@ -156,14 +150,40 @@ class Ensemble(nn.Module):
             values.detach(), lambda slope: torch.autograd.grad(values, weights, slope, allow_unused=True)
         )
 
+    def evaluate_along(
+        self, cond: Tensor, action: Tensor, members: int | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+        """Return values (E, B) and the function from their gradient to that of chunks (B, A); see `forward`.
+
+        None: only a graph gives it.
+        """
+        x, count = inputs_of(cond, action), self.members if members is None else members
+        if not self._is_plain(x):
+            return None
+        with torch.no_grad():
+            parts = [part[:count] for part in self._in_order()]
+        found = self._stack(count).evaluate(x, parts, of_inputs=True)
+        if found is None:
+            return None
+
+        def along(slope: Tensor) -> Tensor:
+            (grad,) = found.gradients(slope.unsqueeze(-1))
+            assert grad is not None
+            return grad[:, cond.shape[-1] :]
+
+        return found.values.squeeze(-1), along
+
     def _needs_no_graph(self, x: Tensor, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
         """Say whether gradients of these parts, all of them in order, and of nothing else are wanted."""
-        config = self.config
         owns = len(parts) == len(weights) and all(map(operator.is_, parts, weights))
         learns = all(part.requires_grad and part._backward_hooks is None for part in parts)
+        return owns and learns and self._is_plain(x)
+
+    def _is_plain(self, x: Tensor) -> bool:
+        """Say whether the values of inputs without a graph are what the program in C computes."""
+        config = self.config
         is_heard = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
-        is_plain = not (config.bins or config.cosines or x.requires_grad or is_heard)
-        return owns and learns and is_plain and self._is_native(x)
+        return not (config.bins or config.cosines or x.requires_grad or is_heard) and self._is_native(x)
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Return the values (E, B) of what `outputs` returns."""

@@ -307,6 +307,29 @@ class PlainTrunk(nn.Module):
                 return self._stack._replace(members=len(inputs))(inputs, parts)
         return self.finish_of(self.fold())(self.inlet(inputs))
 
+    def evaluate_without_graph(self, inputs: Tensor, weights: Sequence[Tensor]) -> native.Evaluation | None:
+        """Return outputs (B, out), and the function from their gradient to those of weights, without a graph.
+
+        None: only a graph gives it.
+        """
+        parts = self._parts()
+        place = {id(part): i for i, part in enumerate(parts)}
+        is_heard = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
+        is_own = all(id(w) in place and w._backward_hooks is None for w in weights)
+        is_flat = inputs.ndim == 2 and not inputs.requires_grad
+        if self._stack is None or is_heard or not (is_own and is_flat and native.serves(inputs)):
+            return None
+        found = self._stack.evaluate(inputs, parts)
+        if found is None:
+            return None
+        out, gradients = found
+
+        def in_order(slope: Tensor) -> Sequence[Tensor | None]:
+            grads = gradients(slope)
+            return [grads[place[id(weight)]] for weight in weights]
+
+        return native.Evaluation(out[0], in_order)
+
     def _parts(self) -> list[Tensor]:
         """Return weights, biases, scales and shifts; modules are slow to look them up."""
         layers: list[Any] = [self.inlet, *self.layers._modules.values()]

@@ -106,6 +106,13 @@ def reads_rows(part: Tensor) -> bool:
     )
 
 
+class Evaluation(NamedTuple):
+    """Values without a graph, and the function from their gradient to those of weights, or of inputs."""
+
+    values: Tensor
+    gradients: Callable[[Tensor], Sequence[Tensor | None]]
+
+
 class Stack(NamedTuple):
     """Shape of E equal networks of L linear layers, with an activation (and LayerNorm) between them.
 
@@ -146,19 +153,22 @@ class Stack(NamedTuple):
             shapes.append(part.shape)
         return _chain(self, tuple(shapes)) if x.ndim in (2, 3) and x.shape[-2] else None
 
-    def evaluate(
-        self, x: Tensor, parts: Sequence[Tensor]
-    ) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]] | None:
+    def evaluate(self, x: Tensor, parts: Sequence[Tensor], *, of_inputs: bool = False) -> Evaluation | None:
         """Return the outputs, and the function from their gradient to those of the parts, without a graph.
 
-        None: the program cannot read its input.
+        With `of_inputs` to that of x alone. None: the program cannot read its input.
         """
         x = x.contiguous()
         dims = self._dims(x, parts)
         if dims is None:
             return None
         out, *seen = self.run(x, parts, dims)
-        return out, lambda grad: self.gradients(x, parts, dims, seen, grad, (False, True))[1]
+
+        def gradients(grad: Tensor) -> Sequence[Tensor | None]:
+            of_x, of_parts = self.gradients(x, parts, dims, seen, grad, (of_inputs, not of_inputs))
+            return [of_x] if of_inputs else of_parts
+
+        return Evaluation(out, gradients)
 
     def run(self, x: Tensor, parts: Sequence[Tensor], dims: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return outputs, and what the backward pass reads.

@@ -29,11 +29,13 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.networks import native
 from policies.networks.critics import EnsembleConfig, aggregate
 from policies.policy import Policy, PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.registry import name_of
 from policies.samplers.ode import Euler
+from policies.threads import torch_threads
 
 SIZES: dict[str, Any] = {
     "hidden_dims": (32, 32),
@@ -107,15 +109,42 @@ def weights(module: torch.nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-def test_the_actor_step_leaves_no_gradient_in_the_critic() -> None:
+def test_the_actor_step_leaves_no_gradient_in_the_critic(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(Td3BcConfig(steps=4, **SIZES))
     learner = run.learner
     assert isinstance(learner, Td3Learner)
+    monkeypatch.setattr(Td3Learner, "_evaluate_apart", lambda *_: None)
+    monkeypatch.setattr("algos.offline.td3_update.descend", lambda _, loss: loss.backward())
     batch = run.table.gather(torch.arange(16))
-    action = learner.actor(batch.cond, learner.actor.draw(16, torch.Generator()))
-    learner.actor_value(batch, action).mean().backward()
+    learner._update_actor(batch, {"start": learner.actor.draw(16, torch.Generator())})
     assert all(p.grad is None for p in learner.critic.parameters())
     assert all(p.grad is not None for p in learner.policy.parameters())
+
+
+def actor_gradients(kind: type[ConstrainedTd3Config], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    run = run_of(kind(steps=4, **SIZES))
+    learner, taken = run.learner, []
+    assert isinstance(learner, Td3Learner)
+    monkeypatch.setattr("algos.offline.td3_update.descend", lambda _, loss: loss.backward())
+    monkeypatch.setattr("algos.offline.td3_update.descend_along", lambda _, grads: taken.extend(grads))
+    learner.steps = 1  # the second step updates the actor
+    batch, draws = run.table.gather(torch.arange(16)), learner.draw(16, torch.Generator().manual_seed(0))
+    learner.regulariser.learn(batch, learner.backup(batch, draws), learner.critic, draws)
+    learner._update_actor(batch, draws)
+    return taken or [p.grad for p in learner.policy.parameters() if p.grad is not None]
+
+
+@pytest.mark.skipif(native.library() is None, reason="there is no program in C")
+@pytest.mark.parametrize("kind", CONSTRAINED)
+def test_actor_gradients_without_graphs_are_those_of_autograd(
+    kind: type[ConstrainedTd3Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch_threads(1):
+        found = actor_gradients(kind, monkeypatch)
+        monkeypatch.setattr(Td3Learner, "_evaluate_apart", lambda *_: None)
+        expected = actor_gradients(kind, monkeypatch)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm() + 1e-12
 
 
 @pytest.mark.parametrize("members", [1, 2, 5])

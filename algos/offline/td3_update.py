@@ -79,7 +79,10 @@ class Regulariser(ABC):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """Return the penalty on actor actions (B, A), and metrics."""
+        """Return the penalty on actor actions (B, A), and metrics.
+
+        Its gradient reaches the weights of a deterministic actor through these actions alone.
+        """
 
     def next_penalty(self, batch: Batch, action: Tensor) -> Tensor | None:
         """Return the target penalty of next actions, (B,); None: no penalty."""
@@ -242,19 +245,19 @@ class Td3Learner:
         return {"critic/loss": loss, "critic/value": value, "critic/target": target}
 
     def _update_actor(self, batch: Batch, draws: Draws) -> Quantities:
-        apart = self._evaluate_apart(batch)
-        if apart is not None:
-            actor, (values, along) = apart
+        found = self._evaluate_without_graphs(batch)
+        if found is not None:
+            actor, (values, along) = found
             action = actor.values.requires_grad_()
         else:
             with self._precision(batch):
                 action = self.actor(batch.cond, draws["start"]).to(batch.action)
-                values = self.critic(batch.cond, action, members=self._judges, frozen=True)
-        value = values[0] if self._judges == 1 else aggregate(values, "min")
+                values = self.critic(batch.cond, action, members=self._leading, frozen=True)
+        value = values[0] if self._leading == 1 else aggregate(values, "min")
         scale = self.config.alpha / current().mean(value.detach().abs().mean(dim=-1))  # lambda
         value_loss = -scale * value.mean(dim=-1)
         penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
-        if apart is not None:
+        if found is not None:
             (of_action,) = torch.autograd.grad(penalty, action)
             of_action = of_action + along(self._shares(values, value) * (-scale / value.shape[-1]))
             descend_along(self.actor_optimizer, actor.gradients(of_action))
@@ -271,24 +274,28 @@ class Td3Learner:
             }
         return {name: value.detach() for name, value in out.items()}
 
-    def _evaluate_apart(
+    def _evaluate_without_graphs(
         self, batch: Batch
     ) -> tuple[Evaluation, tuple[Tensor, Callable[[Tensor], Tensor]]] | None:
-        """Return actions and their values without graphs, which cost calls; None: it takes them."""
+        """Return actions, their values and the functions of their gradients; None: graphs give them."""
+        if self.config.autocast is not None:
+            return None
         actor = self.actor.evaluate(batch.cond, weights_of(self.actor_optimizer))
-        critic = None if actor is None else self.critic.evaluate_along(batch.cond, actor.values, self._judges)
+        critic = (
+            None if actor is None else self.critic.evaluate_along(batch.cond, actor.values, self._leading)
+        )
         return None if actor is None or critic is None else (actor, critic)
 
     def _shares(self, values: Tensor, value: Tensor) -> Tensor:
         """Return the slopes (E, B) of the value (B,) that the actor maximises."""
-        if self._judges == 1:
+        if self._leading == 1:
             return torch.ones_like(values)
         is_least = (values == value).to(values.dtype)
         return is_least / is_least.sum(dim=0)
 
     @property
-    def _judges(self) -> int | None:
-        """How many leading critics the actor maximises; None: all, of which the least."""
+    def _leading(self) -> int | None:
+        """How many leading critics judge the actor's actions; None: all, of which the least."""
         return 1 if self.config.actor_value == "first" else None
 
     @property

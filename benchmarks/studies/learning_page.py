@@ -46,6 +46,7 @@ def report(name: str) -> Path:
         "",
         _data(study, found),
         "",
+        *((study.remark, "") if study.remark else ()),
         f"| algorithm | seed | {study.quantity} before | after | after − before | from zero | env steps "
         "| wall, tuning |",
         "|---|---|---|---|---|---|---|---|",

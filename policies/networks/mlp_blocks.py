@@ -312,12 +312,14 @@ class PlainTrunk(nn.Module):
 
         None: only a graph gives it.
         """
+        is_heard = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
+        is_flat = inputs.ndim == 2 and not inputs.requires_grad
+        if self._stack is None or is_heard or not (is_flat and native.serves(inputs)):
+            return None
         parts = self._parts()
         place = {id(part): i for i, part in enumerate(parts)}
-        is_heard = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
-        is_own = all(id(w) in place and w._backward_hooks is None for w in weights)
-        is_flat = inputs.ndim == 2 and not inputs.requires_grad
-        if self._stack is None or is_heard or not (is_own and is_flat and native.serves(inputs)):
+        learns = all(id(w) in place and w.requires_grad and w._backward_hooks is None for w in weights)
+        if len(place) < len(parts) or not learns:
             return None
         found = self._stack.evaluate(inputs, parts)
         if found is None:

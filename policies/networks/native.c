@@ -196,10 +196,10 @@ static void add_rows(int rows, int n, const float *x, float *sum) {
         for (int j = 0; j < n; j++) sum[j] += x[(long)r * n + j];
 }
 
-enum { NARROW = 32 };
+enum { NARROW = 32 }; /* inputs of a layer, whose weight gradient some processors form six times as fast turned */
 
 /* Gradients of the parts lie as those, or are null; grad (E, R, out); x_grad as x, or null; work holds two matrices of
-   R rows of the widest hidden layer. */
+   R rows of the widest hidden layer: the gradient behind a layer, and what is made of it. */
 void stack_backward(const int *dims, int layers, int members, int sharing, int rows, int transposed, int kind,
                     int normed, const float *x, const float **parts, const float *hidden, const float *steep,
                     const float *unit, const float *inverse, const float *grad, float **part_grads, float *x_grad,
@@ -220,7 +220,7 @@ void stack_backward(const int *dims, int layers, int members, int sharing, int r
             const float *in = i ? h : x + first;
             if (part_grads) {
                 float *wg = part_grads[i] + (long)e * k * n;
-                if (transposed && k <= NARROW && k <= rows && i < layers - 1) { /* as it lies up to six times as slow */
+                if (transposed && k <= NARROW && k <= rows && i < layers - 1) { /* k n numbers fit the free half of work */
                     float *turned = work + (i % 2) * work_size;
                     multiply(1, 0, k, n, rows, in, g, 0, turned);
                     for (int j = 0; j < n; j++)

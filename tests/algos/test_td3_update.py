@@ -113,7 +113,7 @@ def test_the_actor_step_leaves_no_gradient_in_the_critic(monkeypatch: pytest.Mon
     run = run_of(Td3BcConfig(steps=4, **SIZES))
     learner = run.learner
     assert isinstance(learner, Td3Learner)
-    monkeypatch.setattr(Td3Learner, "_evaluate_apart", lambda *_: None)
+    monkeypatch.setattr(Td3Learner, "_evaluate_without_graphs", lambda *_: None)
     monkeypatch.setattr("algos.offline.td3_update.descend", lambda _, loss: loss.backward())
     batch = run.table.gather(torch.arange(16))
     learner._update_actor(batch, {"start": learner.actor.draw(16, torch.Generator())})
@@ -121,9 +121,12 @@ def test_the_actor_step_leaves_no_gradient_in_the_critic(monkeypatch: pytest.Mon
     assert all(p.grad is not None for p in learner.policy.parameters())
 
 
-def actor_gradients(kind: type[ConstrainedTd3Config], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    run = run_of(kind(steps=4, **SIZES))
-    learner, taken = run.learner, []
+def actor_gradients(
+    config: ConstrainedTd3Config, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return those of a step without graphs, and those of one with graphs; one of the two is empty."""
+    run, taken = run_of(config), list[Tensor]()
+    learner = run.learner
     assert isinstance(learner, Td3Learner)
     monkeypatch.setattr("algos.offline.td3_update.descend", lambda _, loss: loss.backward())
     monkeypatch.setattr("algos.offline.td3_update.descend_along", lambda _, grads: taken.extend(grads))
@@ -131,7 +134,8 @@ def actor_gradients(kind: type[ConstrainedTd3Config], monkeypatch: pytest.Monkey
     batch, draws = run.table.gather(torch.arange(16)), learner.draw(16, torch.Generator().manual_seed(0))
     learner.regulariser.learn(batch, learner.backup(batch, draws), learner.critic, draws)
     learner._update_actor(batch, draws)
-    return taken or [p.grad for p in learner.policy.parameters() if p.grad is not None]
+    assert all(p.grad is None for p in learner.critic.parameters())
+    return taken, [p.grad for p in learner.policy.parameters() if p.grad is not None]
 
 
 @pytest.mark.skipif(native.library() is None, reason="there is no program in C")
@@ -140,11 +144,18 @@ def test_actor_gradients_without_graphs_are_those_of_autograd(
     kind: type[ConstrainedTd3Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch_threads(1):
-        found = actor_gradients(kind, monkeypatch)
-        monkeypatch.setattr(Td3Learner, "_evaluate_apart", lambda *_: None)
-        expected = actor_gradients(kind, monkeypatch)
+        found, none = actor_gradients(kind(steps=4, **SIZES), monkeypatch)
+        monkeypatch.setattr(Td3Learner, "_evaluate_without_graphs", lambda *_: None)
+        nothing, expected = actor_gradients(kind(steps=4, **SIZES), monkeypatch)
+    assert found and expected and not (none or nothing)
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 1e-6 * other.norm() + 1e-12
+
+
+def test_an_actor_in_another_precision_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch_threads(1):
+        none, found = actor_gradients(Td3BcConfig(steps=4, autocast="bfloat16", **SIZES), monkeypatch)
+    assert found and not none
 
 
 @pytest.mark.parametrize("members", [1, 2, 5])

@@ -31,6 +31,7 @@ from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks import native
 from policies.networks.critics import EnsembleConfig, aggregate
+from policies.networks.mlp_blocks import PlainTrunk
 from policies.policy import Policy, PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.registry import name_of
@@ -150,6 +151,23 @@ def test_actor_gradients_without_graphs_are_those_of_autograd(
     assert found and expected and not (none or nothing)
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 1e-6 * other.norm() + 1e-12
+
+
+@pytest.mark.skipif(native.library() is None, reason="there is no program in C")
+def test_weights_that_are_frozen_tied_or_another_networks_have_graphs() -> None:
+    x, other = torch.randn(5, 3), PlainTrunk((3, 8, 8, 2), "relu")
+
+    def serves(weights: list[Tensor]) -> bool:
+        with torch_threads(1):
+            return trunk.evaluate_without_graph(x, weights) is not None
+
+    trunk = PlainTrunk((3, 8, 8, 2), "relu")
+    assert serves(list(trunk.parameters())) and serves(list(trunk.layers.parameters()))
+    assert not serves(list(other.parameters()))
+    trunk.inlet.weight.requires_grad_(False)
+    assert not serves(list(trunk.parameters())) and serves(list(trunk.layers.parameters()))
+    trunk.layers[0].bias = trunk.inlet.bias
+    assert not serves(list(trunk.layers.parameters()))
 
 
 def test_an_actor_in_another_precision_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

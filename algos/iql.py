@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -37,11 +37,14 @@ from algos.base import Setup
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import OfflineConfig, OfflineData, plain_actor
 from algos.offline.loop import precision
-from algos.optim import descend, descend_along, load_parts, regress, save_parts, set_rate, weights_of
+from algos.offline.td3_update import ActorNetwork, actor_network
+from algos.optim import descend_along, load_parts, regress, save_parts, set_rate, weights_of
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
+from policies.networks.distributions import gaussian_log_prob
+from policies.networks.native import Evaluation
 from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicPolicy
 from policies.processes.gaussian import GaussianPolicy, GaussianProcess
@@ -64,7 +67,7 @@ class PolicyLoss:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self._cloning = policy, ChunkLoss(policy)
+        self.policy, self._cloning, self._network = policy, ChunkLoss(policy), actor_network(policy)
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         return self._cloning.draw(n, generator)
@@ -75,6 +78,41 @@ class PolicyLoss:
         if isinstance(self.policy, (GaussianPolicy, DeterministicPolicy)):
             return self.policy.chunk.action_dim * loss.sum(dim=1)
         return loss.sum(dim=1) / batch.real.sum(dim=1)
+
+    def evaluate(self, batch: Batch, draws: Mapping[str, Tensor], weights: Sequence[Tensor]) -> Evaluation:
+        """Return losses (B,), and the function from their gradient to those of weights."""
+        found = None if self._network is None else _plain_losses(self._network, batch, weights)
+        if found is not None:
+            return found
+        loss = self(batch, draws)
+        return Evaluation(
+            loss.detach(), lambda slope: torch.autograd.grad(loss, weights, slope, allow_unused=True)
+        )
+
+
+@torch.no_grad()
+def _plain_losses(network: ActorNetwork, batch: Batch, weights: Sequence[Tensor]) -> Evaluation | None:
+    """Return losses of a plain actor and their gradients without a graph; None: only a graph gives them."""
+    log_var, limits = network.log_var, network.limits
+    found = network.trunk.evaluate_without_graph(batch.cond, [one for one in weights if one is not log_var])
+    if found is None:
+        return None
+    mean, std = network.density(found.values)
+    away = mean - batch.plan if std is None else (mean - batch.plan) / std
+    loss = away.square() if std is None else -gaussian_log_prob(batch.plan, mean, std)
+
+    @torch.no_grad()
+    def gradients(slope: Tensor) -> Sequence[Tensor | None]:
+        of_loss = slope.unsqueeze(-1)
+        of_mean = of_loss * away * 2 if std is None else of_loss * away / std
+        of_trunk = found.gradients(torch.ops.aten.tanh_backward(of_mean, mean))
+        if limits is None or log_var is None:
+            return of_trunk
+        of_log_var = 0.5 * (of_loss * (1 - away.square())).sum(dim=0) * limits.is_free(log_var)
+        rest = iter(of_trunk)
+        return [of_log_var if one is log_var else next(rest) for one in weights]
+
+    return Evaluation(loss.sum(dim=-1), gradients)
 
 
 class IqlLearner:
@@ -112,13 +150,13 @@ class IqlLearner:
         polyak(self.target_critic, self.critic, self.config.tau)
         weight = (self.config.temperature * u).exp().clamp(max=_MAX_WEIGHT)
         with self._precision(batch):
-            policy_loss = self.policy_loss(batch, draws)
-        actor_loss = (weight * policy_loss).mean(dim=-1)
-        descend(self.actor_optimizer, actor_loss)
+            policy = self.policy_loss.evaluate(batch, draws, weights_of(self.actor_optimizer))
+        actor_loss = (weight * policy.values).mean(dim=-1)
+        descend_along(self.actor_optimizer, policy.gradients(weight / weight.shape[-1]))
         return {
             "value/loss": value_loss,
             "critic/loss": critic_loss,
-            "actor/loss": actor_loss.detach(),
+            "actor/loss": actor_loss,
             "critic/value": found.values.mean(dim=(0, -1)),
             "critic/target": target.mean(dim=-1),
             "actor/advantage": u.mean(dim=-1),

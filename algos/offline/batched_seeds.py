@@ -293,10 +293,11 @@ class BatchedActor(Actor):
         return self._network  # type: ignore[return-value]
 
 
-class BatchedPolicyLoss:
+class BatchedPolicyLoss(PolicyLoss):
     """`PolicyLoss` of S new single-action actors: losses (S, B)."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
+        self._network = None  # gradients of stacks have a graph
         self.network = stacked([require_actor_network(policy) for policy in policies])
 
     def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:

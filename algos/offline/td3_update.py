@@ -100,21 +100,27 @@ class ActorNetwork(nn.Module):
 
     def __init__(self, trunk: PlainTrunk, head: GaussianHead | None = None) -> None:
         super().__init__()
-        self.trunk, self._density = trunk, None if head is None else head.config
+        self.trunk, self.limits = trunk, None if head is None else head.config
         self.log_var = None if head is None else head.log_var
 
     def forward(self, cond: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return means (B, A) and, for a Gaussian, standard deviations (1, A) for conditions (B, C)."""
-        mean = torch.tanh(self.trunk(cond))
-        if self._density is None or self.log_var is None:
+        return self.density(self.trunk(cond))
+
+    def density(self, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return `forward` from the outputs (B, A) of the trunk."""
+        mean = torch.tanh(out)
+        if self.limits is None or self.log_var is None:
             return mean, None
-        return mean, self._density.std_of(self.log_var).unsqueeze(-2)
+        return mean, self.limits.std_of(self.log_var).unsqueeze(-2)
 
 
 def actor_network(policy: Policy) -> ActorNetwork | None:
     """Return the network of a `plain_actor` policy; None for other policies."""
     head = policy.head if isinstance(policy, GaussianPolicy) else None
     if policy.chunk.horizon != 1 or not isinstance(policy, DeterministicPolicy | GaussianPolicy):
+        return None
+    if head is not None and not head.config.squash:
         return None
     trunk = policy.trunk if head is None else head.trunk
     network = ActorNetwork(trunk, head) if isinstance(trunk, PlainTrunk) else None

@@ -125,9 +125,8 @@ class ShortUpdate(PpoUpdate):
             grad = torch.ops.aten.tanh_backward(grad, mean)
         found = self._mean.gradients(seen, grad.flatten(1))
         if isinstance(head.log_var, nn.Parameter):
-            low, high = head.config.log_var_range
-            inside = (head.log_var >= low) & (head.log_var <= high)
-            found[head.log_var] = 0.5 * inside * (slopes * (away.square() - 1.0)).sum(dim=(0, 1))
+            of_log_var = 0.5 * (slopes * (away.square() - 1.0)).sum(dim=(0, 1))
+            found[head.log_var] = of_log_var * head.config.is_free(head.log_var)
         return [found[parameter] for parameter in self.actor], named(sums)
 
     @torch.no_grad()

@@ -83,6 +83,11 @@ class DensityHeadConfig(TrunkConfig):
     def std_of(self, log_var: Tensor) -> Tensor:
         return torch.exp(0.5 * log_var.clamp(*self.log_var_range))
 
+    def is_free(self, log_var: Tensor) -> Tensor:
+        """Return where log-variances are within their limits, so that a gradient reaches them."""
+        low, high = self.log_var_range
+        return (log_var >= low) & (log_var <= high)
+
 
 @dataclass(frozen=True)
 class GaussianHeadConfig(DensityHeadConfig):

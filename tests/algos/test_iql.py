@@ -26,10 +26,17 @@ from torch import nn
 
 from algos.base import Setup
 from algos.iql import IqlConfig
+from algos.offline.config import plain_actor
+from algos.offline.td3_update import actor_network
+from algos.optim import weights_of
 from burnish.config.schema import compose_config
+from policies.build import build_policy
 from policies.errors import ConfigError
+from policies.networks import native
 from policies.processes import RectifiedFlow
 from policies.processes.deterministic import DeterministicPolicy
+from policies.processes.gaussian import GaussianProcess
+from policies.threads import torch_threads
 
 
 def plain_of(policy: Any) -> nn.Sequential:
@@ -72,6 +79,35 @@ def test_a_step_with_a_deterministic_actor_is_that_of_a_plain_program() -> None:
         for ours, plain in ((learner.value, v), (learner.critic, q), (learner.target_critic, slow)):
             assert_same(ours, plain)
         assert_same(learner.policy.trunk, actor)
+
+
+@pytest.mark.skipif(native.library() is None, reason="there is no program in C")
+@pytest.mark.parametrize(("deterministic", "log_var"), [(True, 0.0), (False, -1.0), (False, 4.1)])
+def test_gradients_of_a_plain_actor_without_a_graph_are_those_of_autograd(
+    deterministic: bool, log_var: float
+) -> None:
+    learner: Any = run_of(IqlConfig(steps=1, deterministic=deterministic)).learner
+    loss, weights = learner.policy_loss, weights_of(learner.actor_optimizer)
+    if not deterministic:
+        learner.policy.head.log_var.data.fill_(log_var)  # beyond 4 no gradient reaches it
+    batch, draws = batch_of(run_of(IqlConfig(steps=1)), 0), learner.draw(32, torch.Generator())
+    slope = torch.rand(32, generator=torch.Generator().manual_seed(0))
+    with torch_threads(1):
+        found = loss.evaluate(batch, draws, weights)
+        assert found.values.grad_fn is None and len(weights) == (6 if deterministic else 7)
+        expected = loss(batch, draws)
+        torch.testing.assert_close(found.values, expected.detach())
+        of_graph = torch.autograd.grad(expected, weights, slope)
+        for one, other in zip(found.gradients(slope), of_graph, strict=True):
+            assert one is not None and (one - other).norm() <= 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("squash", [True, False])
+def test_a_mean_that_no_tanh_bounds_has_a_graph(squash: bool) -> None:
+    config, one = plain_actor(GaussianProcess(squash=squash), (8, 8)), torch.ones(2)
+    moments = {"mean": 0 * one, "std": one, "min": -one, "max": one}
+    policy = build_policy(config, obs_dim=2, action_dim=2, statistics={"state": moments, "action": moments})
+    assert (actor_network(policy) is not None) == squash
 
 
 def test_a_deterministic_actor_is_what_ships() -> None:

@@ -362,7 +362,7 @@ STUDIES = {
             "dsrl-sac": "lift_study_dsrl algo.variant=sac",
             "rlpd": "lift_study_rlpd algo.total_steps=60000",
             "gorl": "avoid_gorl env=lift env.max_episode_steps=100 algo.num_envs=20 "
-            "algo.reset_each_iteration=true algo.env_steps=200000 algo.gamma=0.99",
+            "algo.reset_each_iteration=true algo.env_steps=200000 algo.gamma=0.99 algo.actor_lr=1e-3",
             **{
                 algo: f"avoid_{algo} env=lift env.max_episode_steps=100 algo.reward_scale=0.02"
                 for algo in CRITICS_OF_AVOID

@@ -15,7 +15,8 @@ from envs.engine.pixels import CAMERA_OPTIONS, HasCameras, match_cameras
 from envs.engine.rendering import require_renderer
 from envs.evaluation.settings import EvaluationSettings
 from envs.fit import require_fit
-from envs.rollouts.player import BLOCK_ROWS, EvaluatedPolicy
+from envs.rollouts.blocks import BLOCK_ROWS
+from envs.rollouts.player import EvaluatedPolicy
 from envs.spec import EnvConfig, options_of
 from policies.encoders import ImageShape
 from policies.errors import CapabilityError

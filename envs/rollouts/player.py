@@ -1,7 +1,6 @@
 """Run evaluation episodes whose result depends only on their seed, not on batch size or neighbours.
 
-The policy is called on blocks of a fixed number of rows, and each episode always occupies the same row of
-its block (its lane), because matrix shapes affect rounding. First and later decisions are in separate blocks.
+Decisions of episodes that play at the same time are computed in blocks; see `envs.rollouts.blocks`.
 
 Legend: N environments, M of them playing, To observation history, Th horizon, Ta executed steps, Do and Da
 widths.
@@ -18,14 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envs.rollouts.blocks import BLOCK_ROWS, Blocks, apart, scattered
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
 from envs.spec import Array, EnvConfig, VectorEnv
 from policies.execution.replanning import Replanner, WarmStart
 from policies.policy_config import ChunkSpec
-from policies.protocols import Observation
 from policies.seeds import seeded_generator
 
-BLOCK_ROWS = 8  # rows of every policy call
 NETWORK_CALLS = "network_calls"
 """Metric of an episode that was played from warm starts: evaluations of the network per decision."""
 
@@ -126,30 +124,43 @@ class EpisodeRunner:
         Returns:
             (M, Ta, Da) physical actions.
         """
-        out: list[Array | None] = [None] * len(lanes)
-        is_first = [memory.plan is None for memory in memories]
-        for members in _blocks(list(zip(is_first, lanes, strict=True))):
-            rows = [lanes[m] for m in members]
-            seen = {name: _scatter(_to_tensor(values[members]), rows) for name, values in obs.items()}
-            block_noise = _scatter(torch.stack([noise[m] for m in members]), rows)
-            with torch.inference_mode():
-                actions = self._decide(seen, block_noise, rows, [memories[m] for m in members]).cpu().numpy()
-            for member, row in zip(members, rows, strict=True):
-                out[member] = actions[row]
-        return np.stack([chunk for chunk in out if chunk is not None])
+        seen = {name: _to_tensor(values) for name, values in obs.items()}
+        starts = torch.stack(list(noise))
+        with torch.inference_mode():
+            if self.replanner is None:
+                return self._blocks.actions(seen, starts, lanes).cpu().numpy()
+            return self._replan(self.replanner, seen, starts, lanes, memories)
 
-    def _decide(
-        self, obs: Observation, block_noise: Tensor, rows: Sequence[int], memories: Sequence[Memory]
-    ) -> Tensor:
-        """Compute chunks for a block in which all episodes have a plan, or none has."""
-        if self.replanner is None:
-            return self.policy.act(obs, noise=block_noise)
-        plans = [memory.plan for memory in memories if memory.plan is not None]
-        previous = _scatter(torch.stack(plans), rows) if plans else None
-        decision = self.replanner.decide(obs, noise=block_noise, previous=previous)
-        for memory, row in zip(memories, rows, strict=True):
-            memory.remember(decision.plan[row], decision.calls)
-        return decision.actions
+    @cached_property
+    def _blocks(self) -> Blocks:
+        return Blocks(lambda obs, noise: self.policy.act(obs, noise=noise))
+
+    def _replan(
+        self,
+        replanner: Replanner,
+        obs: Mapping[str, Tensor],
+        noise: Tensor,
+        lanes: Sequence[int],
+        memories: Sequence[Memory],
+    ) -> Array:
+        """Compute chunks from previous plans; first decisions, which have none, are in other blocks."""
+        out: list[Array] = [np.empty(0)] * len(lanes)
+        is_first = [memory.plan is None for memory in memories]
+        for wanted in (True, False):
+            kind = [i for i, found in enumerate(is_first) if found == wanted]
+            for group in apart([lanes[i] for i in kind]):
+                members = [kind[i] for i in group]
+                rows = [lanes[i] for i in members]
+                plans = [plan for i in members if (plan := memories[i].plan) is not None]
+                decision = replanner.decide(
+                    {name: scattered(values[members], rows) for name, values in obs.items()},
+                    noise=scattered(noise[members], rows),
+                    previous=scattered(torch.stack(plans), rows) if plans else None,
+                )
+                for i, row in zip(members, rows, strict=True):
+                    memories[i].remember(decision.plan[row], decision.calls)
+                    out[i] = decision.actions[row].cpu().numpy()
+        return np.stack(out)
 
 
 class Evaluator:
@@ -272,21 +283,3 @@ def _to_tensor(values: Array) -> Tensor:
     """Convert states to float32; images are unchanged."""
     tensor = torch.from_numpy(values)
     return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def _scatter(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Scatter values (M, ...) into rows of a zero block."""
-    block = values.new_zeros(BLOCK_ROWS, *values.shape[1:])
-    block[list(rows)] = values
-    return block
-
-
-def _blocks(places: Sequence[tuple[bool, int]]) -> list[list[int]]:
-    """Group members by kind (first or later decision) into the fewest blocks without duplicate lanes."""
-    blocks: dict[tuple[bool, int], list[int]] = {}
-    used: dict[tuple[bool, int], int] = {}
-    for member, place in enumerate(places):
-        block = used.get(place, 0)
-        used[place] = block + 1
-        blocks.setdefault((place[0], block), []).append(member)
-    return list(blocks.values())

@@ -23,6 +23,7 @@ from envs.evaluation.intervals import paired_difference
 from envs.evaluation.protocol import describe_protocol
 from envs.evaluation.settings import EvaluationSettings
 from envs.make import env
+from envs.rollouts import blocks
 from envs.rollouts.episodes import EpisodeRow
 from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig
@@ -50,7 +51,7 @@ class Proportional:
         return torch.randn(n, *self.noise_shape, generator=generator)
 
     def act(self, obs: dict[str, Tensor], *, noise: Tensor) -> Tensor:
-        assert len(noise) == len(obs["state"]) == 8
+        assert len(noise) == len(obs["state"])
         self.seen += 1
         return 0.3 * noise[:, 0, :3] + 0.1 * noise[:, 1:, :3].sum(1) + 0.05 * obs["state"][:, -1, None, 5:8]
 
@@ -89,6 +90,16 @@ def test_rows_do_not_depend_on_the_number_of_environments_or_workers(process: ob
     for num_envs, num_workers in ((2, 0), (5, 0), (64, 0), (2, 1), (5, 2)):
         got = evaluate(policy, TASK, episodes=EPISODES, num_envs=num_envs, num_workers=num_workers)
         assert got == expected and got.protocol_hash == expected.protocol_hash
+
+
+@pytest.mark.parametrize("process", [None, RectifiedFlow()], ids=["diffusion", "flow"])
+def test_rows_are_those_of_blocks_of_one_size_with_fixed_places(
+    process: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = small(process)
+    got = evaluate(policy, TASK, episodes=20, num_envs=20)
+    monkeypatch.setattr(blocks, "SIZES", ())
+    assert got == evaluate(policy, TASK, episodes=20, num_envs=20)
 
 
 def test_a_task_is_judged_by_success_where_it_has_a_rule_for_it() -> None:

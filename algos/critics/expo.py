@@ -49,6 +49,11 @@ class ExpoConfig(EditConfig):
     num_candidates: int = bounded(8, ge=1)  # N, chunks of the policy
     num_edited: int = bounded(8, ge=1)  # M of them are edited
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = f"at most algo.num_candidates={self.num_candidates}"
+        self.require("num_edited", self.num_edited <= self.num_candidates, rule)
+
     def learner_of(self, policy: Policy, seed: int) -> EditLearner:
         wrapper = self.wrapper(
             num_candidates=self.num_candidates,

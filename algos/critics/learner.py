@@ -347,9 +347,10 @@ def _require_no_new_encoder(policy: Policy, algo: str) -> None:
 
 
 def choosing(base: Policy, wrapper: Candidates, critic: Ensemble) -> CandidatePolicy:
-    """Return the policy that ranks candidates by `critic`, which it shares."""
+    """Return the policy that ranks candidates by `critic`, which it shares; one candidate is not ranked."""
     policy = wrapper.wrap(base)
-    policy.critic = critic
+    if wrapper.has_critic:
+        policy.critic = critic
     return policy
 
 

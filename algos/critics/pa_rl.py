@@ -132,6 +132,8 @@ class PaRlConfig(ChunkCriticConfig):
         super().__post_init__()
         rule = f"at most algo.num_candidates={self.num_candidates}"
         self.require("num_ascended", self.num_ascended <= self.num_candidates, rule)
+        chooses = self.num_candidates > 1 or self.ascent_steps > 0
+        self.require("ascent_steps", chooses, "at least 1 where algo.num_candidates=1")
 
     def learner_of(self, policy: Policy, seed: int) -> PaRlLearner:
         return PaRlLearner(policy, self)

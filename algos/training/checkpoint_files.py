@@ -48,6 +48,12 @@ def write_checkpoint(
     sync_tree(folder)
 
 
+def is_copy(folder: Path, checkpoint: Path) -> bool:
+    """Say whether a folder has the checksums of a checkpoint."""
+    sums = [one / CHECKSUMS for one in (folder, checkpoint)]
+    return all(path.is_file() for path in sums) and sums[0].read_bytes() == sums[1].read_bytes()
+
+
 def read_training_state(folder: Path) -> dict[str, Any]:
     """Return the training state of a checkpoint, on the CPU.
 

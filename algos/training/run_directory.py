@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from algos.training.checkpoint_files import read_training_state, write_checkpoint
+from algos.training.checkpoint_files import is_copy, read_training_state, write_checkpoint
 from algos.training.metrics import append_jsonl, truncate_jsonl
 from algos.training.provenance import describe_environment
 from algos.training.run_config import read_config
@@ -310,10 +310,22 @@ class RunDirectory:
             self._point_last(newest)
 
     def _point_last(self, step: int) -> None:
-        """Replace the link `last` atomically."""
+        """Replace the link `last` atomically; a copy of a checkpoint in its place, left by `cp -rL`, goes.
+
+        Raises:
+            CheckpointError: If `last` is a folder of something else.
+        """
         aside = self._aside()
+        last = aside.with_name(_LAST)
+        if last.is_dir() and not last.is_symlink():
+            if not any(is_copy(last, self.checkpoint_path(known)) for known in self.checkpoints()):
+                raise CheckpointError(
+                    f"{last} must be a link to checkpoint {step}; it is a folder, and a copy of no "
+                    "checkpoint. Move it away."
+                )
+            shutil.rmtree(last)
         os.symlink(str(step), aside)
-        os.replace(aside, aside.with_name(_LAST))
+        os.replace(aside, last)
         sync(aside.parent)
 
     def _remove(self, step: int) -> None:

@@ -1,6 +1,9 @@
 """Where the processor time of an iteration goes: of PPO with small networks, of DPPO, and of DPPO on images.
 
+Also that of an evaluation of 20 episodes on Hopper, by a policy that is cloned from a file first.
+
     OMP_NUM_THREADS=1 python -m benchmarks.speed.shares [ppo] [dppo] [images] [--rounds 3]
+    OMP_NUM_THREADS=1 python -m benchmarks.speed.shares evaluation --dataset FILE
 
 writes docs/results/speed/shares.json, and tables in docs/speed.md and docs/scale.md. Time is processor time
 (user and system) of the learner and its workers together. A part is counted without the parts inside it.
@@ -23,16 +26,22 @@ from algos.onpolicy import advantages, ppo_update
 from algos.onpolicy.loop import OnPolicy
 from algos.training.provenance import processor_name
 from benchmarks.pages import RESULTS, keep, replace_block, table
+from benchmarks.speed.cases_evaluating import EPISODES, SEED, cloned
 from benchmarks.speed.cases_peers import ENVS, ppo_run
-from benchmarks.speed.sides import dppo_run
+from benchmarks.speed.sides import dppo_run, our_policy
 from envs.engine import workers
+from envs.engine.vector import ChunkVector
+from envs.evaluation.evaluate import evaluate
+from envs.make import env as make_env
 from envs.rollouts import rollout
 from envs.rollouts.collector import Collector
+from envs.rollouts.player import EpisodeRunner
 from policies.build import build_policy
 from policies.normalizer import box_statistics
 
 WORKERS, DPPO_STEPS = 2, 125
-PAGES = {"ppo": "docs/speed.md", "dppo": "docs/speed.md", "images": "docs/scale.md"}
+EVALUATION = "evaluation"  # needs a file
+PAGES = {case: "docs/speed.md" for case in ("ppo", "dppo", EVALUATION)} | {"images": "docs/scale.md"}
 REST = "the rest"
 
 
@@ -56,7 +65,10 @@ class Stopwatch:
                 self.turn()
                 self._inside.pop()
 
-        owner.__dict__[name] = timed
+        if isinstance(owner, type):
+            setattr(owner, name, timed)
+        else:
+            owner.__dict__[name] = timed
 
     def turn(self) -> None:
         """Add the time since the last turn to the part that runs."""
@@ -154,6 +166,23 @@ def iterations(case: str, rounds: int) -> Iterator[Mapping[str, float]]:
     run.close()
 
 
+def evaluations(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
+    """Yield the seconds of evaluations by part, after one that warms up."""
+    policy, task = (
+        our_policy(cloned(argparse.Namespace(dataset=dataset)), noise_clip=None),
+        make_env("hopper"),
+    )
+    watch = Stopwatch()
+    watch.times(policy, "act", "deciding")
+    watch.times(EpisodeRunner, "noise", "drawing noise")
+    watch.times(ChunkVector, "step_chunk", "simulation")
+    for turn in range(rounds + 1):
+        watch.read()
+        evaluate(policy, task, episodes=EPISODES, first_seed=SEED, num_envs=EPISODES)
+        if turn:
+            yield watch.read()
+
+
 def main() -> None:
     """Measure the cases and write their tables."""
     parser = argparse.ArgumentParser(
@@ -161,12 +190,19 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="*", choices=[*PAGES, []])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dataset", help="of Hopper, for the evaluation")
     options = parser.parse_args()
+    cases = options.cases or [case for case in PAGES if case != EVALUATION or options.dataset]
+    if EVALUATION in cases and options.dataset is None:
+        parser.error("evaluation needs --dataset FILE")
     torch.set_num_threads(1)
     path = RESULTS / "speed" / "shares.json"
     content = json.loads(path.read_text()) if path.exists() else {}
-    for case in options.cases or PAGES:
-        rows = list(iterations(case, options.rounds))
+    for case in cases:
+        if case == EVALUATION:
+            rows, unit = list(evaluations(options.dataset, options.rounds)), "an evaluation"
+        else:
+            rows, unit = list(iterations(case, options.rounds)), "an iteration"
         medians = {name: statistics.median(row.get(name, 0.0) for row in rows) for name in rows[0]}
         content[case] = {"seconds": medians, "processor": processor_name(), "rounds": options.rounds}
         ranked, total = sorted(medians.items(), key=lambda item: -item[1]), sum(medians.values())
@@ -175,7 +211,7 @@ def main() -> None:
             [(name, f"{1e3 * s:.0f}", f"{100 * s / total:.1f} %") for name, s in ranked if s > 0],
         )
         command = f"`python -m benchmarks.speed.shares {case} --rounds {options.rounds}`"
-        head = f"{command}, {processor_name()}, an iteration of {1e3 * total:.0f} ms:"
+        head = f"{command}, {processor_name()}, {unit} of {1e3 * total:.0f} ms:"
         replace_block(PAGES[case], f"shares of {case}", [head, "", *told])
         print(*told, sep="\n", flush=True)
     keep("speed", "shares", content)

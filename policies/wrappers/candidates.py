@@ -381,6 +381,8 @@ def with_candidates(policy: Policy, score: str, num_candidates: int, **values: A
     num_edited = num_candidates if edits_all else min(before.num_edited, num_candidates)
     view = policy._view()
     view.wrapper = replace(before, num_candidates=num_candidates, num_edited=num_edited, **values)
+    if not view.wrapper.has_critic:
+        view.critic = None
     return view
 
 

@@ -43,7 +43,7 @@ from policies.policy import Policy
 from policies.processes.deterministic import DeterministicPolicy
 from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
-from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select
+from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select, with_candidates
 from policies.wrappers.noise_policy import Steering
 
 QAMS = ("qam", "qam_edit", "qam_fql", "trqam")
@@ -380,6 +380,38 @@ def test_a_student_of_a_deterministic_diffusion_begins_anew_with_its_scales() ->
     )
     for name, value in teacher.normalizer.state_dict().items():
         assert torch.equal(student.normalizer.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("algo", [name for name in METHODS if name not in ("fql", "famo2o")])
+def test_a_policy_of_one_candidate_is_loaded_as_it_was_saved(algo: str, tmp_path: Path) -> None:
+    config = small(registry.lookup("algo", algo))
+    more = {"pa_rl": {"num_ascended": 1}, "expo": {"num_edited": 1}}.get(algo, {})
+    run = begin(replace(config, num_candidates=1, **more))
+    policy = finished(run).snapshot()
+    save_policy(policy, tmp_path / "policy")
+    loaded = load_policy(tmp_path / "policy")
+    obs, noise = {"state": observed()}, noise_of(policy)
+    assert torch.equal(loaded.act(obs, noise=noise), policy.act(obs, noise=noise))
+
+
+def test_chunks_that_neither_compete_nor_climb_are_refused() -> None:
+    with pytest.raises(ConfigError, match=mentions("algo.ascent_steps algo.num_candidates=1")):
+        PaRlConfig(num_candidates=1, num_ascended=1, ascent_steps=0)
+
+
+def test_more_edits_than_candidates_are_refused() -> None:
+    with pytest.raises(ConfigError, match=mentions("algo.num_edited algo.num_candidates=1")):
+        ExpoConfig(num_candidates=1)
+
+
+def test_one_candidate_of_a_policy_with_critics_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    several = finished(begin(small(QcConfig))).snapshot()
+    one = with_candidates(several, "critic", 1)
+    assert one.critic is None and isinstance(several, CandidatePolicy) and several.critic is not None
+    save_policy(one, tmp_path / "policy")
+    obs, noise = {"state": observed()}, noise_of(one)
+    base = several.base.act(obs, noise=noise.flatten(0, 1))
+    assert torch.equal(load_policy(tmp_path / "policy").act(obs, noise=noise), base)
 
 
 @pytest.mark.parametrize("config", [QamConfig, TrqamConfig])

@@ -264,6 +264,22 @@ def test_reading_does_not_disturb_a_writer(run: RunDirectory) -> None:
         assert not aside.exists()
 
 
+def test_a_run_that_was_copied_with_links_followed_goes_on(run: RunDirectory, tmp_path: Path) -> None:
+    for step in (1, 2):
+        run.save_checkpoint(step, tiny_policy(), {"at": step})
+    shutil.copytree(run.path, tmp_path / "copy")
+    copy, last = RunDirectory.open(tmp_path / "copy"), tmp_path / "copy" / "checkpoints" / "last"
+    assert last.is_dir() and not last.is_symlink()
+    with copy.claim():
+        assert os.readlink(last) == "2" and copy.checkpoints() == [1, 2]
+    last.unlink()
+    last.mkdir()
+    (last / "notes").touch()
+    with pytest.raises(CheckpointError, match=mentions("checkpoints/last link folder")), copy.claim():
+        pass
+    assert (last / "notes").exists() and not list(last.parent.glob(".aside-*"))
+
+
 def test_rewinding_forgets_later_checkpoints(run: RunDirectory) -> None:
     for step in (1, 2, 3):
         run.save_checkpoint(step, tiny_policy(), {})

@@ -335,7 +335,9 @@ def _hold_out(
     """Split off whole episodes for validation; none if the fraction is below one episode."""
     count = int(config.validation_fraction * dataset.num_episodes)
     if count == 0:
-        share, episodes = config.validation_fraction, dataset.num_episodes
-        _log.info("no validation: %.3g of %d episodes is none.", share, episodes)
+        _log.info(
+            "no validation: algo.validation_fraction=%g of %d episodes is less than one.",
+            config.validation_fraction, dataset.num_episodes,
+        )  # fmt: skip
         return dataset, None
     return dataset.split(count / dataset.num_episodes, seed=seed)

@@ -353,6 +353,11 @@ class ConstrainedTd3Config(OfflineConfig):
                 "at a clone of the data or below it. experiment=%s_few_rows swings less.",
                 f"{len(table):,}", name_of("algo", self),
             )  # fmt: skip
+        if setup.init is not None and not self.warmup_steps:
+            _log.warning(
+                "algo.warmup_steps=0: critics that know nothing move the policy of init from the first step. "
+                "Give them some thousand steps, or take algo=iql, which is gentler."
+            )
         actor, like = Actor(policy), table.cond
         critic = self.critic_config().build(like.shape[1], table.action.shape[1]).to(like.device, like.dtype)
         return Td3Learner(actor, critic, self.regulariser(actor, table, setup), self)

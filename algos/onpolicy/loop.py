@@ -82,6 +82,18 @@ def warn_of_saturation(share: float) -> bool:
     return True
 
 
+def warn_of_warmup(config: OnPolicyConfig, steps_per_iteration: int) -> None:
+    """Warn of a run that ends before its policy begins to learn."""
+    given = config.env_steps
+    count = config.iterations if given is None else math.ceil(given / steps_per_iteration)
+    if count <= config.critic_warmup_iterations:
+        _log.warning(
+            "the policy will not learn: the run has %d iterations of %s control steps, and "
+            "algo.critic_warmup_iterations=%d of them train the critic alone.",
+            count, f"{steps_per_iteration:,}", config.critic_warmup_iterations,
+        )  # fmt: skip
+
+
 class OnPolicy:
     """A run of PPO in progress; see `algos.base.Algorithm`.
 
@@ -135,6 +147,7 @@ class OnPolicy:
             rule = f"0 in env={setup.env.spec.name}, whose episodes have no metric '{LABEL}', their kind"
             config.require("set_size", LABEL in kinds, rule)
         self.steps_per_iteration = steps_within_budget(config, policy.chunk.act_steps)
+        warn_of_warmup(config, self.steps_per_iteration * config.num_envs * policy.chunk.act_steps)
         self.pool = RolloutPool(
             match_cameras(setup.env, policy.images),
             num_envs=config.num_envs,

@@ -208,7 +208,7 @@ not clearly behind ([how, and what each costs](results/table.md)):"""
 
 COLUMNS = (
     *("method", "curve", "seeds", "clone", "10 %", "50 %", "last", "IQM", "worst", "best on the way"),
-    *("area", "P(better)", "ways", "steps", "gradient steps", "core min", "ms", "MB"),
+    *("area", "P(better)", "ways", "steps", "gradient steps", "core min", "ms", "MB", "trained by"),
 )
 
 
@@ -253,6 +253,7 @@ def cells(row: Rows) -> list[str]:
         f"{np.mean([run['points'][-1]['step'] for run in runs]):,.0f}", f"{np.mean(actor):,.0f}",
         f"{np.mean([run['points'][-1]['cpu_s'] for run in runs]) / 60:.1f}",
         f"{np.median([run['decision_ms'] for run in runs]):.2f}", f"{max(run['peak_mb'] for run in runs)}",
+        f"`{' '.join(runs[0]['settings'])}`",
     ]  # fmt: skip
 
 

@@ -81,6 +81,9 @@ def _unknown_option(error: MissingConfigException) -> str:
         return _one_line(error)
     hint = closest(name, error.options)
     choices = f"choose one of: {', '.join(error.options) or '(none)'}"
+    if group == "experiment":  # there are hundreds
+        near = difflib.get_close_matches(name, error.options, n=6, cutoff=0.5)
+        choices = "; ".join([*([f"near: {', '.join(near)}"] if near else []), "see burnish list experiments"])
     if group == "env" and not hint:
         others = "a gymnasium environment is env=gym env.id=<id>, a task of one file env=mjcf env.file=<file>"
         choices = f"{others}; {choices}"

@@ -199,7 +199,13 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
     yield Choice("algo.steps_per_iteration", steps, whole)
     if steps >= decisions:
         yield Choice("algo.reset_each_iteration", True, "an iteration holds whole episodes")
-    yield Choice("algo.env_steps", _ITERATIONS * envs * steps * act_steps, f"{_ITERATIONS} iterations")
+    per_iteration = envs * steps * act_steps
+    yield Choice("algo.env_steps", _ITERATIONS * per_iteration, f"{_ITERATIONS} iterations")
+    iterations = _ITERATIONS
+    if "algo.env_steps" in fixed and algo.env_steps is not None:
+        iterations = math.ceil(algo.env_steps / per_iteration)
+    elif "algo.iterations" in fixed:
+        iterations = algo.iterations
     inner = algo.tuned_steps if isinstance(algo, DppoConfig) else 1
     yield Choice(
         "algo.batch_size",
@@ -214,18 +220,23 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
         reason = "a new policy" if facts.is_new else "a task with success"
     yield Choice("algo.actor_lr", rate, reason)
     yield Choice("algo.actor_min_lr", least, "the rate falls to a tenth")
-    yield Choice("algo.actor_lr_cycle", _ITERATIONS + 5, "iterations, about the length of the run")
+    yield Choice("algo.actor_lr_cycle", iterations + 5, "iterations, about the length of the run")
     if type(algo) is PpoConfig and facts.is_new:
         yield Choice("process", "gaussian", "an action is one draw, with its density")
         yield Choice("algo.clip_range", 0.2, "nothing is to be kept")
         yield Choice("algo.log_prob_range", None, "nothing is to be kept")
         yield Choice("algo.log_prob_reduction", "joint", "the density of the whole action")
-    if isinstance(algo, DppoConfig) and facts.has_success and not facts.is_new:
-        few = f"{_ITERATIONS} iterations; the published range is for a thousand"
+    if not (isinstance(algo, DppoConfig) and facts.has_success and not facts.is_new):
+        if iterations < _ITERATIONS:
+            yield Choice("algo.actor_lr_warmup", iterations // 6, f"{iterations} iterations")
+    else:
+        few = f"{iterations} iterations; the published range is for a thousand"
         yield Choice("algo.clip_range", 0.03, few)
         yield Choice("algo.clip_range_base", 0.03, few)
-        yield Choice("algo.critic_warmup_iterations", 2, "the first advantages of a new critic are noise")
-        yield Choice("algo.actor_lr_warmup", 2, "the critic's warm-up comes first")
+        noisy = "the first advantages of a new critic are noise"
+        warmup = min(2, iterations // 5)
+        yield Choice("algo.critic_warmup_iterations", warmup, noisy)
+        yield Choice("algo.actor_lr_warmup", warmup, "the critic's warm-up comes first")
     if isinstance(algo, ReinFlowConfig):
         yield Choice("algo.clip_state", 1.0, "as published; otherwise means leave the box of actions")
         yield Choice("algo.entropy_coef", 0.0, "the deviations of a clone suffice")

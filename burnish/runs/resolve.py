@@ -116,11 +116,17 @@ def resume_directory_error(run: str | Path, got: str) -> ConfigError:
 
 
 def with_resumed_parts(overrides: Overrides) -> Overrides:
-    """Prepend the parts of the resumed run, so that their keys are known while composing."""
+    """Prepend the parts of the resumed run, so that their keys are known while composing.
+
+    Raises:
+        CheckpointError: If there is no such folder.
+    """
     given = overrides.value("resume")
     if given in (None, ""):
         return overrides
     run = Path(str(given)).expanduser()
+    if not run.exists():
+        RunDirectory.open(run)  # says so
     run = next(iter(seed_folders(run)), run)
     if not (run / RUN_CONFIG).is_file():
         return overrides

@@ -14,6 +14,8 @@ import contextlib
 import copy
 import importlib
 import logging
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -136,6 +138,8 @@ class Gym(HasCameras):
         if not (self.id or self.factory):
             raise ConfigError("env=gym needs env.id=<gymnasium's id> or env.factory=<module:function>.")
         where = f"env.id={self.id}" if self.id else f"env.factory={self.factory}"
+        if (self.module or self.factory or ":" in self.id) and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # as `python -m burnish` has it; installed packages come first
         try:
             if self.module:
                 importlib.import_module(self.module)
@@ -374,8 +378,8 @@ def _limits(space: Any, title: str) -> tuple[tuple[float, ...], tuple[float, ...
 
     if not isinstance(space, Box) or not np.isfinite([space.low, space.high]).all():
         raise ConfigError(
-            f"{title} needs a bounded Box as action space; it has {space}. Wrap it, for example in "
-            "gymnasium.wrappers.RescaleAction."
+            f"{title} needs a bounded Box as action space; it has {space}. Give it one, for example by "
+            "gymnasium.wrappers.TransformAction(env, lambda action: action, Box(low, high))."
         )
     low, high = (tuple(float(x) for x in bound.reshape(-1)) for bound in (space.low, space.high))
     return low, high

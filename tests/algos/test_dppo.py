@@ -92,6 +92,15 @@ def test_critic_warmup_leaves_the_actor_alone() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(before, run.learner.actor, strict=True))
 
 
+@pytest.mark.parametrize(("count", "warns"), [(1, True), (2, False)])
+def test_a_run_that_ends_with_the_warm_up_of_its_critic_warns(
+    count: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_run(replace(SMALL, critic_warmup_iterations=1, iterations=count)).close()
+    told = [line for line in caplog.messages if "will not learn" in line]
+    assert len(told) == warns and all("algo.critic_warmup_iterations=1" in line for line in told)
+
+
 def test_target_kl_stops_all_epochs() -> None:
     run = make_run(replace(SMALL, target_kl=1e-12, update_epochs=5, actor_lr=1e-2))
     assert float(run.advance()["policy/updates"]) == 2  # the first minibatch still has ratio one

@@ -436,6 +436,12 @@ def test_settings_for_few_rows_are_named_where_published_ones_are_used(
     assert not any(named in text for text in caplog.messages), "as many rows as are enough"
 
 
+def test_new_critics_that_move_a_given_policy_at_once_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for init, steps, expected in ((None, 0, 0), (flow(), 1, 0), (flow(), 0, 1)):
+        run_of(small(Td3BcConfig, steps=2, warmup_steps=steps), init=init)
+        assert sum("algo.warmup_steps=0" in text for text in caplog.messages) == expected
+
+
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
 def test_half_precision_that_takes_longer_is_warned_of(
     ratio: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

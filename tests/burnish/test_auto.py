@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ def test_the_budget_follows_from_a_typed_number_of_environments() -> None:
     assert free["algo.num_envs"] == 2 * 10
     assert typed["algo.env_steps"] * 2 == free["algo.env_steps"]
     assert typed["algo.batch_size"] * 2 == free["algo.batch_size"]
+
+
+@pytest.mark.parametrize("steps", [3_000, 40_000])
+def test_a_typed_budget_shortens_what_depends_on_its_length(steps: int) -> None:
+    clone = replace(SHORT, is_new=False, act_steps=4)
+    free = values("dppo", clone)
+    typed = values("dppo", clone, f"algo.env_steps={steps}")
+    chunks = free["algo.num_envs"] * free["algo.steps_per_iteration"]
+    iterations = math.ceil(steps / (4 * chunks))
+    assert typed["algo.critic_warmup_iterations"] <= min(2, iterations / 5)
+    assert typed["algo.actor_lr_cycle"] == iterations + 5 < free["algo.actor_lr_cycle"]
 
 
 def test_a_clone_of_a_task_with_success_may_move_further_once_its_critic_has_learned() -> None:

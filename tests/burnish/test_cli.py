@@ -79,6 +79,11 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["import", "weights=x.pt"], "import needs source=<program>; choose one of: diffusion_policy, dppo"),
         (["import", "weights=x.pt", "source=dppo"], "weights=x.pt is no file"),
         (["import", "x.pt"], "'x.pt' is not key=value; write weights=x.pt."),
+        (
+            ["train", "experiment=study_prdc"],
+            "unknown option experiment=study_prdc. Did you mean 'hopper_study_prdc'? Near: hopper",
+        ),
+        (["train", "resume=no/run", "algo.env_steps=5"], "no/run is not a run directory: there is no"),
         (["import", "source=octo"], "unknown option source=octo; choose one of: diffusion_policy, dppo"),
         (["import", "source=dppo", "source.num_levels=many"], "source.num_levels: Value 'many'"),
         (["report"], "report needs run="),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_a_dict_is_flattened_by_name_and_actions_take_any_shape() -> None:
     assert chosen.make_vector(1).reset([0]).shape == (1, 1, 1)
     assert pickle.loads(pickle.dumps(chosen)) == chosen
     assert restore_part("env", describe_part("env", chosen)) == chosen
+
+
+@pytest.mark.parametrize("named", [{"id": "near_package:Near-v0"}, {"factory": "near_package:Near"}])
+def test_a_package_in_the_current_folder_is_found(
+    named: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "near_package.py").write_text(
+        "import gymnasium\nfrom own_environments import Walk as Near\n"
+        "gymnasium.register('Near-v0', entry_point='near_package:Near')\n"
+    )
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", os.getcwd())])
+    with pytest.raises(ConfigError, match=mentions("cannot be made near_package")):
+        Gym(**named).make_vector(1)
+    monkeypatch.chdir(tmp_path)
+    assert Gym(**named).make_vector(1).reset([0]).shape == (1, 1, 2)
+    assert sys.path[-1] == str(tmp_path)
+    sys.modules.pop("near_package")
 
 
 def test_success_is_what_the_named_key_of_the_info_says() -> None:

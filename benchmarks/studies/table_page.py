@@ -173,7 +173,8 @@ Cells are success, or for walking robots the return in percent of an expert's, 0
 (score of D4RL). *Worst*: the lowest seed, or the worst tenth of all scores. *P(better)*: probability that an
 episode goes better than the clone's, equal ones count half. *Area*: mean over the budget. *Ways*: share of
 the clone's ways to succeed that are still taken. *ms*: one decision of the exported policy. *MB*: largest
-memory of the process in training. The columns sort by a click on the site."""
+memory of the process in training. *Trained by*: keys of `burnish train`, beside init, dataset and
+seed. The columns sort by a click on the site."""
 
 BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. Compared on the
 seeds that all methods have; a method made for less than a third of the steps is left out."""

@@ -254,8 +254,13 @@ def cells(row: Rows) -> list[str]:
         f"{np.mean([run['points'][-1]['step'] for run in runs]):,.0f}", f"{np.mean(actor):,.0f}",
         f"{np.mean([run['points'][-1]['cpu_s'] for run in runs]) / 60:.1f}",
         f"{np.median([run['decision_ms'] for run in runs]):.2f}", f"{max(run['peak_mb'] for run in runs)}",
-        f"`{' '.join(runs[0]['settings'])}`",
+        f"`{trained_by(runs[0])}`",
     ]  # fmt: skip
+
+
+def trained_by(run: Mapping[str, Any]) -> str:
+    """Return the overrides of a run; rows of earlier code name their experiment alone."""
+    return " ".join(run["settings"] if "settings" in run else [f"experiment={run['experiment']}"])
 
 
 def worst(row: Rows) -> np.ndarray:

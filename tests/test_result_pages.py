@@ -174,7 +174,7 @@ def row(name: str, seed: int, rates: dict[float, list[int]], *, limit: int = 100
     ways = [0, 1, 2, 3]
     return {
         "task": "avoid", "algo": name, "seed": seed, "is_init": True, "points": points,
-        "settings": [f"experiment=avoid_{name}"],
+        "settings": [f"experiment=avoid_{name}"], "base": "avoid_bc",
         "before": {"success": before, "mode": ways}, "after": {"success": later[-1], "mode": ways},
         "configuration": {"tune": tune}, "settings_sha256": table_page.settings_digest(tune),
         "gradient_steps": {"actor": 3}, "peak_mb": 400 + seed, "decision_ms": 0.5 + seed,

@@ -254,13 +254,15 @@ def cells(row: Rows) -> list[str]:
         f"{np.mean([run['points'][-1]['step'] for run in runs]):,.0f}", f"{np.mean(actor):,.0f}",
         f"{np.mean([run['points'][-1]['cpu_s'] for run in runs]) / 60:.1f}",
         f"{np.median([run['decision_ms'] for run in runs]):.2f}", f"{max(run['peak_mb'] for run in runs)}",
-        f"`{trained_by(runs[0])}`",
+        trained_by(runs[0]),
     ]  # fmt: skip
 
 
 def trained_by(run: Mapping[str, Any]) -> str:
-    """Return the overrides of a run; rows of earlier code name their experiment alone."""
-    return " ".join(run["settings"] if "settings" in run else [f"experiment={run['experiment']}"])
+    """Write the overrides of a run and of its clone; rows of earlier code name their experiments alone."""
+    own, base = run.get("settings") or [f"experiment={run['experiment']}"], run["base"]
+    clone = " ".join([f"experiment={base}"] if isinstance(base, str) else base)
+    return f"`{' '.join(own)}`" + (f" from `{clone}`" if run["is_init"] else "")
 
 
 def worst(row: Rows) -> np.ndarray:

@@ -100,13 +100,13 @@ def _between(one: Tensor, other: Tensor, share: float, base: Tensor, name: str) 
         return other
     a, b = one - base, other - base
     omega = float(angle(a, b))
+    if omega < _SMALLEST_ANGLE or base.numel() == 1:
+        return one + share * (other - one)
     if omega > math.pi - _SMALLEST_ANGLE:
         raise ConfigError(
             f"method=spherical has no mean of opposite changes; those of '{name}' point apart. "
             "Use method=linear."
         )
-    if omega < _SMALLEST_ANGLE or base.numel() == 1:
-        return one + share * (other - one)
     return base + (math.sin((1 - share) * omega) * a + math.sin(share * omega) * b) / math.sin(omega)
 
 

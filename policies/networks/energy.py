@@ -59,6 +59,7 @@ class EnergyField(nn.Module):
         second_time: Tensor | None = None,
     ) -> Tensor:
         time, second, cond = _lasting(time), _lasting(second_time), _lasting_cond(cond)
+        cond_row, time_row = _lasting(cond_row), _lasting(time_row)
         return energy_and_gradient(lambda y: self.energy(y, time, cond, cond_row, time_row, second), x)[1]
 
     def energy(

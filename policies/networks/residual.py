@@ -65,7 +65,8 @@ class ResidualBlock(NamedTuple):
             return None if found is None else found[0]
         tables, rows = zip(*first.tables, strict=True)
         parts = (*first[:2], *tables, *self[:3])
-        if any(part.is_inference() for part in parts):  # they cannot be kept for the backward pass
+        kept = (*parts, *(row for row in rows if row is not None))
+        if any(part.is_inference() for part in kept):  # they cannot be kept for the backward pass
             return None
         y: Tensor | None = _Residual.apply(self.activation, rows, *parts)
         return y

@@ -17,7 +17,7 @@ from burnish.commands.merge import MergeConfig, run
 from burnish.config.overrides import RunContext
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
-from policies.composition.merging import merge
+from policies.composition.merging import merge, spherical
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.storage.policy_folder import load_policy, save_policy
@@ -103,6 +103,12 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         merge(two, init=init("flow"), scale=-1.0)
     with pytest.raises(ConfigError, match=mentions("method linear spherical cubic")):
         merge(two, method="cubic")
+
+
+def test_a_tensor_of_one_number_is_averaged() -> None:
+    start = torch.full((1,), 3.0, dtype=torch.float64)
+    found = spherical([start + 0.1, start - 0.2], [1.0, 1.0], start, "one")
+    torch.testing.assert_close(found, start - 0.05)
 
 
 def test_opposite_changes_have_no_spherical_mean() -> None:

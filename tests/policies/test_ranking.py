@@ -28,6 +28,7 @@ from policies.protocols import TE, Cond
 from policies.samplers.descent import Descent
 from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
+from policies.threads import torch_threads
 from policies.wrappers.candidates import CandidatePolicy, Candidates, with_candidates
 
 COUNT = 6
@@ -99,6 +100,15 @@ def test_a_ranked_policy_is_a_directory(score: str, parts: Any, tmp_path: Path) 
     again = load_policy(save_policy(policy, tmp_path / "policy"))
     noise = policy.sample_noise(4, generator=torch.Generator().manual_seed(1))
     assert torch.equal(again.act(observations(4), noise=noise), policy.act(observations(4), noise=noise))
+
+
+@pytest.mark.parametrize(("score", "parts"), [*SCORED, ("density", (ScoreEnergy(4),))])
+def test_a_ranked_policy_acts_in_inference_mode(score: str, parts: Any) -> None:
+    policy = ranked(score, *parts, count=3, score_draws=2).eval()
+    noise = policy.sample_noise(4, generator=torch.Generator().manual_seed(1))
+    with torch_threads(1), torch.inference_mode():
+        found = policy.act(observations(4), noise=noise.clone())
+    assert torch.allclose(found, policy.act(observations(4), noise=noise), atol=1e-6)
 
 
 @pytest.mark.parametrize(("score", "parts"), repeated(SCORED))

@@ -211,8 +211,8 @@ def _remarks(facts: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
         if constant := facts[what]["constant"]:
             yield f"{what} dimensions that do not move (scale 1 in the normaliser): {constant}"
     yield from _remarks_on_actions(facts["interface"], data)
-    if not facts["successors_recorded"]:
-        lost = facts["frames"] - facts["transitions"]
+    lost = facts["frames"] - facts["transitions"]
+    if lost and not facts["successors_recorded"]:
         yield f"successors are not recorded: {lost} last frames are no transitions"
     if facts["reward"]["min"] == facts["reward"]["max"]:
         yield f"all rewards are {facts['reward']['min']:g}"

@@ -193,6 +193,16 @@ def test_facts_are_the_dataset_s(tmp_path: Path, noisy: EpisodeDataset, write: A
 
 
 @pytest.mark.usefixtures("no_picture")
+@pytest.mark.parametrize("last", ["terminated", "truncated"])
+def test_frames_are_told_to_be_lost_only_where_some_are(tmp_path: Path, last: str) -> None:
+    rows = np.eye(9)
+    np.savez(tmp_path / "a.npz", observations=rows, actions=rows, **{last: rows[8] > 0})
+    remarks = inspected(tmp_path / "a.npz", measures=False)["remarks"]
+    lost = [remark for remark in remarks if "successors are not recorded" in remark]
+    assert len(lost) == (last == "truncated") and all("1 last frames" in remark for remark in lost)
+
+
+@pytest.mark.usefixtures("no_picture")
 def test_measures_follow_from_the_seed_and_can_be_left_out(tmp_path: Path, noisy: EpisodeDataset) -> None:
     write_d4rl(tmp_path / "toy.hdf5", noisy)
     one, two = (inspected(tmp_path / "toy.hdf5", samples=50, seed=3)["measures"] for _ in range(2))

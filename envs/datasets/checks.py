@@ -156,9 +156,13 @@ def _check_ends(data: EpisodeColumns) -> None:
             )
 
 
-def log_skipped_fields(path: str | Path, left_out: Mapping[str, str]) -> list[str]:
-    """Log skipped keys with their reasons by key; returns the keys, for `meta["not_read"]`."""
+def log_skipped_fields(
+    path: str | Path,
+    left_out: Mapping[str, str],
+    hint: str = "Only vectors of numbers and images are observed.",
+) -> list[str]:
+    """Log skipped keys with their reasons by key, and a hint; returns the keys, for `meta["not_read"]`."""
     if left_out:
         reasons = ", ".join(f"{key} ({reason})" for key, reason in left_out.items())
-        _log.warning("%s: not read: %s. Only vectors of numbers and images are observed.", path, reasons)
+        _log.warning("%s: not read: %s. %s", path, reasons, hint)
     return list(left_out)

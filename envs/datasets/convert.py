@@ -5,13 +5,15 @@ Legend: N frames of E episodes, Do and Da observation and action widths, T frame
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 import torch
 
 from envs.datasets.array_storage import MEMORY, ArrayStorage
+from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.windows import DECISION
@@ -29,8 +31,13 @@ KEYS = {
     "lengths": ("lengths", "traj_lengths"),
     "episode": ("episode", "episodes", "episode_index"),
     "images": ("images",),
+    "goal": ("goal",),
 }
-"""Key -> names under which it is accepted."""
+"""Key -> names under which it is accepted; of several in the same data the first is read."""
+DIVIDERS = ("episode_start", "episode_ends", "lengths", "episode")
+"""Keys that divide the frames into episodes."""
+HINT = "The accepted keys are listed in docs/own_data.md."
+_DONE = ("dones", "done")  # may mean terminated, truncated or both
 _OF_FRAMES = ("rewards", "terminated", "truncated", "next_observations")
 _FORMS = (
     "an EpisodeDataset, (observations, actions), a dict with these two keys, or a list of episodes, each one "
@@ -48,29 +55,75 @@ def as_dataset(data: Any, *, source: str = "data", storage: ArrayStorage = MEMOR
             camera images. Rewards are 0 where there are none. Episodes end where `terminated` or `truncated`
             is set, unless `episode_start` (E+1,), `episode_ends` (E,), `lengths` (E,) or `episode` (N,)
             divide the frames; without any of them all frames are one episode. One episode may have N + 1
-            observations.
+            observations. Other names are not read, with a warning, and listed in `meta["not_read"]`.
         source: Name in error messages.
         storage: Where large tensors go.
 
     Raises:
-        DatasetError: If it is something else, or arrays disagree; names keys and shapes, never values.
+        DatasetError: If it is something else, arrays disagree, or only `dones` or `done` marks ends of
+            episodes; names keys and shapes, never values.
     """
+    unread: dict[str, str] = {}
+    dataset = _converted(data, source, storage, unread)
+    if unread:
+        dataset.meta["not_read"] = log_skipped_fields(source, unread, hint=HINT)
+    return dataset
+
+
+def names_to_read(names: Collection[Any], source: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Choose the arrays that a dataset is made of.
+
+    Returns:
+        Key of `KEYS` -> its name among `names`, and every other name -> why it is not read.
+
+    Raises:
+        DatasetError: If only `dones` or `done` marks ends of episodes.
+    """
+    used = {key: name for key, known in KEYS.items() for name in reversed(known) if name in names}
+    done = [name for name in _DONE if name in names]
+    if done and not {"terminated", "truncated", *DIVIDERS} & set(used):
+        raise DatasetError(
+            f"{source}: key '{done[0]}' may mean that the task ended or that time ran out. Name it "
+            f"'terminated' (the task ended) or 'truncated' (a time limit)."
+        )
+    unread = {str(name): _reason(name, used) for name in names if name not in used.values()}
+    return used, unread
+
+
+def _reason(name: Any, used: Mapping[str, Any]) -> str:
+    """Return why a name is not read, with the key that was probably meant."""
+    for key, known in KEYS.items():
+        if name in known:
+            return f"{used[key]} is read"
+    if name in _DONE:
+        return "it does not tell terminated from truncated"
+    free = {known: key for key, names in KEYS.items() if key not in used for known in names}
+    near = get_close_matches(str(name).lower(), free, n=1, cutoff=0.7)
+    return f"did you mean {free[near[0]]}?" if near else "unknown key"
+
+
+def _converted(data: Any, source: str, storage: ArrayStorage, unread: dict[str, str]) -> EpisodeDataset:
+    """Return a dataset of Python objects; adds to `unread` the names that are not read."""
     if isinstance(data, EpisodeDataset):
         return data
     if isinstance(data, Mapping):
-        return _of_arrays(data, source, storage)
+        return _of_arrays(data, source, storage, unread)
     if isinstance(data, tuple) and len(data) == 2:
-        return _of_arrays({"observations": data[0], "actions": data[1]}, source, storage)
+        return _of_arrays({"observations": data[0], "actions": data[1]}, source, storage, unread)
     if not isinstance(data, Sequence) or isinstance(data, (str, bytes)) or not data:
         raise DatasetError(f"{source}: expected {_FORMS}; got {_kind(data)}.")
     if all(isinstance(one, Episode) for one in data):
         return EpisodeDataset.from_episodes(data, meta={"source": source})
-    parts = [as_dataset(one, source=f"{source}[{number}]") for number, one in enumerate(data)]
+    parts = [_converted(one, f"{source}[{at}]", MEMORY, unread) for at, one in enumerate(data)]
     return _joined(parts, source)
 
 
-def _of_arrays(data: Mapping[str, Any], source: str, storage: ArrayStorage) -> EpisodeDataset:
-    found = {key: data[name] for key, names in KEYS.items() for name in names if name in data}
+def _of_arrays(
+    data: Mapping[str, Any], source: str, storage: ArrayStorage, unread: dict[str, str]
+) -> EpisodeDataset:
+    used, others = names_to_read(data, source)
+    unread |= others
+    found = {key: data[name] for key, name in used.items()}
     missing = [key for key in ("observations", "actions") if key not in found]
     if missing:
         raise DatasetError(
@@ -101,7 +154,7 @@ def _of_arrays(data: Mapping[str, Any], source: str, storage: ArrayStorage) -> E
         start,
         next_observations=following,
         images=images,
-        extras={key: _array(data[key], f"{source}: key '{key}'") for key in ("goal",) if key in data},
+        extras={key: _array(found[key], f"{source}: key '{key}'") for key in ("goal",) if key in found},
         meta=meta,
         storage=storage,
     )
@@ -123,7 +176,7 @@ def _observations(given: Any, source: str) -> tuple[np.ndarray, tuple[str, ...],
 def _starts(found: Mapping[str, Any], ends: np.ndarray, source: str) -> np.ndarray:
     """Return first frames and, last, N, (E+1,)."""
     count = len(ends)
-    given = [key for key in ("episode_start", "episode_ends", "lengths", "episode") if key in found]
+    given = [key for key in DIVIDERS if key in found]
     if len(given) > 1:
         raise DatasetError(f"{source}: {' and '.join(given)} all divide the episodes; give one of them.")
     if not given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import burnish
 from burnish.commands.export import ExportConfig, surroundings_of
 from burnish.runs.locate import locate
 from envs.datasets import Episode, read_dataset, write_robomimic
-from envs.datasets.convert import as_dataset
+from envs.datasets.convert import KEYS, as_dataset
 from envs.datasets.interface import interface_of
 from policies.errors import ConfigError, DatasetError
 
@@ -93,6 +94,8 @@ def test_a_dict_of_observations_is_joined_by_name_and_its_pictures_are_cameras()
         ({"obs": OBS, "actions": ACTIONS, "episode_ends": [2, 5]}, "episode_ends 9 5"),
         ({"obs": OBS, "actions": ACTIONS, "episode": [0, 0, 1]}, "episode 9 (3,)"),
         ({"observations": {"eye": PICTURES}, "actions": ACTIONS}, "eye"),
+        ({"obs": OBS, "actions": ACTIONS, "dones": FLAGS}, "'dones' 'terminated' 'truncated'"),
+        ([{"obs": OBS, "actions": ACTIONS, "done": FLAGS}], "data[0] 'done' 'terminated' 'truncated'"),
         ([(OBS, ACTIONS), (OBS[:, :2], ACTIONS)], "data[1] (3, 2) (2, 2)"),
     ],
 )
@@ -122,6 +125,48 @@ def test_files_of_plain_arrays_need_no_rewards(suffix: str, tmp_path: Path) -> N
     )
     assert parts.lengths.tolist() == [4, 5] and parts.image_shapes == {"eye": (4, 5, 3)}
     torch.testing.assert_close(parts.observations, torch.tensor(OBS).float())
+
+
+WRONG = {
+    "reward_": (np.arange(9), "reward_ did you mean rewards?"),
+    "episode_end": ([4, 9], "episode_end did you mean episode_ends?"),
+    "Terminal": (FLAGS, "Terminal did you mean terminated?"),
+    "action_": (ACTIONS, "action_ unknown key"),
+    "states": (OBS, "states observations is read"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("suffix", ["", ".npz", ".hdf5"])
+def test_names_that_are_not_read_are_told_once(
+    suffix: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    value, parts = WRONG[name]
+    given = {"observations": OBS, "actions": ACTIONS, name: value}
+    data = read_dataset(write(tmp_path / f"a{suffix}", given)) if suffix else as_dataset([given, given])
+    assert data.meta["not_read"] == [name] and not data.rewards.any()
+    torch.testing.assert_close(data.observations[:9], torch.tensor(OBS).float())
+    (record,) = caplog.records
+    assert re.search(mentions(f"{parts} docs/own_data.md"), record.getMessage())
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".hdf5"])
+def test_dones_of_files_are_refused_unless_something_else_marks_ends(suffix: str, tmp_path: Path) -> None:
+    arrays = {"observations": OBS, "actions": ACTIONS, "rewards": np.arange(9), "dones": FLAGS}
+    path = write(tmp_path / f"a{suffix}", arrays)
+    with pytest.raises(DatasetError, match=mentions(f"a{suffix} 'dones' 'terminated' 'truncated'")):
+        read_dataset(path)
+    for number, marks in enumerate(({"terminated": FLAGS}, {"truncated": FLAGS}, {"episode_ends": [4, 9]})):
+        data = read_dataset(write(tmp_path / f"{number}{suffix}", {**arrays, **marks}))
+        assert data.meta["not_read"] == ["dones"] and data.lengths.tolist() == [4, 5]
+
+
+def test_the_page_lists_the_accepted_keys() -> None:
+    page = (Path(burnish.__file__).parents[1] / "docs" / "own_data.md").read_text(encoding="utf-8")
+    section = page.split("## Accepted keys")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    listed = {key.strip(" `"): tuple(re.findall("`(.+?)`", key + others)) for key, others in rows}
+    assert listed == KEYS
 
 
 @pytest.mark.usefixtures("no_picture")

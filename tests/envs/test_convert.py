@@ -20,7 +20,7 @@ from pairwise import repeated
 import burnish
 from burnish.commands.export import ExportConfig, surroundings_of
 from burnish.runs.locate import locate
-from envs.datasets import Episode, read_dataset, write_robomimic
+from envs.datasets import Episode, dataset_format, read_dataset, write_robomimic
 from envs.datasets.convert import KEYS, as_dataset
 from envs.datasets.interface import interface_of
 from policies.errors import ConfigError, DatasetError
@@ -125,6 +125,52 @@ def test_files_of_plain_arrays_need_no_rewards(suffix: str, tmp_path: Path) -> N
     )
     assert parts.lengths.tolist() == [4, 5] and parts.image_shapes == {"eye": (4, 5, 3)}
     torch.testing.assert_close(parts.observations, torch.tensor(OBS).float())
+
+
+PLAIN = {"observations": OBS, "actions": ACTIONS, "rewards": np.arange(9), "terminals": FLAGS}
+"""Own arrays under the names of OGBench and D4RL."""
+LAST = np.arange(9) == 8
+
+
+@pytest.mark.parametrize("marks", [{}, {"episode_ends": [4, 9]}, {"masks": FLAGS, "lengths": [4, 5]}])
+def test_terminals_of_own_archives_end_the_task_and_lose_no_row(marks: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npz", {**PLAIN, **marks})
+    data = read_dataset(path)
+    assert dataset_format(path) == "arrays" and data.lengths.tolist() == [4, 5]
+    assert data.terminated.tolist() == FLAGS.tolist() and data.truncated.tolist() == LAST.tolist()
+    assert data.rewards.tolist() == list(range(9)) and data.meta["not_read"] == [*({"masks"} & set(marks))]
+    given = {key: value for key, value in {**PLAIN, **marks}.items() if key != "masks"}
+    assert data.digest() == as_dataset(given).digest()
+
+
+@pytest.mark.parametrize("mark", ["truncated", "timeouts", "episode_start", "episode", "traj_lengths"])
+def test_archives_with_marks_that_ogbench_lacks_are_plain_arrays(mark: str, tmp_path: Path) -> None:
+    values = {"episode": LAST, "episode_start": [0, 8], "traj_lengths": [8, 1]}
+    ends = {"terminals": np.arange(9) == 7, mark: values.get(mark, LAST)}
+    data = read_dataset(write(tmp_path / "a.npz", {"observations": OBS, "actions": ACTIONS, **ends}))
+    assert data.meta["format"] == "arrays" and data.lengths.tolist() == [8, 1]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"rewards": np.arange(9), "masks": FLAGS},
+        {"rewards": np.arange(9), "next_observations": OBS, "qpos": OBS, "qvel": OBS},
+    ],
+)
+def test_what_ogbench_writes_is_of_ogbench(others: dict[str, Any], tmp_path: Path) -> None:
+    arrays = {"observations": OBS, "actions": ACTIONS, "terminals": FLAGS | LAST, **others}
+    assert dataset_format(write(tmp_path / "a.npz", arrays)) == "ogbench"
+
+
+def test_a_group_of_observations_is_of_plain_arrays(tmp_path: Path) -> None:
+    parts = {"observations/pos": OBS[:, :1], "observations/vel": OBS[:, 1:]}
+    given = {**PLAIN, **parts, "episode_ends": [4, 9]}
+    data = read_dataset(write(tmp_path / "a.hdf5", {k: v for k, v in given.items() if k != "observations"}))
+    assert data.meta["format"] == "arrays" and data.terminated.tolist() == FLAGS.tolist()
+    torch.testing.assert_close(data.observations, torch.tensor(OBS).float())
+    assert dataset_format(write(tmp_path / "b.hdf5", PLAIN)) == "d4rl"
 
 
 WRONG = {

@@ -20,6 +20,7 @@ from envs.datasets.convert import HINT, as_dataset, names_to_read
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.files.hdf5 import datasets_of, peek_hdf5, read_hdf5, read_numbers
 from envs.datasets.files.npz import peek_npz, read_npz_into
+from envs.datasets.formats import d4rl, dppo, ogbench
 
 
 def matches(path: str | Path) -> bool:
@@ -28,10 +29,9 @@ def matches(path: str | Path) -> bool:
     if keys is None:
         with peek_hdf5(path) as file:
             keys = None if file is None or "data" in file else tuple(file)
-        is_other = keys is not None and {"rewards", "terminals"} <= set(keys)
-    else:
-        is_other = "terminals" in keys or "traj_lengths" in keys
-    return keys is not None and not is_other and {"observations", "actions"} <= set(map(_top, keys))
+    if keys is None or not {"observations", "actions"} <= set(map(_top, keys)):
+        return False
+    return not any(other.matches(path) for other in (d4rl, dppo, ogbench))
 
 
 def read(path: str | Path, *, cache: str | Path | None = None) -> EpisodeDataset:

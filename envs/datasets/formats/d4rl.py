@@ -54,9 +54,11 @@ class FrameKeyError(DatasetError, IndexError):
 
 
 def matches(path: str | Path) -> bool:
-    """Whether a file has the D4RL layout."""
+    """Whether a file has the D4RL layout; a group of observations is of plain arrays."""
     with peek_hdf5(path) as file:
-        return file is not None and set(_REQUIRED) <= set(file) and "data" not in file
+        if file is None or "data" in file or not set(_REQUIRED) <= set(file):
+            return False
+        return file.get("observations", getclass=True) is not h5py.Group
 
 
 def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> Arrays:

@@ -11,6 +11,9 @@ All episodes are truncated recordings. Published files have no rewards; naming a
 and `masks`, which is 0 where the task is solved and values do not bootstrap, although the recording
 continues. A file's own `rewards` and `masks` are kept. Files with `next_observations` (saved regular
 datasets) hold no state-only rows.
+
+Archives with the same keys that OGBench does not write are left to the reader of plain arrays: with keys that
+divide episodes or mark time-outs, or with `rewards` but neither `masks` nor what a saved regular dataset has.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import numpy as np
 
 from envs.datasets.array_storage import MEMORY, ArrayStorage
 from envs.datasets.checks import log_skipped_fields
+from envs.datasets.convert import DIVIDERS, KEYS
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.files.arrays import Arrays, check_flags, check_rows, column
 from envs.datasets.files.npz import peek_npz, read_npz_into
@@ -34,12 +38,16 @@ _REQUIRED = ("observations", "actions", "terminals")
 _INFOS = ("qpos", "qvel", "button_states")
 _LABELS = ("rewards", "masks")
 _OWN = (*_LABELS, "next_observations")  # not in published files
+_SAVED = ("next_observations", "qpos", "qvel")  # in regular datasets that were saved
+_FOREIGN = {name for key in ("truncated", *DIVIDERS) for name in KEYS[key]}
 
 
 def matches(path: str | Path) -> bool:
-    """Whether a file is an archive with OGBench's keys."""
-    keys = peek_npz(path)
-    return keys is not None and set(_REQUIRED) <= set(keys)
+    """Whether a file is an archive with OGBench's keys, and without those of plain arrays."""
+    keys = set(peek_npz(path) or ())
+    if not set(_REQUIRED) <= keys or keys & _FOREIGN:
+        return False
+    return "rewards" not in keys or "masks" in keys or set(_SAVED) <= keys
 
 
 def load_ogbench(path: str | Path) -> Arrays:

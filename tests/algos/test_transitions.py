@@ -188,7 +188,9 @@ def test_without_a_task_actions_are_clipped_to_the_box_of_the_policy(
     assert actions_for(wild, init, None) is wild, "mean and deviation are no box"
 
 
-@pytest.mark.parametrize("config", [Td3BcConfig(steps=1), CdsaConfig(steps=1)], ids=["td3_bc", "cdsa"])
+@pytest.mark.parametrize(
+    "config", [Td3BcConfig(steps=2, warmup_steps=1), CdsaConfig(steps=1)], ids=["td3_bc", "cdsa"]
+)
 def test_actions_beyond_what_a_policy_reaches_are_told(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Of a normal distribution a third lies beyond its deviation, where actions are cut off."""
     data, init = dataset(), policy(horizon=1, act_steps=1)

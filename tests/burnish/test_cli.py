@@ -81,7 +81,7 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["import", "x.pt"], "'x.pt' is not key=value; write weights=x.pt."),
         (
             ["train", "experiment=study_prdc"],
-            "unknown option experiment=study_prdc. Did you mean 'hopper_study_prdc'? Near: hopper",
+            "unknown option experiment=study_prdc. Did you mean 'hopper_study_prdc'? Near: see burnish list",
         ),
         (["train", "resume=no/run", "algo.env_steps=5"], "no/run is not a run directory: there is no"),
         (["import", "source=octo"], "unknown option source=octo; choose one of: diffusion_policy, dppo"),

@@ -210,7 +210,8 @@ def main() -> None:
             ("part", "ms", "share"),
             [(name, f"{1e3 * s:.0f}", f"{100 * s / total:.1f} %") for name, s in ranked if s > 0],
         )
-        command = f"`python -m benchmarks.speed.shares {case} --rounds {options.rounds}`"
+        given = " --dataset FILE" if case == EVALUATION else ""
+        command = f"`python -m benchmarks.speed.shares {case}{given} --rounds {options.rounds}`"
         head = f"{command}, {processor_name()}, {unit} of {1e3 * total:.0f} ms:"
         replace_block(PAGES[case], f"shares of {case}", [head, "", *told])
         print(*told, sep="\n", flush=True)

@@ -168,10 +168,8 @@ def iterations(case: str, rounds: int) -> Iterator[Mapping[str, float]]:
 
 def evaluations(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
     """Yield the seconds of evaluations by part, after one that warms up."""
-    policy, task = (
-        our_policy(cloned(argparse.Namespace(dataset=dataset)), noise_clip=None),
-        make_env("hopper"),
-    )
+    net, task = cloned(argparse.Namespace(dataset=dataset)), make_env("hopper")
+    policy = our_policy(net, noise_clip=None)
     watch = Stopwatch()
     watch.times(policy, "act", "deciding")
     watch.times(EpisodeRunner, "noise", "drawing noise")

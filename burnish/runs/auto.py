@@ -226,10 +226,7 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
         yield Choice("algo.clip_range", 0.2, "nothing is to be kept")
         yield Choice("algo.log_prob_range", None, "nothing is to be kept")
         yield Choice("algo.log_prob_reduction", "joint", "the density of the whole action")
-    if not (isinstance(algo, DppoConfig) and facts.has_success and not facts.is_new):
-        if iterations < _ITERATIONS:
-            yield Choice("algo.actor_lr_warmup", iterations // 6, f"{iterations} iterations")
-    else:
+    if isinstance(algo, DppoConfig) and facts.has_success and not facts.is_new:
         few = f"{iterations} iterations; the published range is for a thousand"
         yield Choice("algo.clip_range", 0.03, few)
         yield Choice("algo.clip_range_base", 0.03, few)
@@ -237,6 +234,8 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
         warmup = min(2, iterations // 5)
         yield Choice("algo.critic_warmup_iterations", warmup, noisy)
         yield Choice("algo.actor_lr_warmup", warmup, "the critic's warm-up comes first")
+    elif iterations < _ITERATIONS:
+        yield Choice("algo.actor_lr_warmup", iterations // 6, f"{iterations} iterations")
     if isinstance(algo, ReinFlowConfig):
         yield Choice("algo.clip_state", 1.0, "as published; otherwise means leave the box of actions")
         yield Choice("algo.entropy_coef", 0.0, "the deviations of a clone suffice")

@@ -27,7 +27,7 @@ from algos.dppo import DppoConfig
 from algos.prdc import PrdcConfig
 from algos.td3_bc import Td3BcConfig
 from benchmarks.device import MLP, cloning, decision, policy, td3_bc
-from benchmarks.pages import RESULTS, keep, kept, replace_block, table
+from benchmarks.pages import RESULTS, keep, kept, processor, replace_block, table
 from benchmarks.speed.cases_offline import synthetic_dataset
 from benchmarks.speed.timing import interleave
 from envs.datasets import read_dataset
@@ -177,7 +177,7 @@ def lines(content: dict[str, Any]) -> list[str]:
     }
     command = f"OMP_NUM_THREADS=1 python -m benchmarks.growth --rounds {content['rounds']}"
     return [
-        f"`{command}`, {machine['processor']}, load {content['load']:.1f}:",
+        f"`{command}`, {processor(machine)}, load {content['load']:.1f}:",
         "",
         *table(["grows", "measured", "size: µs of processor time"], rows),
         "",

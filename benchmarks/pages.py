@@ -123,6 +123,11 @@ def describe(policy: Any) -> str:
     return f"{process} predicting {policy.process.kind}, {steps} steps of {sampler}; Th = {horizon}"
 
 
+def processor(where: Mapping[str, Any]) -> str:
+    """Return the processor of a measurement and its widest instructions: models of one name differ in them."""
+    return f"{where['processor']} ({where['instructions']})"
+
+
 def replace_block(page: str, name: str, lines: Iterable[str]) -> None:
     """Replace the lines between the marks `results: <name>` of a page."""
     path, first, last = Path(page), f"<!-- results: {name} -->", f"<!-- /results: {name} -->"

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from algos.training.memory import keep_freed_memory
-from algos.training.provenance import describe_environment, processor_name
+from algos.training.provenance import describe_environment
+from benchmarks.pages import processor
 from benchmarks.speed import page
 from benchmarks.speed.cases_acting import exported, rollout, sampling, transformer, unet
 from benchmarks.speed.cases_critics import critics
@@ -125,7 +126,7 @@ def main() -> int:
     print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
     print(f"{'case':<36}{'ours':>12}{'peer':>12}{'ratio':>8}{'floor':>7}  against", flush=True)
     figures: list[Figure] = []
-    print(processor_name(), flush=True)
+    print(processor(describe_environment()), flush=True)
     for name in options.cases or [case for case in CASES if options.peers or case not in PEERS]:
         run, found = about(name, options), []
         for figure in CASES[name](options):

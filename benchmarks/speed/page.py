@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from algos.training.provenance import processor_name
-from benchmarks.pages import RESULTS, keep, kept, replace_block, table
+from algos.training.provenance import describe_environment
+from benchmarks.pages import RESULTS, keep, kept, processor, replace_block, table
 
 PAGE, SUMMARY = "docs/speed.md", "docs/results.md"
 RUNS = 2
@@ -70,7 +70,7 @@ def last_runs(runs: Iterable[Run]) -> list[Run]:
 
 def add(runs: Iterable[Run]) -> None:
     """Keep runs of this processor beside its earlier ones."""
-    name = processor_name()
+    name = processor(describe_environment())
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     before = kept("speed", f"{slug}.json")[0]["runs"] if (RESULTS / "speed" / f"{slug}.json").exists() else []
     keep("speed", slug, {"processor": name, "runs": last_runs([*before, *runs])}, indent=1)

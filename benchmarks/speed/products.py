@@ -28,8 +28,8 @@ from algos.offline.config import OfflineConfig
 from algos.prdc import PrdcConfig
 from algos.td3_bc import Td3BcConfig
 from algos.training.memory import keep_freed_memory
-from algos.training.provenance import processor_name
-from benchmarks.pages import RESULTS, keep, kept, replace_block, table
+from algos.training.provenance import describe_environment
+from benchmarks.pages import RESULTS, keep, kept, processor, replace_block, table
 from benchmarks.speed.cases_learning import synthetic_experience
 from benchmarks.speed.cases_lerobot import small_cloning
 from benchmarks.speed.cases_offline import BLOCK, POOL, list_search_of, ours_of, synthetic_dataset
@@ -149,7 +149,7 @@ def main() -> None:
     keep_freed_memory()
     before = RESULTS / "speed" / "products.json"
     content: dict[str, Any] = kept("speed", before.name)[0]["processors"] if before.exists() else {}
-    mine = content.setdefault(processor_name(), {"cases": {}})
+    mine = content.setdefault(processor(describe_environment()), {"cases": {}})
     for name in options.cases or CASES:
         label, make = CASES[name]
         call, count = make()

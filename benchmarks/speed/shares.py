@@ -24,8 +24,8 @@ import torch
 from algos.base import Setup
 from algos.onpolicy import advantages, ppo_update
 from algos.onpolicy.loop import OnPolicy
-from algos.training.provenance import processor_name
-from benchmarks.pages import RESULTS, keep, replace_block, table
+from algos.training.provenance import describe_environment
+from benchmarks.pages import RESULTS, keep, processor, replace_block, table
 from benchmarks.speed.cases_evaluating import EPISODES, SEED, cloned
 from benchmarks.speed.cases_peers import ENVS, ppo_run
 from benchmarks.speed.sides import dppo_run, our_policy
@@ -202,7 +202,8 @@ def main() -> None:
         else:
             rows, unit = list(iterations(case, options.rounds)), "an iteration"
         medians = {name: statistics.median(row.get(name, 0.0) for row in rows) for name in rows[0]}
-        content[case] = {"seconds": medians, "processor": processor_name(), "rounds": options.rounds}
+        where = processor(describe_environment())
+        content[case] = {"seconds": medians, "processor": where, "rounds": options.rounds}
         ranked, total = sorted(medians.items(), key=lambda item: -item[1]), sum(medians.values())
         told = table(
             ("part", "ms", "share"),
@@ -210,7 +211,7 @@ def main() -> None:
         )
         given = " --dataset FILE" if case == EVALUATION else ""
         command = f"`python -m benchmarks.speed.shares {case}{given} --rounds {options.rounds}`"
-        head = f"{command}, {processor_name()}, {unit} of {1e3 * total:.0f} ms:"
+        head = f"{command}, {where}, {unit} of {1e3 * total:.0f} ms:"
         replace_block(PAGES[case], f"shares of {case}", [head, "", *told])
         print(*told, sep="\n", flush=True)
     keep("speed", "shares", content)

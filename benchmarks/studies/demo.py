@@ -44,7 +44,7 @@ def report() -> Path:
     change = paired_difference(found["before"], found["after"])
     value, low, high = (100 * x for x in (change.value, change.low, change.high))
     text = (
-        f"One run on {where['cpu_count']} cores of an {where['processor']} ({where['instructions']}), "
+        f"One run on {where['cpu_count']} cores of an {pages.processor(where)}, "
         f"{sum(seconds.values()):.0f} s after installation: success {before} before fine-tuning and {after} "
         f"after it, on the same {len(found['after'])} episodes (95 % intervals); paired difference "
         f"{value:+.0f} points ({low:.0f} to {high:.0f}). The ONNX graph equals the policy to "

@@ -333,7 +333,7 @@ class DsrlConfig(OffPolicyConfig):
 
     def learner_of(self, policy: SteeredPolicy, *, is_fresh: bool = True) -> SacUpdate:
         """Return the learner; initial weights use torch's global generator."""
-        chunk, cond, device = policy.chunk, policy.encoder.cond_dim, policy.device
+        cond, device = policy.encoder.cond_dim, policy.device
         within_box = self.variant == "sac"
         actor = SteeredActor(policy, self.density_form, within_box=within_box, is_fresh=is_fresh)
         critics = self.critic_config()
@@ -343,5 +343,5 @@ class DsrlConfig(OffPolicyConfig):
         has_box = policy.wrapper.density == "tanh" or self.distillation_latents == "gaussian"
         rule = "gaussian with algo.steering.density=gaussian: its latents have no box"
         self.require("distillation_latents", has_box, rule)
-        of_chunks = critics.build(cond, chunk.act_steps * chunk.action_dim).to(device, policy.dtype)
+        of_chunks = critics.build(cond, policy.chunk.width).to(device, policy.dtype)
         return NoiseAliasedUpdate(actor, of_chunks, of_latents, self)

@@ -119,7 +119,7 @@ class SquashedActor(LatentActor):
 
     @property
     def latent_dim(self) -> int:
-        return self.policy.chunk.act_steps * self.policy.chunk.action_dim
+        return self.policy.chunk.width
 
     @property
     def highest_entropy(self) -> float:

@@ -40,6 +40,11 @@ class ChunkSpec(Checked):
         return (self.horizon, self.action_dim)
 
     @property
+    def width(self) -> int:
+        """A = Ta Da, the numbers of the executed rows."""
+        return self.act_steps * self.action_dim
+
+    @property
     def executed(self) -> slice:
         return slice(self.action_start, self.action_start + self.act_steps)
 

@@ -44,7 +44,7 @@ class CfpiLearner(ChunkCriticLearner):
 
     def __init__(self, base: Policy, config: CfpiConfig) -> None:
         improvement = config.improvement().wrap(base)
-        super().__init__(base, improvement.critic, config)
+        super().__init__(base, config, improvement.critic)
         improvement.critic = self.target_critic
         self.policy = improvement
 

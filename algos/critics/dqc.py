@@ -46,12 +46,9 @@ class DqcLearner(ChunkCriticLearner):
     own_parts = ("chunk_critic", "value", "chunk_optimizer", "value_optimizer")
 
     def __init__(self, base: Policy, config: DqcConfig) -> None:
-        cond_dim, width = base.encoder.cond_dim, base.chunk.action_dim
-        self.width = base.chunk.act_steps * width
-        super().__init__(base, config.critic_config().build(cond_dim, self.width), config)
-        self.chunk_critic = self._placed(
-            config.critic_config().build(cond_dim, config.critic_horizon * width)
-        )
+        super().__init__(base, config)
+        cond_dim, width = base.encoder.cond_dim, config.critic_horizon * base.chunk.action_dim
+        self.chunk_critic = self._placed(config.critic_config().build(cond_dim, width))
         self.value = self._placed(config.critic_config(members=1).build(cond_dim, 0))
         self.chunk_optimizer, self.value_optimizer = (
             torch.optim.Adam(net.parameters(), lr=config.critic_lr, fused=True)
@@ -78,7 +75,7 @@ class DqcLearner(ChunkCriticLearner):
 
     def losses(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
         """Return the losses of critics of long and executed chunks and of V, for long chunks (B, h Da)."""
-        config, executed = self.config, batch.action[:, : self.width]
+        config, executed = self.config, batch.action[:, : self.base.chunk.width]
         with torch.no_grad():
             y = self.target(batch, draws)
             worth = self.aggregated(self.target_critic(batch.cond, executed).sigmoid(), draws["subset"])

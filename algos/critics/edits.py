@@ -76,7 +76,7 @@ class EditConfig(ChunkCriticConfig):
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)
-        width = policy.chunk.act_steps * policy.chunk.action_dim
+        width = policy.chunk.width
         if math.prod(policy.noise_shape) < width:
             raise CapabilityError(
                 f"algo={algo} takes the noise of edits from that of the policy, {width} numbers; this one "
@@ -166,13 +166,13 @@ class EditLearner(Edits):
     own_parts = Edits.edit_parts
 
     def __init__(self, base: Policy, policy: CandidatePolicy, config: EditConfig) -> None:
-        super().__init__(base, config.critic_config().build(base.encoder.cond_dim, policy.width), config)
+        super().__init__(base, config)
         self.begin_edits(policy)
         if policy.critic is not None:
             policy.critic = self.acting.critic = self.target_critic
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        draws = {"next": self.policy.sample_noise(n, generator=generator)}
+        draws = super().draw_values(n, generator)
         draws["choosing"] = self.draw_subset(generator)
         return draws | (self.edit_draws(n, generator) if self.updates_actor else {})
 

@@ -107,18 +107,14 @@ class FqlLearner(Student):
     own_parts = ("base", "actor_optimizer")
 
     def __init__(self, base: DenoisingPolicy, student: DenoisingPolicy, config: FqlConfig) -> None:
-        width = base.chunk.act_steps * base.chunk.action_dim
-        super().__init__(base, config.critic_config().build(base.encoder.cond_dim, width), config)
+        super().__init__(base, config)
         self.policy, self.actor_optimizer = student, self.begin_student(student)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        draws = {"next": self.policy.sample_noise(n, generator=generator)}
+        draws = super().draw_values(n, generator)
         if self.updates_actor:
             draws["student"] = self.policy.sample_noise(n, generator=generator)
         return draws
-
-    def target(self, batch: Batch, draws: Draws) -> Tensor:
-        return self.backup(batch, self.chunk(self.policy, batch.next_cond, draws["next"]), draws)
 
     def update_actor(self, batch: Batch, draws: Draws) -> Quantities:
         assert isinstance(self.base, DenoisingPolicy)

@@ -50,9 +50,8 @@ class ValueLearner(ChunkCriticLearner):
     own_parts: ClassVar[tuple[str, ...]] = ("value", "value_optimizer")
 
     def __init__(self, base: Policy, config: ChunkCriticConfig) -> None:
-        cond_dim, width = base.encoder.cond_dim, base.chunk.act_steps * base.chunk.action_dim
-        super().__init__(base, config.critic_config().build(cond_dim, width), config)
-        value = config.critic_config(members=1).build(cond_dim, 0)
+        super().__init__(base, config)
+        value = config.critic_config(members=1).build(base.encoder.cond_dim, 0)
         self.value: Ensemble = value.to(base.device, base.dtype)
         self.value_optimizer = torch.optim.Adam(self.value.parameters(), lr=config.critic_lr, fused=True)
 

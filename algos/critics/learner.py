@@ -18,7 +18,7 @@ A batch holds transitions of the dataset, or of it and new experience (`algos.of
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -185,13 +185,13 @@ class ChainConfig(ChunkCriticConfig):
             self.require("critics", self.critics > 1, "2 or more with algo.iterate_every")
 
 
-class ChunkCriticLearner(ABC):
+class ChunkCriticLearner:
     """Critics of executed chunks and the policy they improve.
 
     Args:
         base: Policy that samples the chunks; trained by its matching loss with `config.refit`.
-        critic: Critics.
         config: Settings.
+        critic: Critics; None: those of `config`, of executed chunks.
     """
 
     policy: Policy
@@ -201,7 +201,9 @@ class ChunkCriticLearner(ABC):
     row_axes: ClassVar[Mapping[str, int | None]] = {"subset": None, "choosing": None}
     """Axis of the rows of draws, if not the first; None: shared by the rows."""
 
-    def __init__(self, base: Policy, critic: Ensemble, config: ChunkCriticConfig) -> None:
+    def __init__(self, base: Policy, config: ChunkCriticConfig, critic: Ensemble | None = None) -> None:
+        if critic is None:
+            critic = config.critic_config().build(base.encoder.cond_dim, base.chunk.width)
         self.base, self.config, self.steps = base, config, 0
         self.iterated = config if isinstance(config, ChainConfig) and config.iterate_every else None
         self.critic = critic.to(base.device, base.dtype)
@@ -226,9 +228,9 @@ class ChunkCriticLearner(ABC):
         order = torch.randperm(self.critic.members, generator=generator, device=generator.device)
         return order[: self.config.subset].to(self.base.device)
 
-    @abstractmethod
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of targets and actors."""
+        """Return the random numbers of targets and actors; by default the noise of next chunks."""
+        return {"next": self.policy.sample_noise(n, generator=generator)}
 
     @property
     def updates_actor(self) -> bool:
@@ -265,9 +267,9 @@ class ChunkCriticLearner(ABC):
         elif updates:
             iterate(self.critic, self.target_critic, updates, chain.iterate_every, chain.chain_every)
 
-    @abstractmethod
     def target(self, batch: Batch, draws: Draws) -> Tensor:
-        """Return y (B,)."""
+        """Return y (B,); by default of next chunks of the policy."""
+        return self.backup(batch, self.chunk(self.policy, batch.next_cond, draws["next"]), draws)
 
     def update_critic(self, batch: Batch, target: Tensor, draws: Draws | None = None) -> Quantities:
         """Take one step of the critics; those of quantiles need the draws of the step."""

@@ -46,8 +46,7 @@ class PaRlLearner(ChunkCriticLearner):
     moves_first = False
 
     def __init__(self, base: Policy, config: PaRlConfig) -> None:
-        width = base.chunk.act_steps * base.chunk.action_dim
-        super().__init__(base, config.critic_config().build(base.encoder.cond_dim, width), config)
+        super().__init__(base, config)
         wrapper = config.wrapper(
             num_candidates=config.num_candidates,
             aggregate="mean",
@@ -62,15 +61,12 @@ class PaRlLearner(ChunkCriticLearner):
         return self.cloning is not None and self.steps >= self.config.refit_after
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        draws = {"next": self.policy.sample_noise(n, generator=generator)}
+        draws = super().draw_values(n, generator)
         if self.updates_actor and self.refits:
             draws["refit"] = self.policy.sample_noise(n, generator=generator)
             uniform = torch.rand(n, self.config.num_ascended, generator=generator, device=generator.device)
             draws["gumbel"] = -uniform.log().neg().log().to(self.base.device)
         return draws
-
-    def target(self, batch: Batch, draws: Draws) -> Tensor:
-        return self.backup(batch, self.chunk(self.policy, batch.next_cond, draws["next"]), draws)
 
     @torch.no_grad()
     def refit_set(self, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,8 +57,7 @@ class QamLearner(ChunkCriticLearner):
     row_axes: ClassVar[Mapping[str, int | None]] = {**ChunkCriticLearner.row_axes, "chain": 1}
 
     def __init__(self, base: DenoisingPolicy, config: QamConfig) -> None:
-        width = base.chunk.act_steps * base.chunk.action_dim
-        super().__init__(base, config.critic_config().build(base.encoder.cond_dim, width), config)
+        super().__init__(base, config)
         self.target_base = copy.deepcopy(base).requires_grad_(False)
         self.tuned = base.clone().train().requires_grad_(True)
         cast(nn.Module, self.tuned.encoder).requires_grad_(False)
@@ -78,14 +77,11 @@ class QamLearner(ChunkCriticLearner):
         return choosing(tuned, wrapper, self.critic)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        draws = {"next": self.policy.sample_noise(n, generator=generator)}
+        draws = super().draw_values(n, generator)
         if self.updates_actor:
             noise = self.tuned.sample_noise(n * len(self.sigma), generator=generator)
             draws["chain"] = noise.unflatten(0, (len(self.sigma), n))  # the start, then one draw per step
         return draws
-
-    def target(self, batch: Batch, draws: Draws) -> Tensor:
-        return self.backup(batch, self.chunk(self.policy, batch.next_cond, draws["next"]), draws)
 
     # -- adjoint matching -----------------------------------------------------------------------------
 

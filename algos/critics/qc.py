@@ -18,12 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from algos.base import Draws
 from algos.critics.learner import ChainConfig, ChunkCriticLearner, choosing
-from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.policy import Policy
 from policies.registry import register
@@ -35,16 +30,9 @@ class QcLearner(ChunkCriticLearner):
     config: QcConfig
 
     def __init__(self, base: Policy, config: QcConfig) -> None:
+        super().__init__(base, config)
         wrapper = config.wrapper(num_candidates=config.num_candidates)
-        width = base.chunk.act_steps * base.chunk.action_dim
-        super().__init__(base, config.critic_config().build(base.encoder.cond_dim, width), config)
         self.policy = choosing(base, wrapper, self.critic)
-
-    def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return {"next": self.policy.sample_noise(n, generator=generator)}
-
-    def target(self, batch: Batch, draws: Draws) -> Tensor:
-        return self.backup(batch, self.chunk(self.policy, batch.next_cond, draws["next"]), draws)
 
 
 @register("algo", "qc")

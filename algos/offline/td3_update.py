@@ -136,7 +136,7 @@ class Actor:
 
     def __init__(self, policy: Policy, limit: float = 1.0) -> None:
         self.policy, self.limit = policy, limit
-        self.width = policy.chunk.act_steps * policy.chunk.action_dim  # A
+        self.width = policy.chunk.width  # A
         self.device, self._noise_shape = policy.device, policy.noise_shape
         # A `plain_actor` network is evaluated directly; other policies decode noise.
         self._network = actor_network(policy) if isinstance(policy, DeterministicPolicy) else None

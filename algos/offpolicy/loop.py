@@ -141,7 +141,7 @@ class OffPolicyRun:
             rows,
             cond=flat if trains else policy.encoder.cond_dim,
             latent=learner.actor.latent_dim,
-            action=chunk.act_steps * chunk.action_dim,
+            action=chunk.width,
             steps=chunk.act_steps,
             images=shapes if trains else None,
             device=setup.device,

@@ -214,7 +214,7 @@ class ChainRatio(RatioEstimator):
     @property
     def factors(self) -> float:
         chunk = self.policy.chunk
-        sizes = {"mean": chunk.act_steps * chunk.shape[1], "per_step": chunk.act_steps}
+        sizes = {"mean": chunk.width, "per_step": chunk.act_steps}
         return float(sizes.get(self.reduction, 1))
 
     @torch.no_grad()

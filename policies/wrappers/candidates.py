@@ -150,7 +150,7 @@ class CandidatePolicy(WrappedPolicy):
     def __init__(self, base: Policy, wrapper: Candidates) -> None:
         super().__init__(base, wrapper)
         self.wrapper: Candidates = wrapper
-        self.width = base.chunk.act_steps * base.chunk.action_dim  # A
+        self.width = base.chunk.width  # A
         cond_dim = base.encoder.cond_dim
         self.critic, self.editor = None, None
         if wrapper.num_ranked > 1 and wrapper.score != "critic":

@@ -131,8 +131,8 @@ class ClosedFormImprovement(WrappedPolicy):
             )
         self.wrapper: ClosedForm = wrapper
         self._squashed = isinstance(base, TanhGaussianPolicy)
-        width = base.chunk.act_steps * base.chunk.action_dim
-        self.critic = wrapper.critic_config().build(base.encoder.cond_dim, width).to(base.dtype)
+        critics = wrapper.critic_config().build(base.encoder.cond_dim, base.chunk.width)
+        self.critic = critics.to(base.dtype)
         self.register_buffer("radii", torch.tensor(wrapper.radii, dtype=base.dtype), persistent=False)
 
     @property

@@ -111,7 +111,7 @@ class CorrectedPolicy(WrappedPolicy):
     def __init__(self, base: Policy, wrapper: Correction) -> None:
         super().__init__(base, wrapper)
         self.wrapper: Correction = wrapper
-        conds, actions = base.encoder.cond_dim, base.chunk.act_steps * base.chunk.action_dim
+        conds, actions = base.encoder.cond_dim, base.chunk.width
         self._actions = actions
         net = MlpConfig(residual=False, hidden_dims=wrapper.hidden_dims, activation="mish")
         self.score = net.build((1, conds + actions), 0)

@@ -125,7 +125,7 @@ def test_distilled_critic_and_values_are_the_official_ones(
     arrays: dict[str, Any], learner: DqcLearner
 ) -> None:
     whole = batch_of(arrays)
-    executed = whole.action[:, : learner.width]
+    executed = whole.action[:, : learner.base.chunk.width]
     torch.testing.assert_close(learner.critic(whole.cond, executed), arrays["partial_logit"], **STATED)
     later = learner.target_critic(whole.cond, executed)
     torch.testing.assert_close(later, arrays["target_partial_logit"], **STATED)

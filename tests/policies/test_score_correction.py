@@ -100,7 +100,7 @@ def test_wrappers_nest_in_the_order_of_the_directory(tmp_path: Path) -> None:
 def test_scores_are_the_noise_that_is_found_over_its_deviation_downwards(sigma: float) -> None:
     policy, generator = corrected(bases()[0]), torch.Generator().manual_seed(2)
     state = torch.randn(7, len(policy.mean), generator=generator)
-    action = torch.randn(7, policy.chunk.act_steps * policy.chunk.action_dim, generator=generator)
+    action = torch.randn(7, policy.chunk.width, generator=generator)
     expected = -policy.noise_in(state, action, sigma) / sigma
     torch.testing.assert_close(torch.cat(policy.scores(state, action, sigma), dim=1), expected)
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from algos.training.ranks import current
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
+from envs.engine.pixels import match_cameras
 from envs.fit import require_dataset_of, require_fit
 from envs.rollouts.fleet import LOCAL, Fleet, RolloutSettings
+from envs.rollouts.rollout import RolloutPool
 from envs.rollouts.starts import Starts
 from envs.spec import EnvConfig
 from policies.composition.policy import ComposedPolicy
@@ -82,6 +84,21 @@ class Setup:
             self.device.type != "cpu" and not self.fleet.is_free if where == "auto" else where == "learner"
         )
         return self.device if at_learner else None
+
+    def pool(self, policy: Policy, num_envs: int, **options: Any) -> RolloutPool:
+        """Return environments in which a policy collects experience; options are those of `RolloutPool`."""
+        assert self.env is not None
+        return RolloutPool(
+            match_cameras(self.env, policy.images),
+            num_envs=num_envs,
+            num_workers=self.num_workers,
+            fleet=self.fleet,
+            acts_on=self.acts_on,
+            obs_steps=policy.chunk.obs_steps,
+            seed=self.seed,
+            starts=self.starts,
+            **options,
+        )
 
     def threads(self, default: int) -> int:
         """Return `num_threads`, or the algorithm's `default`; ConfigError if it is not positive.

@@ -20,9 +20,8 @@ from algos.base import Setup
 from algos.training.experience import transitions_of
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable
-from envs.engine.pixels import match_cameras
 from envs.rollouts.episodes import EpisodeRow
-from envs.rollouts.rollout import Rollout, RolloutPool
+from envs.rollouts.rollout import Rollout
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, CheckpointError
 from policies.policy import Policy
@@ -171,23 +170,13 @@ class OnlinePhase:
         rewarding: Rewarding,
         chunks: int = 1,
     ) -> None:
-        assert setup.env is not None
         config.require("warmup_steps", config.warmup_steps <= total, f"at most algo.online_steps={total}")
         if policy.dtype != torch.float32:
             raise CapabilityError(f"online steps need a policy in torch.float32; this one is {policy.dtype}.")
         self.config, self.total, self.table, self._rewarding = config, total, table, rewarding
         self.experience = Experience(min(config.buffer_size, total + config.num_envs), table)
         self._running, self._device = RunningChunks(chunks), policy.device
-        self.pool = RolloutPool(
-            match_cameras(setup.env, policy.images),
-            num_envs=config.num_envs,
-            num_workers=setup.num_workers,
-            fleet=setup.fleet,
-            acts_on=setup.acts_on,
-            obs_steps=policy.chunk.obs_steps,
-            seed=setup.seed,
-            starts=setup.starts,
-        )
+        self.pool = setup.pool(policy, config.num_envs)
         self._generator = seeded_generator(setup.seed, "online batches", device=setup.device)
         self.progress, self._pending = 0, 0.0
 

@@ -33,10 +33,9 @@ from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
-from envs.engine.pixels import match_cameras
 from envs.fit import require_dataset_of, require_fit
 from envs.rollouts.episodes import EpisodeRow
-from envs.rollouts.rollout import Rollout, RolloutPool
+from envs.rollouts.rollout import Rollout
 from envs.spec import EnvConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.recorded import Recorded
@@ -149,17 +148,7 @@ class OffPolicyRun:
         ratio, offset = config.offline_ratio, config.value_offset
         read = ImageEncoding(policy, config.image_shift) if trains else None
         self.source = Mixture(self.replay, config.discounting, offline, ratio, offset, read)
-        self.pool = RolloutPool(
-            match_cameras(setup.env, policy.images),
-            num_envs=config.num_envs,
-            num_workers=setup.num_workers,
-            fleet=setup.fleet,
-            acts_on=setup.acts_on,
-            obs_steps=chunk.obs_steps,
-            seed=setup.seed,
-            starts=setup.starts,
-            records_path=config.hindsight > 0,
-        )
+        self.pool = setup.pool(policy, config.num_envs, records_path=config.hindsight > 0)
         self._fleet, self._lags = setup.fleet, list[Tensor]()
         self._hindsight: Hindsight | None = None
         if config.hindsight:

@@ -28,9 +28,8 @@ from algos.training.observations import EncodingCritic, encode, mapped, shifted,
 from algos.training.ranks import current
 from algos.training.resume_checks import init_facts, require_unchanged
 from envs.datasets.episodes import EpisodeDataset
-from envs.engine.pixels import match_cameras
 from envs.fit import require_fit
-from envs.rollouts.rollout import Rollout, RolloutPool
+from envs.rollouts.rollout import Rollout
 from envs.spec import EnvConfig
 from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
@@ -148,15 +147,9 @@ class OnPolicy:
             config.require("set_size", LABEL in kinds, rule)
         self.steps_per_iteration = steps_within_budget(config, policy.chunk.act_steps)
         warn_of_warmup(config, self.steps_per_iteration * config.num_envs * policy.chunk.act_steps)
-        self.pool = RolloutPool(
-            match_cameras(setup.env, policy.images),
-            num_envs=config.num_envs,
-            num_workers=setup.num_workers,
-            fleet=setup.fleet,
-            acts_on=setup.acts_on,
-            obs_steps=policy.chunk.obs_steps,
-            seed=setup.seed,
-            starts=setup.starts,
+        self.pool = setup.pool(
+            policy,
+            config.num_envs,
             records_simulator=config.critic_input == "simulator",
             shared_by=current(),
             same_starts=1 if sets is None else sets.group,

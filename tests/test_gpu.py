@@ -27,6 +27,7 @@ from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.rollouts.fleet import RolloutSettings
 from policies import registry
 from policies.backbones.mlp import MlpConfig
@@ -142,8 +143,8 @@ def test_experience_of_a_policy_on_the_device_is_scored_as_it_was_drawn() -> Non
 def test_workers_evaluate_a_policy_on_the_cpu() -> None:
     policy = point_policy().to("cuda")
     policy.act(torch.zeros(1, 1, 2))  # leaves tables on the device
-    rows = evaluate(policy, PointEnv(), episodes=3, num_workers=1).rows
-    assert rows == evaluate(policy.clone().cpu(), PointEnv(), episodes=3).rows
+    rows = evaluate(policy, PointEnv(), Settings(episodes=3), num_workers=1).rows
+    assert rows == evaluate(policy.clone().cpu(), PointEnv(), Settings(episodes=3)).rows
     assert policy.device.type == "cuda"
 
 

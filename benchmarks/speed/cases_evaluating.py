@@ -18,6 +18,7 @@ from benchmarks.speed.sides import CHUNK, LEVELS, OBS, our_policy, plain_nets, r
 from benchmarks.speed.timing import Figure, interleave
 from envs.datasets import read_dataset
 from envs.evaluation.evaluate import evaluate as evaluate_policy
+from envs.evaluation.settings import EvaluationSettings
 from envs.make import env as make_env
 from envs.rollouts.episodes import EpisodeRow
 
@@ -97,8 +98,8 @@ def evaluate(options: argparse.Namespace) -> Iterator[Figure]:
     policy, plain = our_policy(net, noise_clip=None), PlainEvaluation(net)
 
     def run(keep: bool = False) -> tuple[EpisodeRow, ...]:
-        settings = {"episodes": EPISODES, "first_seed": SEED, "num_envs": EPISODES}
-        return evaluate_policy(policy, task, **settings, keep_observations=keep).rows
+        settings = EvaluationSettings(episodes=EPISODES, first_seed=SEED, num_envs=EPISODES)
+        return evaluate_policy(policy, task, settings, keep_observations=keep).rows
 
     rows = run(keep=True)
     require_equal_episodes(rows)

@@ -32,6 +32,7 @@ from benchmarks.speed.sides import dppo_run, our_policy
 from envs.engine import workers
 from envs.engine.vector import ChunkVector
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings
 from envs.make import env as make_env
 from envs.rollouts import rollout
 from envs.rollouts.collector import Collector
@@ -176,7 +177,7 @@ def evaluations(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
     watch.times(ChunkVector, "step_chunk", "simulation")
     for turn in range(rounds + 1):
         watch.read()
-        evaluate(policy, task, episodes=EPISODES, first_seed=SEED, num_envs=EPISODES)
+        evaluate(policy, task, EvaluationSettings(episodes=EPISODES, first_seed=SEED, num_envs=EPISODES))
         if turn:
             yield watch.read()
 

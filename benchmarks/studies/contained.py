@@ -63,18 +63,20 @@ def run_one(name: str, seed: int, options: argparse.Namespace) -> Path:
     demos = demonstrations(study, seed, options.dataset, options.root / name)
     base = options.root / name / f"{study.bases[ALGO].split()[0]}-seed{seed}"
     trained(base, *recipe(study.bases[ALGO]), dataset=str(demos), seed=seed)
-    found = locate(str(base), "policy")
-    policy, env = found.load(), task_of(found)
+    clone = locate(str(base), "policy")
+    policy, env = clone.load(), task_of(clone)
 
     def play(noise: int, starts: list[int]) -> list[float]:
-        shared = {"noise_seed": noise, "num_workers": options.workers}
         logging.info("%s, seed %d: noise %d, %d starts", name, seed, noise + 1, len(starts))
         if noise < TOGETHER or study.quantity != "success":
-            played = evaluate(policy, env, episodes=options.starts, **shared).values(study.quantity)
+            settings = EvaluationSettings(episodes=options.starts, noise_seed=noise)
+            found = evaluate(policy, env, settings, num_workers=options.workers)
+            played = found.values(study.quantity)
             return [float(played[start]) for start in starts]
         first = EvaluationSettings.first_seed
         alone = (
-            evaluate(policy, env, episodes=1, first_seed=first + start, noise_seed=noise) for start in starts
+            evaluate(policy, env, EvaluationSettings(episodes=1, first_seed=first + start, noise_seed=noise))
+            for start in starts
         )
         return [float(one.values(study.quantity)[0]) for one in alone]
 

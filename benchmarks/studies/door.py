@@ -26,6 +26,7 @@ from burnish.runs.locate import locate
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings
 from envs.tasks.adroit.tasks import AdroitDoor
 
 EPISODES, LIMIT = 100, 300  # of an evaluation; control steps, as long as the longest demonstration
@@ -56,7 +57,7 @@ def measure(options: argparse.Namespace) -> Path:
     results: dict[str, Any] = {"replay": replay(data, options.dataset)}
     for name, starts in (("drawn", None), ("recorded", options.dataset)):
         task = AdroitDoor(max_episode_steps=LIMIT, starts=starts)
-        found = evaluate(policy, task, episodes=EPISODES, num_workers=options.workers)
+        found = evaluate(policy, task, EvaluationSettings(episodes=EPISODES), num_workers=options.workers)
         results[name] = {key: [float(v) for v in found.values(key)] for key in ("success", "return")}
         print(f"{name}: {np.mean(results[name]['success']):.2f}", flush=True)
     content = {

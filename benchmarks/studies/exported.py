@@ -32,6 +32,7 @@ from burnish.runs.tasks import task_of
 from envs.evaluation.comparison import compare
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import paired_difference
+from envs.evaluation.settings import EvaluationSettings
 from envs.spec import EnvConfig
 from policies import registry
 from policies.errors import ExportError
@@ -171,8 +172,8 @@ def act(env: EnvConfig, folder: Path, episodes: int, python: str) -> dict[str, A
 def measure(found: Located, options: argparse.Namespace, *, title: str = "", live: int = 0) -> dict[str, Any]:
     """Compare a policy with its exports and act for some episodes in real time; returns what is kept."""
     policy, env = found.load(), task_of(found)
-    settings = {"episodes": options.episodes, "num_envs": 25}
-    own = evaluate(policy, env, **settings)
+    settings = EvaluationSettings(episodes=options.episodes, num_envs=25)
+    own = evaluate(policy, env, settings)
     content: dict[str, Any] = {
         "task": env.spec.name,
         "what": title or pages.describe(policy),
@@ -191,7 +192,7 @@ def measure(found: Located, options: argparse.Namespace, *, title: str = "", liv
             except ExportError as error:
                 content["exports"][graph] = {"refused": str(error)}
                 continue
-            played = evaluate(ExportedPolicy(folder), env, **settings)
+            played = evaluate(ExportedPolicy(folder), env, settings)
             content["exports"][graph] = {
                 **_numbers(played),
                 "worst": report.worst,

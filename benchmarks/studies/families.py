@@ -30,6 +30,7 @@ from benchmarks.speed.timing import interleave
 from benchmarks.studies import once
 from benchmarks.studies.rows import describe_dataset, episode_columns
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings
 from envs.make import env as make_env
 from policies import registry
 from policies.policy import Policy
@@ -166,7 +167,7 @@ def _with(policy: Any, settings: dict[str, Any]) -> Any:
 
 def measure(policy: Policy, task: str) -> dict[str, Any]:
     """Evaluate a policy, and time one decision on one thread."""
-    evaluation = evaluate(policy, make_env(task), episodes=EPISODES)  # type: ignore[arg-type]
+    evaluation = evaluate(policy, make_env(task), EvaluationSettings(episodes=EPISODES))  # type: ignore[arg-type]
     obs = torch.zeros(1, policy.chunk.obs_steps, policy.obs_dim)
     noise = policy.sample_noise(1, generator=torch.Generator().manual_seed(0))
     times = interleave({"act": lambda: policy.act(obs, noise=noise)}, rounds=5)

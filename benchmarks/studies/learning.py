@@ -34,6 +34,7 @@ from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings
 from policies.denoising import DenoisingPolicy
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import WEIGHTS
@@ -219,7 +220,9 @@ def add_blindfolded(target: Path, place: Path) -> Path:
     if policy.images:
         task = task_of(locate(str(place)))
         content["blindfolded"] = {
-            frames: episode_columns(evaluate(Blindfolded(policy, frames), task, episodes=EPISODES))
+            frames: episode_columns(
+                evaluate(Blindfolded(policy, frames), task, EvaluationSettings(episodes=EPISODES))
+            )
             for frames in FRAMES
         }
         target.write_text(json.dumps(content) + "\n")

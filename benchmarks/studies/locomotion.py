@@ -27,6 +27,7 @@ from benchmarks.studies.offline_data import PLAIN
 from benchmarks.studies.rows import busy, describe_dataset, episode_columns
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean, paired_difference
+from envs.evaluation.settings import EvaluationSettings
 from envs.make import env as make_env
 
 PAGE, EPISODES, STEPS, WIDTH = "locomotion", 50, 20_000, 256
@@ -96,7 +97,8 @@ def run_one(data: str, clone: str, seed: int, *, dataset: Path, root: Path) -> P
     policy, episodes = run.load_policy(), {}
     for title in setting.acting:
         options = {} if policy.chunk.act_steps == 1 else ACTING[title]
-        found = evaluate(policy, make_env(task), episodes=EPISODES, **options)  # type: ignore[arg-type]
+        settings = EvaluationSettings(episodes=EPISODES, **options)
+        found = evaluate(policy, make_env(task), settings)
         episodes[title] = {"episodes": episode_columns(found), "protocol": found.protocol}
     content = {
         "data": data, "clone": clone, "seed": seed, "dataset": describe_dataset(dataset),

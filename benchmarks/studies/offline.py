@@ -53,6 +53,7 @@ from benchmarks.studies.rows import EPISODES, busy, describe_dataset, episode_co
 from burnish.runs.best_evaluation import best_evaluation
 from envs.datasets import read_dataset
 from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.evaluation.settings import EvaluationSettings
 from policies.policy import Policy
 from policies.processes.gaussian import GaussianPolicy
 from policies.registry import lookup
@@ -148,7 +149,10 @@ def played(task: str, policies: dict[str, Policy], options: argparse.Namespace) 
         noise = "zero"
     return {
         key: evaluate(
-            policy, env, episodes=options.episodes, num_workers=options.workers, sampling_noise=noise
+            policy,
+            env,
+            EvaluationSettings(episodes=options.episodes, sampling_noise=noise),
+            num_workers=options.workers,
         )
         for key, policy in policies.items()
     }

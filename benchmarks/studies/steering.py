@@ -33,6 +33,7 @@ from burnish.reports.figures import to_png
 from burnish.runs.locate import locate
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean, wilson
+from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
 from policies.policy import Policy
 from policies.policy_config import ChunkSpec
@@ -104,10 +105,14 @@ def follow(
     drawn: Sequence[EpisodeRow] = ()
     for way in range(task.num_ways):
         sketch = task.sketch(way, beside)
+        settings = EvaluationSettings(episodes=options.episodes or task.episodes, first_seed=1000 * (way + 1))
         rows = evaluate(
-            SteeredPolicy(policy, sketch, steering), task.env(way), first_seed=1000 * (way + 1),
-            episodes=options.episodes or task.episodes, num_workers=options.workers, keep_observations=True,
-        ).rows  # fmt: skip
+            SteeredPolicy(policy, sketch, steering),
+            task.env(way),
+            settings,
+            num_workers=options.workers,
+            keep_observations=True,
+        ).rows
         drawn = rows if way == task.drawn else drawn
         columns["success"] += [float(row.success) for row in rows]
         columns["free"] += [float(task.is_free(row)) for row in rows]

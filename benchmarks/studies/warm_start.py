@@ -27,6 +27,7 @@ from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import Interval, paired_difference, success_rate
+from envs.evaluation.settings import EvaluationSettings
 from policies.denoising import DenoisingPolicy
 from policies.execution.replanning import WarmStart
 from policies.samplers.ode import Euler
@@ -104,10 +105,10 @@ def play(found: Located, variant: Variant, options: argparse.Namespace) -> Evalu
     return evaluate(
         policy,
         task_of(found),
-        episodes=options.episodes,
-        act_steps=options.act_steps,
+        EvaluationSettings(
+            episodes=options.episodes, act_steps=options.act_steps, warm_start=variant.warm_start
+        ),
         num_workers=options.workers,
-        warm_start=variant.warm_start,
     )
 
 

@@ -29,9 +29,9 @@ from algos.cloning.frames import with_latents
 from algos.cloning.world import errors_by_horizon, frame_errors, held_out, starts_of
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
-from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import load_policy, locate
 from envs.datasets import EpisodeDataset, read_dataset
+from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import paired_difference
 from envs.evaluation.settings import EvaluationSettings
 from envs.spec import EnvConfig
@@ -188,7 +188,7 @@ def _camera(model: Any) -> str | None:
 
 def played(policy: Any, env: EnvConfig, episodes: int) -> dict[str, Any]:
     """Return what came of the episodes 0 to E - 1, in their order."""
-    found = evaluate_with(policy, env, EvaluationSettings(episodes=episodes), num_workers=0)
+    found = evaluate(policy, env, EvaluationSettings(episodes=episodes))
     values = [float(row.success if env.spec.success_rule else row.return_) for row in found.rows]
     return {"values": values, "length": [row.length for row in found.rows]}
 

@@ -19,11 +19,12 @@ from burnish.reports.html import render
 from burnish.reports.results import SUMMARISED
 from burnish.reports.videos import require_pictures, write_videos
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.evaluation import evaluate_with, headline
+from burnish.runs.evaluation import headline
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
 from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.evaluate import evaluate as run_episodes
 from envs.rollouts.fleet import LOCAL
 from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import ConfigError
@@ -173,11 +174,11 @@ def summary_rows(evaluations: Iterable[tuple[str, Evaluation]]) -> list[tuple[ob
 
 def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:
     with Counting(f"evaluating {one.label}", config.episodes) as counting:
-        return evaluate_with(
+        return run_episodes(
             one.load(),
             env,
             config,
-            config.num_workers,
+            num_workers=config.num_workers,
             fleet=config.fleet or LOCAL,
             on_progress=lambda n, _: counting.show(n),
             keep_observations=config.videos > 0,

@@ -27,9 +27,10 @@ from burnish.console import output, table
 from burnish.reports.beside_data import beside_data
 from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.build import build, opened_directories
-from burnish.runs.evaluation import evaluate_with, headline
+from burnish.runs.evaluation import headline
 from burnish.runs.resolve import ResolvedRun, has_seeds, resolve, resolve_seeds
 from envs.datasets.interface import interface_of_task
+from envs.evaluation.evaluate import evaluate as run_episodes
 from envs.rollouts.fleet import LOCAL
 from policies import registry
 from policies.policy import Policy
@@ -186,8 +187,8 @@ def _evaluator(
         return None
 
     def evaluate(policy: Policy, step: int) -> Mapping[str, float]:
-        evaluation = evaluate_with(
-            policy, config.env, config.evaluation, config.num_workers, fleet=config.fleet or LOCAL
+        evaluation = run_episodes(
+            policy, config.env, config.evaluation, num_workers=config.num_workers, fleet=config.fleet or LOCAL
         )
         directory.write_eval(eval_name(step), json.loads(evaluation.to_json()))
         last.clear()

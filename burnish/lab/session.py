@@ -19,7 +19,7 @@ from burnish.lab.controls import MOST_PLANS, START_SEED, STARTS, Controls, Subje
 from burnish.lab.views import rounded, view_of
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.protocol import prepare_eval
-from envs.evaluation.settings import check_seeds
+from envs.evaluation.settings import EvaluationSettings, check_seeds
 from envs.spec import Array, ChunkStep
 from envs.tasks.plane import Plane, PlaneStepper, SlidingStepper
 from policies.denoising import DenoisingPolicy
@@ -279,10 +279,11 @@ def compared(
     for name, one in (both | {"plain": replace(controls, strategy="off")}).items():
         if left is not None and left.is_set():
             break
-        evaluation = evaluate(
-            subject.view(one, plane).clone(), subject.env, episodes=STARTS, first_seed=START_SEED,
-            start_noise=kind, sampling_noise=kind, keep_observations=plane is not None,
-        )  # fmt: skip
+        settings = EvaluationSettings(
+            episodes=STARTS, first_seed=START_SEED, start_noise=kind, sampling_noise=kind
+        )
+        view = subject.view(one, plane).clone()
+        evaluation = evaluate(view, subject.env, settings, keep_observations=plane is not None)
         kept = [row.observations for row in evaluation.rows if row.observations is not None]
         paths = [] if plane is None else [one[:, list(plane.observed)] for one in kept]
         found[name] = {

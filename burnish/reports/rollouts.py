@@ -16,10 +16,9 @@ from burnish.config.saved import restore
 from burnish.console import Counting
 from burnish.reports.figures import to_png
 from burnish.reports.videos import Sheet, beside, film_sheet, replayed, require_pictures, webp, worst_first
-from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
-from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
 
@@ -59,8 +58,14 @@ class ReportRollouts:
         key = (found.path.resolve(), repr(env), repr(settings))
         if key not in self._played:
             with Counting(f"playing {found.label}", settings.episodes) as counting:
-                options = {"keep_observations": True, "on_progress": lambda done, _: counting.show(done)}
-                self._played[key] = evaluate_with(found.load(), env, settings, self.num_workers, **options)
+                self._played[key] = evaluate(
+                    found.load(),
+                    env,
+                    settings,
+                    num_workers=self.num_workers,
+                    keep_observations=True,
+                    on_progress=lambda done, _: counting.show(done),
+                )
         return self._played[key]
 
 

@@ -18,12 +18,11 @@ from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_we
 from algos.training.run_directory import new_folder
 from burnish.config.saved import describe_part
 from burnish.console import Counting, table
-from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate
 from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
-from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.fit import require_dataset_of, with_task_observations
 from envs.rollouts.fleet import LOCAL
 from policies.composition.compose import AnyComposition, compose
@@ -181,11 +180,11 @@ def _search(config: EvalConfig, policy: AnyComposition, env: Any) -> Search:
 
         def play(view: Policy, first_seed: int, episodes: int) -> Evaluation:
             protocol = replace(config, first_seed=first_seed, episodes=episodes)
-            return evaluate_with(
+            return evaluate(
                 view,
                 env,
                 protocol,
-                config.num_workers,
+                num_workers=config.num_workers,
                 fleet=config.fleet or LOCAL,
                 on_progress=lambda n, _: counting.show(done + n),
             )
@@ -199,11 +198,11 @@ def _search(config: EvalConfig, policy: AnyComposition, env: Any) -> Search:
 
 def _play(name: str, policy: Policy, env: Any, config: EvalConfig) -> Evaluation:
     with Counting(f"evaluating {name}", config.episodes) as counting:
-        return evaluate_with(
+        return evaluate(
             policy,
             env,
             config,
-            config.num_workers,
+            num_workers=config.num_workers,
             fleet=config.fleet or LOCAL,
             on_progress=lambda n, _: counting.show(n),
         )

@@ -1,22 +1,8 @@
-"""Evaluation of a policy in a task, and its summary."""
+"""Summary of an evaluation."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
-
 from envs.evaluation.evaluate import Evaluation
-from envs.evaluation.evaluate import evaluate as run_episodes
-from envs.evaluation.settings import EvaluationSettings
-from policies.policy import Policy
-
-
-def evaluate_with(
-    policy: Policy, env: Any, settings: EvaluationSettings, num_workers: int, **options: Any
-) -> Evaluation:
-    """Evaluate with a protocol; options are those of `envs.evaluation.evaluate`."""
-    protocol = {f.name: getattr(settings, f.name) for f in fields(EvaluationSettings)}
-    return run_episodes(policy, env, num_workers=num_workers, **protocol, **options)
 
 
 def headline(evaluation: Evaluation) -> dict[str, float]:

@@ -34,10 +34,10 @@ from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.player import NETWORK_CALLS, EpisodeRunner, EvaluatedPolicy, Evaluator
 from envs.spec import Array, EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
-from policies.execution.warm_start import WarmStart
 from policies.policy import Policy
 from policies.wrappers.best_of_n import BestOfN
-from policies.wrappers.steering import Steering
+
+_USUAL = EvaluationSettings()
 
 
 @dataclass(frozen=True)
@@ -138,20 +138,10 @@ class Evaluation:
 def evaluate(
     policy: EvaluatedPolicy,
     env: EnvConfig,
+    settings: EvaluationSettings = _USUAL,
     *,
-    episodes: int = EvaluationSettings.episodes,
-    first_seed: int = EvaluationSettings.first_seed,
-    num_envs: int = EvaluationSettings.num_envs,
     num_workers: int = 0,
     fleet: Fleet = LOCAL,
-    start_noise: str = EvaluationSettings.start_noise,
-    sampling_noise: str = EvaluationSettings.sampling_noise,
-    steps: int | None = EvaluationSettings.steps,
-    noise_seed: int = EvaluationSettings.noise_seed,
-    act_steps: int | None = EvaluationSettings.act_steps,
-    warm_start: WarmStart | None = None,
-    steer: Steering | None = None,
-    guidance: float | None = EvaluationSettings.guidance,
     keep_observations: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     noise_span: int | None = None,
@@ -161,49 +151,35 @@ def evaluate(
     Args:
         policy: The policy; unchanged.
         env: The task.
-        episodes: E, at least 1. This and the following: see `EvaluationSettings`.
-        first_seed: Seed of episode 0; episode i has `first_seed + i`.
-        num_envs: Environments in total; does not affect the result.
+        settings: The protocol, of at least one episode; fields of a subclass are no part of it.
         num_workers: Processes on the CPU; 0: this one. Does not affect the results of a policy on the CPU.
         fleet: Where they run.
-        start_noise: `random` or `zero`: initial noise of denoising.
-        sampling_noise: `random` or `zero`: per-step noise of a stochastic sampler.
-        steps: Denoising steps; None: the policy's own.
-        noise_seed: Root of the episodes' noise generators.
-        act_steps: Executed actions per decision; None: the policy's own.
-        warm_start: Initialisation of a decision from the previous one; None: independent decisions.
-        steer: Sketch guidance; None: none.
-        guidance: Weight of the policy's goal or label; None: the policy's own.
         keep_observations: Store `observations`, `actions` and `rewards` of every control step in the rows.
         on_progress: Called with (finished episodes, E).
         noise_span: Episodes of one root of noise; the next ones have the next root. None: all.
 
     Raises:
         ConfigError: If an argument is out of range or the policy does not fit the task, images included.
-        CapabilityError: If `steps` is given and the sampler has no number of steps, or `act_steps`,
-            `warm_start` or `steer` is given and the policy does not plan, or the policy requires images of a
-            task that cannot be rendered.
+        CapabilityError: If the settings have `steps` and the sampler has no number of steps, or they have
+            `act_steps`, `warm_start` or `steer` and the policy does not plan, or the policy requires images
+            of a task that cannot be rendered.
         MissingExtraError: If the policy requires images and rendering is unavailable.
     """
-    short_run, sketch = warm_start or WarmStart(), steer or Steering()
-    settings = EvaluationSettings(
-        *(episodes, first_seed, noise_seed, start_noise, sampling_noise),
-        *(steps, num_envs, act_steps, short_run, sketch),
-        guidance=guidance,
-    )
+    settings = EvaluationSettings(**{f.name: getattr(settings, f.name) for f in fields(EvaluationSettings)})
+    episodes, noises = settings.episodes, (settings.start_noise, settings.sampling_noise)
     if episodes < 1 or num_workers < 0:
         raise ConfigError(
             f"episodes must be at least 1 and num_workers at least 0; got {episodes} and {num_workers}."
         )
-    if isinstance(policy, BestOfN) and "zero" in (start_noise, sampling_noise):
+    if isinstance(policy, BestOfN) and "zero" in noises:
         raise ConfigError(
             f"start_noise and sampling_noise must be random where a policy chooses between candidates, which "
-            f"differ by their noise; got {start_noise} and {sampling_noise}."
+            f"differ by their noise; got {noises[0]} and {noises[1]}."
         )
     task = prepare_eval(env, policy)
     runner = EpisodeRunner(
-        with_settings(policy, settings), first_seed, noise_seed, start_noise, sampling_noise,
-        keep=keep_observations, warm_start=short_run, noise_span=noise_span,
+        with_settings(policy, settings), settings.first_seed, settings.noise_seed, *noises,
+        keep=keep_observations, warm_start=settings.warm_start, noise_span=noise_span,
     )  # fmt: skip
     finished = 0
 
@@ -213,7 +189,7 @@ def evaluate(
         if on_progress is not None:
             on_progress(finished, episodes)
 
-    rows = _run_episodes(runner, task, episodes, num_envs, num_workers, fleet, count)
+    rows = _run_episodes(runner, task, episodes, settings.num_envs, num_workers, fleet, count)
     return Evaluation(
         tuple(sorted(rows, key=lambda row: row.episode)), describe_protocol(env, settings, task)
     )

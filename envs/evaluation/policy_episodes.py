@@ -11,6 +11,7 @@ import numpy as np
 from envs.datasets.episode import Episode
 from envs.datasets.windows import DECISION
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.player import EvaluatedPolicy
@@ -38,11 +39,21 @@ def policy_episodes(
     """
     parts = max(1, num_workers)
     for part in count(0, parts):
+        settings = EvaluationSettings(
+            episodes=parts * TOGETHER,
+            first_seed=first_seed + part * TOGETHER,
+            noise_seed=part,
+            num_envs=parts * TOGETHER,
+        )
         rows = evaluate(
-            policy, env, episodes=parts * TOGETHER, first_seed=first_seed + part * TOGETHER,
-            num_envs=parts * TOGETHER, num_workers=num_workers, fleet=fleet,
-            noise_seed=part, noise_span=TOGETHER, keep_observations=True,
-        ).rows  # fmt: skip
+            policy,
+            env,
+            settings,
+            num_workers=num_workers,
+            fleet=fleet,
+            keep_observations=True,
+            noise_span=TOGETHER,
+        ).rows
         for row in rows:
             yield _episode(row, env, policy.chunk.act_steps)
 

@@ -27,6 +27,7 @@ from algos.training.metrics import Means
 from algos.training.serialization import from_plain, to_plain
 from envs.engine.vector import ChunkVector
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.spec import Array, EnvSpec, StepResult
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.build import build_policy
@@ -120,7 +121,8 @@ def test_updates_ask_the_encoder_nothing() -> None:
 def test_untrained_steering_plays_the_episodes_of_the_policy_alone(variant: str, make: Any) -> None:
     base = make()
     untrained = start(changed(variant=variant, steering=AS_IT_IS), init=base).snapshot()
-    alone, steered = (evaluate(p, PointEnv(limit=9), episodes=20, num_envs=4) for p in (base, untrained))
+    settings = Settings(episodes=20, num_envs=4)
+    alone, steered = (evaluate(p, PointEnv(limit=9), settings) for p in (base, untrained))
     assert len({row.return_ for row in alone.rows}) == 20
     for a, b in zip(alone.rows, steered.rows, strict=True):
         assert (a.length, a.success) == (b.length, b.success)
@@ -364,5 +366,6 @@ def test_a_point_is_steered_to_its_goal_by_a_policy_that_never_learned_the_way(
         critic_lr=2e-3, alpha_lr=2e-3, distillation_latents="box", steering=Steering(hidden_dims=(32, 32)),
     )  # fmt: skip
     run = until_the_end(start(config, env=task, init=init))
-    before, after = (evaluate(p, task, episodes=50, num_envs=50).rows for p in (init, run.snapshot()))
+    settings = Settings(episodes=50, num_envs=50)
+    before, after = (evaluate(p, task, settings).rows for p in (init, run.snapshot()))
     assert mean(row.return_ for row in before) < 3 and mean(row.return_ for row in after) > 5

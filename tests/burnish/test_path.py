@@ -542,7 +542,7 @@ def test_python_leaves_logging_alone_where_the_program_has_set_it_up(
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_played(
     base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate_command, "evaluate_with", lambda *_, **__: pytest.fail("was played"))
+    monkeypatch.setattr(evaluate_command, "run_episodes", lambda *_, **__: pytest.fail("was played"))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=mentions("out=")):
         burnish.evaluate(base, out=tmp_path)

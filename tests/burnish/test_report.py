@@ -199,7 +199,7 @@ def test_policies_are_drawn_as_their_run_evaluates_them(
     found = SimpleNamespace(path=tmp_path, label="run", load=lambda: None)
     monkeypatch.setattr(rollouts, "locate", lambda path, key: found)
     monkeypatch.setattr(rollouts, "task_of", lambda found: SimpleNamespace(figure=None))
-    monkeypatch.setattr(rollouts, "evaluate_with", play)
+    monkeypatch.setattr(rollouts, "evaluate", play)
     stage = ReportRollouts(7, 100, 0)
     for _ in range(2):  # of which the second is not played again
         stage.play(run)

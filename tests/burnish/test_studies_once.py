@@ -20,6 +20,7 @@ from benchmarks.studies.once import _compared, demonstrations, first_seed, train
 from benchmarks.studies.sight import Blindfolded
 from envs.datasets import read_dataset
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.tasks.avoid.task import Avoid
 from policies.build import build_policy
 from policies.encoders.vit import VitEncoderConfig
@@ -64,7 +65,7 @@ def test_own_episodes_stand_behind_the_demonstrations_with_their_rewards(tmp_pat
     both = read_dataset(path)
     assert both.episode_extras["seed"].tolist() == [*shown.episode_extras["seed"].tolist(), 900, 901, 902]
     assert torch.equal(both.observations[: shown.num_frames], shown.observations)
-    played = evaluate(burnish.load_policy(clone), Avoid(), episodes=3, first_seed=900).rows
+    played = evaluate(burnish.load_policy(clone), Avoid(), Settings(episodes=3, first_seed=900)).rows
     assert both.lengths[2:].tolist() == [row.length for row in played]
     assert both.returns[2:].tolist() == pytest.approx([row.return_ for row in played])
     before = path.read_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from envs.evaluation.comparison import FEWEST_EPISODES, compare, format_interval
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import paired_difference
 from envs.evaluation.protocol import describe_protocol
-from envs.evaluation.settings import EvaluationSettings
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.make import env
 from envs.rollouts import blocks
 from envs.rollouts.episodes import EpisodeRow
@@ -82,13 +82,13 @@ def small(process: object | None = None) -> Policy:
 @pytest.mark.parametrize("process", [None, RectifiedFlow()], ids=["diffusion", "flow"])
 def test_rows_do_not_depend_on_the_number_of_environments_or_workers(process: object) -> None:
     policy = small(process)
-    expected = evaluate(policy, TASK, episodes=EPISODES, num_envs=1)
+    expected = evaluate(policy, TASK, Settings(episodes=EPISODES, num_envs=1))
     assert len({row.return_ for row in expected.rows}) == EPISODES
     assert (
         [row.seed for row in expected.rows] == [row.episode for row in expected.rows] == list(range(EPISODES))
     )
     for num_envs, num_workers in ((2, 0), (5, 0), (64, 0), (2, 1), (5, 2)):
-        got = evaluate(policy, TASK, episodes=EPISODES, num_envs=num_envs, num_workers=num_workers)
+        got = evaluate(policy, TASK, Settings(episodes=EPISODES, num_envs=num_envs), num_workers=num_workers)
         assert got == expected and got.protocol_hash == expected.protocol_hash
 
 
@@ -97,13 +97,13 @@ def test_rows_are_those_of_blocks_of_one_size_with_fixed_places(
     process: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = small(process)
-    got = evaluate(policy, TASK, episodes=20, num_envs=20)
+    got = evaluate(policy, TASK, Settings(episodes=20, num_envs=20))
     monkeypatch.setattr(blocks, "SIZES", ())
-    assert got == evaluate(policy, TASK, episodes=20, num_envs=20)
+    assert got == evaluate(policy, TASK, Settings(episodes=20, num_envs=20))
 
 
 def test_a_task_is_judged_by_success_where_it_has_a_rule_for_it() -> None:
-    found = evaluate(Standing(), TASK, episodes=1)
+    found = evaluate(Standing(), TASK, Settings(episodes=1))
     assert TASK.spec.quantity == found.quantity == "return"
     assert env("avoid").spec.quantity == "success"
 
@@ -112,7 +112,7 @@ def test_a_task_is_judged_by_success_where_it_has_a_rule_for_it() -> None:
 def test_an_evaluation_draws_nothing_from_global_state(process: object) -> None:
     policy = small(process)
     before = global_states()
-    evaluate(policy, TASK, episodes=2, num_envs=2)
+    evaluate(policy, TASK, Settings(episodes=2, num_envs=2))
     assert global_states() == before
 
 
@@ -123,18 +123,19 @@ def test_workers_get_the_policy_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():
         for weight in twin.parameters():
             weight.zero_()  # so that the difference shows
-    sent = evaluate(policy, TASK, episodes=2, num_workers=1).rows
-    assert sent == evaluate(twin, TASK, episodes=2).rows != evaluate(policy, TASK, episodes=2).rows
+    two = Settings(episodes=2)
+    sent = evaluate(policy, TASK, two, num_workers=1).rows
+    assert sent == evaluate(twin, TASK, two).rows != evaluate(policy, TASK, two).rows
 
 
 def test_an_episode_is_the_same_in_any_list() -> None:
-    whole = evaluate(Proportional(), TASK, episodes=EPISODES)
-    assert evaluate(Proportional(), TASK, episodes=3, num_envs=2).rows == whole.rows[:3]
+    whole = evaluate(Proportional(), TASK, Settings(episodes=EPISODES))
+    assert evaluate(Proportional(), TASK, Settings(episodes=3, num_envs=2)).rows == whole.rows[:3]
 
 
 def test_noise_and_seed_are_separate_switches() -> None:
     def returns(**options: object) -> list[float]:
-        rows = evaluate(Proportional(), TASK, episodes=3, **options).rows  # type: ignore[arg-type]
+        rows = evaluate(Proportional(), TASK, Settings(episodes=3, **options)).rows  # type: ignore[arg-type]
         return [row.return_ for row in rows]
 
     base = returns()
@@ -152,25 +153,30 @@ def test_noise_and_seed_are_separate_switches() -> None:
 
 
 def test_settings_are_the_only_home_of_defaults() -> None:
-    parameters = inspect.signature(evaluate).parameters
-    for field in fields(EvaluationSettings):
-        nothing = field.default is MISSING  # a part of its own: None stands for its defaults
-        assert parameters[field.name].default == (None if nothing else field.default), field.name
-    protocol = evaluate(Standing(), TASK, episodes=1).protocol
+    assert inspect.signature(evaluate).parameters["settings"].default == Settings()
+    protocol = evaluate(Standing(), TASK, Settings(episodes=1)).protocol
     about_the_task = {"env", "block_rows", "engine", "versions"}
-    hashed = {field.name for field in fields(EvaluationSettings)} - {"num_envs"}
+    hashed = {field.name for field in fields(Settings)} - {"num_envs"}
     assert set(protocol) - about_the_task == hashed - {"guidance"}  # as in protocols before it
     assert "executed" not in protocol["warm_start"]  # as in protocols before it
-    remembering = EvaluationSettings(warm_start=WarmStart(executed=True))
+    remembering = Settings(warm_start=WarmStart(executed=True))
     assert describe_protocol(TASK, remembering, TASK)["warm_start"]["executed"]
-    guided = describe_protocol(TASK, EvaluationSettings(guidance=2.0), TASK)
+    guided = describe_protocol(TASK, Settings(guidance=2.0), TASK)
     assert set(guided) - about_the_task == hashed and guided["guidance"] == 2.0
+
+
+def test_fields_of_a_subclass_are_no_part_of_the_protocol() -> None:
+    @dataclass(frozen=True)
+    class Longer(Settings):
+        out: str = "place.json"
+
+    assert evaluate(Standing(), TASK, Longer(episodes=1)) == evaluate(Standing(), TASK, Settings(episodes=1))
 
 
 def test_an_evaluation_leaves_the_policy_as_it_is() -> None:
     policy = small().train()
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    evaluate(policy, TASK, episodes=2)
+    evaluate(policy, TASK, Settings(episodes=2))
     assert policy.training
     assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
 
@@ -199,7 +205,7 @@ def test_every_part_of_a_policy_is_evaluated_in_evaluation_mode_and_gets_its_own
         policy.policy.train(inner)
         policy.policy.normalizer.train(part)
         before = [module.training for module in policy.modules()]
-        evaluate(policy, TASK, episodes=1)
+        evaluate(policy, TASK, Settings(episodes=1))
         assert [module.training for module in policy.modules()] == before
         assert policy.seen == {False}
 
@@ -207,16 +213,16 @@ def test_every_part_of_a_policy_is_evaluated_in_evaluation_mode_and_gets_its_own
 def test_steps_change_the_sampler_of_the_evaluation_only() -> None:
     policy = small(RectifiedFlow())
     native = policy.sampler.steps
-    few = evaluate(policy, TASK, episodes=2, steps=2)
+    few = evaluate(policy, TASK, Settings(episodes=2, steps=2))
     assert policy.sampler.steps == native and few.protocol["steps"] == 2
-    assert few.rows != evaluate(policy, TASK, episodes=2).rows
+    assert few.rows != evaluate(policy, TASK, Settings(episodes=2)).rows
     with pytest.raises(CapabilityError, match=mentions("Proportional")):
-        evaluate(Proportional(), TASK, steps=2)
+        evaluate(Proportional(), TASK, Settings(steps=2))
 
 
 def test_recorded_trajectories_replay_to_the_same_observations() -> None:
-    evaluation = evaluate(Proportional(), TASK, episodes=3, num_envs=2, keep_observations=True)
-    assert evaluation == evaluate(Proportional(), TASK, episodes=3, num_envs=2)
+    evaluation = evaluate(Proportional(), TASK, Settings(episodes=3, num_envs=2), keep_observations=True)
+    assert evaluation == evaluate(Proportional(), TASK, Settings(episodes=3, num_envs=2))
     vector = TASK.make_vector(1)
     for row in evaluation.rows:
         assert row.observations is not None and row.actions is not None
@@ -230,14 +236,13 @@ def test_recorded_trajectories_replay_to_the_same_observations() -> None:
 
 def test_progress_counts_every_episode() -> None:
     calls: list[tuple[int, int]] = []
-    evaluate(
-        Standing(), TASK, episodes=5, num_envs=2, on_progress=lambda done, total: calls.append((done, total))
-    )
+    settings = Settings(episodes=5, num_envs=2)
+    evaluate(Standing(), TASK, settings, on_progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (5, 5) and [done for done, _ in calls] == sorted({done for done, _ in calls})
 
 
 def test_json_keeps_everything_but_trajectories() -> None:
-    evaluation = evaluate(Proportional(), TASK, episodes=3)
+    evaluation = evaluate(Proportional(), TASK, Settings(episodes=3))
     restored = Evaluation.from_json(evaluation.to_json())
     assert restored == evaluation and restored.protocol_hash == evaluation.protocol_hash
     nan = replace(evaluation.rows[0], metrics={"mode": float("nan")})
@@ -246,7 +251,7 @@ def test_json_keeps_everything_but_trajectories() -> None:
 
 
 def test_an_edited_or_foreign_file_is_refused() -> None:
-    data = json.loads(evaluate(Standing(), TASK, episodes=1).to_json())
+    data = json.loads(evaluate(Standing(), TASK, Settings(episodes=1)).to_json())
     data["protocol"]["first_seed"] = 5
     with pytest.raises(CheckpointError, match=mentions("protocol hash")):
         Evaluation.from_json(json.dumps(data))
@@ -256,9 +261,9 @@ def test_an_edited_or_foreign_file_is_refused() -> None:
 
 
 def test_the_hash_covers_the_protocol_and_not_the_policy() -> None:
-    a = evaluate(Standing(), TASK, episodes=2)
-    assert evaluate(Proportional(), TASK, episodes=2, num_envs=1).protocol_hash == a.protocol_hash
-    other = evaluate(Standing(), env("hopper", max_episode_steps=31), episodes=2)
+    a = evaluate(Standing(), TASK, Settings(episodes=2))
+    assert evaluate(Proportional(), TASK, Settings(episodes=2, num_envs=1)).protocol_hash == a.protocol_hash
+    other = evaluate(Standing(), env("hopper", max_episode_steps=31), Settings(episodes=2))
     assert other.protocol_hash != a.protocol_hash
     assert set(a.protocol["versions"]) == {"mujoco", "gymnasium", "burnish"}
 
@@ -268,7 +273,7 @@ def test_the_hash_covers_the_content_of_a_file_and_not_its_place(
 ) -> None:
     def content_of(path: object) -> dict[str, Any]:
         task = env("adroit-door", starts=str(path))
-        return protocol.describe_protocol(task, EvaluationSettings(), task)
+        return protocol.describe_protocol(task, Settings(), task)
 
     monkeypatch.chdir(tmp_path)
     for name, content in (("one", "starts"), ("same", "starts"), ("other", "other starts")):
@@ -285,7 +290,7 @@ def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: py
 
     def versions(name: str) -> dict[str, str]:
         task = env(name)
-        found: dict[str, str] = protocol.describe_protocol(task, EvaluationSettings(), task)["versions"]
+        found: dict[str, str] = protocol.describe_protocol(task, Settings(), task)["versions"]
         return found
 
     always = {"mujoco": "3", "gymnasium": "1", "burnish": "0"}
@@ -299,7 +304,7 @@ def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: py
 
 
 def test_evaluations_from_before_packages_were_recorded_are_read_and_compared() -> None:
-    now = evaluate(Standing(), TASK, episodes=2)
+    now = evaluate(Standing(), TASK, Settings(episodes=2))
     before = replace(now, protocol={**now.protocol, "versions": {"mujoco": "3.0"}})
     restored = Evaluation.from_json(before.to_json())
     found = compare(restored, now)
@@ -307,7 +312,7 @@ def test_evaluations_from_before_packages_were_recorded_are_read_and_compared() 
 
 
 def test_the_summary_has_a_score_where_references_exist_and_no_success_without_a_rule() -> None:
-    four = evaluate(Standing(), TASK, episodes=4)
+    four = evaluate(Standing(), TASK, Settings(episodes=4))
     summary = four.summary()
     returns = summary["return"]["value"]
     assert summary["d4rl_score"]["value"] == pytest.approx(100 * (returns + 20.272305) / (3234.3 + 20.272305))
@@ -319,7 +324,7 @@ def test_the_summary_has_a_score_where_references_exist_and_no_success_without_a
 
 
 def test_one_episode_has_no_interval_of_its_numbers() -> None:
-    two = evaluate(Standing(), TASK, episodes=2)
+    two = evaluate(Standing(), TASK, Settings(episodes=2))
     one = replace(two, rows=two.rows[:1])
     summary = one.summary()
     assert [set(summary[name]) for name in ("return", "length", "d4rl_score")] == [{"value"}] * 3
@@ -431,7 +436,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 )
 def test_bad_arguments_are_refused(options: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=mentions(match)):
-        evaluate(Standing(), TASK, **options)  # type: ignore[arg-type]
+        evaluate(Standing(), TASK, Settings(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("task", [env("walker2d"), env("halfcheetah")])

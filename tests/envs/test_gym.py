@@ -20,6 +20,7 @@ from burnish.config.schema import compose_config
 from burnish.runs.locate import Located
 from burnish.runs.tasks import known_task, task_of, values_of_task
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.make import env
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.gym import HERE, Gym, local_factory
@@ -132,7 +133,7 @@ def test_a_policy_is_evaluated_and_its_kwargs_are_typed_on_the_command_line() ->
     )
     assert config.env == Gym(id=WALK, kwargs={"reach": 0.5}, max_episode_steps=4)
     policy = build_policy(PolicyConfig(), obs_dim=2, action_dim=1)
-    found = evaluate(policy, config.env, episodes=2, num_workers=0)
+    found = evaluate(policy, config.env, Settings(episodes=2), num_workers=0)
     assert found.protocol["env"]["options"]["kwargs"] == {"reach": 0.5}
 
 

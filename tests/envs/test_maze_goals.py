@@ -17,6 +17,7 @@ from algos.bc import BcConfig
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.datasets.array_storage import Disk
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.fit import with_task_observations
 from envs.make import env
 from envs.rollouts.collect import collect
@@ -159,11 +160,11 @@ def test_a_guided_score_model_is_cloned_evaluated_and_exported_with_goals_as_goa
     policy = algorithm.snapshot()
     assert isinstance(policy, DenoisingPolicy) and policy.goal_dim == 2 and np.isfinite(losses).all()
     guided = policy.with_guidance(2.0)
-    found = evaluate(guided, task(), episodes=3, num_envs=2)
+    found = evaluate(guided, task(), Settings(episodes=3, num_envs=2))
     export_onnx(guided, tmp_path / "out", batch_sizes=(2,), latency_batches=())
     exported = ExportedPolicy(tmp_path / "out")
     assert exported.goal_dim == 2
-    other = evaluate(exported, task(), episodes=3, num_envs=2)
+    other = evaluate(exported, task(), Settings(episodes=3, num_envs=2))
     np.testing.assert_allclose(other.values("return"), found.values("return"))
     assert [row.length for row in other.rows] == [row.length for row in found.rows]
 
@@ -180,7 +181,7 @@ def test_a_policy_that_is_told_a_goal_goes_where_its_goal_says() -> None:
         def act(self, obs: dict[str, torch.Tensor], *, noise: Any = None) -> torch.Tensor:
             return obs["goal"][:, None].expand(-1, 4, -1)
 
-    rows = evaluate(Rule(), task(), episodes=5, num_envs=2, keep_observations=True).rows  # type: ignore[arg-type]
+    rows = evaluate(Rule(), task(), Settings(episodes=5, num_envs=2), keep_observations=True).rows  # type: ignore[arg-type]
     for row in rows:
         vector = task("appended").make_vector(1)
         goal = vector.reset([row.seed])[0, -1, -2:]
@@ -207,7 +208,7 @@ def test_what_has_no_use_for_goals_is_refused_by_name(demonstrations: EpisodeDat
     with pytest.raises(ConfigError, match=mentions("env.goal none appended separate")):
         task("none")
     with pytest.raises(ConfigError, match=mentions("2 0 goal width policy")):
-        evaluate(blank(goal_dim=0), task(), episodes=1)
+        evaluate(blank(goal_dim=0), task(), Settings(episodes=1))
 
 
 @pytest.mark.parametrize("options", [{}, {"reward": "dense"}, {"continuing": True}])

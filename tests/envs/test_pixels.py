@@ -18,6 +18,7 @@ from envs.engine.pixels import match_cameras
 from envs.engine.rendering import OffscreenRenderer
 from envs.engine.vector import ChunkVector
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.make import env
 from envs.rollouts.collect import collect
 from envs.spec import EnvConfig
@@ -182,13 +183,14 @@ def test_an_expert_of_another_world_cannot_be_photographed() -> None:
 
 def test_an_evaluation_of_a_policy_that_looks_does_not_depend_on_the_width() -> None:
     policy, short = looking(), env("avoid", max_episode_steps=4)
-    expected = evaluate(policy, short, episodes=3, num_envs=1)
+    expected = evaluate(policy, short, Settings(episodes=3, num_envs=1))
     assert expected.protocol["images"] == {"cameras": {"top": [*SIZE, 3]}, "shadows": False}
     for num_envs, num_workers in ((3, 0), (2, 1)):
-        got = evaluate(policy, short, episodes=3, num_envs=num_envs, num_workers=num_workers)
+        got = evaluate(policy, short, Settings(episodes=3, num_envs=num_envs), num_workers=num_workers)
         assert got == expected and got.protocol_hash == expected.protocol_hash
     shown = env("avoid", max_episode_steps=4, cameras=("top",), image_size=SIZE)
-    assert evaluate(policy, shown, episodes=3).protocol == expected.protocol  # cameras are the policy's
+    again = evaluate(policy, shown, Settings(episodes=3))
+    assert again.protocol == expected.protocol  # cameras are the policy's
 
 
 def test_one_sample_per_pixel_draws_the_same_scene_with_hard_edges() -> None:
@@ -202,7 +204,7 @@ def test_one_sample_per_pixel_draws_the_same_scene_with_hard_edges() -> None:
     colors = {samples: len(np.unique(shown.reshape(-1, 3), axis=0)) for samples, shown in pictures.items()}
     difference = np.abs(pictures[None].astype(int) - pictures[0]).max(axis=2)
     assert colors[0] < colors[None] and 0 < (difference > 8).mean() < 0.3
-    rough = evaluate(looking(), env("avoid", max_episode_steps=2, image_samples=0), episodes=1)
+    rough = evaluate(looking(), env("avoid", max_episode_steps=2, image_samples=0), Settings(episodes=1))
     assert rough.protocol["images"]["samples"] == 0
 
 
@@ -212,9 +214,9 @@ def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
     assert match_cameras(task("tilted", "top"), policy.images) == task()
     assert match_cameras(task(), {}) == env("avoid", image_size=SIZE)
     with pytest.raises(ConfigError, match=r"needs the cameras top; env.cameras has tilted"):
-        evaluate(policy, task("tilted"), episodes=1)
+        evaluate(policy, task("tilted"), Settings(episodes=1))
     with pytest.raises(ConfigError, match=mentions("24 32 top env.image_size [96, 96]")):
-        evaluate(policy, env("avoid", cameras=("top",)), episodes=1)
+        evaluate(policy, env("avoid", cameras=("top",)), Settings(episodes=1))
     with pytest.raises(ConfigError, match=mentions("env.cameras front")):
         task("front").make_vector(1)
     with pytest.raises(CapabilityError, match="cannot be drawn"):

@@ -20,6 +20,7 @@ from small_cloning import weights
 
 from envs.engine.workers import LocalWorkers
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.rollouts.fleet import RayFleet
 from envs.rollouts.rollout import Rollout, RolloutPool
 from policies import registry
@@ -137,7 +138,9 @@ def test_an_answer_to_another_ticket_is_refused() -> None:
 def test_an_evaluation_is_that_of_this_process() -> None:
     policy = small_policy()
     rows = [
-        evaluate(policy, PointEnv(limit=3), episodes=5, num_envs=2, num_workers=count, fleet=fleet).rows
+        evaluate(
+            policy, PointEnv(limit=3), Settings(episodes=5, num_envs=2), num_workers=count, fleet=fleet
+        ).rows
         for count, fleet in ((0, InThisProcess()), (2, FLEET))
     ]
     assert rows[0] == rows[1]

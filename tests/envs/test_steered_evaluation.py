@@ -9,6 +9,7 @@ import pytest
 from messages import mentions
 
 from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
@@ -45,19 +46,22 @@ def policy_of() -> Policy:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_episodes_do_not_depend_on_their_neighbours(strategy: str, way: str) -> None:
     policy, steer = policy_of(), Steering(strategy, way)
-    expected = evaluate(policy, TASK, episodes=5, num_envs=1, steer=steer)
-    assert evaluate(policy, TASK, episodes=5, steer=steer, num_envs=4).rows == expected.rows
+    expected = evaluate(policy, TASK, Settings(episodes=5, num_envs=1, steer=steer))
+    assert evaluate(policy, TASK, Settings(episodes=5, steer=steer, num_envs=4)).rows == expected.rows
 
 
 def test_worker_processes_change_nothing(way: str) -> None:
     policy, steer = policy_of(), Steering("output_perturbation", way)
-    expected = evaluate(policy, TASK, episodes=4, steer=steer)
-    assert evaluate(policy, TASK, episodes=4, steer=steer, num_envs=2, num_workers=2).rows == expected.rows
+    expected = evaluate(policy, TASK, Settings(episodes=4, steer=steer))
+    assert (
+        evaluate(policy, TASK, Settings(episodes=4, steer=steer, num_envs=2), num_workers=2).rows
+        == expected.rows
+    )
 
 
 def test_a_sketch_changes_what_is_done_and_no_sketch_changes_nothing(way: str) -> None:
     plain, off, on = (
-        evaluate(policy_of(), TASK, episodes=3, keep_observations=True, steer=steer)
+        evaluate(policy_of(), TASK, Settings(episodes=3, steer=steer), keep_observations=True)
         for steer in (None, Steering(), Steering("guided_diffusion", way))
     )
     assert plain.rows == off.rows and plain.protocol_hash == off.protocol_hash
@@ -67,12 +71,12 @@ def test_a_sketch_changes_what_is_done_and_no_sketch_changes_nothing(way: str) -
 
 def test_the_protocol_holds_the_sketch_itself(way: str) -> None:
     evaluation = evaluate(
-        policy_of(), TASK, episodes=1, steer=Steering("post_hoc_ranking", way, candidates=3)
+        policy_of(), TASK, Settings(episodes=1, steer=Steering("post_hoc_ranking", way, candidates=3))
     )
     assert evaluation.protocol["steer"]["sketch"] == {**WAY, "observed": [0, 1]}
     assert evaluation.protocol["steer"]["candidates"] == 3
     assert Evaluation.from_json(evaluation.to_json()).protocol_hash == evaluation.protocol_hash
-    assert evaluate(policy_of(), TASK, episodes=1).protocol["steer"] is None
+    assert evaluate(policy_of(), TASK, Settings(episodes=1)).protocol["steer"] is None
 
 
 def test_switches_that_exclude_each_other_are_refused(way: str) -> None:
@@ -82,7 +86,7 @@ def test_switches_that_exclude_each_other_are_refused(way: str) -> None:
         ({"steer": Steering("random")}, "steer.sketch"),
     ):
         with pytest.raises(ConfigError, match=mentions(message)):
-            evaluate(policy_of(), TASK, episodes=1, **{"steer": Steering("random", way), **options})
+            evaluate(policy_of(), TASK, Settings(episodes=1, **{"steer": Steering("random", way), **options}))
 
 
 def test_a_policy_without_a_plan_is_refused(way: str) -> None:
@@ -91,4 +95,4 @@ def test_a_policy_without_a_plan_is_refused(way: str) -> None:
         noise_shape = (6, 2)
 
     with pytest.raises(CapabilityError, match=mentions("Scripted")):
-        evaluate(Scripted(), TASK, episodes=1, steer=Steering("random", way))  # type: ignore[arg-type]
+        evaluate(Scripted(), TASK, Settings(episodes=1, steer=Steering("random", way)))  # type: ignore[arg-type]

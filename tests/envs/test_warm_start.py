@@ -7,6 +7,7 @@ from messages import mentions
 from pairwise import each_value
 
 from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
@@ -48,19 +49,24 @@ def test_rows_do_not_depend_on_the_number_of_environments_or_workers(
     name: str, warm_start: WarmStart
 ) -> None:
     policy = policy_of(name)
-    expected = evaluate(policy, TASK, episodes=EPISODES, num_envs=1, warm_start=warm_start)
+    expected = evaluate(policy, TASK, Settings(episodes=EPISODES, num_envs=1, warm_start=warm_start))
     assert len({row.return_ for row in expected.rows}) == EPISODES
     for num_envs, num_workers in ((3, 0), (64, 0), (5, 2)):
-        options = {"num_envs": num_envs, "num_workers": num_workers}
-        got = evaluate(policy, TASK, episodes=EPISODES, warm_start=warm_start, **options)
+        settings = Settings(episodes=EPISODES, num_envs=num_envs, warm_start=warm_start)
+        got = evaluate(policy, TASK, settings, num_workers=num_workers)
         assert got == expected and got.protocol_hash == expected.protocol_hash
-    assert evaluate(policy, TASK, episodes=3, num_envs=2, warm_start=warm_start).rows == expected.rows[:3]
+    assert (
+        evaluate(policy, TASK, Settings(episodes=3, num_envs=2, warm_start=warm_start)).rows
+        == expected.rows[:3]
+    )
 
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_only_the_first_decision_of_an_episode_is_the_policy_itself(name: str) -> None:
-    options = {"episodes": 4, "keep_observations": True}
-    own, warm = (evaluate(policy_of(name), TASK, warm_start=w, **options) for w in (None, WarmStart(steps=2)))
+    own, warm = (
+        evaluate(policy_of(name), TASK, Settings(episodes=4, warm_start=w), keep_observations=True)
+        for w in (WarmStart(), WarmStart(steps=2))
+    )
     for a, b in zip(own.rows, warm.rows, strict=True):
         assert a.actions is not None and b.actions is not None
         assert (a.actions[:2] == b.actions[:2]).all()
@@ -68,15 +74,15 @@ def test_only_the_first_decision_of_an_episode_is_the_policy_itself(name: str) -
 
 
 def test_a_warm_start_that_is_off_changes_nothing() -> None:
-    off = evaluate(policy_of(), TASK, episodes=3, warm_start=WarmStart())
-    assert off == evaluate(policy_of(), TASK, episodes=3)
+    off = evaluate(policy_of(), TASK, Settings(episodes=3, warm_start=WarmStart()))
+    assert off == evaluate(policy_of(), TASK, Settings(episodes=3))
     assert not off.rows[0].metrics and "network_calls" not in off.summary()
 
 
 def test_the_protocol_tells_how_decisions_begin() -> None:
     plain, warm, again = (
-        evaluate(policy_of(), TASK, episodes=2, warm_start=w)
-        for w in (None, WarmStart(levels=(3, 0), renoise=True), WarmStart(levels=(3, 0)))
+        evaluate(policy_of(), TASK, Settings(episodes=2, warm_start=w))
+        for w in (WarmStart(), WarmStart(levels=(3, 0), renoise=True), WarmStart(levels=(3, 0)))
     )
     assert len({one.protocol_hash for one in (plain, warm, again)}) == 3
     assert warm.protocol["warm_start"] == {
@@ -86,7 +92,7 @@ def test_the_protocol_tells_how_decisions_begin() -> None:
 
 
 def test_calls_of_the_network_are_counted() -> None:
-    evaluation = evaluate(policy_of(), TASK, episodes=3, warm_start=WarmStart(levels=(2, 1, 0)))
+    evaluation = evaluate(policy_of(), TASK, Settings(episodes=3, warm_start=WarmStart(levels=(2, 1, 0))))
     for row in evaluation.rows:
         decisions = (row.length + 1) // 2
         assert row.metrics["network_calls"] == pytest.approx((K + (decisions - 1) * 3) / decisions)
@@ -96,13 +102,19 @@ def test_calls_of_the_network_are_counted() -> None:
 
 def test_executed_steps_are_a_switch_of_the_evaluation() -> None:
     policy = policy_of()
-    one = evaluate(policy, TASK, episodes=2, act_steps=1, warm_start=WarmStart(steps=2))
+    one = evaluate(policy, TASK, Settings(episodes=2, act_steps=1, warm_start=WarmStart(steps=2)))
     assert policy.chunk.act_steps == 2 and one.protocol["act_steps"] == 1
     assert [row.metrics["network_calls"] for row in one.rows] == [
         pytest.approx((K + (row.length - 1) * 2) / row.length) for row in one.rows
     ]
-    assert evaluate(policy, TASK, episodes=2, act_steps=2).rows == evaluate(policy, TASK, episodes=2).rows
-    assert evaluate(policy, TASK, episodes=2, act_steps=4).rows != evaluate(policy, TASK, episodes=2).rows
+    assert (
+        evaluate(policy, TASK, Settings(episodes=2, act_steps=2)).rows
+        == evaluate(policy, TASK, Settings(episodes=2)).rows
+    )
+    assert (
+        evaluate(policy, TASK, Settings(episodes=2, act_steps=4)).rows
+        != evaluate(policy, TASK, Settings(episodes=2)).rows
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +129,7 @@ def test_executed_steps_are_a_switch_of_the_evaluation() -> None:
 )
 def test_switches_that_do_not_fit_are_refused_before_anything_starts(options, error, message: str) -> None:
     with pytest.raises(error, match=mentions(message)):
-        evaluate(policy_of(), TASK, episodes=1, **options)
+        evaluate(policy_of(), TASK, Settings(episodes=1, **options))
 
 
 def test_a_policy_without_a_plan_is_refused() -> None:
@@ -127,4 +139,4 @@ def test_a_policy_without_a_plan_is_refused() -> None:
 
     for options in ({"act_steps": 1}, {"warm_start": WarmStart(steps=1)}):
         with pytest.raises(CapabilityError, match=mentions("Scripted")):
-            evaluate(Scripted(), TASK, episodes=1, **options)  # type: ignore[arg-type]
+            evaluate(Scripted(), TASK, Settings(episodes=1, **options))  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 from messages import mentions
 
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.evaluation.watching import watch
 from envs.rollouts.episodes import EpisodeRow
 from envs.tasks.avoid.task import Avoid
@@ -66,7 +67,7 @@ def test_a_watched_policy_plays_the_episodes_of_its_evaluation(env: Any) -> None
         clock=lambda: window.seconds, sleep=window.sleep,
     )  # fmt: skip
     assert len(rows) >= 2
-    assert list(evaluate(policy, env, episodes=len(rows), first_seed=5).rows) == rows
+    assert list(evaluate(policy, env, Settings(episodes=len(rows), first_seed=5)).rows) == rows
 
 
 def test_frames_follow_each_other_at_the_rate_of_the_task() -> None:

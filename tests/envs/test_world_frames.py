@@ -16,11 +16,11 @@ from small_algorithms import policy_config, setup, start
 from algos.cloning.frames import FrameCoding, with_latents
 from algos.cloning.world import LearnedWorld, WorldConfig, errors_by_horizon, frame_errors
 from algos.training.serialization import from_plain, to_plain
-from burnish.runs.evaluation import evaluate_with
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.images import Images
 from envs.engine.learned import ImaginedFrames
 from envs.engine.pixels import match_cameras
+from envs.evaluation.evaluate import evaluate
 from envs.evaluation.settings import EvaluationSettings
 from envs.make import env
 from envs.spec import named_options
@@ -219,7 +219,7 @@ def test_frames_are_drawn_from_the_vector_beside_the_observed_state(folder: Path
 
 def test_a_policy_of_images_acts_in_a_world_of_frames(folder: Path) -> None:
     policy = image_policy()
-    found = evaluate_with(policy, world(folder), EvaluationSettings(episodes=3), num_workers=0)
+    found = evaluate(policy, world(folder), EvaluationSettings(episodes=3))
     assert len(found.rows) == 3 and all(0 < row.length <= 100 for row in found.rows)
     assert match_cameras(world(folder, cameras=("ahead",)), {}).cameras == ()
     with pytest.raises(ConfigError, match=mentions("images ahead env.model")):
@@ -245,4 +245,4 @@ def test_a_world_of_states_has_no_frames(tmp_path: Path) -> None:
     assert run.total == SMALL.steps
     place = save_policy(run.snapshot(), tmp_path / "states", provenance={"env": named_options(own)})
     with pytest.raises(ConfigError, match=mentions("env.cameras world none ahead")):
-        evaluate_with(image_policy(), world(place), EvaluationSettings(episodes=1), num_workers=0)
+        evaluate(image_policy(), world(place), EvaluationSettings(episodes=1))

@@ -10,6 +10,7 @@ from small_policies import observations, small_policy
 from torch import Tensor
 
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings
 from policies.errors import ConfigError
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Observation
@@ -78,7 +79,7 @@ def test_the_same_noise_gives_the_same_actions_and_a_generator_is_all_that_draws
 def test_an_evaluation_does_not_take_the_noise_from_candidates(switch: str) -> None:
     best = BestOfN(small_policy(), far_from_observed, Selection(candidates=3))
     with pytest.raises(ConfigError, match=mentions("start_noise sampling_noise")):
-        evaluate(best, PointEnv(), episodes=1, **{switch: "zero"})  # type: ignore[arg-type]
+        evaluate(best, PointEnv(), EvaluationSettings(episodes=1, **{switch: "zero"}))  # type: ignore[arg-type]
 
 
 def test_a_temperature_draws_in_proportion_to_the_softmax() -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from envs.evaluation.evaluate import evaluate
+from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.tasks.gym import Gym, local_factory
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
@@ -112,7 +113,7 @@ def test_an_import_runs_in_a_task_with_other_names_of_cameras(tmp_path: Path) ->
     policy, _ = import_policy(path, LerobotSource(cameras=("hand", "pixels")))
     assert list(policy.images) == ["hand", "pixels"]
     task = Gym(factory=local_factory(Tabletop), max_episode_steps=5)
-    found = evaluate(policy, task, episodes=2, num_workers=0)
+    found = evaluate(policy, task, Settings(episodes=2), num_workers=0)
     assert [row.length for row in found.rows] == [5, 5]
     assert all(np.isfinite(row.return_) and row.return_ != 0 for row in found.rows)
 

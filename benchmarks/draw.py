@@ -43,7 +43,7 @@ from policies.export.export import export_onnx
 from policies.runner import ENCODER, LOOP, STEP
 from policies.storage.checksums import CHECKSUMS
 from policies.storage.policy_folder import CONFIG, WEIGHTS
-from policies.wrappers.steering import STRATEGIES, Steering
+from policies.wrappers.sketch_settings import STRATEGIES, SketchSettings
 
 FOLDER = Path("docs/draw")
 POLICY, GRAPHS, FACTS = FOLDER / "cloned", FOLDER / "graphs", FOLDER / "graphs" / "facts.json"
@@ -82,7 +82,7 @@ def facts(found: Located) -> dict[str, Any]:
     first = {**session.reset(START_SEED)}
     session.close()
     own = {told["sampler"]: {"steps": policy.table.num_steps, "is_free": False}}
-    table, steering = policy.table, Steering()
+    table, steering = policy.table, SketchSettings()
     return {
         "policy": str(POLICY),
         "first_seed": START_SEED,

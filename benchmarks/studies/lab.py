@@ -29,7 +29,7 @@ from benchmarks import pages
 from benchmarks.chromium import Browser, browser
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.plane import Place, Plane
-from policies.wrappers.steering import STRATEGIES
+from policies.wrappers.sketch_settings import STRATEGIES
 
 LINE = [(-0.04, 0.03), (-0.06, 0.14), (0.0, 0.27), (0.06, 0.4), (0.0, 0.53), (0.0, 0.62)]
 """Through the gaps of `avoid`; it begins beside the disc, which would be dragged."""

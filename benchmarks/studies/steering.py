@@ -38,7 +38,7 @@ from envs.rollouts.episodes import EpisodeRow
 from policies.policy import Policy
 from policies.policy_config import ChunkSpec
 from policies.protocols import PlanDecoder
-from policies.wrappers.sketch_guidance import SteeredPolicy, Steering
+from policies.wrappers.sketch_guidance import SketchedPolicy, SketchSettings
 
 RESULTS = Path("docs/results")
 FIRST_DEMONSTRATION = 1_000_000
@@ -46,17 +46,17 @@ PAPER_ROWS = 64  # of the plans for which the published weights of the gradient 
 Columns = dict[str, list[float]]
 
 
-def variants(chunk: ChunkSpec) -> dict[str, Steering]:
+def variants(chunk: ChunkSpec) -> dict[str, SketchSettings]:
     """Return what is compared, by name; published weights, and the same for each row of a plan."""
     guided, stochastic = (weight * chunk.horizon / PAPER_ROWS for weight in (20.0, 60.0))
-    alone = Steering("output_perturbation", candidates=1, guide_rows=chunk.act_steps)
-    found = {"random": Steering("random"), "the sketch alone": alone}
+    alone = SketchSettings("output_perturbation", candidates=1, guide_rows=chunk.act_steps)
+    found = {"random": SketchSettings("random"), "the sketch alone": alone}
     for name in ("output_perturbation", "post_hoc_ranking", "biased_initialization"):
-        found[name] = Steering(name)
+        found[name] = SketchSettings(name)
     for name, weights in (("guided_diffusion", (20.0, guided)), ("stochastic_sampling", (60.0, stochastic))):
         for weight in weights:
             for gradient in ("x", "x0"):
-                steering = Steering(name, scale=weight, gradient=gradient)
+                steering = SketchSettings(name, scale=weight, gradient=gradient)
                 found[f"{name}, scale {weight:g} at {gradient}"] = steering
     return found
 
@@ -81,7 +81,7 @@ def measure(name: str, path: str, options: argparse.Namespace) -> Path:
         results[kind] = {}
         for label, steering in variants(policy.chunk).items():
             columns, trails[label] = follow(task, policy, steering, beside, options)
-            calls = SteeredPolicy(policy, task.sketch(0, 0.0), steering).calls
+            calls = SketchedPolicy(policy, task.sketch(0, 0.0), steering).calls
             results[kind][label] = {**columns, "calls": calls, "plans": steering.recipe.candidates}
             shares = ", ".join(f"{key} {np.mean(values):.3g}" for key, values in columns.items())
             print(f"{name}: {kind}: {label}: {shares}", flush=True)
@@ -98,7 +98,7 @@ def measure(name: str, path: str, options: argparse.Namespace) -> Path:
 
 
 def follow(
-    task: Task, policy: Policy, steering: Steering, beside: float, options: argparse.Namespace
+    task: Task, policy: Policy, steering: SketchSettings, beside: float, options: argparse.Namespace
 ) -> tuple[Columns, Sequence[EpisodeRow]]:
     """Follow the sketch of every way; returns numbers per episode, and the episodes of the way to draw."""
     columns: Columns = {key: [] for key in ("success", "free", "took", "off_m")}
@@ -107,7 +107,7 @@ def follow(
         sketch = task.sketch(way, beside)
         settings = EvaluationSettings(episodes=options.episodes or task.episodes, first_seed=1000 * (way + 1))
         rows = evaluate(
-            SteeredPolicy(policy, sketch, steering),
+            SketchedPolicy(policy, sketch, steering),
             task.env(way),
             settings,
             num_workers=options.workers,

@@ -22,7 +22,7 @@ from policies.export.folder import ExportReport, Surroundings, refuse_to_replace
 from policies.paths import path_field
 from policies.policy import Policy
 from policies.wrappers.sketch_guidance import describe_steering, steered
-from policies.wrappers.steering import Steering
+from policies.wrappers.sketch_settings import SketchSettings
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class ExportConfig:
     steps: int | None = None  # denoising steps; null: the policy's default
     tolerance: float = 1e-5  # largest allowed difference to the original, see the report
     seed: int = 0  # seed of the random inputs for the comparison
-    steer: Steering = field(default_factory=Steering)  # sketch guidance, part of the graph
+    steer: SketchSettings = field(default_factory=SketchSettings)  # sketch guidance, part of the graph
     control_hz: float | None = None  # rate of the robot [Hz]; null: that of the task or the dataset
     action_low: Any = None  # lowest actions, a number or one per entry; null: those of the task
     action_high: Any = None  # highest actions
@@ -79,7 +79,7 @@ def export(config: ExportConfig) -> ExportReport:
     )
 
 
-def with_sketch(around: Surroundings, steer: Steering) -> Surroundings:
+def with_sketch(around: Surroundings, steer: SketchSettings) -> Surroundings:
     """Return the facts with those of a sketch, if there is one."""
     sketch = describe_steering(steer)
     return around if sketch is None else replace(around, provenance={**around.provenance, "steer": sketch})

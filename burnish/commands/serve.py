@@ -27,7 +27,7 @@ from policies.serving.server import Served, Server, ServerSettings
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import WEIGHTS
 from policies.wrappers.sketch_guidance import steered
-from policies.wrappers.steering import Steering
+from policies.wrappers.sketch_settings import SketchSettings
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ServeConfig(ServerSettings):
 
     policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, a policy directory, an export
     steps: int | None = None  # denoising steps; null: the policy's default
-    steer: Steering = field(default_factory=Steering)  # sketch guidance
+    steer: SketchSettings = field(default_factory=SketchSettings)  # sketch guidance
     device: str = "cpu"  # inference device: cpu, cuda or cuda:<n>
     metrics_port: int | None = None  # port of http://127.0.0.1:<port>/metrics; 0: any free port; null: none
     new_client: str | None = None  # create keys for this client in keys=<folder>, and exit

@@ -24,8 +24,8 @@ from policies.policy import Policy
 from policies.policy_config import ChunkSpec
 from policies.samplers.step_table import StepRules
 from policies.storage.strict_json import check_types
-from policies.wrappers.sketch_guidance import SteeredPolicy
-from policies.wrappers.steering import STRATEGIES, Steering
+from policies.wrappers.sketch_guidance import SketchedPolicy
+from policies.wrappers.sketch_settings import STRATEGIES, SketchSettings
 
 MOST_PLANS, MOST_POINTS, MOST_STEPS = 64, 256, 128
 START_SEED = 0  # of the first of the compared starts
@@ -51,7 +51,7 @@ def strengths(chunk: ChunkSpec) -> dict[str, Strength]:
     return {
         "output_perturbation": Strength("guide_rows", 1, chunk.act_steps, 1, half),
         "post_hoc_ranking": Strength("candidates", 1, 64, 1, ranked),
-        "biased_initialization": Strength("start", 0, 0.95, 0.01, Steering.start),
+        "biased_initialization": Strength("start", 0, 0.95, 0.01, SketchSettings.start),
         "guided_diffusion": Strength("scale", 0, 4 * guided, 1, guided),
         "stochastic_sampling": Strength("scale", 0, 4 * stochastic, 1, stochastic),
     }
@@ -138,7 +138,7 @@ class Subject:
         policy = self.plain(controls)
         if not controls.is_steered:
             return policy
-        return SteeredPolicy(policy, _sketch(controls, plane), self.steering(controls))
+        return SketchedPolicy(policy, _sketch(controls, plane), self.steering(controls))
 
     def plain(self, controls: Controls) -> Any:
         """Return the policy with all controls but steering."""
@@ -157,11 +157,11 @@ class Subject:
         part = self.samplers[controls.sampler]
         return part if controls.steps is None else replace(part, steps=controls.steps)
 
-    def steering(self, controls: Controls) -> Steering:
+    def steering(self, controls: Controls) -> SketchSettings:
         """Return the settings of the chosen strategy (ConfigError: the strength is beyond its slider)."""
         slider = strengths(self.base.chunk).get(controls.strategy)
         if slider is None or controls.strength is None:
-            return Steering(controls.strategy)
+            return SketchSettings(controls.strategy)
         if not slider.low <= controls.strength <= slider.high:
             raise ConfigError(
                 f"strength ({slider.key}) must be within {slider.low:g} and {slider.high:g}; "
@@ -170,7 +170,7 @@ class Subject:
         value: Any = (
             int(controls.strength) if slider.key in ("guide_rows", "candidates") else controls.strength
         )
-        return Steering(controls.strategy, **{slider.key: value})
+        return SketchSettings(controls.strategy, **{slider.key: value})
 
     # -- text that reproduces what is shown -----------------------------------------------------------
 
@@ -237,9 +237,9 @@ class Subject:
         if controls.is_steered:
             sketch, steering = _sketch(controls, plane), self.steering(controls)
             names |= {_import(sketch), _import(steering)}
-            names.add("from policies.wrappers.sketch_guidance import SteeredPolicy")
+            names.add("from policies.wrappers.sketch_guidance import SketchedPolicy")
             lines.append(f"sketch = {_call(sketch)}")
-            lines.append(f"policy = SteeredPolicy(policy, sketch, {_call(steering)})")
+            lines.append(f"policy = SketchedPolicy(policy, sketch, {_call(steering)})")
         seen = ", ".join(f'"{name}": torch.tensor({value.tolist()})' for name, value in obs.items())
         lines += [
             f"obs = {{{seen}}}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from policies.errors import ConfigError
 from policies.execution.warm_start import WarmStart
-from policies.wrappers.steering import Steering
+from policies.wrappers.sketch_settings import SketchSettings
 
 NOISES = ("random", "zero")
 SEEDS = 2**32  # seed range of all simulators: 0 to SEEDS - 1
@@ -33,7 +33,7 @@ class EvaluationSettings:
     num_envs: int = 16  # parallel environments; no effect on the numbers
     act_steps: int | None = None  # executed actions per decision; null: the policy's own
     warm_start: WarmStart = field(default_factory=WarmStart)
-    steer: Steering = field(default_factory=Steering)
+    steer: SketchSettings = field(default_factory=SketchSettings)
     guidance: float | None = None  # weight of the goal or label; null: the policy's own
 
     def __post_init__(self) -> None:

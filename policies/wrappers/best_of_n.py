@@ -57,9 +57,15 @@ def _of_policy(name: str) -> Any:
 
 
 class BestOfN(nn.Module):
-    """Policy that samples N plans per observation and executes one of them."""
+    """Policy that samples N plans per observation and executes one of them.
 
-    def __init__(self, policy: Policy, scorer: Scorer, selection: Selection) -> None:
+    Args:
+        policy: The policy whose plans these are.
+        scorer: What ranks them; None: a subclass ranks in its own `plan`.
+        selection: How many, and which one.
+    """
+
+    def __init__(self, policy: Policy, scorer: Scorer | None, selection: Selection) -> None:
         super().__init__()
         self.policy = policy
         self.chunk = policy.chunk
@@ -106,6 +112,7 @@ class BestOfN(nn.Module):
 
     def plan(self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
         """Return the chosen plan (B, Th, Da), normalised; arguments as `candidates`."""
+        assert self.scorer is not None
         plans = self.candidates(obs, noise, start=start, hooks=hooks)
         return self.chosen(plans, self.scorer(self.policy.physical(plans), obs), noise)
 

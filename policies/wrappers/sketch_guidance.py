@@ -26,15 +26,14 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import Policy
 from policies.policy_config import ChunkSpec
 from policies.protocols import Cond, Hook, Hooks, Observation, PlanDecoder, Start, Step
 from policies.samplers.step_table import StepTable, resampled
 from policies.wrappers.best_of_n import BestOfN, Selection
 from policies.wrappers.planned_sketch import guide_of, guided_entries
 from policies.wrappers.planner import PlannerPolicy
+from policies.wrappers.sketch_settings import SketchSettings
 from policies.wrappers.sketches import ActionSketch, AnySketch, Sketch, read_sketch
-from policies.wrappers.steering import Steering
 
 AnyPolicy = TypeVar("AnyPolicy")
 
@@ -64,18 +63,6 @@ def ranking_scores(distance: Tensor) -> Tensor:
     """Return 20 (1 - d / max d) for distances (B, N); their softmax is the published weight of a plan."""
     largest = distance.amax(dim=1, keepdim=True).clamp(min=SMALLEST_DISTANCE)
     return RANKING_SCALE * (1 - distance / largest)
-
-
-@dataclass(frozen=True, eq=False)
-class NearSketch:
-    """Score plans by proximity to a sketch, in the normalised units of a policy."""
-
-    policy: Policy
-    sketch: Sketch
-
-    def __call__(self, plans: Tensor, obs: Observation) -> Tensor:
-        guide = self.policy.normalize_action(self.sketch.guide(obs, self.policy.chunk))
-        return ranking_scores(guide_distance(self.policy.normalize_action(plans), guide[:, None]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +117,7 @@ class Resampling:
         return resampled(table, process, self.sampler, steps=self.steps, noise=self.noise)
 
 
-class SteeredPolicy(BestOfN):
+class SketchedPolicy(BestOfN):
     """Denoising policy that follows a sketch; of a planner the sketch chooses plans, not the value.
 
     Raises:
@@ -140,7 +127,7 @@ class SteeredPolicy(BestOfN):
 
     policy: Any  # a PlanDecoder
 
-    def __init__(self, policy: Any, sketch: Sketch, steering: Steering) -> None:
+    def __init__(self, policy: Any, sketch: Sketch, steering: SketchSettings) -> None:
         if not isinstance(policy, PlanDecoder):
             kind = type(policy).__name__
             raise CapabilityError(f"steer needs a policy that denoises its plan; {kind} does not.")
@@ -150,7 +137,7 @@ class SteeredPolicy(BestOfN):
         if recipe.resample_steps > 1:
             noise = steering.resample_noise
             policy = policy.with_sampler(Resampling(policy.sampler, recipe.resample_steps, noise))
-        super().__init__(policy, NearSketch(policy, sketch), Selection(recipe.candidates))
+        super().__init__(policy, None, Selection(recipe.candidates))
         self.sketch, self.steering, self.recipe = sketch, steering, recipe
         self.entries = guided_entries(policy, sketch)
         self._first = policy.table.step_at(steering.start) if recipe.starts_at_guide else 0
@@ -204,23 +191,23 @@ class SteeredPolicy(BestOfN):
         return [GuideHook(guide, recipe.scale, *bounds, self.entries)]
 
 
-def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
+def steered(policy: AnyPolicy, steering: SketchSettings) -> AnyPolicy | SketchedPolicy:
     """Return the policy with the configured sketch guidance; unchanged if none is configured."""
-    return SteeredPolicy(policy, _sketch_of(steering), steering) if steering.is_on else policy
+    return SketchedPolicy(policy, _sketch_of(steering), steering) if steering.is_on else policy
 
 
-def describe_steering(steering: Steering) -> dict[str, Any] | None:
+def describe_steering(steering: SketchSettings) -> dict[str, Any] | None:
     """Return the settings with the sketch's content instead of its file; None if steering is off."""
     return {**asdict(steering), "sketch": asdict(_sketch_of(steering))} if steering.is_on else None
 
 
-def _sketch_of(steering: Steering) -> AnySketch:
+def _sketch_of(steering: SketchSettings) -> AnySketch:
     if steering.sketch is None:
         raise ConfigError(f"steer.strategy={steering.strategy} needs steer.sketch=<JSON or NPZ file>.")
     return read_sketch(steering.sketch)
 
 
-def _guide_rows(chunk: ChunkSpec, steering: Steering) -> int:
+def _guide_rows(chunk: ChunkSpec, steering: SketchSettings) -> int:
     rows = (chunk.act_steps + 1) // 2 if steering.guide_rows is None else steering.guide_rows
     if rows > chunk.act_steps:
         raise ConfigError(f"steer.guide_rows must be at most act_steps={chunk.act_steps}; got {rows}.")

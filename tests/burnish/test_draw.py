@@ -21,8 +21,8 @@ from envs.spec import Array
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.plane import Plane
 from policies.runner import ENCODER, STEP, open_session, run
-from policies.wrappers.sketch_guidance import SteeredPolicy
-from policies.wrappers.steering import STRATEGIES, Steering
+from policies.wrappers.sketch_guidance import SketchedPolicy
+from policies.wrappers.sketch_settings import STRATEGIES, SketchSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 STRENGTHS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def test_the_page_computes_what_python_does(policy: Any, plane: Plane, states: A
     for strategy, settings in {"off": {}, **STRENGTHS}.items():
         view = policy
         if strategy != "off":
-            view = SteeredPolicy(policy, plane.sketch(LINE), Steering(strategy, **settings))
+            view = SketchedPolicy(policy, plane.sketch(LINE), SketchSettings(strategy, **settings))
         noise = view.sample_noise(len(states), generator=generator)
         with torch.inference_mode():
             expected.append(view.plan(obs, noise).flatten(1).numpy())

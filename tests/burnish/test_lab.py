@@ -31,7 +31,7 @@ from envs.tasks.gym import Gym
 from envs.tasks.mazes.d4rl import PointmazeLarge
 from policies.errors import CapabilityError, ConfigError
 from policies.storage.policy_folder import save_policy
-from policies.wrappers.steering import STRATEGIES
+from policies.wrappers.sketch_settings import STRATEGIES
 
 OLD = "tests/fixtures/version_0_1/policies"
 LINE = [[0.0, 0.0], [-0.06, 0.12], [0.0, 0.25], [0.0, 0.7]]

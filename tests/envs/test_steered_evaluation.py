@@ -18,7 +18,7 @@ from policies.execution.replanning import WarmStart
 from policies.policy import Policy, PolicyConfig
 from policies.processes import VPDiffusion
 from policies.samplers.ddpm import DDPM
-from policies.wrappers.steering import STRATEGIES, Steering
+from policies.wrappers.sketch_settings import STRATEGIES, SketchSettings
 
 TASK = Avoid(max_episode_steps=13)
 WAY = {"positions": [[0.0, 0.0], [-0.06, 0.14], [0.0, 0.27]], "pace": 0.015, "reach": 0.02}
@@ -45,13 +45,13 @@ def policy_of() -> Policy:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_episodes_do_not_depend_on_their_neighbours(strategy: str, way: str) -> None:
-    policy, steer = policy_of(), Steering(strategy, way)
+    policy, steer = policy_of(), SketchSettings(strategy, way)
     expected = evaluate(policy, TASK, Settings(episodes=5, num_envs=1, steer=steer))
     assert evaluate(policy, TASK, Settings(episodes=5, steer=steer, num_envs=4)).rows == expected.rows
 
 
 def test_worker_processes_change_nothing(way: str) -> None:
-    policy, steer = policy_of(), Steering("output_perturbation", way)
+    policy, steer = policy_of(), SketchSettings("output_perturbation", way)
     expected = evaluate(policy, TASK, Settings(episodes=4, steer=steer))
     assert (
         evaluate(policy, TASK, Settings(episodes=4, steer=steer, num_envs=2), num_workers=2).rows
@@ -62,7 +62,7 @@ def test_worker_processes_change_nothing(way: str) -> None:
 def test_a_sketch_changes_what_is_done_and_no_sketch_changes_nothing(way: str) -> None:
     plain, off, on = (
         evaluate(policy_of(), TASK, Settings(episodes=3, steer=steer), keep_observations=True)
-        for steer in (None, Steering(), Steering("guided_diffusion", way))
+        for steer in (SketchSettings(), SketchSettings(sketch=way), SketchSettings("guided_diffusion", way))
     )
     assert plain.rows == off.rows and plain.protocol_hash == off.protocol_hash
     ends = [[row.observations[-1, 1] for row in evaluation.rows] for evaluation in (plain, on)]
@@ -71,7 +71,7 @@ def test_a_sketch_changes_what_is_done_and_no_sketch_changes_nothing(way: str) -
 
 def test_the_protocol_holds_the_sketch_itself(way: str) -> None:
     evaluation = evaluate(
-        policy_of(), TASK, Settings(episodes=1, steer=Steering("post_hoc_ranking", way, candidates=3))
+        policy_of(), TASK, Settings(episodes=1, steer=SketchSettings("post_hoc_ranking", way, candidates=3))
     )
     assert evaluation.protocol["steer"]["sketch"] == {**WAY, "observed": [0, 1]}
     assert evaluation.protocol["steer"]["candidates"] == 3
@@ -83,10 +83,12 @@ def test_switches_that_exclude_each_other_are_refused(way: str) -> None:
     for options, message in (
         ({"start_noise": "zero"}, "start_noise=zero"),
         ({"warm_start": WarmStart(steps=2)}, "warm_start"),
-        ({"steer": Steering("random")}, "steer.sketch"),
+        ({"steer": SketchSettings("random")}, "steer.sketch"),
     ):
         with pytest.raises(ConfigError, match=mentions(message)):
-            evaluate(policy_of(), TASK, Settings(episodes=1, **{"steer": Steering("random", way), **options}))
+            evaluate(
+                policy_of(), TASK, Settings(episodes=1, **{"steer": SketchSettings("random", way), **options})
+            )
 
 
 def test_a_policy_without_a_plan_is_refused(way: str) -> None:
@@ -95,4 +97,4 @@ def test_a_policy_without_a_plan_is_refused(way: str) -> None:
         noise_shape = (6, 2)
 
     with pytest.raises(CapabilityError, match=mentions("Scripted")):
-        evaluate(Scripted(), TASK, Settings(episodes=1, steer=Steering("random", way)))  # type: ignore[arg-type]
+        evaluate(Scripted(), TASK, Settings(episodes=1, steer=SketchSettings("random", way)))  # type: ignore[arg-type]

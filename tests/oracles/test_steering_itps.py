@@ -14,7 +14,7 @@ from torch import Tensor
 
 from policies.policy import Policy
 from policies.samplers.ddpm import DDPM
-from policies.wrappers.sketch_guidance import SteeredPolicy, Steering
+from policies.wrappers.sketch_guidance import SketchedPolicy, SketchSettings
 from policies.wrappers.sketches import ActionSketch, resampled
 
 TOLERANCE = 1e-4
@@ -27,7 +27,7 @@ def ancestral(arrays: dict[str, Tensor], steps: int) -> Policy:
     return toy_policy(arrays).with_sampler(sampler)
 
 
-def tape(arrays: dict[str, Tensor], steered: SteeredPolicy, steps: int) -> Tensor:
+def tape(arrays: dict[str, Tensor], steered: SketchedPolicy, steps: int) -> Tensor:
     """Lay the recorded draws out as the noise of one candidate, (B, 1, rows, Th, Da).
 
     Published code draws the noise of a step at every visit and uses it at the last one, and counts only the
@@ -61,7 +61,7 @@ def test_plans_along_a_guide(golden_path: Path) -> None:
     for name in found:
         strategy, steps = name.removeprefix("itps_").rsplit("_N", 1)
         policy = ancestral(arrays, int(steps))
-        steered = SteeredPolicy(policy, sketch, Steering(NAMES.get(strategy, strategy), gradient="x"))
+        steered = SketchedPolicy(policy, sketch, SketchSettings(NAMES.get(strategy, strategy), gradient="x"))
         with torch.no_grad():
             plan = steered.plan(obs, tape(arrays, steered, int(steps)))
         torch.testing.assert_close(plan, arrays[name], rtol=0, atol=TOLERANCE, msg=name)

@@ -28,9 +28,9 @@ from policies.protocols import Cond, Step
 from policies.samplers.hooks import Ascent
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.planner import ComposedPlanner, Planner, PlannerPolicy
-from policies.wrappers.sketch_guidance import GuideHook, SteeredPolicy, guide_distance
+from policies.wrappers.sketch_guidance import GuideHook, SketchedPolicy, guide_distance
+from policies.wrappers.sketch_settings import SketchSettings
 from policies.wrappers.sketches import ActionSketch, WaypointSketch
-from policies.wrappers.steering import Steering
 
 GUIDED = {"value_widths": (32,), "guide_rest": 1}
 DECISION = {"inverse_dims": (8,), "label": 0.9, "temperature": 0.5}
@@ -213,7 +213,7 @@ def test_a_sketch_guides_what_it_is_of_and_nothing_else(fields: dict[str, Any], 
     policy = planner(VPDiffusion(num_levels=10), **fields)
     drawn = ACTIONS if sketch == "actions" else WAY
     obs = observed()
-    idle = SteeredPolicy(policy, drawn, Steering("guided_diffusion", scale=0.0))
+    idle = SketchedPolicy(policy, drawn, SketchSettings("guided_diffusion", scale=0.0))
     noise = idle.sample_noise(4, generator=torch.Generator().manual_seed(4))
     assert torch.equal(idle.act(obs, noise=noise), policy.act(obs, noise=noise[:, 0]))
     guide, entries = idle.guide(obs), idle.entries
@@ -230,7 +230,7 @@ def test_a_sketch_guides_what_it_is_of_and_nothing_else(fields: dict[str, Any], 
 def test_a_path_is_guided_from_the_state_itself_in_the_units_of_states() -> None:
     policy = planner()
     obs = observed()
-    steered = SteeredPolicy(policy, WAY, Steering("random"))
+    steered = SketchedPolicy(policy, WAY, SketchSettings("random"))
     guide = policy.normalizer.decode("state", steered.guide(obs)[..., 2:])[..., :2]
     expected = WAY.path.targets(obs, policy.chunk)[:, :-1]
     torch.testing.assert_close(guide, expected)
@@ -239,7 +239,7 @@ def test_a_path_is_guided_from_the_state_itself_in_the_units_of_states() -> None
 
 def test_the_plan_nearest_to_a_sketch_is_executed_instead_of_the_most_valuable() -> None:
     policy = planner(**GUIDED, plans=3)
-    steered = SteeredPolicy(policy, WAY, Steering("post_hoc_ranking", candidates=5))
+    steered = SketchedPolicy(policy, WAY, SketchSettings("post_hoc_ranking", candidates=5))
     obs = observed()
     noise = steered.sample_noise(4, generator=torch.Generator().manual_seed(4))
     one, cond = policy.with_fields(plans=1), policy.encode(obs)
@@ -252,7 +252,9 @@ def test_the_plan_nearest_to_a_sketch_is_executed_instead_of_the_most_valuable()
 
 def test_a_plan_begins_at_a_sketch_under_its_share_of_the_noise() -> None:
     policy = planner()
-    steered = SteeredPolicy(policy, WAY, Steering("biased_initialization", start=0.6, noise_share=0.25))
+    steered = SketchedPolicy(
+        policy, WAY, SketchSettings("biased_initialization", start=0.6, noise_share=0.25)
+    )
     obs = observed()
     noise = steered.sample_noise(4, generator=torch.Generator().manual_seed(4))
     time = policy.table.times[policy.table.step_at(0.6)]
@@ -264,7 +266,7 @@ def test_a_plan_begins_at_a_sketch_under_its_share_of_the_noise() -> None:
 
 def test_rows_of_a_sketched_path_become_actions_by_the_inverse_dynamics() -> None:
     policy = planner(**{**DECISION, "label": None})
-    steered = SteeredPolicy(policy, WAY, Steering("output_perturbation", guide_rows=2, candidates=1))
+    steered = SketchedPolicy(policy, WAY, SketchSettings("output_perturbation", guide_rows=2, candidates=1))
     obs = observed()
     noise = steered.sample_noise(4, generator=torch.Generator().manual_seed(4))
     plan = policy.trajectory(policy.encode(obs), noise[:, 0])
@@ -273,8 +275,8 @@ def test_rows_of_a_sketched_path_become_actions_by_the_inverse_dynamics() -> Non
 
 
 def test_a_sketched_planner_is_exported(tmp_path: Path) -> None:
-    policy = SteeredPolicy(
-        planner(VPDiffusion(num_levels=2)), WAY, Steering("guided_diffusion", candidates=2)
+    policy = SketchedPolicy(
+        planner(VPDiffusion(num_levels=2)), WAY, SketchSettings("guided_diffusion", candidates=2)
     )
     report = export_onnx(policy, tmp_path / "exported", batch_sizes=(3,), latency_batches=())
     assert len(report.parity) > 0
@@ -335,7 +337,7 @@ def test_a_composed_planner_saves_starts_warm_follows_sketches_and_exports(tmp_p
     replanner = Replanner(composed, WarmStart(steps=1))
     plan = replanner.decide(obs, noise=noise).plan
     assert replanner.decide(obs, noise=noise, previous=plan).plan.shape == (4, 6, 5)
-    steered = SteeredPolicy(composed, WAY, Steering("guided_diffusion"))
+    steered = SketchedPolicy(composed, WAY, SketchSettings("guided_diffusion"))
     assert steered.act(obs, generator=torch.Generator().manual_seed(3)).shape == (4, 3, 2)
     report = export_onnx(composed, tmp_path / "exported", batch_sizes=(3,), latency_batches=())
     assert len(report.parity) > 0
@@ -365,11 +367,11 @@ def test_what_a_planner_cannot_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=mentions("warm_start.gripper states")):
         Replanner(of_states, WarmStart(steps=1, gripper=(0,)))
     with pytest.raises(CapabilityError, match=mentions("states waypoints")):
-        SteeredPolicy(of_states, ACTIONS, Steering(strategy="random"))
+        SketchedPolicy(of_states, ACTIONS, SketchSettings(strategy="random"))
     with pytest.raises(CapabilityError, match=mentions("output_perturbation post_hoc_ranking")):
-        SteeredPolicy(policy, WAY, Steering(strategy="output_perturbation"))
+        SketchedPolicy(policy, WAY, SketchSettings(strategy="output_perturbation"))
     with pytest.raises(ConfigError, match=mentions("observed 2")):
-        SteeredPolicy(policy, replace(WAY, observed=(0, 3)), Steering(strategy="random"))
+        SketchedPolicy(policy, replace(WAY, observed=(0, 3)), SketchSettings(strategy="random"))
     with pytest.raises(CapabilityError, match=mentions("planner process=consistency")):
         planner(Consistency())
     with pytest.raises(ConfigError, match=mentions("inner policy obs_dim")):

@@ -29,14 +29,14 @@ from policies.storage.policy_folder import save_policy
 from policies.wrappers.sketch_guidance import (
     GuideHook,
     Resampling,
-    SteeredPolicy,
-    Steering,
+    SketchedPolicy,
+    SketchSettings,
     guide_distance,
     guide_gradient,
     steered,
 )
+from policies.wrappers.sketch_settings import STRATEGIES
 from policies.wrappers.sketches import ActionSketch, PositionSketch, WaypointSketch, read_sketch
-from policies.wrappers.steering import STRATEGIES
 
 PAIRS = [
     (VPDiffusion(10, prediction="eps"), DDPM(min_std=0.1)),
@@ -54,7 +54,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def noise_of(policy: SteeredPolicy, batch: int) -> Tensor:
+def noise_of(policy: SketchedPolicy, batch: int) -> Tensor:
     return policy.sample_noise(batch, generator=torch.Generator().manual_seed(3))
 
 
@@ -151,7 +151,7 @@ def test_what_is_no_sketch_is_refused_with_the_reason(tmp_path, text: str, reaso
 def test_a_missing_file_and_a_wrong_width_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match=mentions("steer.sketch")):
         read_sketch(tmp_path / "nothing.json")
-    policy = SteeredPolicy(small_policy(), ActionSketch(((1.0, 2.0, 3.0),)), Steering("random"))
+    policy = SketchedPolicy(small_policy(), ActionSketch(((1.0, 2.0, 3.0),)), SketchSettings("random"))
     with pytest.raises(ConfigError, match=mentions("2")):
         policy.act(observations(1))
 
@@ -184,8 +184,8 @@ def test_rows_on_the_guide_are_not_pushed() -> None:
 @pytest.mark.parametrize("gradient", ["x", "x0"])
 def test_guidance_of_scale_zero_changes_no_bit(process, sampler, gradient: str) -> None:
     policy, obs = small_policy(process, sampler), observations(3)
-    plain = SteeredPolicy(policy, SKETCH, Steering("random"))
-    idle = SteeredPolicy(policy, SKETCH, Steering("guided_diffusion", scale=0.0, gradient=gradient))
+    plain = SketchedPolicy(policy, SKETCH, SketchSettings("random"))
+    idle = SketchedPolicy(policy, SKETCH, SketchSettings("guided_diffusion", scale=0.0, gradient=gradient))
     noise = noise_of(plain, 3)
     assert torch.equal(idle.act(obs, noise=noise), plain.act(obs, noise=noise))
     assert torch.equal(plain.act(obs, noise=noise), policy.act(obs, noise=noise[:, 0]))
@@ -197,8 +197,8 @@ def test_stronger_guidance_ends_nearer_to_the_guide(process, sampler, gradient: 
     policy, obs = small_policy(process, sampler), {"state": observations(16)}
     found = []
     for scale in (0.0, 0.3, 3.0):
-        steering = Steering("guided_diffusion", scale=scale, gradient=gradient)
-        guided = SteeredPolicy(policy, SKETCH, steering)
+        steering = SketchSettings("guided_diffusion", scale=scale, gradient=gradient)
+        guided = SketchedPolicy(policy, SKETCH, steering)
         with torch.no_grad():
             found.append(guide_distance(guided.plan(obs, noise_of(guided, 16)), guided.guide(obs)).mean())
     assert found[2] < found[1] < found[0]
@@ -347,7 +347,7 @@ def test_a_sampler_with_a_memory_cannot_visit_levels_again() -> None:
 @every_strategy
 @every_pair
 def test_an_observation_s_plan_does_not_depend_on_the_others(process, sampler, strategy: str) -> None:
-    policy = SteeredPolicy(small_policy(process, sampler), SKETCH, Steering(strategy))
+    policy = SketchedPolicy(small_policy(process, sampler), SKETCH, SketchSettings(strategy))
     obs, noise = observations(3), noise_of(policy, 3)
     together = policy.act(obs, noise=noise)
     assert torch.equal(together, policy.act(obs, noise=noise))
@@ -362,7 +362,7 @@ def test_every_strategy_but_random_comes_nearer_to_the_sketch(process, sampler, 
     base, obs = small_policy(process, sampler), {"state": observations(32)}
     found = {}
     for name in ("random", strategy):
-        policy = SteeredPolicy(base, SKETCH, Steering(name))
+        policy = SketchedPolicy(base, SKETCH, SketchSettings(name))
         with torch.no_grad():
             found[name] = guide_distance(policy.plan(obs, noise_of(policy, 32)), policy.guide(obs)).mean()
     assert strategy == "random" or found[strategy] < found["random"]
@@ -380,7 +380,7 @@ def test_a_sketch_is_served_and_exported(strategy: str, resample_steps: int | No
     (tmp_path / "way.json").write_text(json.dumps(asdict(WAY)))
     keys = {"strategy": strategy, "sketch": str(tmp_path / "way.json"), "candidates": 2}
     keys |= {"resample_steps": resample_steps}
-    steer = Steering(**keys)
+    steer = SketchSettings(**keys)
     policy = small_policy(RectifiedFlow(), Euler(steps=1, clip_action=None))
     followed = steered(policy, steer)
     obs, noise = observations(4), followed.sample_noise(4, generator=torch.Generator().manual_seed(2))
@@ -400,7 +400,7 @@ def test_a_sketch_is_served_and_exported(strategy: str, resample_steps: int | No
 
 
 def test_ranking_takes_the_nearest_of_all_plans() -> None:
-    policy = SteeredPolicy(small_policy(), SKETCH, Steering("post_hoc_ranking", candidates=6))
+    policy = SketchedPolicy(small_policy(), SKETCH, SketchSettings("post_hoc_ranking", candidates=6))
     obs, noise = {"state": observations(5)}, noise_of(policy, 5)
     with torch.no_grad():
         plans = policy.candidates(obs, noise)
@@ -411,18 +411,18 @@ def test_ranking_takes_the_nearest_of_all_plans() -> None:
 
 
 def test_output_perturbation_begins_with_the_guide() -> None:
-    steering = Steering("output_perturbation", candidates=2, guide_rows=2)
-    policy = SteeredPolicy(small_policy(), SKETCH, steering)
+    steering = SketchSettings("output_perturbation", candidates=2, guide_rows=2)
+    policy = SketchedPolicy(small_policy(), SKETCH, steering)
     obs = observations(2)
     torch.testing.assert_close(policy.act(obs), SKETCH.guide({"state": obs}, policy.chunk)[:, :2])
     with pytest.raises(ConfigError, match=mentions("act_steps=2")):
-        SteeredPolicy(small_policy(), SKETCH, Steering("output_perturbation", guide_rows=3))
+        SketchedPolicy(small_policy(), SKETCH, SketchSettings("output_perturbation", guide_rows=3))
 
 
 def test_biased_initialization_without_noise_begins_at_the_guide_itself() -> None:
     base = small_policy(VPDiffusion(10), DDIM(steps=5))
-    steering = Steering("biased_initialization", noise_share=0.0, start=0.5)
-    policy = SteeredPolicy(base, SKETCH, steering)
+    steering = SketchSettings("biased_initialization", noise_share=0.0, start=0.5)
+    policy = SketchedPolicy(base, SKETCH, steering)
     obs = {"state": observations(2)}
     with torch.no_grad():
         plan = policy.plan(obs, noise_of(policy, 2))
@@ -433,8 +433,8 @@ def test_biased_initialization_without_noise_begins_at_the_guide_itself() -> Non
 
 
 def test_switches_replace_those_of_the_strategy() -> None:
-    steering = Steering("stochastic_sampling", candidates=3, scale=1.0, resample_steps=2)
-    policy = SteeredPolicy(small_policy(VPDiffusion(10), DDIM(steps=5)), SKETCH, steering)
+    steering = SketchSettings("stochastic_sampling", candidates=3, scale=1.0, resample_steps=2)
+    policy = SketchedPolicy(small_policy(VPDiffusion(10), DDIM(steps=5)), SKETCH, steering)
     assert policy.noise_shape == (3, 11, 3, 2)
     assert policy.calls == 10
     assert math.isclose(policy.recipe.scale, 1.0)
@@ -442,11 +442,11 @@ def test_switches_replace_those_of_the_strategy() -> None:
 
 def test_a_policy_without_denoising_and_a_strategy_without_sketch_are_refused() -> None:
     with pytest.raises(CapabilityError, match=mentions("denoises plan")):
-        SteeredPolicy(small_policy(GaussianProcess()), SKETCH, Steering("random"))
+        SketchedPolicy(small_policy(GaussianProcess()), SKETCH, SketchSettings("random"))
     policy = small_policy()
-    assert steered(policy, Steering()) is policy
+    assert steered(policy, SketchSettings()) is policy
     with pytest.raises(ConfigError, match=mentions("steer.sketch")):
-        steered(policy, Steering("random"))
+        steered(policy, SketchSettings("random"))
 
 
 @pytest.mark.parametrize(
@@ -458,4 +458,4 @@ def test_a_policy_without_denoising_and_a_strategy_without_sketch_are_refused() 
 )  # fmt: skip
 def test_values_out_of_range_are_refused(values) -> None:
     with pytest.raises(ConfigError, match=mentions(f"steer.{next(iter(values))}")):
-        Steering(**values)
+        SketchSettings(**values)

@@ -30,7 +30,7 @@ STRATEGIES = {
 
 
 @dataclass
-class Steering(Checked):
+class SketchSettings(Checked):
     """Sketch guidance; off unless `strategy` is given.
 
     Attributes:

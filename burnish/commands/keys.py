@@ -39,8 +39,11 @@ from envs.evaluation.settings import EvaluationSettings
 from policies import registry
 from policies.bounds import bounds_of
 from policies.policy_config import PolicyConfig
+from policies.wrappers.sketch_settings import SketchSettings
 
 PAGE = "docs/keys.md"
+FOLDED = (EvaluationSettings, SketchSettings)
+"""Keys that are explained once, in the table of `burnish eval`."""
 KINDS = {bool: "bool", int: "int", float: "float", str: "text", Path: "file", Any: "any"}
 ROW = "| {} | {} | {} | {} | {} |"
 HEAD = [ROW.format("key", "type", "range", "default", "what it decides"), "|---|---|---|---|---|"]
@@ -178,8 +181,8 @@ def keys_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | No
     hints, words = typing.get_type_hints(kind), explanations(kind)
     for f in fields(kind):
         value, name = getattr(config, f.name), f"{prefix}{f.name}"
-        if type(value) is EvaluationSettings:
-            yield _evaluation(name, value)
+        if type(value) in FOLDED and not isinstance(config, EvaluationSettings):
+            yield _folded(name, value, words.get(f.name, ""))
             continue
         if is_dataclass(value):
             yield from keys_of(value, f"{name}.")
@@ -190,12 +193,12 @@ def keys_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | No
         yield Key(name, type_name, "" if bounds is None else _escaped(str(bounds)), _shown(value), text)
 
 
-def _evaluation(name: str, value: EvaluationSettings) -> Key:
-    """Return the row that represents the evaluation keys, which are those of `burnish eval`."""
-    usual = EvaluationSettings()
-    own = [f.name for f in fields(value) if getattr(value, f.name) != getattr(usual, f.name)]
-    default = ", ".join(f"{one}: {_shown(getattr(value, one))}" for one in own)
-    text = f"protocol of the evaluations: `{name}.episodes` and so on, see [burnish eval](#burnish-eval)"
+def _folded(name: str, value: Any, text: str) -> Key:
+    """Return the row that represents keys which are explained in the table of `burnish eval`."""
+    usual, names = type(value)(), [f.name for f in fields(value)]
+    own = [one for one in names if getattr(value, one) != getattr(usual, one)]
+    default = ", ".join(f"{one}: {_shown(getattr(value, one))}" for one in own or names[:1])
+    text = f"{text}: `{name}.{names[0]}` and so on, see [burnish eval](#burnish-eval)"
     return Key(f"{name}.*", "keys", "", default, text)
 
 

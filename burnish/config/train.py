@@ -67,7 +67,10 @@ class TrainConfig(BuildSettings):
     sampler: Any = None  # sampler of a new policy; null: the process's default
     policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
+    evaluation: EvaluationSettings = field(
+        # protocol of the evaluations
+        default_factory=lambda: EvaluationSettings(episodes=50)
+    )
     fleet: Any = None  # where rollout workers run: local (null), or ray, the actors of a cluster
     device: str = "cpu"  # device of gradients: cpu, cuda or cuda:<n>
     rollout: RolloutSettings = field(default_factory=RolloutSettings)

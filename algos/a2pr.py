@@ -226,8 +226,7 @@ class A2prConfig(ConstrainedTd3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.value_dims = tuple(self.value_dims)
-        self.require("value_dims", bool(self.value_dims), "one or more widths")
+        self.require_widths("value_dims")
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> AdvantageGuide:
         like = table.cond

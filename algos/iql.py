@@ -208,8 +208,7 @@ class IqlConfig(OfflineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.value_dims = tuple(self.value_dims)
-        self.require("value_dims", bool(self.value_dims), "one or more widths")
+        self.require_widths("value_dims")
 
     def prepare(self, setup: Setup) -> OfflineData:
         if self.deterministic and setup.init is not None:

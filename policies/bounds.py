@@ -130,6 +130,12 @@ class Checked:
         if not holds:
             raise ConfigError(f"{self._key_of(name)} must be {rule}; got {_shown(getattr(self, name))}.")
 
+    def require_widths(self, *names: str) -> None:
+        """Turn fields, also of a frozen dataclass, into tuples of at least one width."""
+        for name in names:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            self.require(name, bool(getattr(self, name)), "one or more widths")
+
     def _key_of(self, name: str) -> str:
         return f"{self.key}.{name}" if self.key else name
 

@@ -93,8 +93,7 @@ class RecapConfig(BcConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.value_dims = tuple(self.value_dims)
-        self.require("value_dims", bool(self.value_dims), "one or more widths")
+        self.require_widths("value_dims")
         self.require("teacher", self.teacher is None, "null")
 
     def build(self, setup: Setup) -> Recap:

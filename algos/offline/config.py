@@ -80,12 +80,6 @@ class TransitionsConfig(Checked):
         self.require("normalize_returns", is_single, "null with algo.reward_scale")
         self.require_widths("critic_dims")
 
-    def require_widths(self, *names: str) -> None:
-        """Turn fields into tuples of at least one width."""
-        for name in names:
-            setattr(self, name, tuple(getattr(self, name)))
-            self.require(name, bool(getattr(self, name)), "one or more widths")
-
     def rewarding(self, dataset: EpisodeDataset) -> Rewarding:
         """Return the reward transform."""
         scale = self.reward_scale

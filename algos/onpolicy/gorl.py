@@ -114,8 +114,7 @@ class GorlConfig(OnPolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.hidden_dims = tuple(self.hidden_dims)
-        self.require("hidden_dims", bool(self.hidden_dims), "one or more widths")
+        self.require_widths("hidden_dims")
         self.require("bc_weight", self.bc_weight == 0, "0: latents are near the clone by algo.latent_weight")
         self.require("encoder", self.encoder == "frozen", "frozen")
 

@@ -61,8 +61,7 @@ class EnsembleConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
-        self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
+        self.require_widths("hidden_dims")
         self.require("norm_after", self.layer_norm or not self.norm_after, "false without critic.layer_norm")
         self.require("bins", self.bins != 1, "0, or 2 and more")
         self.require("cosines", not self.cosines or not self.bins, "0 with critic.bins")

@@ -57,8 +57,7 @@ class Steering(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
-        self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
+        self.require_widths("hidden_dims")
 
     def wrap(self, base: Policy) -> SteeredPolicy:
         return SteeredPolicy(base, self)

@@ -159,8 +159,16 @@ class TransitionsConfig(Checked):
             )  # fmt: skip
 
     def require_trainable(self, setup: Setup, algo: str) -> None:
-        """Refuse goals beside the state, images, and an `init` that is wrapped or composed."""
-        _require_trainable(setup, algo)
+        """Refuse an `init` that is wrapped or composed, or whose condition has tokens."""
+        if setup.init is None:
+            return
+        require_one_policy(setup.init, algo)
+        if isinstance(setup.init, WrappedPolicy):
+            raise CapabilityError(
+                f"algo={algo} trains a policy without wrapper; init has "
+                f"'{name_of('wrapper', setup.init.wrapper)}'. Train the policy inside, then wrap it again."
+            )
+        require_condition_vector(setup.init, algo)
 
     def statistics(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Statistics:
         """Return what a new policy is scaled by; `box` bounds the actions."""
@@ -276,19 +284,6 @@ def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> 
             "policy.normalizer.action=limits.",
             setup.dataset.source, 100 * beyond, setup.init.normalizer.modes["action"], algo,
         )  # fmt: skip
-
-
-def _require_trainable(setup: Setup, algo: str) -> None:
-    """Refuse an `init` that is wrapped or composed, or whose condition has tokens."""
-    if setup.init is None:
-        return
-    require_one_policy(setup.init, algo)
-    if isinstance(setup.init, WrappedPolicy):
-        raise CapabilityError(
-            f"algo={algo} trains a policy without wrapper; init has "
-            f"'{name_of('wrapper', setup.init.wrapper)}'. Train the policy inside, then wrap it again."
-        )
-    require_condition_vector(setup.init, algo)
 
 
 def plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:

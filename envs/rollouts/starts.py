@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from envs.spec import Array, ChunkStep, VectorEnv
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.paths import path_field
-from policies.policy_config import ChunkSpec
 
 LED = "led_steps"
 """Metric of an episode: steps before its start."""
@@ -64,16 +63,6 @@ class StartSettings(Checked):
     @property
     def is_on(self) -> bool:
         return self.guide is not None or self.dataset is not None
-
-
-class Guide(Protocol):
-    """A policy that leads episodes."""
-
-    chunk: ChunkSpec
-
-    def act(self, obs: Any, *, generator: torch.Generator) -> torch.Tensor:
-        """Map observations of n rows to physical actions (n, Ta, Da)."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,6 @@ class Encoder(Protocol):
         """
 
 
-class EncoderConfig(Protocol):
-    """Configuration of an encoder: a registered dataclass."""
-
-    def build(self, sizes: ObservationSizes) -> Encoder:
-        """Build an encoder for observations of given sizes."""
-
-
 def read(obs: Observation, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return an observation (B, *shape)."""
     if name not in obs:

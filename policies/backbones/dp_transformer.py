@@ -32,6 +32,8 @@ from policies.networks.attention import (
     LayerNorm,
     causal_mask,
     check_heads,
+    draw_weights,
+    require_equal_parts,
 )
 from policies.networks.embeddings import TimeEmbedding, embed_times, sinusoid
 from policies.networks.weight_cache import WeightCache
@@ -73,11 +75,7 @@ class DpTransformerConfig(Checked):
                 "backbone=dp_transformer makes its tokens from the condition vector. Use "
                 "backbone=transformer, or an encoder without tokens."
             )
-        if cond_dim % self.obs_tokens:
-            raise ConfigError(
-                f"backbone.obs_tokens must cut the condition (history and goal) into equal parts; got "
-                f"{self.obs_tokens} for a width of {cond_dim}. Use backbone.obs_tokens=1."
-            )
+        require_equal_parts(self.obs_tokens, cond_dim)
         if self.causal and self.obs_tokens > chunk_shape[0]:
             raise ConfigError(
                 f"with backbone.causal the horizon must be at least backbone.obs_tokens={self.obs_tokens}; "
@@ -169,20 +167,11 @@ class DpTransformer(nn.Module):
         self.blocks: Any = nn.ModuleList(DecoderBlock(config) for _ in range(config.depth))
         self.norm = LayerNorm(width)
         self.outlet = nn.Linear(width, action_dim)
-        self._initialize()
+        draw_weights(self, self.positions, self.memory_positions)
         masks = {"mask": causal_mask(horizon), "memory_mask": memory_mask(horizon, 1 + observations)}
         for name, mask in masks.items():
             self.register_buffer(name, mask if config.causal else None, persistent=False)
         self._cache: WeightCache[Tensor] = WeightCache()
-
-    def _initialize(self) -> None:
-        """Draw all weights from N(0, 0.02²), with biases at zero."""
-        for part in self.modules():
-            if isinstance(part, nn.Linear):
-                nn.init.normal_(part.weight, std=0.02)
-                nn.init.zeros_(part.bias)
-        for positions in (self.positions, self.memory_positions):
-            nn.init.normal_(positions, std=0.02)
 
     def forward(
         self,

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.attention import EncoderBlock, LayerNorm, causal_mask, check_heads
+from policies.networks.attention import (
+    EncoderBlock,
+    LayerNorm,
+    causal_mask,
+    check_heads,
+    draw_weights,
+    require_equal_parts,
+)
 from policies.networks.embeddings import LinearEmbedding, embed_times
 from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
@@ -60,11 +67,7 @@ class GptConfig(Checked):
                 "backbone=gpt makes its tokens from the condition vector. Use backbone=transformer, or an "
                 "encoder without tokens."
             )
-        if cond_dim % self.obs_tokens:
-            raise ConfigError(
-                f"backbone.obs_tokens must cut the condition (history and goal) into equal parts; got "
-                f"{self.obs_tokens} for a width of {cond_dim}. Use backbone.obs_tokens=1."
-            )
+        require_equal_parts(self.obs_tokens, cond_dim)
         if self.obs_tokens - self.goal_tokens > chunk_shape[0]:
             raise ConfigError(
                 f"with backbone=gpt the horizon must be at least the {self.obs_tokens - self.goal_tokens} "
@@ -117,19 +120,11 @@ class Gpt(nn.Module):
             if hidden is None
             else nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, action_dim))
         )
-        self._initialize()
+        draw_weights(self, self.positions)
         read = torch.tensor([i not in config.goal_unread for i in range(obs_dim)])
         self.register_buffer("read", read, persistent=False)
         mask = causal_mask(1 + config.obs_tokens + horizon)
         self.register_buffer("mask", mask, persistent=False)
-
-    def _initialize(self) -> None:
-        """Draw all weights from N(0, 0.02²), with biases at zero."""
-        for part in self.modules():
-            if isinstance(part, nn.Linear):
-                nn.init.normal_(part.weight, std=0.02)
-                nn.init.zeros_(part.bias)
-        nn.init.normal_(self.positions, std=0.02)
 
     def forward(
         self,

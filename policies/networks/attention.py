@@ -166,3 +166,22 @@ def check_heads(config: Any) -> None:
     choices = ", ".join(str(n) for n in range(1, min(width, 16) + 1) if width % n == 0)
     rule = f"a divisor of {config.key}.width={width} (one of {choices})"
     config.require("heads", width % heads == 0, rule)
+
+
+def require_equal_parts(tokens: int, cond_dim: int) -> None:
+    """Refuse a number of `obs_tokens` that does not divide the width of a condition (ConfigError)."""
+    if cond_dim % tokens:
+        raise ConfigError(
+            f"backbone.obs_tokens must cut the condition (history and goal) into equal parts; got {tokens} "
+            f"for a width of {cond_dim}. Use backbone.obs_tokens=1."
+        )
+
+
+def draw_weights(module: nn.Module, *positions: Tensor) -> None:
+    """Draw the weights of linear layers, then positions, from N(0, 0.02²); biases are zero."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+            nn.init.zeros_(part.bias)
+    for one in positions:
+        nn.init.normal_(one, std=0.02)

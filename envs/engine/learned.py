@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from envs.engine.lanes import apart
 from envs.spec import Array, JudgedTask, StepResult
 from policies.errors import ConfigError
 from policies.networks.weight_cache import seal
@@ -76,7 +77,7 @@ class LearnedStepper:
         actions, lanes = np.asarray(actions, np.float64), self._seeds[rows] % BLOCK_ROWS
         reached, (reward, doubt) = np.empty((len(rows), self.world.state_dim)), np.empty((2, len(rows)))
         terminated, success = np.empty((2, len(rows)), bool)
-        for some in _blocks(lanes):
+        for some in apart(lanes.tolist()):
             answers = self._answers(rows[some], lanes[some], actions[some])
             own = (torch.from_numpy(self._member[rows[some]]), torch.from_numpy(lanes[some]))
             reached[some], reward[some] = answers.states[own].numpy(), answers.rewards[own].numpy()
@@ -172,11 +173,3 @@ class ImaginedFrames:
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
-
-
-def _blocks(lanes: Array) -> list[Array]:
-    """Group indices (M,) such that no lane occurs twice in a group."""
-    order = np.argsort(lanes, kind="stable")
-    first = np.searchsorted(lanes[order], lanes[order])  # of the same lane
-    number = np.arange(len(lanes)) - first
-    return [order[number == block] for block in range(number.max(initial=-1) + 1)]

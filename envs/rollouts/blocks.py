@@ -10,10 +10,12 @@ Legend: M rows to decide, Ta executed steps, Da width of actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from envs.engine.lanes import apart
 
 BLOCK_ROWS = 8
 SIZES = (4, 8, 16, 32)
@@ -82,16 +84,3 @@ def scattered(values: Tensor, lanes: Sequence[int]) -> Tensor:
     block = values.new_zeros(BLOCK_ROWS, *values.shape[1:])
     block[list(lanes)] = values
     return block
-
-
-def apart(places: Sequence[Hashable]) -> list[list[int]]:
-    """Return the members of the fewest groups in which no place occurs twice."""
-    groups: list[list[int]] = []
-    used: dict[Hashable, int] = {}
-    for member, place in enumerate(places):
-        group = used.get(place, 0)
-        used[place] = group + 1
-        if group == len(groups):
-            groups.append([])
-        groups[group].append(member)
-    return groups

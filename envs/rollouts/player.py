@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.rollouts.blocks import BLOCK_ROWS, Blocks, apart, scattered
+from envs.engine.lanes import apart
+from envs.rollouts.blocks import BLOCK_ROWS, Blocks, scattered
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
 from envs.spec import Array, EnvConfig, VectorEnv
 from policies.execution.replanning import Replanner, WarmStart

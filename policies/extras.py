@@ -1,8 +1,9 @@
-"""Optional packages: imported on use; a missing one is reported with its extra."""
+"""Optional packages: imported on use; a missing one is reported with its extra. Versions of packages."""
 
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from types import ModuleType
 
 from policies.errors import MissingExtraError
@@ -28,6 +29,14 @@ def require(module: str, *, extra: str, what: str = "this", instead: str = "") -
             f"{what} needs the package '{module.partition('.')[0]}', which cannot be imported ({error}): "
             f"{install_command(extra)}{instead and f'; {instead}'}."
         ) from error
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None without it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def install_command(extra: str) -> str:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from policies.extras import installed_version
 from policies.networks import native
 
 _PACKAGES = (
@@ -35,7 +34,7 @@ def describe_environment() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None}
+        "packages": {name: v for name in _PACKAGES if (v := installed_version(name)) is not None}
         | {"torch": str(torch.__version__)},  # with its build, which the index's metadata leaves out
         "commit": _commit(),
         "command": Path(sys.argv[0]).name if sys.argv else None,
@@ -46,14 +45,6 @@ def processor_name() -> str:
     """Return the CPU model, or its architecture if unnamed; rounding depends on it."""
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return str(known.get("cpu_name") or platform.processor() or platform.machine())
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -20,7 +20,7 @@ from burnish.console import output, table
 from burnish.name_clashes import found_packages
 from envs.engine.rendering import gl_backends, has_library
 from policies.errors import ConfigError
-from policies.extras import SECOND_STEP, second_command
+from policies.extras import SECOND_STEP, installed_version, second_command
 from policies.networks import native
 
 GL_BACKENDS = ("egl", "osmesa", "glfw")
@@ -74,7 +74,7 @@ def _packages() -> Iterator[Finding]:
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
             name, problem = requirement.name, _problem(requirement)
             repair = f"{problem}: pip install '{name}{requirement.specifier}'"
-            yield Finding(name, problem is None, repair if problem else str(_version(name)), True)
+            yield Finding(name, problem is None, repair if problem else str(installed_version(name)), True)
     gpu = torch.cuda.is_available()
     detail = torch.cuda.get_device_name() if gpu else "none; everything runs on the CPU"
     yield Finding("accelerator", gpu, detail)
@@ -117,7 +117,7 @@ def _extras() -> Iterator[Finding]:
     for extra in metadata.metadata("burnish").get_all("Provides-Extra") or []:
         wanted = list(_of_extra(extra, known))
         problems = list(dict.fromkeys(problem for item in wanted if (problem := _problem(item))))
-        names = ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in wanted)
+        names = ", ".join(f"{item.name} {installed_version(item.name)}" for item in wanted)
         repair = f"{', '.join(problems)}: pip install 'burnish[{extra}]'"
         yield Finding(f"extra {extra}", not problems, repair if problems else names)
         yield from _second_step(extra)
@@ -154,7 +154,7 @@ def _of_extra(extra: str, known: Sequence[Requirement]) -> Iterator[Requirement]
 
 def _problem(requirement: Requirement) -> str | None:
     """Return the problem of an installed package; None if it satisfies the requirement."""
-    version = _version(requirement.name)
+    version = installed_version(requirement.name)
     if version is None:
         return f"missing {requirement.name}"
     if not requirement.specifier.contains(version, prereleases=True):
@@ -211,10 +211,3 @@ def _missing_for(backend: str) -> str | None:
     if backend == "egl":
         return "libEGL found no device that can draw"
     return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from envs.spec import EnvConfig, options_of
 from policies.encoders import ImageShape
 from policies.errors import CapabilityError
 from policies.execution.replanning import Replanner, with_act_steps
+from policies.extras import installed_version
 from policies.paths import with_paths
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import WEIGHTS, policy_in
@@ -32,6 +31,7 @@ _VERSIONS = ("mujoco", "gymnasium", "burnish")
 def describe_protocol(env: EnvConfig, settings: EvaluationSettings, task: EnvConfig) -> dict[str, Any]:
     """Return the protocol, everything but the policy that determines the numbers, as JSON values."""
     images = _describe_images(task)
+    packages = (*_VERSIONS, *env.spec.packages, *_drawn_by(images))
     numbers = json.loads(json.dumps({**asdict(settings), "steer": describe_steering(settings.steer)}))
     del numbers["num_envs"]  # no effect on the numbers
     if settings.guidance is None:  # protocols of earlier versions lack it
@@ -44,7 +44,7 @@ def describe_protocol(env: EnvConfig, settings: EvaluationSettings, task: EnvCon
         **images,
         "block_rows": BLOCK_ROWS,
         "engine": "exact",
-        "versions": {name: _version(name) for name in (*_VERSIONS, *env.spec.packages, *_drawn_by(images))},
+        "versions": {name: installed_version(name) or "not installed" for name in packages},
     }
 
 
@@ -87,14 +87,6 @@ def _describe_images(task: Any) -> dict[str, Any]:
 def _drawn_by(images: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the packages whose versions affect the images."""
     return ("mujoco-warp", "warp-lang") if "renderer" in images.get("images", {}) else ()
-
-
-@cache
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:

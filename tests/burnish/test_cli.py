@@ -332,7 +332,7 @@ def test_doctor_compares_releases_with_what_an_extra_asks_for(monkeypatch: pytes
     monkeypatch.setattr(
         doctor_command.metadata, "metadata", lambda _: SimpleNamespace(get_all=lambda name: extras[name])
     )
-    monkeypatch.setattr(doctor_command, "_version", installed.get)
+    monkeypatch.setattr(doctor_command, "installed_version", installed.get)
     found = {f.subject: (f.is_good, f.detail) for f in doctor_command._extras()}
     assert found["extra sim"] == (False, "beta 3.1 is not <3,>=2: pip install 'burnish[sim]'")
     assert found["extra other"] == (False, "missing gamma: pip install 'burnish[other]'")
@@ -345,7 +345,7 @@ def test_doctor_compares_releases_with_what_an_extra_asks_for(monkeypatch: pytes
 
 
 def test_doctor_asks_for_the_second_step_that_pip_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_command, "_version", {"d4rl": "1.1"}.get)
+    monkeypatch.setattr(doctor_command, "installed_version", {"d4rl": "1.1"}.get)
     (found,) = doctor_command._second_step("d4rl")
     assert not found.is_good and found.detail == "missing gym: pip install --no-deps d4rl==1.1 gym==0.23.1"
     assert not list(doctor_command._second_step("export"))

@@ -286,7 +286,7 @@ def test_the_hash_covers_the_content_of_a_file_and_not_its_place(
 
 def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"mujoco": "3", "gymnasium": "1", "burnish": "0", "ogbench": "7", "robosuite": "8"}
-    monkeypatch.setattr(protocol, "_version", lambda name: installed.get(name, "another"))
+    monkeypatch.setattr(protocol, "installed_version", lambda name: installed.get(name, "another"))
 
     def versions(name: str) -> dict[str, str]:
         task = env(name)

@@ -184,7 +184,7 @@ class MlpBackbone(nn.Module):
         parts = (x.flatten(1), embedded, self.cond_encoder(cond.vec))
         if time_row is None and cond_row is None:
             inputs = (parts[0], parts[1] + parts[2]) if self.config.add_cond else parts
-            first = FirstLayer(torch.cat(inputs, dim=1), fold.weight, ((fold.bias[None], None),))
+            first = fold.first(torch.cat(inputs, dim=1))
         else:
             first = self._first_layer(parts, (None, time_row, cond_row), fold)
         return self.trunk.evaluate(first, fold).view(-1, *self.chunk_shape)

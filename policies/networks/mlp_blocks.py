@@ -116,6 +116,10 @@ class Fold(NamedTuple):
     feature: Tensor | None = None
     skip: Tensor | None = None
 
+    def first(self, inputs: Tensor) -> FirstLayer:
+        """Return the parts of z for rows of inputs (M, in)."""
+        return FirstLayer(inputs, self.weight, ((self.bias[None], None),))
+
 
 class Block(nn.Module):
     """Pre-activation residual block of two linear layers."""
@@ -260,7 +264,7 @@ class ResidualTrunk(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         fold = self.fold()
         if inputs.ndim == 2:
-            return self.evaluate(FirstLayer(inputs, fold.weight, ((fold.bias[None], None),)), fold)
+            return self.evaluate(fold.first(inputs), fold)
         return self.finish_of(fold)(F.linear(inputs, fold.weight, fold.bias))
 
 

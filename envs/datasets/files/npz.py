@@ -58,9 +58,9 @@ def _flat(
         yield values
 
 
-def read_npz(path: str | Path, required: Collection[str], optional: Collection[str] = ()) -> Arrays:
+def read_npz(path: str | Path, required: Collection[str]) -> Arrays:
     """Read arrays of real numbers by name, in the machine's byte order; see `read_npz_into`."""
-    return read_npz_into(path, required, optional)[0]
+    return read_npz_into(path, required)[0]
 
 
 def read_npz_into(

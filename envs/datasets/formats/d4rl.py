@@ -61,17 +61,15 @@ def matches(path: str | Path) -> bool:
         return file.get("observations", getclass=True) is not h5py.Group
 
 
-def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> Arrays:
-    """Read every dataset of a file under its slash path; (N, 1) rewards and flags become (N,).
-
-    Without `infos` or `others`, arrays under `infos/` or unused ones, such as policy weights, are left out.
-    """
-    return _load(path, infos=infos, others=others, cache=None)[0]
+def load_d4rl(path: str | Path) -> Arrays:
+    """Read every dataset of a file under its slash path; (N, 1) rewards and flags become (N,)."""
+    return _load(path, infos=True, others=True, cache=None)[0]
 
 
 def _load(
     path: str | Path, *, infos: bool, others: bool, cache: str | Path | None
 ) -> tuple[Arrays, ArrayStorage]:
+    """Read arrays, without those under `infos/` or unused ones, such as policy weights, if so wished."""
     with read_hdf5(path) as file:
         wanted = {
             key: item

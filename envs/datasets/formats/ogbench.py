@@ -50,11 +50,6 @@ def matches(path: str | Path) -> bool:
     return "rewards" not in keys or "masks" in keys or set(_SAVED) <= keys
 
 
-def load_ogbench(path: str | Path) -> Arrays:
-    """Read a file's arrays as stored."""
-    return _load(path, None)[0]
-
-
 def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, ArrayStorage]:
     arrays, storage = read_npz_into(path, _REQUIRED, (*_INFOS, *_OWN), cache=cache)
     check_rows(path, arrays, "observations")
@@ -72,7 +67,7 @@ def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, ArrayStor
 
 
 def regular_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
-    """Reproduce OGBench's regular dataset from `load_ogbench`: rows with a successor.
+    """Reproduce OGBench's regular dataset from the arrays of a file: rows with a successor.
 
     Returns:
         (M, ·) float32 arrays; `terminals` is 1 where the next row is the last of its recording.
@@ -89,7 +84,7 @@ def regular_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
 
 
 def compact_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
-    """Reproduce OGBench's compact dataset from `load_ogbench`: every row.
+    """Reproduce OGBench's compact dataset from the arrays of a file: every row.
 
     Returns:
         (N, ·) float32 arrays; `valids` is 0 on the last row of every recording, and `terminals` is 1 on the

@@ -45,7 +45,6 @@ def write_minari(
     env: EnvConfig | None = None,
     *,
     dataset_id: str | None = None,
-    algorithm: str = "",
 ) -> None:
     """Write a dataset without images as a folder, all or nothing.
 
@@ -55,7 +54,6 @@ def write_minari(
         dataset: Episodes on any device.
         env: Task of the episodes: its limits become the action space.
         dataset_id: Minari's name for it; None: the name of the folder.
-        algorithm: Name of the acting policy.
 
     Raises:
         DatasetError: If the name is not one of Minari's, the folder holds something else, or the successors
@@ -70,7 +68,7 @@ def write_minari(
         (draft / "data").mkdir()
         _write_episodes(draft / "data" / MAIN_FILE, dataset)
         size = (draft / "data" / MAIN_FILE).stat().st_size / 1e6
-        metadata = _metadata(dataset, env, name, algorithm) | {"dataset_size": round(size, 1)}
+        metadata = _metadata(dataset, env, name) | {"dataset_size": round(size, 1)}
         (draft / "data" / METADATA).write_text(json.dumps(metadata), encoding="utf-8")
         sync_tree(draft)
         replace_folder(draft, target)
@@ -138,7 +136,7 @@ def _goal_part(dataset: EpisodeDataset, key: str) -> str:
     return {"goal": GOAL, ACHIEVED: ACHIEVED}.get(key, "") if "goal" in dataset.extras else ""
 
 
-def _metadata(dataset: EpisodeDataset, env: EnvConfig | None, name: str, algorithm: str) -> dict[str, Any]:
+def _metadata(dataset: EpisodeDataset, env: EnvConfig | None, name: str) -> dict[str, Any]:
     """Describe the dataset as Minari does; what it does not know about stands under `burnish`."""
     low, high = (env.spec.action_low, env.spec.action_high) if env else (-np.inf, np.inf)
     meta = {key: value for key, value in dataset.meta.items() if key not in _OWN_META}
@@ -152,7 +150,7 @@ def _metadata(dataset: EpisodeDataset, env: EnvConfig | None, name: str, algorit
         "observation_space": json.dumps(_observation_space(dataset)),
         "action_space": json.dumps(_box(dataset.action_dim, low, high)),
         "dataset_id": name,
-        "algorithm_name": algorithm,
+        "algorithm_name": "",
         "minari_version": MINARI_VERSION,
         "burnish": {
             "meta": json.loads(json.dumps(meta, default=str)),

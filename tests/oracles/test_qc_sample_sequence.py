@@ -1,7 +1,9 @@
-"""Stretches of steps against Q-chunking's own sampler.
+"""Transitions of chunks against Q-chunking's own sampler of sequences.
 
-Not compared: `next_actions`, the actions of the next row, which nothing uses and which are another episode's
-at its end; and which rows are drawn, because generators differ.
+The release draws H steps from any row, continues into the next episode and gives such rows weight 0
+(`out_valid`); a transition of ours ends with the task, and none leaves an episode. Not compared: states and
+flags inside a chunk, and `next_actions`, the actions of the next row, which nothing uses; and which rows are
+drawn, because generators differ.
 """
 
 from __future__ import annotations
@@ -13,17 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+from algos.transitions import Rewarding, tabulate
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.sequences import Sequences
+from policies.build import build_policy
+from policies.policy import PolicyConfig
 
-NAMES = {
-    "actions": "out_actions",
-    "rewards": "out_rewards",
-    "next_observations": "out_next_observations",
-    "masks": "out_masks",
-    "ends": "out_terminals",
-    "valid": "out_valid",
-    "observations": "out_full_observations",
+UNUSED = {"out_full_observations", "out_terminals", "out_next_actions"}
+COMPARED = {
+    *("out_observations", "out_actions", "out_rewards"),
+    *("out_next_observations", "out_masks", "out_valid"),
 }
 qc = pytest.mark.golden("qc_sample_sequence*.npz")
 
@@ -49,41 +49,33 @@ def dataset(golden: Any) -> EpisodeDataset:
 
 @qc
 def test_every_array_is_compared_or_known_to_be_unused(golden: Any) -> None:
-    given = {name for name in golden.files if name.startswith("out_")}
-    assert given == {*NAMES.values(), "out_observations", "out_next_actions"}
+    assert {name for name in golden.files if name.startswith("out_")} == COMPARED | UNUSED
 
 
 @qc
-def test_stretches_across_episodes_equal_the_official_ones(golden: Any, dataset: EpisodeDataset) -> None:
-    sequences = Sequences(dataset, int(golden["cfg_H"]), float(golden["cfg_discount"]), across_episodes=True)
-    got = sequences.gather(torch.as_tensor(golden["idxs"]))
-    assert golden["idxs"].max() < sequences.num
-    for key, name in NAMES.items():
-        np.testing.assert_allclose(getattr(got, key).numpy(), golden[name], rtol=1e-6, atol=1e-7, err_msg=key)
-    np.testing.assert_array_equal(got.observations[:, 0].numpy(), golden["out_observations"])
-
-
-@qc
-def test_by_default_valid_rows_are_the_same_and_others_repeat_the_last(
-    golden: Any, dataset: EpisodeDataset
-) -> None:
-    got = Sequences(dataset, int(golden["cfg_H"]), float(golden["cfg_discount"])).gather(
-        torch.as_tensor(golden["idxs"])
-    )
-    valid = golden["out_valid"] == 1
-    np.testing.assert_array_equal(got.valid.numpy(), valid)
-    for key, name in NAMES.items():
-        ours, theirs = getattr(got, key).numpy(), golden[name]
-        np.testing.assert_allclose(ours[valid], theirs[valid], rtol=1e-6, atol=1e-7, err_msg=key)
-    for row, number in zip(*np.nonzero(~valid), strict=True):
-        last = int(valid[row].sum()) - 1
-        for key in ("observations", "actions", "next_observations", "rewards"):
-            assert torch.equal(getattr(got, key)[row, number], getattr(got, key)[row, last]), key
-
-
-@qc
-def test_every_frame_can_be_drawn_by_default(golden: Any, dataset: EpisodeDataset) -> None:
-    sequences = Sequences(dataset, int(golden["cfg_H"]), 0.9)
-    assert sequences.num == dataset.num_frames
-    drawn = sequences.sample(500, generator=torch.Generator().manual_seed(0))
-    assert len(torch.unique(drawn.observations[:, 0], dim=0)) == dataset.num_frames
+def test_transitions_of_chunks_are_the_official_ones(golden: Any, dataset: EpisodeDataset) -> None:
+    horizon, gamma = int(golden["cfg_H"]), float(golden["cfg_discount"])
+    normalizer = {"state": "identity", "action": "identity"}
+    config = PolicyConfig(horizon=horizon, act_steps=horizon, normalizer=normalizer, observation_clip=None)
+    policy = build_policy(config, obs_dim=dataset.obs_dim, action_dim=dataset.action_dim)
+    table, kinds = tabulate(dataset, policy, Rewarding(gamma)), []
+    assert table.frame is not None
+    for j, frame in enumerate(golden["idxs"].tolist()):
+        length = int(golden["out_valid"][j].sum())
+        last, found = length - 1, (table.frame == frame).nonzero()[:, 0]
+        mask = golden["out_masks"][j, last]
+        kinds.append("whole" if length == horizon else "left" if mask else "ended")
+        assert len(found) == (kinds[-1] != "left")
+        if kinds[-1] == "left":
+            continue
+        batch = table.gather(found)
+        actions = batch.action.view(horizon, -1)[:length]
+        for ours, theirs in (
+            (batch.cond[0], golden["out_observations"][j]),
+            (actions, golden["out_actions"][j, :length]),
+            (batch.reward[0], golden["out_rewards"][j, last]),
+            (batch.discount[0], gamma**length * mask),
+            (batch.next_cond[0], golden["out_next_observations"][j, last]),
+        ):
+            torch.testing.assert_close(ours, torch.as_tensor(theirs).float(), rtol=1e-6, atol=1e-7)
+    assert set(kinds) == {"whole", "ended", "left"}

@@ -124,7 +124,7 @@ def describe(policy: Any) -> str:
 
 
 def processor(where: Mapping[str, Any]) -> str:
-    """Return the processor of a measurement and its widest instructions: models of one name differ in them."""
+    """Return the processor of a measurement and its widest instructions, which one name does not tell."""
     return f"{where['processor']} ({where['instructions']})"
 
 

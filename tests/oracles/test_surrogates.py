@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from algos.onpolicy.ratios import ChainRatio, normal_divergence
 from algos.onpolicy.trust_region import FixpoUpdate, TrpoUpdate, conjugate_gradient
 from algos.ppo import PpoConfig
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
+from policies.policy_config import ChunkSpec
 from policies.protocols import Cond
 
 NAMES = {"ppo": "ppo", "spo": "spo", "dpo_drift": "dpo", "bpo": "bpo_own_sign"}
@@ -84,7 +84,7 @@ class NormalPolicy(nn.Module):
     def __init__(self, net: nn.Module, log_std: Tensor) -> None:
         super().__init__()
         self.log_std, self.net = nn.Parameter(log_std.clone()), net
-        self.chunk = SimpleNamespace(executed=slice(0, 1), act_steps=1, shape=(1, len(log_std)))
+        self.chunk = ChunkSpec(len(log_std), horizon=1, act_steps=1)
 
     def transition_log_prob(
         self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None

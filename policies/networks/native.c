@@ -10,15 +10,136 @@
 typedef void (*gemm_t)(const char *, const char *, const int *, const int *, const int *, const float *,
                        const float *, const int *, const float *, const int *, const float *, float *, const int *);
 
+#define INLINE static inline __attribute__((always_inline))
+
 static gemm_t gemm;
+static int is_own; /* products are those of this file, where it has them */
 
-void use_gemm(void *function) { gemm = (gemm_t)function; }
+#ifdef __AVX512F__
 
-/* C (m, n) = A B + beta C; at: A is stored (k, m); bt: B is stored (n, k); rows are *_row numbers apart. Fortran reads
-   rows as columns. */
+/* Products on processors of AMD, for which Intel's library scales C, copies A and pads n: C (m, n) = A B by tiles of C
+   that stay in registers. B is copied, a panel of one tile's columns at a time. */
+
+enum { LANES = 16, VECTORS = 4, TILE_ROWS = 6, PANEL = LANES * VECTORS, DEPTH = 512 };
+
+typedef float lanes_t __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t places_t __attribute__((vector_size(4 * LANES)));
+
+/* A tile of C: steps of a_row between rows of A and a_k along them; the panel b has `vectors` in a row. */
+INLINE void tile(int rows, int vectors, int depth, const float *a, long a_row, long a_k, const float *b, int is_added,
+                 float *c, long c_row, int columns) {
+    lanes_t sums[TILE_ROWS][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) sums[r][v] = (lanes_t){0};
+    for (int i = 0; i < depth; i++, a += a_k, b += vectors * LANES)
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++) sums[r][v] += a[r * a_row] * *(const lanes_t *)(b + v * LANES);
+    for (int r = 0; r < rows; r++, c += c_row) {
+        if (columns == vectors * LANES) {
+            for (int v = 0; v < vectors; v++) {
+                lanes_t *to = (lanes_t *)(c + v * LANES);
+                if (is_added) sums[r][v] += *to;
+                *to = sums[r][v];
+            }
+            continue;
+        }
+        float line[PANEL];
+        for (int v = 0; v < vectors; v++) *(lanes_t *)(line + v * LANES) = sums[r][v];
+        for (int j = 0; j < columns; j++) c[j] = is_added ? c[j] + line[j] : line[j];
+    }
+}
+
+INLINE void over_tiles(int vectors, int m, int depth, const float *a, long a_row, long a_k, const float *b, int is_added,
+                       float *c, long c_row, int columns) {
+    for (; m >= TILE_ROWS; m -= TILE_ROWS, a += TILE_ROWS * a_row, c += TILE_ROWS * c_row)
+        tile(TILE_ROWS, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
+    for (; m >= 2; m -= 2, a += 2 * a_row, c += 2 * c_row)
+        tile(2, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
+    if (m) tile(1, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
+}
+
+/* Write a square of LANES numbers turned, by exchanges between rows that are 1, 2, 4 and 8 apart. */
+INLINE void turn_square(const float *from, long from_row, float *to, long to_row) {
+    lanes_t row[LANES];
+    for (int i = 0; i < LANES; i++) row[i] = *(const lanes_t *)(from + i * from_row);
+#pragma GCC unroll 4
+    for (int apart = 1; apart < LANES; apart *= 2) {
+        places_t low, high;
+        for (int j = 0; j < LANES; j++) low[j] = j & apart ? LANES + j - apart : j, high[j] = low[j] + apart;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & apart)) {
+                const lanes_t first = row[i], second = row[i + apart];
+                row[i] = __builtin_shuffle(first, second, low);
+                row[i + apart] = __builtin_shuffle(first, second, high);
+            }
+    }
+    for (int i = 0; i < LANES; i++) *(lanes_t *)(to + i * to_row) = row[i];
+}
+
+/* Copy `depth` rows of `columns` numbers of B to a panel of whole vectors, filled with zeros. */
+static void copy_panel(int bt, int depth, int columns, int width, const float *b, long b_row, float *panel) {
+    if (!bt) {
+        for (int i = 0; i < depth; i++) {
+            memcpy(panel + (long)i * width, b + i * b_row, columns * sizeof *b);
+            memset(panel + (long)i * width + columns, 0, (width - columns) * sizeof *b);
+        }
+        return;
+    }
+    for (int j = 0; j < width; j += LANES) {
+        const int is_whole = columns - j >= LANES, turned = is_whole ? depth - depth % LANES : 0;
+        for (int i = 0; i < turned; i += LANES) turn_square(b + j * b_row + i, b_row, panel + (long)i * width + j, width);
+        for (int i = turned; i < depth; i++)
+            for (int l = j; l < j + LANES; l++) panel[(long)i * width + l] = l < columns ? b[l * b_row + i] : 0;
+    }
+}
+
+static void own_product(int at, int bt, int m, int n, int k, const float *a, long a_row, const float *b, long b_row,
+                        float beta, float *c, long c_row) {
+    float panel[DEPTH * PANEL] __attribute__((aligned(64)));
+    const int blocks = (k + DEPTH - 1) / DEPTH, most = (k + blocks - 1) / blocks;
+    for (int i = 0; i < k; i += most) {
+        const int depth = k - i < most ? k - i : most, is_added = i || beta != 0;
+        const float *from = a + (at ? i * a_row : i);
+        for (int j = 0; j < n; j += PANEL) {
+            const int columns = n - j < PANEL ? n - j : PANEL, vectors = (columns + LANES - 1) / LANES;
+            copy_panel(bt, depth, columns, vectors * LANES, b + (bt ? j * b_row + i : i * b_row + j), b_row, panel);
+            float *to = c + j;
+            if (vectors == VECTORS && at)
+                over_tiles(VECTORS, m, depth, from, 1, a_row, panel, is_added, to, c_row, columns);
+            else if (vectors == VECTORS)
+                over_tiles(VECTORS, m, depth, from, a_row, 1, panel, is_added, to, c_row, columns);
+            else if (vectors == 3)
+                over_tiles(3, m, depth, from, at ? 1 : a_row, at ? a_row : 1, panel, is_added, to, c_row, columns);
+            else if (vectors == 2)
+                over_tiles(2, m, depth, from, at ? 1 : a_row, at ? a_row : 1, panel, is_added, to, c_row, columns);
+            else
+                over_tiles(1, m, depth, from, at ? 1 : a_row, at ? a_row : 1, panel, is_added, to, c_row, columns);
+        }
+    }
+}
+
+#endif
+
+void use_gemm(void *function) {
+    gemm = (gemm_t)function;
+#ifdef __AVX512F__
+    __builtin_cpu_init();
+    is_own = __builtin_cpu_is("amd");
+#endif
+}
+
+/* C (m, n) = A B + beta C; at: A is stored (k, m); bt: B is stored (n, k); rows are *_row numbers apart; beta is 0 or 1.
+   Fortran reads rows as columns. */
 static void multiply_apart(int at, int bt, int m, int n, int k, const float *a, int a_row, const float *b, int b_row,
                            float beta, float *c, int c_row) {
     const float one = 1.0f;
+#ifdef __AVX512F__
+    if (is_own && n >= 8 && k >= LANES && m >= (bt ? 64 : 8)) { /* elsewhere copies cost more than they save */
+        own_product(at, bt, m, n, k, a, a_row, b, b_row, beta, c, c_row);
+        return;
+    }
+#endif
     gemm(bt ? "T" : "N", at ? "T" : "N", &n, &m, &k, &one, b, &b_row, a, &a_row, &beta, c, &c_row);
 }
 
@@ -426,11 +547,9 @@ void norm_mish_backward(int batch, int rows, int channels, int groups, const flo
 /* Products of few rows with matrices that are larger than the caches: dot products along the rows of the matrix, of
    which each is read once and ahead. Of 32 registers 16 hold sums. */
 
-enum { LANES = 16, COLUMNS = 4, ROWS = 4, AHEAD = 256, FEW = 16, LARGE = 1 << 18 };
+enum { COLUMNS = 4, ROWS = 4, AHEAD = 256, FEW = 16, LARGE = 1 << 18 };
 
-typedef float lanes_t __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-static inline __attribute__((always_inline)) void dots(int rows, int columns, int y_row, int k, const float *x,
+INLINE void dots(int rows, int columns, int y_row, int k, const float *x,
                                                        const float *w, const float *bias, float *y) {
     lanes_t sums[ROWS][COLUMNS];
     memset(sums, 0, sizeof sums);
@@ -491,7 +610,7 @@ static void few_rows(int rows, int n, int k, const float *x, const float *w, con
 
 enum { MANY = 48, WEIGHTS = 1 << 19 };
 
-static inline __attribute__((always_inline)) void exchange(int back, int size, int channels, const float *restrict from,
+INLINE void exchange(int back, int size, int channels, const float *restrict from,
                                                            float *restrict to) {
     if (back)
         for (int c = 0; c < channels; c++)

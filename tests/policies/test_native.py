@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,9 +24,9 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def parts_of(stack: native.Stack, seed: int = 0) -> list[Tensor]:
+def parts_of(stack: native.Stack, seed: int = 0, widths: Sequence[int] = WIDTHS) -> list[Tensor]:
     """Return random weights, biases, scales and shifts."""
-    generator, pairs = torch.Generator().manual_seed(seed), list(pairwise(WIDTHS))
+    generator, pairs = torch.Generator().manual_seed(seed), list(pairwise(widths))
     lead = () if stack.transposed and stack.members == 1 else (stack.members,)
     row = (1,) if not stack.transposed else ()
     weights = [(*lead, *(pair[::-1] if stack.transposed else pair)) for pair in pairs]
@@ -64,6 +65,23 @@ def test_members_in_groups_have_rows_of_their_own(transposed: bool, groups: int)
         for rows, own in zip(x, split(parts_of(stack), groups), strict=True)
     ]
     torch.testing.assert_close(stack(x, parts_of(stack)), torch.cat(apart), rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("widths", [(600, 70, 8), (16, 129, 1100, 33), (40, 64, 190, 9)])
+@pytest.mark.parametrize("rows", [1, 9, 64, 131])
+@pytest.mark.parametrize("members", [1, 2])
+def test_products_of_any_size_are_those_of_float64(widths: tuple[int, ...], rows: int, members: int) -> None:
+    stack = native.Stack(members, "tanh", transposed=members == 1)
+    scale = 0.5 / max(widths) ** 0.5
+    parts = [(scale * part.detach()).requires_grad_() for part in parts_of(stack, widths=widths)]
+    x = torch.randn(rows, widths[0], generator=torch.Generator().manual_seed(1)).requires_grad_()
+    slope = torch.randn(members, rows, widths[-1], generator=torch.Generator().manual_seed(2))
+    found, exact = stack(x, parts), stack.plain(x.double(), [part.double() for part in parts])
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    of_parts = [torch.autograd.grad(y, [x, *parts], slope.to(y)) for y in (found, exact)]
+    for one, other in zip(*of_parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
 
 def split(parts: list[Tensor], groups: int) -> list[list[Tensor]]:

@@ -22,7 +22,7 @@ from burnish.config.commands import COMMANDS
 from burnish.config.errors import USER_ERRORS, error_message
 from burnish.config.hydra_sources import register_configs
 from burnish.config.overrides import Overrides, RunContext, check_arguments, quoted, with_home
-from burnish.config.schema import compose_renamed, to_command
+from burnish.config.schema import to_command
 from policies.errors import ConfigError
 from policies.extras import require
 
@@ -88,18 +88,11 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
         _join(words)
     logging.raiseExceptions = False  # a full disk must not stop a run or print a traceback of logging
     os.environ["HYDRA_FULL_ERROR"] = "1"  # `main` formats errors in one line
-    program, name = sys.argv[0], COMMANDS[command].config_name
-
-    def start(overrides: Overrides) -> None:
-        present = dict(zip(typed.texts, overrides.texts, strict=True))
-        sys.argv = [program, *_continuing(command, [present.get(word, word) for word in words], overrides)]
-        GlobalHydra.instance().clear()
-        app: Any = hydra.main(version_base="1.3", config_path="pkg://configs", config_name=name)(
-            Task(command)
-        )
-        app()
-
-    compose_renamed(typed, start)
+    sys.argv = [sys.argv[0], *_continuing(command, words, typed)]
+    GlobalHydra.instance().clear()
+    name = COMMANDS[command].config_name
+    app: Any = hydra.main(version_base="1.3", config_path="pkg://configs", config_name=name)(Task(command))
+    app()
 
 
 def _join(words: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """Keeps what Hydra composes from one choice of groups: typed values are set in a copy of it.
 
 Finding and merging the files of a choice takes most of a composition, and tests choose the same ones again.
-Of a new choice the files that were read for others are kept. Nothing is kept of folders of a person, of
-former keys, or of mistakes.
+Of a new choice the files that were read for others are kept. Nothing is kept of folders of a person, or of
+mistakes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.base import Box
 
-from burnish.config.hydra_sources import RENAMED
 from burnish.config.nodes import GROUPS
 from policies import registry
 
@@ -97,7 +96,7 @@ def forget() -> None:
 def _sources(repo: Any) -> tuple[Any, ...] | None:
     """Return what files are read from; None where they may change."""
     sources = tuple((source.scheme(), source.path) for source in repo.get_sources())
-    return None if RENAMED.get({}) or any(scheme == "file" for scheme, _ in sources) else sources
+    return None if any(scheme == "file" for scheme, _ in sources) else sources
 
 
 def _map_where_read(overrides: Any, defaults: list[Any], self_added: bool) -> Any:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.bounds import Checked, bounded
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -16,6 +13,7 @@ class TrainerSettings(Checked):
     """Intervals of logging, checkpoints and evaluation, in units of the algorithm (`Algorithm.unit`)."""
 
     key: ClassVar[str] = "trainer"
+    dropped: ClassVar[tuple[str, ...]] = ("tensorboard",)  # obsolete keys of saved runs, ignored
 
     log_every: int = bounded(0, ge=0)  # units between rows of metrics.jsonl; 0: every iteration
     checkpoint_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end only
@@ -24,17 +22,10 @@ class TrainerSettings(Checked):
     )  # units; null: a tenth of the run, within a fifth of its time; 0: at the end only
     eval_first: bool = False  # also evaluate before the first iteration
     keep_checkpoints: int | None = bounded(None, ge=1)  # newest checkpoints to keep; null: all
-    tensorboard: bool = False  # former form of loggers=[tensorboard]; goes with the next version
     loggers: tuple[str, ...] = ()  # trackers of metrics: tensorboard, wandb, mlflow, csv, or of a plug-in
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tensorboard:
-            _log.warning(
-                "trainer.tensorboard is called trainer.loggers=[tensorboard] now; the former name goes with "
-                "the next version."
-            )
-            self.tensorboard, self.loggers = False, ("tensorboard", *self.loggers)
         self.loggers = tuple(dict.fromkeys(self.loggers))
 
 

@@ -44,11 +44,6 @@ class Result:
     path: Path  # JSON
     videos: tuple[Path, ...] = ()  # moving pictures of the policy's episodes
 
-    @property
-    def versus(self) -> Evaluation | None:
-        """Former name of `baseline`, for one version."""
-        return self.baseline
-
     def __str__(self) -> str:
         """Return one line per quantity, and the comparison."""
         rows = summary_rows([(self.label, self.evaluation)])

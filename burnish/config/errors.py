@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from policies.bounds import former_names
 from policies.errors import BurnishError
 
 USER_ERRORS = (BurnishError, HydraException, OmegaConfBaseException)
@@ -52,8 +53,9 @@ def listed(problem: str, hint: str, choices: str) -> str:
 
 def unknown_key(key: str, owner: type) -> str:
     """Return the message for an unknown key of a dataclass, with its known keys."""
-    names = [field.name for field in fields(owner)]
-    hint = closest(key.rsplit(".", 1)[-1], names)
+    names, name = [field.name for field in fields(owner)], key.rsplit(".", 1)[-1]
+    present = former_names(owner).get(name)
+    hint = closest(name, names) if present is None else f" It is called '{present}' now."
     return listed(f"unknown key '{key}'", hint, f"{owner.__name__} has: {', '.join(names)}")
 
 

@@ -1,18 +1,12 @@
-"""What Hydra composes from: the registered parts, the schemas of commands, and yaml files.
-
-Yaml files may hold former names of keys; see `RENAMED`.
-"""
+"""What Hydra composes from: the registered parts, the schemas of commands, and yaml files."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
@@ -27,8 +21,6 @@ from burnish.config.nodes import GROUPS, node_of, with_free_keys
 from burnish.config.overrides import describe_groups
 from policies import registry
 
-RENAMED: ContextVar[Mapping[str, str]] = ContextVar("renamed")
-"""Former to present key names of one composition, both from the top of the configuration."""
 _PROVIDER = "burnish"
 _SCHEMAS = {f"{one.config_name}_schema": one for one in COMMANDS.values() if one.schema is not None}
 
@@ -74,26 +66,6 @@ class PartSearchPath(SearchPathPlugin):
         search_path.append(provider=_PROVIDER, path=f"{_PROVIDER}://parts")
 
 
-class _Renaming:
-    """A file source that renames former keys to present ones."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        result: ConfigResult = super().load_config(config_path)  # type: ignore[misc]
-        if renamed := RENAMED.get({}):
-            package = result.header.get("package")
-            group = config_path.rpartition("/")[0].replace("/", ".")
-            above = {None: group, "_global_": "", "_group_": group}.get(package, package or "")
-            content: Any = OmegaConf.to_container(result.config, resolve=False)
-            for former, present in renamed.items():
-                _rename(content, above, former, present)
-            result.config = OmegaConf.create(content)
-        return result
-
-
-class _Files(_Renaming, FileConfigSource):
-    pass
-
-
 class _Installed(ImportlibResourcesConfigSource):
     """Files of an installed package, each looked for and parsed once."""
 
@@ -122,30 +94,14 @@ def _asked(provider: str, path: str, method: str, *arguments: Any) -> Any:
     return getattr(source, method)(*arguments)
 
 
-class _Package(_Renaming, _Installed):
-    pass
-
-
-for _own, _replaced in ((_Files, FileConfigSource), (_Package, ImportlibResourcesConfigSource)):
-    _own.__name__ = _replaced.__name__  # processes of launchers register Hydra's again: equal names are one
-
-
-def _rename(content: Any, above: str, former: str, present: str) -> None:
-    """Rename a key in the content of a file located below `above`."""
-    prefix = f"{above}." if above else ""
-    if not former.startswith(prefix):
-        return
-    *way, last = former.removeprefix(prefix).split(".")
-    for name in way:
-        content = content.get(name) if isinstance(content, dict) else None
-    if isinstance(content, dict) and last in content:
-        content[present.rpartition(".")[2]] = content.pop(last)
+# processes of launchers register Hydra's again: equal names are one
+_Installed.__name__ = ImportlibResourcesConfigSource.__name__
 
 
 @cache
 def register_configs() -> None:
-    """Register the sources of schemas, parts and files with Hydra, and the help text."""
+    """Register the sources of schemas, parts and packaged files with Hydra, and the help text."""
     Plugins.instance().register(PartSource)
     Plugins.instance().register(PartSearchPath)
-    SourcesRegistry.instance().types.update(file=_Files, pkg=_Package)
+    SourcesRegistry.instance().types["pkg"] = _Installed
     OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)

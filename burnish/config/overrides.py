@@ -119,9 +119,6 @@ class Overrides:
     def __add__(self, other: Overrides) -> Overrides:
         return Overrides(self.items + other.items)
 
-    def renamed(self, former: str, present: str) -> Overrides:
-        return Overrides(tuple(map(_parse, (with_name(text, former, present) for text in self.texts))))
-
 
 NO_OVERRIDES = Overrides()
 
@@ -133,11 +130,6 @@ class RunContext:
     directory: Path  # default output directory
     overrides: Overrides = NO_OVERRIDES
     is_proposed: bool = False  # the directory was generated; if it exists, a number is appended
-
-
-def with_name(text: str, former: str, present: str) -> str:
-    """Return an override with a key, or a key above it, renamed."""
-    return re.sub(rf"^([+~]*){re.escape(former)}(?=[.=@]|$)", rf"\g<1>{present}", text)
 
 
 @lru_cache(maxsize=1024)

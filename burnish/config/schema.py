@@ -7,38 +7,27 @@ the values.
 
 from __future__ import annotations
 
-import logging
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import error_message, unknown_key
-from burnish.config.hydra_sources import RENAMED, register_configs
+from burnish.config.hydra_sources import register_configs
 from burnish.config.nodes import GROUPS
 from burnish.config.overrides import Overrides, check_overrides
-from policies.bounds import former_names
 from policies.errors import ConfigError
 from policies.paths import at_home
 from policies.storage.strict_json import type_hints
-
-T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 _OF_HYDRA = ("launcher", "sweeper", "output", "help", "hydra_help", "hydra_logging", "job_logging")
 _WITHOUT_HYDRA = [f"~hydra/{group}" for group in _OF_HYDRA]
@@ -46,7 +35,7 @@ _WITHOUT_HYDRA = [f"~hydra/{group}" for group in _OF_HYDRA]
 
 
 class Composed(NamedTuple):
-    """Composed configuration of a command, and its overrides (with present key names)."""
+    """Composed configuration of a command, and its overrides."""
 
     config: Any
     overrides: Overrides
@@ -66,56 +55,13 @@ def compose_command(command: str, overrides: Sequence[str]) -> Composed:
     register_configs()
     name = COMMANDS[command].config_name
 
-    def compose_once(typed: Overrides) -> Composed:
-        without = [] if any(item.key.startswith("hydra") for item in typed.items) else _WITHOUT_HYDRA
+    typed = check_overrides(command, overrides)
+    without = [] if any(item.key.startswith("hydra") for item in typed.items) else _WITHOUT_HYDRA
+    try:
         with _hydra():
             return Composed(to_command(compose(config_name=name, overrides=[*typed.texts, *without])), typed)
-
-    try:
-        return compose_renamed(check_overrides(command, overrides), compose_once)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(error_message(error)) from error
-
-
-def compose_renamed(overrides: Overrides, compose: Callable[[Overrides], T]) -> T:
-    """Compose overrides after renaming former keys to present ones, with one warning each."""
-    renamed: dict[str, str] = {}
-    token = RENAMED.set(renamed)
-    try:
-        while True:
-            try:
-                return compose(overrides)
-            except (HydraException, OmegaConfBaseException) as error:
-                found = _former_key(error)
-                if found is None or found[0] in renamed:
-                    raise
-                warn_of_former_key(*found)
-                overrides = overrides.renamed(*found)
-                renamed[found[0]] = found[1]
-    finally:
-        RENAMED.reset(token)
-
-
-def warn_of_former_key(former: str, present: str) -> None:
-    """Warn of a former key and log its present name."""
-    _log.warning("%s is called %s now; the former name goes with the next version.", former, present)
-
-
-def _former_key(error: BaseException) -> tuple[str, str] | None:
-    for one in _chain(error):
-        owner = getattr(one, "object_type", None)
-        if isinstance(one, (ConfigKeyError, ConfigAttributeError)) and is_dataclass(owner):
-            key = str(one.full_key or one.key)
-            above, dot, name = key.rpartition(".")
-            present = former_names(owner).get(name)  # type: ignore[arg-type]
-            return None if present is None else (key, f"{above}{dot}{present}")
-    return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 @contextmanager
@@ -163,12 +109,10 @@ def to_object(node: Any) -> Any:
     kind = OmegaConf.get_type(node)
     if not is_dataclass(kind):
         return {key: to_object(node[key]) for key in node}
-    names, former = {f.name for f in fields(kind)}, former_names(kind)
-    for key in [str(key) for key in node if key not in names]:  # `+key=value` may add any key
-        if key not in former:
+    names = {f.name for f in fields(kind)}
+    for key in node:
+        if key not in names:  # `+key=value` may add any key
             raise ConfigError(unknown_key(node._get_full_key(key), kind))
-        warn_of_former_key(node._get_full_key(key), node._get_full_key(former[key]))
-        node[former[key]] = node[key]
     hints = type_hints(kind)
     return kind(**{f.name: _value(node, f.name, hints[f.name]) for f in fields(kind) if f.init})
 

@@ -69,15 +69,6 @@ def test_a_tracker_of_a_plugin_is_used_by_its_name(
     assert [step for step, _ in seen[1:-1]] == [row["step"] for row in read_jsonl(run.metrics_path)]
 
 
-def test_the_former_key_of_tensorboard_and_its_name_are_one(caplog: pytest.LogCaptureFixture) -> None:
-    found = TrainerSettings(tensorboard=True, loggers=("csv", "tensorboard"))
-    assert found == TrainerSettings(loggers=("tensorboard", "csv"))
-    assert caplog.messages == [
-        "trainer.tensorboard is called trainer.loggers=[tensorboard] now; the former name goes with the next "
-        "version."
-    ]
-
-
 def test_missing_tensorboard_names_the_extra(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=mentions("loggers= tensorboard burnish[tensorboard]")):

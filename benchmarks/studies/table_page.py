@@ -166,8 +166,8 @@ def contradictions(run: Mapping[str, Any]) -> Iterator[str]:
 INTRODUCTION = """`python -m benchmarks.studies.table <task>`: every method begins with the clones of the
 same seeds, {seeds}, and plays the same 100 episodes, at its last checkpoint. Settings were chosen in the
 studies of each task, on other seeds and other episodes, with unequal care: most trials went into the methods
-that needed them. One process and one thread per run; a *core minute* is a minute of processor time, without
-data and clone. {intervals}
+that needed them; [tuning](tuning.md) has those that were recorded. One process and one thread per run; a
+*core minute* is a minute of processor time, without data and clone. {intervals}
 
 Cells are success, or for walking robots the return in percent of an expert's, 0 being that of random actions
 (score of D4RL). *Worst*: the lowest seed, or the worst tenth of all scores. *P(better)*: probability that an

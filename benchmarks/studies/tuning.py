@@ -90,7 +90,7 @@ def _value(configuration: Any, key: str) -> Any:
 
 def lines() -> list[str]:
     """Return the page."""
-    rows = pages.kept(PAGE)
+    rows = sorted(pages.kept(PAGE), key=lambda row: (row["study"], row["algo"], row["seed"], row["tried"]))
     found = [
         "# Tuning",
         "",
@@ -105,7 +105,7 @@ def lines() -> list[str]:
             [
                 row["algo"], " ".join(f"`{text}`" for text in row["tried"]) or "of the study", row["seed"],
                 pages.success(row["before"]["success"]), pages.success(row["after"]["success"]),
-                _points(row["difference"]), f"{row['wall']['tune_s'] / 60:.0f} min",
+                _points(row["difference"]["difference"]), f"{row['wall']['tune_s'] / 60:.1f} min",
                 "yes" if is_chosen(row) else "",
             ]
             for row in of_study

@@ -3,7 +3,8 @@
 Shapes of matrices, and the place of a row in them, affect rounding. So a policy is called with BLOCK_ROWS
 rows, of which every episode has a fixed one, its lane. Blocks of another size, with rows as they come, cost
 less per decision. They serve where they give the same numbers to the last bit: the first of each size are
-computed both ways.
+computed both ways. A policy that compares candidates, whose actions show another rounding only where two are
+nearly alike, stays in its lanes.
 
 Legend: M rows to decide, Ta executed steps, Da width of actions.
 """
@@ -27,11 +28,19 @@ class Blocks:
 
     Args:
         act: Maps observations and noise of some rows to their actions (rows, Ta, Da).
+        sizes: Of blocks, beside lanes.
     """
 
-    def __init__(self, act: Callable[[Mapping[str, Tensor], Tensor], Tensor]) -> None:
+    def __init__(
+        self, act: Callable[[Mapping[str, Tensor], Tensor], Tensor], sizes: Sequence[int] = SIZES
+    ) -> None:
         self._act = act
-        self._unproven = dict.fromkeys(SIZES, ENOUGH)  # numbers that are still to agree; refused sizes go
+        self._unproven = dict.fromkeys(sizes, ENOUGH)  # numbers that are still to agree; refused sizes go
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes beside lanes that may serve."""
+        return list(self._unproven)
 
     def actions(self, obs: Mapping[str, Tensor], noise: Tensor, lanes: Sequence[int]) -> Tensor:
         """Return actions (M, Ta, Da) for observations, noise and lanes of M rows."""

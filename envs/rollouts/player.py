@@ -15,15 +15,17 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from envs.engine.lanes import apart
-from envs.rollouts.blocks import BLOCK_ROWS, Blocks, scattered
+from envs.rollouts.blocks import BLOCK_ROWS, SIZES, Blocks, scattered
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
 from envs.spec import Array, EnvConfig, VectorEnv
 from policies.execution.replanning import Replanner, WarmStart
 from policies.policy_config import ChunkSpec
 from policies.seeds import seeded_generator
+from policies.wrappers.best_of_n import BestOfN
+from policies.wrappers.candidates import CandidatePolicy
 
 NETWORK_CALLS = "network_calls"
 """Metric of an episode that was played from warm starts: evaluations of the network per decision."""
@@ -134,7 +136,9 @@ class EpisodeRunner:
 
     @cached_property
     def _blocks(self) -> Blocks:
-        return Blocks(lambda obs, noise: self.policy.act(obs, noise=noise))
+        parts: Any = self.policy.modules() if isinstance(self.policy, nn.Module) else ()
+        compares = any(isinstance(part, BestOfN | CandidatePolicy) for part in parts)
+        return Blocks(lambda obs, noise: self.policy.act(obs, noise=noise), () if compares else SIZES)
 
     def _replan(
         self,

@@ -282,11 +282,12 @@ def _free_shapes(onnx: Any, graph: Any, source: str) -> None:
         return name
 
     for node in graph.node:
-        if node.op_type in ("Reshape", "Expand") and node.input[1] in constants:
-            shape = to_array(constants[node.input[1]])
+        place = {"Reshape": 1, "Expand": 1, "ConstantOfShape": 0}.get(node.op_type)
+        if place is not None and node.input[place] in constants:
+            shape = to_array(constants[node.input[place]])
             if count := int(_follows(shape).sum()):
                 is_inferred = node.op_type == "Reshape" and count == 1 and bool((shape >= 0).all())
-                node.input[1] = following(shape, is_inferred=is_inferred)
+                node.input[place] = following(shape, is_inferred=is_inferred)
     for constant in graph.initializer:
         shape = np.array(constant.dims, dtype=np.int64)
         if _follows(shape).sum() == 1:
@@ -327,8 +328,8 @@ def _difference(model: Traceable, run: Any, inputs: dict[str, Tensor]) -> float:
     expected = [output.numpy() for output in model(inputs)]
     try:
         found = run(inputs)
-    except Exception:  # onnxruntime's errors have no common class
-        _log.debug("the graph does not run on inputs of batch %d", len(expected[0]), exc_info=True)
+    except Exception as error:  # onnxruntime's errors have no common class
+        _log.warning("the graph does not run on inputs of batch %d: %s", len(expected[0]), error)
         return math.inf
     if [array.shape for array in found] != [array.shape for array in expected]:
         return math.inf

@@ -39,6 +39,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError
@@ -331,7 +332,8 @@ class CandidatePolicy(WrappedPolicy):
 
 def _is_eager(x: Tensor) -> bool:
     """Whether a CPU computes now, instead of recording a graph for any batch."""
-    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
+    return x.device.type == "cpu" and type(x) is Tensor and not is_recorded
 
 
 def _require_score(policy: Any, score: str) -> None:

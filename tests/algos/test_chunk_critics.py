@@ -172,7 +172,7 @@ def test_a_chosen_policy_is_a_directory_like_any_other(values: dict[str, Any], t
     repeated(
         [
             {"num_candidates": 3, "num_edited": 2, "edit_scale": 0.3, "critic_bins": 11},
-            {"num_candidates": 4, "num_ascended": 2, "ascent_steps": 1, "ascent_lr": 0.1},
+            {"num_candidates": 8, "num_ascended": 2, "ascent_steps": 1, "ascent_lr": 0.1},
         ]
     ),
 )

@@ -145,7 +145,6 @@ def test_the_policy_is_a_directory(tmp_path: Path) -> None:
     assert torch.equal(again.act(observed(), noise=noise), policy.act(observed(), noise=noise))
 
 
-@pytest.mark.skipif(not everything, reason="with --all: without it other conditions are exported")
 def test_the_policy_is_a_graph(tmp_path: Path) -> None:
     policy = moved(begin().snapshot()).with_sampler(Euler(steps=1)).eval()
     noise = noise_of(policy)

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from small_policies import small_policy
 from torch import Tensor
 
+from envs.engine.lanes import apart
 from envs.rollouts import blocks
-from envs.rollouts.blocks import BLOCK_ROWS, SIZES, Blocks, apart
+from envs.rollouts.blocks import BLOCK_ROWS, SIZES, Blocks
+from envs.rollouts.player import EpisodeRunner
+from policies.wrappers.best_of_n import BestOfN, Selection
+from policies.wrappers.candidates import Candidates
 
 ROWS = torch.arange
 
@@ -29,6 +34,19 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "nothing": lambda state: plain(state) * torch.nan,
 }
+
+
+def test_a_policy_that_compares_candidates_stays_in_lanes() -> None:
+    base = small_policy()
+    sizes = [
+        EpisodeRunner(policy, 0, 0, "random", "random", keep=False)._blocks.sizes
+        for policy in (
+            base,
+            BestOfN(base, None, Selection(2)),
+            Candidates(num_candidates=2, critic_dims=(8,)).wrap(base),
+        )
+    ]
+    assert sizes == [[*SIZES], [], []]
 
 
 @pytest.mark.parametrize("name", KINDS)

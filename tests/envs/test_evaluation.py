@@ -33,6 +33,7 @@ from policies.execution.warm_start import WarmStart
 from policies.policy import Policy, PolicyConfig
 from policies.policy_config import ChunkSpec
 from policies.processes.flow import RectifiedFlow
+from policies.wrappers.candidates import Candidates
 from tests.global_states import global_states
 
 TASK = env("hopper", max_episode_steps=30)
@@ -150,6 +151,15 @@ def test_noise_and_seed_are_separate_switches() -> None:
     assert all(variant != base for variant in variants) and len({tuple(v) for v in variants}) == 5
     quiet = returns(start_noise="zero", sampling_noise="zero", noise_seed=9)
     assert quiet == variants[2]
+
+
+def test_zero_noise_is_refused_where_it_makes_candidates_alike() -> None:
+    chooser = Candidates(num_candidates=2, critic_dims=(8,)).wrap(small())
+    with pytest.raises(ConfigError, match=mentions("start_noise random candidates zero")):
+        evaluate(chooser, TASK, Settings(episodes=1, start_noise="zero"))
+    assert evaluate(chooser, TASK, Settings(episodes=1)).rows
+    alone = Candidates(num_candidates=1).wrap(small())
+    assert evaluate(alone, TASK, Settings(episodes=1, start_noise="zero")).rows
 
 
 def test_settings_are_the_only_home_of_defaults() -> None:

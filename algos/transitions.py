@@ -228,9 +228,11 @@ def tabulate(
     steps = policy.chunk.act_steps if steps is None else steps
     start = _starts(dataset, steps)
     if not len(start):
+        is_own = steps == policy.chunk.act_steps
+        fewer = "a policy with fewer act_steps" if is_own else f"algo.critic_horizon below {steps}"
         raise DatasetError(
             f"{dataset.source}: no {steps} frames in a row have a known successor. "
-            "Use longer episodes or a policy with fewer act_steps."
+            f"Use longer episodes or {fewer}."
         )
     _require_memory(dataset, policy, len(start), steps)
     pictures: dict[str, Pictures] = {}

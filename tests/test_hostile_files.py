@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -22,6 +23,7 @@ from small_policies import small_policy
 
 import burnish
 from algos.training.run_directory import RunDirectory
+from algos.training.run_lock import take_lock
 from burnish.config.saved import describe, restore, restore_part
 from burnish.config.schema import compose_config
 from burnish.runs.resolve import parts_of
@@ -468,6 +470,24 @@ def test_a_policy_and_a_text_are_written_or_not_at_all(directory: Path) -> None:
     with pytest.raises(WriteError), files_of_at_most(10):
         write_text(directory / "config.json", "x" * 100)
     assert everything(directory.parent) == before
+
+
+def test_a_read_only_disk_is_named_by_the_file_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "draft")
+
+    monkeypatch.setattr("policies.storage.atomic_write.Draft", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(WriteError, match=r"a\.txt cannot be written: Read-only"):
+        write_text(tmp_path / "a.txt", "x")
+
+
+def test_a_lock_that_a_full_disk_refuses_is_named_and_free(tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match=r"\.lock cannot be written"), files_of_at_most(0):
+        take_lock(tmp_path)
+    take_lock(tmp_path).close()
 
 
 def test_a_report_is_written_or_not_at_all(run: RunDirectory) -> None:

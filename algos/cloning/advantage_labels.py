@@ -13,13 +13,27 @@ from policies.errors import ConfigError
 def step_rewards(dataset: EpisodeDataset, failure_cost: float) -> Tensor:
     """Return -1 per frame, 0 for the last one of a success, -failure_cost for that of a failure, (N,)."""
     if dataset.success is None:
+        remedy = "Use algo.rewards=recorded" if bool(dataset.rewards.any()) else "Record it, or rewards"
         raise ConfigError(
-            f"algo.rewards=steps needs the key 'success' of every episode; {dataset.source} has none. Use "
-            "algo.rewards=recorded."
+            f"algo.rewards=steps needs the key 'success' of every episode; {dataset.source} has none. "
+            f"{remedy}."
         )
     rewards = -torch.ones_like(dataset.rewards)
     rewards[dataset.episode_start[1:] - 1] = torch.where(dataset.success, 0.0, -failure_cost).to(rewards)
     return rewards
+
+
+def require_unequal(to_go: Tensor, dataset: EpisodeDataset, rewards: str, gamma: float) -> None:
+    """Refuse returns to go (N,) that are all equal, in which no action is better than another."""
+    low, high = (float(bound) for bound in to_go.aminmax())
+    if low < high:
+        return
+    remedies = ["algo.gamma below 1"] if low and gamma == 1 else []
+    if rewards != "steps" and dataset.success is not None:
+        remedies.append("algo.rewards=steps")
+    found = f"returns to go are {low:g}" if low else "returns are 0"
+    remedy = f"Use {' or '.join(remedies)}" if remedies else "Record other 'rewards' or 'success'"
+    raise ConfigError(f"{dataset.source}: all {found}, so no action is better than another. {remedy}.")
 
 
 def two_hot(target: Tensor, atoms: Tensor) -> Tensor:

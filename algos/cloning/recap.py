@@ -31,7 +31,7 @@ from torch import Tensor
 
 from algos.base import Metrics, Setup, dataset_of, goal_dim_of, require_one_policy
 from algos.bc import THREADS, Bc, BcConfig
-from algos.cloning.advantage_labels import advantages, is_positive, step_rewards, two_hot
+from algos.cloning.advantage_labels import advantages, is_positive, require_unequal, step_rewards, two_hot
 from algos.cloning.batches import WindowSampler
 from algos.onpolicy.requirements import ways
 from algos.optim import descend, load_parts, save_parts
@@ -100,7 +100,7 @@ class RecapConfig(BcConfig):
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If the dataset is missing, sizes differ, there is a goal, or all returns are 0.
+            ConfigError: If the dataset is missing, sizes differ, there is a goal, or all returns are equal.
             CapabilityError: If the policy has no denoising process.
         """
         with torch_threads(setup.threads(THREADS)):
@@ -160,9 +160,8 @@ class Recap(Bc):
             dataset.rewards if config.rewards == "recorded" else step_rewards(dataset, config.failure_cost)
         )
         to_go = replace(dataset, rewards=rewards).returns_to_go(config.gamma)
+        require_unequal(to_go, dataset, config.rewards, config.gamma)
         scale = float(to_go.abs().max())
-        if not scale:
-            raise ConfigError(f"{dataset.source}: all returns are 0. Use algo.rewards=steps.")
         self._to_go = (to_go / scale).to(setup.device)
         low, high = (float(bound) for bound in self._to_go.aminmax())
         self._atoms = torch.linspace(min(low, 0), max(high, 0), config.num_bins, device=setup.device)

@@ -39,7 +39,7 @@ from policies.storage.strict_json import own_file, read_small
 _CONFIG, _OVERRIDES, _ENVIRONMENT = "config.yaml", "overrides.txt", "environment.json"
 _METRICS = "metrics.jsonl"
 _CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
-_EVAL, _EVAL_NAME = "eval", re.compile(r"step-(\d+)(-.+)?")
+EVAL, _EVAL_NAME = "eval", re.compile(r"step-(\d+)(-.+)?")
 
 
 class EvalFile(NamedTuple):
@@ -84,7 +84,7 @@ class RunDirectory:
         if (path / _CONFIG).exists():
             raise CheckpointError(f"{path} holds a run. Continue it with resume={path}, or choose another.")
         (path / _CHECKPOINTS).mkdir(exist_ok=True)
-        (path / _EVAL).mkdir(exist_ok=True)
+        (path / EVAL).mkdir(exist_ok=True)
         write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
         run._describe(config, overrides)
         return run
@@ -105,7 +105,7 @@ class RunDirectory:
 
     def is_bare(self) -> bool:
         """Return whether the folder holds only the files of `create_at`, logs and empty files."""
-        folders = [self.path / name for name in (_CHECKPOINTS, _EVAL)]
+        folders = [self.path / name for name in (_CHECKPOINTS, EVAL)]
         found = {path for folder in (self.path, *folders) if folder.is_dir() for path in folder.iterdir()}
         return not found - {*self._removable(), *folders}
 
@@ -115,7 +115,7 @@ class RunDirectory:
             return False
         for file in self._removable():
             file.unlink(missing_ok=True)
-        for folder in (self.path / _CHECKPOINTS, self.path / _EVAL, self.path):
+        for folder in (self.path / _CHECKPOINTS, self.path / EVAL, self.path):
             if folder.is_dir():
                 folder.rmdir()
         return True
@@ -289,14 +289,15 @@ class RunDirectory:
 
     def write_eval(self, name: str, content: Mapping[str, Any]) -> Path:
         """Write `eval/<name>.json` and return its path; an earlier one is replaced."""
-        path = self.path / _EVAL / f"{name}.json"
-        path.parent.mkdir(exist_ok=True)
+        path = self.path / EVAL / f"{name}.json"
+        with write_errors(path):
+            path.parent.mkdir(exist_ok=True)
         write_text(path, json.dumps(content, indent=2) + "\n")
         return path
 
     def evals(self) -> list[EvalFile]:
         """Return the evaluations of checkpoints, by step and name."""
-        named = ((path, _EVAL_NAME.fullmatch(path.stem)) for path in (self.path / _EVAL).glob("*.json"))
+        named = ((path, _EVAL_NAME.fullmatch(path.stem)) for path in (self.path / EVAL).glob("*.json"))
         return sorted(EvalFile(int(found[1]), path, found[2] is None) for path, found in named if found)
 
     def _clean(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from policies.errors import CheckpointError
+from policies.storage.atomic_write import write_errors
 from policies.storage.strict_json import fits, own_file
 
 LOCK = ".lock"
@@ -21,8 +23,10 @@ def take_lock(run: Path) -> IO[str]:
 
     Raises:
         CheckpointError: If another process holds it.
+        WriteError: If the disk takes no more.
     """
-    lock = (run / LOCK).open("a")
+    with write_errors(run / LOCK):
+        lock = (run / LOCK).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -30,9 +34,15 @@ def take_lock(run: Path) -> IO[str]:
         raise CheckpointError(
             f"{run} is being written by another process. Wait for it, or start another run."
         ) from None
-    lock.truncate(0)
-    lock.write(json.dumps({"pid": os.getpid(), "host": platform.node()}))
-    lock.flush()
+    try:
+        with write_errors(run / LOCK):
+            lock.truncate(0)
+            lock.write(json.dumps({"pid": os.getpid(), "host": platform.node()}))
+            lock.flush()
+    except BaseException:
+        with contextlib.suppress(OSError):  # closing writes what is left
+            lock.close()
+        raise
     return lock
 
 

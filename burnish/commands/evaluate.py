@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from algos.training.run_directory import RunDirectory, eval_name
+from algos.training.run_directory import EVAL, RunDirectory, eval_name
 from burnish.config.evaluate import OF_COMPOSE, EvalConfig
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
@@ -20,7 +20,7 @@ from burnish.reports.results import SUMMARISED
 from burnish.reports.videos import require_pictures, write_videos
 from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.evaluation import headline
-from burnish.runs.locate import Located, check_file_to_write, locate_actor
+from burnish.runs.locate import Located, check_file_to_write, locate_actor, require_writable
 from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
@@ -28,7 +28,7 @@ from envs.evaluation.evaluate import evaluate as run_episodes
 from envs.rollouts.fleet import LOCAL
 from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import ConfigError
-from policies.storage.atomic_write import write_text
+from policies.storage.atomic_write import write_errors, write_text
 
 SUMMARY_COLUMNS = ("policy", "task", "quantity", "mean", "95 % interval", "episodes")
 
@@ -71,16 +71,26 @@ def run(config: EvalConfig, context: RunContext) -> float:
         _print_result(composed)
         return _main_number(composed.evaluation)
     result = evaluate(config)
-    mine, other = shown_names(result.label, str(config.policy), str(config.baseline))
-    both = [(mine, result.evaluation)]
-    if result.baseline is not None:
-        both.append((other, result.baseline))
-    output().print(summary_table(both))
-    if result.comparison is not None:
-        output().print(str(result.comparison), markup=False)
+    _print_numbers(config, result.label, result.evaluation, result.baseline, result.comparison)
     for path in (result.path, *result.videos):
         output().print(f"written: {path}", markup=False, soft_wrap=True)
     return _main_number(result.evaluation)
+
+
+def _print_numbers(
+    config: EvalConfig,
+    label: str,
+    evaluation: Evaluation,
+    baseline: Evaluation | None,
+    comparison: Comparison | None,
+) -> None:
+    mine, other = shown_names(label, str(config.policy), str(config.baseline))
+    both = [(mine, evaluation)]
+    if baseline is not None:
+        both.append((other, baseline))
+    output().print(summary_table(both))
+    if comparison is not None:
+        output().print(str(comparison), markup=False)
 
 
 def _print_result(result: CompositionResult) -> None:
@@ -124,6 +134,9 @@ def resolve(config: EvalConfig) -> ResolvedEval:
     if config.out is not None:
         check_file_to_write(config.out)
     mine = locate_actor(config.policy, "policy")
+    if config.out is None:
+        folder = Path() if mine.run is None else mine.run / EVAL
+        require_writable(folder / "eval.json", remedy="Give out=<file>")
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
     for key, one in (("policy", mine), ("baseline", other)):
@@ -140,11 +153,15 @@ def evaluate(config: EvalConfig) -> Result:
     evaluation = _play(found.policy, found.env, config)
     baseline = None if found.baseline is None else _play(found.baseline, found.env, config)
     comparison = None if baseline is None else compare(baseline, evaluation)
-    path = _write(config, found, evaluation, baseline, comparison)
-    name = path.with_suffix("").name
-    videos = (
-        write_videos(found.env, evaluation.rows, config.videos, path.parent, name) if config.videos else ()
-    )
+    videos: Iterable[Path] = ()
+    try:
+        path = _write(config, found, evaluation, baseline, comparison)
+        if config.videos:
+            name = path.with_suffix("").name
+            videos = write_videos(found.env, evaluation.rows, config.videos, path.parent, name)
+    except OSError:  # what was played is not lost
+        _print_numbers(config, found.policy.label, evaluation, baseline, comparison)
+        raise
     return Result(found.policy.label, evaluation, baseline, comparison, path, tuple(videos))
 
 
@@ -196,7 +213,8 @@ def _write(
     if config.out is None and mine.run is not None:
         return RunDirectory.open(mine.run).write_eval(name, content)
     path = Path(config.out if config.out is not None else f"eval-{name}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=2) + "\n")
     return path
 

@@ -85,6 +85,18 @@ def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
     if target.is_dir():
         raise ConfigError(f"{key}={target} is a folder; give the name of a file, e.g. {target / 'name'}.")
     _check_parents(target, key)
+    require_writable(target, key)
+
+
+def require_writable(target: Path, what: str = "", remedy: str = "Choose another place") -> None:
+    """Refuse, with ConfigError, a file in a folder that takes none, e.g. of a read-only disk."""
+    real = target.resolve()
+    if real.exists() and not real.is_file():  # pipes and devices are written directly
+        return
+    parent = next(place for place in real.parents if place.exists())
+    if not os.access(parent, os.W_OK):
+        name = f"{what}={target}" if what else str(target)
+        raise ConfigError(f"{name} cannot be written: {parent} is read-only. {remedy}.")
 
 
 def dated_folder(name: str) -> Path:

@@ -136,7 +136,14 @@ def _shares(policies: Sequence[Policy], weights: Sequence[float] | None) -> list
 
 def _require_alike(first: Policy, other: Policy, key: str) -> None:
     """Refuse a policy whose parts, sizes or buffers differ from the first one's (ConfigError)."""
-    own, others = (dict(_leaves(describe(policy))) for policy in (first, other))
+    described = describe(first), describe(other)
+    wrapped, wraps = (", ".join(one["name"] for one in each["wrappers"]) or "none" for each in described)
+    if wrapped != wraps:
+        raise ConfigError(
+            f"{key} differs from policies[0] in wrappers: {wraps} and {wrapped}. Weights are averaged of one "
+            "architecture. Compose different policies (burnish eval compose=[a,b])."
+        )
+    own, others = (dict(_leaves(each)) for each in described)
     for name in sorted(own.keys() | others.keys()):
         if own.get(name) != others.get(name):
             raise ConfigError(

@@ -88,7 +88,8 @@ def atomic_file(path: Path) -> Iterator[Draft]:
             os.fsync(draft.fileno())
             os.replace(aside, path)
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk refuses it too
+            aside.unlink()
 
 
 @contextlib.contextmanager

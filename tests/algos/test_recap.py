@@ -216,14 +216,31 @@ def test_the_better_half_of_the_data_is_asked_for_and_random_labels_change_nothi
 
 def test_data_without_what_labels_need_are_refused() -> None:
     flat = replace(dataset(), rewards=torch.zeros(200))
-    with pytest.raises(ConfigError, match=mentions("returns 0 algo.rewards=steps")):
+    with pytest.raises(ConfigError, match=mentions("returns 0 'rewards' 'success'")) as silent:
         begin(dataset=flat)
+    with pytest.raises(ConfigError, match=mentions("algo.rewards=steps 'success' rewards")) as circular:
+        begin(dataset=flat, config=replace(small(RecapConfig), rewards="steps"))
+    assert "=steps" not in str(silent.value) and "=recorded" not in str(circular.value)
     with pytest.raises(ConfigError, match=mentions("algo.rewards=steps success algo.rewards=recorded")):
         begin(config=replace(small(RecapConfig), rewards="steps"))
     succeeded = replace(flat, episode_extras={"success": torch.arange(40) % 2 == 0})
+    with pytest.raises(ConfigError, match=mentions("returns 0 algo.rewards=steps")):
+        begin(dataset=succeeded)
     assert begin(dataset=succeeded, config=replace(small(RecapConfig), rewards="steps")).progress == 0
     with pytest.raises(ConfigError, match=mentions("algo.teacher null")):
         replace(small(RecapConfig), teacher="somewhere")
+
+
+def test_returns_that_are_all_equal_are_refused() -> None:
+    alike = replace(dataset(), rewards=dataset().terminated.float())
+    succeeded = replace(alike, episode_extras={"success": torch.ones(40, dtype=torch.bool)})
+    with pytest.raises(ConfigError, match=mentions("returns 1 algo.gamma")) as silent:
+        begin(dataset=alike)
+    assert "algo.rewards=steps" not in str(silent.value)
+    with pytest.raises(ConfigError, match=mentions("returns 1 algo.gamma algo.rewards=steps")):
+        begin(dataset=succeeded)
+    for change in ({"gamma": 0.9}, {"rewards": "steps"}):
+        assert begin(dataset=succeeded, config=replace(small(RecapConfig), **change)).progress == 0
 
 
 def test_policies_that_no_label_can_guide_are_refused() -> None:

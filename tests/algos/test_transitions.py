@@ -157,6 +157,9 @@ def test_recordings_without_a_stretch_are_refused() -> None:
     short = dataset().select([2])
     with pytest.raises(DatasetError, match=mentions("act_steps 8")):
         tabulate(short, policy(horizon=8, act_steps=8), Rewarding())
+    with pytest.raises(DatasetError, match=mentions("12 algo.critic_horizon")) as caught:
+        tabulate(short, policy(horizon=1, act_steps=1), Rewarding(), steps=12)
+    assert "act_steps" not in str(caught.value)
 
 
 def test_actions_outside_the_box_are_clipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:

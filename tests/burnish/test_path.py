@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shutil
@@ -35,7 +36,7 @@ from burnish.runs.resolve import resolve
 from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
 from envs.tasks.avoid.task import Avoid
-from policies.errors import CheckpointError, ConfigError, DatasetError, ExportError
+from policies.errors import CheckpointError, ConfigError, DatasetError, ExportError, WriteError
 from policies.paths import lasting
 
 QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
@@ -608,6 +609,27 @@ def test_a_file_of_an_evaluation_is_written_whole_or_not_at_all(
     with pytest.raises(OSError, match="disk full"):
         burnish.evaluate(base, episodes=3, num_workers=0, out=out)
     assert out.read_text() == before and [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+
+
+def test_a_run_that_takes_no_file_is_refused_before_anything_is_played(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_command, "run_episodes", lambda *_, **__: pytest.fail("was played"))
+    monkeypatch.setattr("os.access", lambda *_, **__: False)
+    with pytest.raises(ConfigError, match=mentions(f"{base.path}/eval out=<file>")):
+        burnish.evaluate(base, episodes=2)
+    with pytest.raises(ConfigError, match=mentions(f"out={tmp_path / 'eval.json'} read-only")):
+        burnish.evaluate(base, episodes=2, out=tmp_path / "eval.json")
+
+
+def test_an_evaluation_that_cannot_be_written_is_shown(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(WriteError, match=mentions("eval.json cannot be written")):
+        burnish.evaluate(base, episodes=2, num_workers=0, out=tmp_path / "eval.json")
+    assert "95 % interval" in capsys.readouterr().out
 
 
 def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from messages import mentions
 from small_algorithms import init, policy_config
 from torch import Tensor
 
+from algos.cloning.recap import with_goal
 from burnish.commands.merge import MergeConfig, run
 from burnish.config.overrides import RunContext
 from policies.backbones.mlp import MlpConfig
@@ -21,6 +22,7 @@ from policies.composition.merging import merge, spherical
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.advantage import Advantage
 
 
 def trained(seed: int) -> Policy:
@@ -88,6 +90,12 @@ def other(**changes: Any) -> Policy:
 def test_what_is_no_other_training_of_the_same_policy_is_refused(policy: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=mentions(words)):
         merge([init("flow"), policy()])
+
+
+def test_wrappers_that_differ_are_named() -> None:
+    wrapped = Advantage().wrap(with_goal(init("flow"), 1, 0.1))
+    with pytest.raises(ConfigError, match=mentions("policies[1] wrappers none advantage")):
+        merge([wrapped, init("flow")])
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -200,13 +200,13 @@ def down(optimizer: torch.optim.Adam, loss: Tensor) -> None:
 
 
 def assert_same(ours: torch.nn.Module, plain: torch.nn.Module) -> None:
-    """Compare weights within a thirtieth of Adam's step of 3e-4.
+    """Compare weights within a tenth of Adam's step of 3e-4.
 
     Adam divides by the size of a gradient, so where that is about its rounding, the step is uncertain by a
-    visible part of itself, of which processors differ: 4e-6 was seen. A missing term moves whole steps.
+    visible part of itself, of which processors differ: 1.2e-5 was seen. A missing term moves whole steps.
     """
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=0, atol=3e-5)
 
 
 def follow(target: torch.nn.Module, net: torch.nn.Module, tau: float) -> None:

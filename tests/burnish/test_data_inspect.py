@@ -230,7 +230,7 @@ def test_a_reference_is_read_with_the_options_that_fit_it(tmp_path: Path, noisy:
     write_d4rl(tmp_path / "toy.hdf5", noisy)
     write_robomimic(tmp_path / "other.hdf5", noisy)
     shares = [
-        inspected(tmp_path / "toy.hdf5", against=tmp_path / name, data={"d4rl_compat": compat}, samples=9)[
+        inspected(tmp_path / "toy.hdf5", against=tmp_path / name, reader={"d4rl_compat": compat}, samples=9)[
             "measures"
         ]["coverage"]
         for name, compat in (("toy.hdf5", True), ("other.hdf5", False), ("other.hdf5", True))
@@ -260,10 +260,10 @@ def test_an_unusable_reference_is_refused_before_measuring(
 @pytest.mark.usefixtures("no_picture")
 def test_options_reach_the_reader(tmp_path: Path, noisy: EpisodeDataset) -> None:
     write_d4rl(tmp_path / "toy.hdf5", replace(noisy, extras={"x": torch.zeros(400)}))
-    facts = inspected(tmp_path / "toy.hdf5", data={"d4rl_compat": True}, measures=False)
+    facts = inspected(tmp_path / "toy.hdf5", reader={"d4rl_compat": True}, measures=False)
     assert facts["frames"] == 398, "time-outs are no official transitions"
     with pytest.raises(ConfigError, match=mentions("reader.compact d4rl")):
-        inspected(tmp_path / "toy.hdf5", data={"compact": True})
+        inspected(tmp_path / "toy.hdf5", reader={"compact": True})
 
 
 def test_a_file_with_nan_is_described_and_then_refused(tmp_path: Path, noisy: EpisodeDataset) -> None:

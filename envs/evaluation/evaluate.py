@@ -173,8 +173,8 @@ def evaluate(
             f"episodes must be at least 1 and num_workers at least 0; got {episodes} and {num_workers}."
         )
     chooses = isinstance(policy, CandidatePolicy) and policy.wrapper.num_candidates > 1
-    is_alike = "zero" in noises if isinstance(policy, BestOfN) else chooses and noises[0] == "zero"
-    if is_alike:
+    makes_alike = "zero" in noises if isinstance(policy, BestOfN) else chooses and noises[0] == "zero"
+    if makes_alike:
         raise ConfigError(
             f"start_noise and sampling_noise must be random where a policy chooses between candidates, which "
             f"differ by their noise; got {noises[0]} and {noises[1]}."

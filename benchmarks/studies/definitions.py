@@ -46,6 +46,8 @@ CRITICS_OF_AVOID = (
 At a size of 1 critics on play of `cube-single` were above every return for more than 10,000 steps.
 """
 
+CRITICS_OF_PLAY = ("fql", "idql", "qam", "qam_edit", "expo")
+
 STUDIES = {
     "avoid": Study(
         "avoid",
@@ -340,12 +342,22 @@ STUDIES = {
     "cube-single-play": Study(
         "cube-single",
         None,
-        dict.fromkeys(("fql", "idql"), "cube_single_play_bc"),
-        {algo: f"cube_single_play_{algo}" for algo in ("fql", "idql")},
+        dict.fromkeys(CRITICS_OF_PLAY, "cube_single_play_bc"),
+        {algo: f"cube_single_play_{algo}" for algo in CRITICS_OF_PLAY},
         "success",
         (0.8, 0.9),
         origin="It is play by OGBench's recipe, with the rewards of the first task: "
         "`burnish collect env=cube-single env.expert.mode=play episodes=200 num_workers=2 out=play.hdf5`.",
+    ),
+    "scene-play": Study(
+        "scene",
+        None,
+        dict.fromkeys(CRITICS_OF_PLAY, "cube_single_play_bc env=scene env.task=2"),
+        {algo: f"cube_single_play_{algo} env=scene env.task=2" for algo in CRITICS_OF_PLAY},
+        "success",
+        (0.8, 0.9),
+        origin="It is play by OGBench's recipe, with the rewards of the second task: `burnish collect env=scene "
+        "env.task=2 env.expert.mode=play episodes=200 num_workers=2 out=play.hdf5`.",
     ),
     "lift-varied": Study(
         "lift",
@@ -367,6 +379,8 @@ STUDIES = {
                 algo: f"avoid_{algo} env=lift env.max_episode_steps=100 algo.reward_scale=0.02"
                 for algo in CRITICS_OF_AVOID
             },
+            "famo2o": "avoid_famo2o env=lift env.max_episode_steps=100 algo.reward_scale=0.02 "
+            "algo.actor_lr=1e-5 algo.min_coefficient=5 algo.max_coefficient=40",
         },
         "success",
         (0.8, 0.9),

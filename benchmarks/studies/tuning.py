@@ -37,7 +37,7 @@ from burnish.config.schema import compose_config
 
 PAGE = "tuning"
 SEEDS = range(10, 100)
-STUDIED = [name for name, study in STUDIES.items() if study.bases and study.demonstrations]
+STUDIED = [name for name, study in STUDIES.items() if study.bases]
 EPISODES: dict[str, Any] = {"episodes": 200, "first_seed": 3_000_000, "noise_seed": 1}
 
 
@@ -47,13 +47,15 @@ def grid(given: Iterable[str]) -> list[tuple[str, ...]]:
     return list(itertools.product(*([f"{key}={one}" for one in many.split(",")] for key, _, many in keys)))
 
 
-def run_one(name: str, algo: str, seed: int, settings: Sequence[str], root: Path) -> Path:
+def run_one(
+    name: str, algo: str, seed: int, settings: Sequence[str], root: Path, dataset: str | None = None
+) -> Path:
     """Clone, fine-tune with the settings and evaluate one seed; returns the JSON file."""
     study, tag = STUDIES[name], hashlib.sha256(" ".join(settings).encode()).hexdigest()[:6]
     target = pages.RESULTS / PAGE / f"{name}-{algo}-{tag}-seed{seed}.json"
     if target.exists():
         return target
-    demos = demonstrations(study, seed, None, root / name)
+    demos = demonstrations(study, seed, dataset, root / name)
     place = root / name / f"{study.bases[algo].split()[0]}-seed{seed}"
     base = trained(place, *recipe(study.bases[algo]), dataset=str(demos), seed=seed)
     values = processes(algo, 0) | ({"dataset": str(demos)} if algo in FROM_DATA else {})
@@ -127,6 +129,7 @@ def main() -> int:
     parser.add_argument("algo", nargs="?")
     parser.add_argument("settings", nargs="*", help="key=value,value")
     parser.add_argument("--seeds", default=str(SEEDS[0]))
+    parser.add_argument("--dataset", help="of studies whose demonstrations are a file")
     parser.add_argument("--root", type=Path, default=Path("runs/tuning"))
     parser.add_argument("--report", action="store_true", help="write the page from what is there")
     options = parser.parse_args()
@@ -139,7 +142,7 @@ def main() -> int:
         if any(seed not in SEEDS for seed in seeds):
             parser.error(f"seeds of tuning are {SEEDS[0]} to {SEEDS[-1]}; others are reported")
         for settings, seed in itertools.product(grid(options.settings), seeds):
-            path = run_one(options.study, options.algo, seed, settings, options.root)
+            path = run_one(options.study, options.algo, seed, settings, options.root, options.dataset)
             print(f"written: {path}", flush=True)
     print(f"written: {pages.write(PAGE, lines())}")
     return 0

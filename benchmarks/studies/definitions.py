@@ -356,8 +356,8 @@ STUDIES = {
         {algo: f"cube_single_play_{algo} env=scene env.task=2" for algo in CRITICS_OF_PLAY},
         "success",
         (0.8, 0.9),
-        origin="It is play by OGBench's recipe, with the rewards of the second task: `burnish collect env=scene "
-        "env.task=2 env.expert.mode=play episodes=200 num_workers=2 out=play.hdf5`.",
+        origin="It is play by OGBench's recipe, with the rewards of the second task: `burnish collect "
+        "env=scene env.task=2 env.expert.mode=play episodes=200 num_workers=2 out=play.hdf5`.",
     ),
     "lift-varied": Study(
         "lift",

@@ -23,14 +23,14 @@ from policies.protocols import (
     Evaluate,
     Hooks,
     Kind,
+    PackedSteps,
     Reduction,
     Rng,
-    RowField,
     Start,
 )
 from policies.registry import register
-from policies.samplers.loop import denoise
-from policies.samplers.row import denoise_row, denoise_rows, takes_row
+from policies.samplers.loop import Denoised, denoise
+from policies.samplers.native_loop import denoise_chunks, takes
 from policies.samplers.step_table import StepTable, table_of, transition
 
 
@@ -104,13 +104,19 @@ class DenoisingPolicy(Policy):
         """
         x, first = (None, 0) if start is None else (start[0], self.table.step_at(start[1]))
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            alike = len(cond) == len(noise) and not hooks
-            row = self.bind_row(cond) if alike and takes_row(self.table, noise) else None
-            if row is not None:
-                short = denoise_row if len(noise) == 1 else denoise_rows
-                return short(row, self.table, noise, start=x, first_step=first)
-            bound = self.bind(cond)
-            return denoise(bound, self.table, noise, hooks=hooks, cond=cond, start=x, first_step=first).action
+            if hooks:
+                bound = self.bind(cond)
+                return denoise(
+                    bound, self.table, noise, hooks=hooks, cond=cond, start=x, first_step=first
+                ).action
+            return self._denoise(cond, noise, start=x, first_step=first).action
+
+    def _denoise(self, cond: Cond, noise: Tensor, **request: Any) -> Denoised:
+        """Run the loop without hooks, in C where it serves."""
+        if not takes(self.table, noise):
+            return denoise(self.bind(cond), self.table, noise, **request)
+        nets = self.bind_packed(cond) if len(cond) in (1, len(noise)) else None
+        return denoise_chunks(self.bind(cond) if nets is None else nets, self.table, noise, **request)
 
     def trajectory(self, cond: Cond, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
         """Return the chunk; see `PlanDecoder`."""
@@ -126,10 +132,10 @@ class DenoisingPolicy(Policy):
         """Bind the network to a condition and the sampler's steps, with the configured guidance."""
         return self.bind_at(cond, *self._times(cond))
 
-    def bind_row(self, cond: Cond) -> RowField | None:
-        """Bind the network on a CPU without gradients; None where `bind` has to serve."""
-        bind_row = getattr(self.field, "bind_row", None)
-        return None if bind_row is None or self.guidance != 1 else bind_row(cond, *self._times(cond))
+    def bind_packed(self, cond: Cond) -> list[PackedSteps] | None:
+        """Bind the network for the loop in C, without gradients; None where `bind` has to serve."""
+        bind = getattr(self.field, "bind_packed", None)
+        return None if bind is None or self.guidance != 1 else bind(cond, *self._times(cond))
 
     def _times(self, cond: Cond) -> list[Tensor]:
         names = ("net_time",) if self.table.second_time is None else ("net_time", "second_time")
@@ -211,7 +217,7 @@ class DenoisingPolicy(Policy):
         first, correlation = self.table.num_steps - self.tuned_steps, self.noise_correlation
         if correlation:
             noise = torch.cat([noise[:, : first + 1], correlated(noise[:, first + 1 :], correlation)], dim=1)
-        out = denoise(self.bind(cond), self.table, noise, cond=cond, record_from=first)
+        out = self._denoise(cond, noise, record_from=first)
         assert out.chain is not None and out.mean is not None
         std = self._recorded_std(None, out.chain)
         return Chain(out.chain, correlated_log_prob(out.chain[:, 1:], out.mean, std, correlation))

@@ -33,9 +33,9 @@ Device = torch.device | str | None
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
 
-RowField = Callable[[int, Any, Any], None]
-"""`bound(k, x, out)` is a `BoundField` on a CPU without gradients; x and out are flattened chunks: arrays
-(Th Da,) for one row, tensors (B, Th Da) for more."""
+PackedSteps = tuple[Any, Tensor, int, int]
+"""A `policies.networks.packed.PackedBlock`, encoded conditions (B, C) or one for all, the place of its first
+time and the number of steps: a `BoundField` of these steps for the loop in C."""
 
 Features = tuple[Tensor, Tensor]
 """Embedded times (K, T) and conditions (B, C') of a backbone."""

@@ -4,8 +4,9 @@
 
 writes docs/results/speed/products.json, beside the figures of other processors, and a table in
 docs/speed.md. The products (and convolutions) of one call are recorded with their shapes, layouts and places
-in memory, and played again without anything else, in turns with the call. Times are processor times of one
-thread.
+in memory, and played again without anything else, in turns with the call. Their arithmetic is also divided by
+the speed of one large product, the most that PyTorch reaches on the processor. Times are processor times of
+one thread.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from algos.a2pr import A2prConfig
 from algos.base import Setup
@@ -45,6 +47,7 @@ PRODUCTS = frozenset(
      ATEN.convolution_backward)
 )  # fmt: skip
 ROWS = 100_000
+LARGE = 1024  # rows and columns of the product whose speed is the peak
 
 Call = Callable[[], object]
 
@@ -84,6 +87,20 @@ def products_of(call: Call) -> Call:
                 product()
 
     return again
+
+
+def arithmetic_of(call: Call) -> int:
+    """Return the additions and multiplications of a call's products."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return int(counter.get_total_flops())
+
+
+def peak() -> float:
+    """Return additions and multiplications per second of one large product."""
+    a, b = torch.rand(LARGE, LARGE), torch.rand(LARGE, LARGE)
+    seconds = interleave({"large": lambda: a @ b}, rounds=9, slot_s=0.2, clock=time.process_time)["large"]
+    return 2 * LARGE**3 / seconds
 
 
 def offline(config: OfflineConfig, *, keeps_some: bool = False, has_lists: bool = False) -> tuple[Call, int]:
@@ -150,6 +167,7 @@ def main() -> None:
     before = RESULTS / "speed" / "products.json"
     content: dict[str, Any] = kept("speed", before.name)[0]["processors"] if before.exists() else {}
     mine = content.setdefault(processor(describe_environment()), {"cases": {}})
+    mine["peak"] = peak()
     for name in options.cases or CASES:
         label, make = CASES[name]
         call, count = make()
@@ -158,7 +176,9 @@ def main() -> None:
             rounds=options.rounds, slot_s=0.2, clock=time.process_time,
         )  # fmt: skip
         mine["cases"][label] = row = {part: seconds / count for part, seconds in times.items()}
-        print(f"{label:<50} {1e3 * row['all']:9.2f} ms {row['products'] / row['all']:6.0%}", flush=True)
+        row["at_peak"] = arithmetic_of(call) / count / mine["peak"]
+        shares = [f"{row[part] / row['all']:6.0%}" for part in ("products", "at_peak")]
+        print(f"{label:<50} {1e3 * row['all']:9.2f} ms", *shares, flush=True)
     mine["rounds"] = options.rounds
     keep("speed", "products", {"processors": content}, indent=1)
     replace_block("docs/speed.md", "products", lines(content))
@@ -171,16 +191,17 @@ def lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         [label, *(cell for name in names for cell in _cells(found[name]["cases"].get(label)))]
         for label, _ in CASES.values()
     ]
-    columns = [column for name in names for column in (f"{name} [ms]", "products")]
+    columns = [column for name in names for column in (f"{name} [ms]", "products", "at peak")]
     rounds = ", ".join(f"{found[name]['rounds']} rounds on {name}" for name in names)
     head = f"`OMP_NUM_THREADS=1 python -m benchmarks.speed.products`, one thread, {rounds}:"
     return [head, "", *table(("call", *columns), rows)]
 
 
-def _cells(row: Mapping[str, float] | None) -> tuple[str, str]:
+def _cells(row: Mapping[str, float] | None) -> tuple[str, ...]:
     if row is None:
-        return "–", "–"
-    return milliseconds(row["all"]), f"{100 * row['products'] / row['all']:.0f} %"
+        return "–", "–", "–"
+    shares = (row.get(part) for part in ("products", "at_peak"))
+    return milliseconds(row["all"]), *(f"{100 * one / row['all']:.0f} %" if one else "–" for one in shares)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Backbone(Protocol):
 
         Returns:
             `bound(k, x)`, equal to the network at x (B, Th, Da) and time `times[k]`; valid until the weights
-            change. A backbone that has a `bind_row` too returns there a `RowField`, or None.
+            change. A backbone that has a `bind_packed` too returns there a list of `PackedSteps`, or None.
         """
 
     def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:

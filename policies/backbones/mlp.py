@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
+from policies.networks import native
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.embeddings import (
     JointEmbedding,
@@ -33,19 +33,18 @@ from policies.networks.embeddings import (
     embed_times,
 )
 from policies.networks.mlp_blocks import (
-    ROW_NUMBERS,
     ExpandedTrunk,
     Fold,
     PlainTrunk,
     ResidualTrunk,
-    RowFinish,
     Trunk,
     TrunkConfig,
     official_plain_keys,
 )
+from policies.networks.packed import PackedBlock
 from policies.networks.residual import FirstLayer
 from policies.networks.weight_cache import WeightCache, weights_of
-from policies.protocols import BoundField, Cond, Features, RowField
+from policies.protocols import BoundField, Cond, Features, PackedSteps
 from policies.registry import register
 
 EMBEDDINGS = {
@@ -135,16 +134,6 @@ class _Plan(NamedTuple):
     fold: Fold
 
 
-class _RowPlan(NamedTuple):
-    """What `bind_row` keeps: the plan of several rows; of one, as `_Plan`, and a maker of the rest."""
-
-    rows: _Plan
-    table: np.ndarray
-    chunk: np.ndarray
-    cond: np.ndarray
-    make: Callable[[], RowFinish]
-
-
 class MlpBackbone(nn.Module):
     """See `MlpConfig`; satisfies `policies.backbones.Backbone`.
 
@@ -168,7 +157,7 @@ class MlpBackbone(nn.Module):
         self.part_dims = (chunk, config.time_dim, *([] if config.add_cond else [cond_dims[-1]]))
         self.trunk = config.build_trunk(sum(self.part_dims), chunk)
         self._cache: WeightCache[_Plan] = WeightCache()
-        self._row_cache: WeightCache[_RowPlan | None] = WeightCache()
+        self._packed_cache: WeightCache[PackedBlock | None] = WeightCache()
 
     def forward(
         self,
@@ -211,6 +200,23 @@ class MlpBackbone(nn.Module):
         return FirstLayer(inputs, weights, tuple(tables))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
+        if torch.is_grad_enabled() or not native.serves(cond.vec):
+            return self._bind(cond, times, second_times)
+        nets = self.bind_packed(cond, times, second_times)
+        if nets is None:
+            return self._bind(cond, times, second_times)
+        (net, vec, _, _), shape = nets[0], self.chunk_shape
+
+        def bound(k: int, x: Tensor) -> Tensor:
+            fits = len(x) > 0 and len(vec) in (1, len(x))
+            if torch.is_grad_enabled() or not (fits and native.serves(x)):
+                return self._bind(cond, times, second_times)(k, x)
+            return net.field(k, x.reshape(len(x), -1).contiguous(), vec).view(-1, *shape)
+
+        return bound
+
+    def _bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
+        """Return `bind` by plain operations."""
         given = (times,) if second_times is None else (times, second_times)
         weights = () if self._cache.sealed else weights_of(self)
         plan = self._cache.get((*weights, *given), lambda: self._plan(*given))
@@ -223,44 +229,21 @@ class MlpBackbone(nn.Module):
 
         return bound
 
-    def bind_row(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> RowField | None:
-        """Return `bind` on a CPU without gradients; None where that has to serve."""
+    def bind_packed(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> list[PackedSteps] | None:
+        """Return `bind` for the loop in C; None where that has to serve."""
         given = (times,) if second_times is None else (times, second_times)
-        weights = () if self._row_cache.sealed else weights_of(self)
-        plan = self._row_cache.get((*weights, *given), lambda: self._row_plan(*given))
-        if plan is None:
+        weights = () if self._packed_cache.sealed else weights_of(self)
+        net = self._packed_cache.get((*weights, *given), lambda: self._packed(*given))
+        return None if net is None else [(net, self.cond_encoder(cond.vec).contiguous(), 0, len(times))]
+
+    def _packed(self, times: Tensor, second_times: Tensor | None = None) -> PackedBlock | None:
+        if not isinstance(self.trunk, ResidualTrunk):
             return None
-        if len(cond) > 1:
-            return self._bind_rows(plan.rows, cond)
-        (z, finish), chunk = plan.make(), plan.chunk
-        offsets = list(plan.table + self.cond_encoder(cond.vec).detach().numpy()[0] @ plan.cond)
-
-        def bound(k: int, x: np.ndarray, out: np.ndarray) -> None:
-            np.dot(x, chunk, z)
-            np.add(z, offsets[k], z)
-            finish(out)
-
-        return bound
-
-    def _bind_rows(self, plan: _Plan, cond: Cond) -> RowField:
-        offset, chunk = _offsets(plan.table, self.cond_encoder(cond.vec) @ plan.cond), plan.chunk
-        assert isinstance(self.trunk, ResidualTrunk)
-        z, finish = self.trunk.finish_rows_of(plan.fold, len(cond))
-
-        def bound(k: int, x: Tensor, out: Tensor) -> None:
-            torch.addmm(offset(k), x, chunk, out=z)
-            finish(out)
-
-        return bound
-
-    def _row_plan(self, times: Tensor, second_times: Tensor | None = None) -> _RowPlan | None:
-        plan = self._plan(times, second_times)
-        if not isinstance(self.trunk, ResidualTrunk) or plan.chunk.numel() > ROW_NUMBERS:
-            return None
-        make = self.trunk.finish_row_of(plan.fold)
-        if make is None:
-            return None
-        return _RowPlan(plan, plan.table.numpy(), plan.chunk.numpy(), plan.cond.numpy(), make)
+        fold = self.trunk.fold()
+        chunk, _, cond = self._columns(fold)
+        return self.trunk.packed(fold, self._table(fold, times, second_times), cond, chunk)
 
     def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
@@ -268,10 +251,14 @@ class MlpBackbone(nn.Module):
 
     def _plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
         fold = self.trunk.fold()
-        chunk, time, cond = self._columns(fold)
-        embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
-        table = F.linear(embedded, time, fold.bias)
+        chunk, _, cond = self._columns(fold)
+        table = self._table(fold, times, second_times)
         return _Plan(table, chunk.t().contiguous(), cond.t().contiguous(), fold)
+
+    def _table(self, fold: Fold, times: Tensor, second_times: Tensor | None) -> Tensor:
+        """Return the first layer's part (K, H') of times and bias."""
+        embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
+        return F.linear(embedded, self._columns(fold)[1], fold.bias)
 
 
 def _offsets(table: Tensor, cond: Tensor) -> Callable[[int], Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from policies.backbones import Backbone
 from policies.errors import ConfigError
 from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond, Features, RowField
+from policies.protocols import BoundField, Cond, Features, PackedSteps
 
 
 class SwitchedField(nn.Module):
@@ -116,26 +116,24 @@ class SwitchedField(nn.Module):
 
         return bound
 
-    def bind_row(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> RowField | None:
-        """Return `bind` on a CPU without gradients; None where that has to serve."""
+    def bind_packed(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> list[PackedSteps] | None:
+        """Return `bind` for the loop in C; None where that has to serve."""
         split = self._split(times, second_times)
-        rows: dict[bool, RowField] = {}
+        nets: dict[bool, PackedSteps] = {}
         for is_tuned, there, network, given in (
             (False, split.has_base, self.base, split.base_times),
             (True, split.has_tuned, self.tuned, split.tuned_times),
         ):
-            bind_row = getattr(network, "bind_row", None)
-            if there and (bind_row is None or (row := bind_row(cond, *given)) is None):
+            bind = getattr(network, "bind_packed", None) if there else None
+            if there and (bind is None or (bound := bind(cond, *given)) is None):
                 return None
             if there:
-                rows[is_tuned] = row
-        steps = [(rows[is_tuned], place) for is_tuned, place in zip(split.is_tuned, split.place, strict=True)]
-
-        def bound(k: int, x: Any, out: Any) -> None:
-            evaluate, place = steps[k]
-            evaluate(place, x, out)
-
-        return bound
+                (nets[is_tuned],) = bound
+        return [
+            (*nets[tuned][:2], place, 1) for tuned, place in zip(split.is_tuned, split.place, strict=True)
+        ]
 
     def _split(self, times: Tensor, second_times: Tensor | None) -> _Split:
         sources = (times,) if second_times is None else (times, second_times)

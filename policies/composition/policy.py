@@ -174,7 +174,7 @@ class ComposedPolicy(DenoisingPolicy):
         sums = self._sums
         return lambda k, x: sums[k](lambda i: bound[i](k, x), x)
 
-    def bind_row(self, cond: Cond) -> None:
+    def bind_packed(self, cond: Cond) -> None:
         """Combine members by `bind` alone."""
 
     def evaluate(self, cond: Cond) -> Evaluate:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -93,11 +92,3 @@ ACTIVATIONS: dict[str, tuple[Activation, Activation]] = {
     "leaky_relu": (F.leaky_relu, F.leaky_relu),
 }
 """Name -> (function, the same function allowed to overwrite its argument)."""
-
-
-def in_place(activate: Activation) -> Callable[[np.ndarray], object]:
-    """Return an activation as a function that overwrites an array."""
-    if activate is torch.relu_:
-        zero = np.array(0, np.float32)  # of all scalars the one that costs least
-        return lambda x: np.maximum(x, zero, out=x)
-    return lambda x: np.copyto(x, activate(torch.from_numpy(x)).numpy())

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,17 +31,15 @@ from torch import Tensor, nn
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.networks import native
-from policies.networks.activations import ACTIVATIONS, in_place
+from policies.networks.activations import ACTIVATIONS
 from policies.networks.attention import LayerNorm
+from policies.networks.packed import PackedBlock, packed_block
 from policies.networks.residual import FirstLayer, ResidualBlock
 from policies.networks.weight_cache import WeightCache
 
 Finish = Callable[[Tensor], Tensor]
 """Maps z (B, H') to the output (B, out)."""
-RowFinish = tuple[np.ndarray, Callable[[np.ndarray], None]]
-"""An array for one z (H',), and a function that writes its output (out,) to an array; it overwrites z."""
 NAMES = ("weight", "bias")
-ROW_NUMBERS = 1 << 18  # of a matrix in one product of NumPy, which may share larger ones among threads
 
 
 @dataclass(frozen=True)
@@ -206,49 +203,14 @@ class ResidualTrunk(nn.Module):
 
         return finish
 
-    def finish_row_of(self, fold: Fold) -> Callable[[], RowFinish] | None:
-        """Return a maker of `finish_of` for one row on a CPU; None where that has to serve."""
-        block, feature = self.last_block, fold.feature
-        assert feature is not None
-        if len(self.blocks) > 1 or block.norm1 is not None or feature.numel() > ROW_NUMBERS:
+    def packed(self, fold: Fold, table: Tensor, cond: Tensor, chunk: Tensor) -> PackedBlock | None:
+        """Return the network for the loop in C, from the parts of its first layer; None: it has more."""
+        block = self.last_block
+        if len(self.blocks) > 1 or block.norm1 is not None:
             return None
-        if feature.device.type != "cpu" or feature.dtype != torch.float32:
-            return None
-        width, out_dim, activate = self.outlet.in_features, len(feature), in_place(block.activate_)
-        weight, bias = (part.detach().numpy() for part in (block.linear1.weight, block.linear1.bias))
-        last = np.concatenate([np.eye(out_dim, dtype=np.float32), feature.numpy()], axis=1)
-        rows = max(1, ROW_NUMBERS // width)
-
-        def make() -> RowFinish:
-            buffer = np.empty(width + out_dim + width, np.float32)
-            z, h, joined, u = buffer[:-width], buffer[:width], buffer[width:], buffer[-width:]
-            pieces = [(weight[i : i + rows], u[i : i + rows]) for i in range(0, width, rows)]
-
-            def finish(out: np.ndarray) -> None:
-                activate(h)
-                for piece, place in pieces:
-                    np.dot(piece, h, place)
-                np.add(u, bias, u)
-                activate(u)
-                np.dot(last, joined, out)
-
-            return z, finish
-
-        return make
-
-    def finish_rows_of(self, fold: Fold, rows: int) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Return z (B, H') to be filled and `finish_of` that writes out (B, out), for one such block."""
-        width, out_dim, block = self.outlet.in_features, self.outlet.out_features, self.last_block
-        weight, bias, activate_ = block.linear1.weight.t(), block.linear1.bias, block.activate_
-        feature = fold.feature.t()  # type: ignore[union-attr]
-        z, u = bias.new_empty(rows, width + out_dim), bias.new_empty(rows, width)
-        h, linear = z[:, :width], z[:, width:]
-
-        def finish(out: Tensor) -> None:
-            torch.addmm(bias, activate_(h), weight, out=u)
-            torch.addmm(linear, activate_(u), feature, out=out)
-
-        return z, finish
+        assert fold.feature is not None
+        linear = block.linear1
+        return packed_block(table, cond, chunk, linear.weight, linear.bias, fold.feature, block.activation)
 
     def evaluate(self, first: FirstLayer, fold: Fold) -> Tensor:
         """Return the output (B, out) from the parts of z."""

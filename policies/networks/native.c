@@ -13,17 +13,17 @@ typedef void (*gemm_t)(const char *, const char *, const int *, const int *, con
 #define INLINE static inline __attribute__((always_inline))
 
 static gemm_t gemm;
-static int is_own; /* products are those of this file, where it has them */
+
+/* Tiles of a product C (m, n) = A B that stay in registers, from panels of B: its rows, a tile's columns of each. */
 
 #ifdef __AVX512F__
-
-/* Products on processors of AMD, for which Intel's library scales C, copies A and pads n: C (m, n) = A B by tiles of C
-   that stay in registers. B is copied, a panel of one tile's columns at a time. */
-
-enum { LANES = 16, VECTORS = 4, TILE_ROWS = 6, PANEL = LANES * VECTORS, DEPTH = 512 };
+enum { LANES = 16, VECTORS = 4 };
+#else
+enum { LANES = 8, VECTORS = 2 };
+#endif
+enum { TILE_ROWS = 6, PANEL = LANES * VECTORS, DEPTH = 512 };
 
 typedef float lanes_t __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t places_t __attribute__((vector_size(4 * LANES)));
 
 /* A tile of C: steps of a_row between rows of A and a_k along them; the panel b has `vectors` in a row. */
 INLINE void tile(int rows, int vectors, int depth, const float *a, long a_row, long a_k, const float *b, int is_added,
@@ -58,6 +58,10 @@ INLINE void over_tiles(int vectors, int m, int depth, const float *a, long a_row
     if (m) tile(1, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
 }
 
+#ifdef __AVX512F__
+
+typedef int32_t places_t __attribute__((vector_size(4 * LANES)));
+
 /* Write a square of LANES numbers turned, by exchanges between rows that are 1, 2, 4 and 8 apart. */
 INLINE void turn_square(const float *from, long from_row, float *to, long to_row) {
     lanes_t row[LANES];
@@ -77,6 +81,8 @@ INLINE void turn_square(const float *from, long from_row, float *to, long to_row
     for (int i = 0; i < LANES; i++) *(lanes_t *)(to + i * to_row) = row[i];
 }
 
+#endif
+
 /* Copy `depth` rows of `columns` numbers of B to a panel of whole vectors, filled with zeros. */
 static void copy_panel(int bt, int depth, int columns, int width, const float *b, long b_row, float *panel) {
     if (!bt) {
@@ -87,13 +93,59 @@ static void copy_panel(int bt, int depth, int columns, int width, const float *b
         return;
     }
     for (int j = 0; j < width; j += LANES) {
-        const int is_whole = columns - j >= LANES, turned = is_whole ? depth - depth % LANES : 0;
-        for (int i = 0; i < turned; i += LANES) turn_square(b + j * b_row + i, b_row, panel + (long)i * width + j, width);
+        int turned = 0;
+#ifdef __AVX512F__
+        if (columns - j >= LANES)
+            for (; turned + LANES <= depth; turned += LANES)
+                turn_square(b + j * b_row + turned, b_row, panel + (long)turned * width + j, width);
+#endif
         for (int i = turned; i < depth; i++)
             for (int l = j; l < j + LANES; l++) panel[(long)i * width + l] = l < columns ? b[l * b_row + i] : 0;
     }
 }
 
+/* Tiles of as many vectors as `columns` need. */
+INLINE void over_columns(int m, int depth, const float *a, long a_row, long a_k, const float *panel, int is_added,
+                         float *c, long c_row, int columns) {
+#ifdef __AVX512F__
+    if (columns > 3 * LANES)
+        over_tiles(4, m, depth, a, a_row, a_k, panel, is_added, c, c_row, columns);
+    else if (columns > 2 * LANES)
+        over_tiles(3, m, depth, a, a_row, a_k, panel, is_added, c, c_row, columns);
+    else
+#endif
+    if (columns > LANES)
+        over_tiles(2, m, depth, a, a_row, a_k, panel, is_added, c, c_row, columns);
+    else
+        over_tiles(1, m, depth, a, a_row, a_k, panel, is_added, c, c_row, columns);
+}
+
+/* Numbers of a packed matrix: panels of whole vectors. */
+static int panel_width(int columns) { return (columns + LANES - 1) / LANES * LANES; }
+
+/* Write B = W^T (k, n), with W (n, k), as panels; `to` holds k times n rounded up to LANES. */
+void pack(int n, int k, int w_row, const float *w, float *to) {
+    for (int j = 0; j < n; j += PANEL) {
+        const int columns = n - j < PANEL ? n - j : PANEL, width = panel_width(columns);
+        copy_panel(1, k, columns, width, w + (long)j * w_row, w_row, to);
+        to += (long)k * width;
+    }
+}
+
+/* C (m, n) += A (m, k) B, rows c_row and a_row apart. A row of C is the same whatever m. */
+static void add_packed(int m, int n, int k, const float *a, long a_row, const float *b, float *c, long c_row) {
+    for (int j = 0; j < n; j += PANEL) {
+        const int columns = n - j < PANEL ? n - j : PANEL;
+        over_columns(m, k, a, a_row, 1, b, 1, c + j, c_row, columns);
+        b += (long)k * panel_width(columns);
+    }
+}
+
+#ifdef __AVX512F__
+
+static int is_own; /* whether products are these */
+
+/* Products on processors of AMD, for which Intel's library scales C, copies A and pads n. */
 static void own_product(int at, int bt, int m, int n, int k, const float *a, long a_row, const float *b, long b_row,
                         float beta, float *c, long c_row) {
     float panel[DEPTH * PANEL] __attribute__((aligned(64)));
@@ -102,19 +154,12 @@ static void own_product(int at, int bt, int m, int n, int k, const float *a, lon
         const int depth = k - i < most ? k - i : most, is_added = i || beta != 0;
         const float *from = a + (at ? i * a_row : i);
         for (int j = 0; j < n; j += PANEL) {
-            const int columns = n - j < PANEL ? n - j : PANEL, vectors = (columns + LANES - 1) / LANES;
-            copy_panel(bt, depth, columns, vectors * LANES, b + (bt ? j * b_row + i : i * b_row + j), b_row, panel);
-            float *to = c + j;
-            if (vectors == VECTORS && at)
-                over_tiles(VECTORS, m, depth, from, 1, a_row, panel, is_added, to, c_row, columns);
-            else if (vectors == VECTORS)
-                over_tiles(VECTORS, m, depth, from, a_row, 1, panel, is_added, to, c_row, columns);
-            else if (vectors == 3)
-                over_tiles(3, m, depth, from, at ? 1 : a_row, at ? a_row : 1, panel, is_added, to, c_row, columns);
-            else if (vectors == 2)
-                over_tiles(2, m, depth, from, at ? 1 : a_row, at ? a_row : 1, panel, is_added, to, c_row, columns);
+            const int columns = n - j < PANEL ? n - j : PANEL;
+            copy_panel(bt, depth, columns, panel_width(columns), b + (bt ? j * b_row + i : i * b_row + j), b_row, panel);
+            if (at)
+                over_columns(m, depth, from, 1, a_row, panel, is_added, c + j, c_row, columns);
             else
-                over_tiles(1, m, depth, from, at ? 1 : a_row, at ? a_row : 1, panel, is_added, to, c_row, columns);
+                over_columns(m, depth, from, a_row, 1, panel, is_added, c + j, c_row, columns);
         }
     }
 }
@@ -218,15 +263,17 @@ static inline float gelu_slope(float x) {
     return x < -10.0f ? 0.0f : x > 10.0f ? 1.0f : slope;
 }
 
-enum { RELU, TANH, GELU };
+enum { RELU, TANH, GELU, MISH };
 
 static inline void activate(int kind, int n, float *h) {
     if (kind == RELU)
         for (int j = 0; j < n; j++) h[j] = h[j] < 0 ? 0 : h[j];
     else if (kind == TANH)
         for (int j = 0; j < n; j++) h[j] = tanh_of(h[j]);
-    else
+    else if (kind == GELU)
         for (int j = 0; j < n; j++) h[j] = gelu_of(h[j]);
+    else
+        for (int j = 0; j < n; j++) h[j] = mish_of(h[j]);
 }
 
 /* grad times the slope of the activation, of which h is the argument for GELU, and the value for the others. */
@@ -427,6 +474,107 @@ int residual_forward(int rows, int k, int width, int out, int kind, int w_row, i
         multiply(0, 1, size, out, width, us, f, 1, ys);
     }
     return 1;
+}
+
+enum { CHUNKS = 48 }; /* that stay in a cache between steps */
+
+/* The network above with packed S, W, A and F: z = t + s S' + x W', with t, of the time, and s S' of the condition. */
+typedef struct {
+    int width, kind, conds, is_shared; /* is_shared: one condition for all */
+    const float *s, *cond_w, *w, *a, *b, *f;
+} packed_t;
+
+/* Write s S' of rows from `start` on, or the one of all. */
+static void project(const packed_t *net, int start, int rows, int n, float *offset) {
+    const int row = net->width + n, given = net->is_shared ? 1 : rows;
+    memset(offset, 0, (long)given * row * sizeof *offset);
+    add_packed(given, row, net->conds, net->s + (net->is_shared ? 0 : (long)start * net->conds), net->conds, net->cond_w,
+               offset, row);
+}
+
+/* y is z[H:] of z (R, H + n) afterwards; u (R, H). */
+static void evaluate(const packed_t *net, int rows, int n, const float *t, const float *offset, const float *x, float *z,
+                     float *u) {
+    const int width = net->width, row = width + n;
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < row; j++) z[(long)r * row + j] = t[j] + offset[(net->is_shared ? 0 : (long)r * row) + j];
+    add_packed(rows, row, n, x, n, net->w, z, row);
+    for (int r = 0; r < rows; r++) {
+        activate(net->kind, width, z + (long)r * row);
+        memcpy(u + (long)r * width, net->b, width * sizeof *u);
+    }
+    add_packed(rows, width, width, z, row, net->a, u, width);
+    for (int r = 0; r < rows; r++) activate(net->kind, width, u + (long)r * width);
+    add_packed(rows, n, width, u, width, net->f, z + width, row);
+}
+
+/* Write y (R, n) for x (R, n) at one time. work holds CHUNKS rows of 3 H + 2 n. */
+void packed_field(const packed_t *net, int rows, int n, const float *t, const float *x, float *y, float *work) {
+    const int row = net->width + n;
+    float *offset = work, *z = work + CHUNKS * row, *u = z + CHUNKS * row;
+    for (int start = 0; start < rows; start += CHUNKS) {
+        const int size = rows - start < CHUNKS ? rows - start : CHUNKS;
+        project(net, start, size, n, offset);
+        evaluate(net, size, n, t, offset, x + (long)start * n, z, u);
+        for (int r = 0; r < size; r++) memcpy(y + (long)(start + r) * n, z + (long)r * row + net->width, n * sizeof *y);
+    }
+}
+
+static inline float bounded(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; } /* NaN stays */
+
+/* A step of a sampler: five numbers. */
+typedef struct {
+    float ratio, limit, of_x, of_y, std;
+} step_t;
+
+/* What the steps of a sampler share. Draws of the first step are at `noise`, those of a row noise_row after those of the
+   row before; null: none. States before the steps from `record_from` on, and the result, and means after them are kept
+   where not null. */
+typedef struct {
+    int steps, record_from, is_ready;
+    float state_limit, noise_limit;
+    long noise_row;
+    const step_t *step;
+    const float *noise;
+    float *states, *means;
+} chain_t;
+
+/* With p = y, or x + ratio y unless it `is_ready`: x <- of_x x + of_y bounded(p) + std bounded(draw), bounded. */
+static void take_step(const chain_t *chain, long r, int k, int n, const float *y, float *x) {
+    const step_t *c = chain->step + k;
+    const float *draw = chain->noise + r * chain->noise_row + (long)k * n;
+    const long kept = chain->steps - chain->record_from, place = k - chain->record_from;
+    const int is_kept = chain->states && place >= 0;
+    if (is_kept) memcpy(chain->states + (r * (kept + 1) + place) * n, x, n * sizeof *x);
+    for (int i = 0; i < n; i++) {
+        const float p = chain->is_ready ? y[i] : x[i] + c->ratio * y[i];
+        x[i] = c->of_x * x[i] + c->of_y * bounded(p, c->limit);
+    }
+    if (is_kept) memcpy(chain->means + (r * kept + place) * n, x, n * sizeof *x);
+    for (int i = 0; i < n; i++)
+        x[i] = bounded(c->std > 0 ? x[i] + c->std * bounded(draw[i], chain->noise_limit) : x[i], chain->state_limit);
+}
+
+/* Steps first to last of chunks x (R, n). The network's times of these steps begin at `table`; without a network,
+   `given` are its outputs (R, n) for the one step. work as above. */
+void take_steps(const chain_t *chain, const packed_t *net, int rows, int first, int last, int n, const float *table,
+                const float *given, float *x, float *work) {
+    if (!net) {
+        for (long r = 0; r < rows; r++) take_step(chain, r, first, n, given + r * n, x + r * n);
+        return;
+    }
+    const int row = net->width + n;
+    float *offset = work, *z = work + CHUNKS * row, *u = z + CHUNKS * row;
+    for (int start = 0; start < rows; start += CHUNKS) {
+        const int size = rows - start < CHUNKS ? rows - start : CHUNKS;
+        float *xs = x + (long)start * n;
+        project(net, start, size, n, offset);
+        for (int k = first; k < last; k++) {
+            evaluate(net, size, n, table + (long)(k - first) * row, offset, xs, z, u);
+            for (int r = 0; r < size; r++)
+                take_step(chain, start + r, k, n, z + (long)r * row + net->width, xs + (long)r * n);
+        }
+    }
 }
 
 /* Gradients as x, W without gaps, the tables, A, b and F; x_grad, w_grad, other_grad, and all from table_grad on, may be

@@ -32,7 +32,9 @@ KINDS = {"relu": 0, "tanh": 1, "gelu": 2}
 """Activations of stacks, as the C program numbers them."""
 _AFTER = 2  # where a stack normalises, as the C program numbers it
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
+CHUNKS = 48  # as in native.c
 _ARGUMENTS = {
+    "pack": "iiipp", "packed_field": "piipppp", "take_steps": "ppiiiipppp",
     "stack_forward": "piiiiiiif" + 7 * "p", "stack_backward": "piiiiiii" + 10 * "p" + "l",
     "norm_mish_forward": "iiiif" + 6 * "p", "norm_mish_backward": "iiii" + 10 * "p",
     "conv_forward": 8 * "i" + 5 * "p", "conv_backward": 8 * "i" + 7 * "p",
@@ -66,14 +68,17 @@ def _found() -> tuple[Any, str | None]:
     return found, None
 
 
-def serves(x: Tensor) -> bool:
-    """Say whether the program takes a call on this tensor: see the top of the file."""
+def serves(x: Tensor, *, with_threads: bool = False) -> bool:
+    """Say whether the program takes a call on this tensor: see the top of the file.
+
+    It is one thread; `with_threads` lets it serve where torch has several.
+    """
     return (
         not torch.compiler.is_compiling()
         and x.is_cpu
         and x.dtype is torch.float32
         and type(x) is Tensor
-        and torch.get_num_threads() == 1
+        and (with_threads or torch.get_num_threads() == 1)
         and not torch.is_autocast_enabled("cpu")
         and not torch.jit.is_tracing()
         and not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())

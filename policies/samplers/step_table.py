@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -59,15 +58,6 @@ class Coefficients(NamedTuple):
     mean_y: Any
     mean_x: Any
     mean_pred: Any
-
-
-class RowSteps(NamedTuple):
-    """The steps for `policies.samplers.row`: K scalars, as arrays, and K weights (3,) of a mean."""
-
-    ratio: list[np.ndarray]
-    limit: list[np.ndarray]
-    least: list[np.ndarray]
-    weights: list[np.ndarray]
 
 
 class Memory(NamedTuple):
@@ -147,17 +137,19 @@ class StepTable:
         return Coefficients(*(picked if isinstance(k, int) else picked.unsqueeze(2)).unbind(0))
 
     @cached_property
-    def row_steps(self) -> RowSteps | None:
-        """The steps for `policies.samplers.row`; None if they are more than a bounded x0 and one product."""
+    def native_steps(self) -> Tensor | None:
+        """The steps (K, 5) float32 for the loop in C: ratio, limit, factors of state and of x0, deviation.
+
+        Where nothing is clipped the prediction stands for x0. None: a step is more than a bounded x0 and two
+        products.
+        """
         clips, more = self.clip_x0 is not None, (self.memory, self.loop, self.eps_clip)
         if not self.rows or any(part is not None for part in more) or (clips and self.uses_pred):
             return None
-        c = Coefficients(*self.coefficients[:, :, 0].numpy())
-        columns = (c.mean_x, c.mean_y if clips else c.mean_pred, self.std[:, 0].numpy())
-        ratio, limit, least = (
-            [np.array(x, np.float32) for x in column] for column in (c.ratio, c.limit, -c.limit)
-        )
-        return RowSteps(ratio, limit, least, list(np.stack(columns, axis=1).astype(np.float32)))
+        c = Coefficients(*self.coefficients[:, :, 0])
+        columns = (c.ratio, c.limit, c.mean_x, c.mean_y if clips else c.mean_pred, self.std[:, 0])
+        with torch.inference_mode(False):
+            return torch.stack(columns, dim=1).to(torch.float32)
 
     def step_at(self, t: float) -> int:
         """Return the first step whose sampling time is at least t."""

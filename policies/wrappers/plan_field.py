@@ -51,7 +51,7 @@ class PlanField(DenoisingPolicy):
         bound: BoundField = self.planner.base.bind_at(self.planner.inner(cond), *times)
         return lambda k, x: bound(k, torch.where(mask, known, x))
 
-    def bind_row(self, cond: Cond) -> None:
+    def bind_packed(self, cond: Cond) -> None:
         """Known entries are written by `bind_at` alone."""
 
     def evaluate(self, cond: Cond) -> Evaluate:

@@ -168,7 +168,7 @@ def test_the_distance_from_itself_is_zero_and_grows_with_the_weights() -> None:
     frozen = policy.clone()
     cond, noise = Cond(torch.ones(4, 2)), torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))
     kept = noise.clone()
-    assert not PathTerm(frozen, policy).losses(cond, noise).any()
+    assert PathTerm(frozen, policy).losses(cond, noise).max() < 1e-10  # squares of rounding
     with torch.no_grad():
         policy.field.trunk.outlet.bias.add_(0.1)
     # Four Euler steps of a constant 0.1 / 4: the chunks differ by 0.1 where no bound acts.

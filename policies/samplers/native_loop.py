@@ -1,0 +1,98 @@
+"""The loop of `policies.samplers.loop` in C, for chunks on a CPU without gradients.
+
+A step of a small network for few rows costs calls, not arithmetic; all steps of a decision are one call here.
+A chunk is the same however many there are, where that holds of the network's outputs. Numbers are those of
+the other loop to rounding.
+
+Legend: B batch, K denoising steps, Th horizon, Da action width, n = Th Da.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from policies.networks import native
+from policies.protocols import BoundField, PackedSteps
+from policies.samplers.loop import Denoised, check_request
+from policies.samplers.step_table import StepTable
+
+_FEW = 64  # rows that one thread decides for sooner than several
+_at = Tensor.data_ptr
+
+
+class _Chain(ctypes.Structure):
+    """`chain_t` of the C program: what the steps of a sampler share."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("steps", "record_from", "is_ready")),
+        *((name, ctypes.c_float) for name in ("state_limit", "noise_limit")),
+        ("noise_row", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("step", "noise", "states", "means")),
+    ]
+
+
+def takes(table: StepTable, noise: Tensor) -> bool:
+    """Return whether this loop serves the noise and the table, and no graph or trace is being built."""
+    return (
+        len(noise) > 0
+        and table.native_steps is not None
+        and not torch.is_grad_enabled()
+        and native.serves(noise, with_threads=len(noise) <= _FEW)
+    )
+
+
+def denoise_chunks(
+    field: BoundField | Sequence[PackedSteps],
+    table: StepTable,
+    noise: Tensor,
+    *,
+    record_from: int | None = None,
+    start: Tensor | None = None,
+    first_step: int = 0,
+) -> Denoised:
+    """Return what `denoise` does, to rounding; arguments as there, or the networks of the steps in order."""
+    check_request(table, noise, (), None, record_from, start, first_step)
+    steps, draws, first = table.native_steps, None, noise
+    assert steps is not None
+    if not table.is_deterministic:
+        noise = noise.contiguous()
+        first, draws = noise[:, 0], noise[:, 1:]
+    x = (first * table.start_std if start is None else start.to(noise.dtype).clone()).flatten(1).contiguous()
+    count, (rows, n), shape = table.num_steps, x.shape, noise.shape[-2:]
+    record_from = count if record_from is None else record_from
+    states, means = (x.new_empty(rows, count - record_from + more, n) for more in (1, 0))
+    chain = _Chain(
+        count, record_from, table.predicts_x0 or table.clip_x0 is None,
+        _or_no_bound(table.clip_state), _or_no_bound(table.noise_clip),
+        0 if draws is None else draws.stride(0), _at(steps), None if draws is None else _at(draws),
+        *(map(_at, (states, means)) if record_from < count else (None, None)),
+    )  # fmt: skip
+    take_steps, call = native.library().take_steps, ctypes.byref(chain)
+    if callable(field):
+        for k in range(first_step, count):
+            pred = field(k, x.unflatten(1, shape)).to(x.dtype).contiguous()
+            x = x.clone()  # the network may keep what it was given
+            take_steps(call, None, rows, k, k + 1, n, None, _at(pred), _at(x), None)
+    else:
+        k = 0
+        for block, cond, place, more in field:
+            begin, k = max(first_step, k), k + more
+            if begin < k:
+                net, work = block.net(cond), block.work()
+                table_at = block.time(place + more - (k - begin))
+                take_steps(call, ctypes.byref(net), rows, begin, k, n, table_at, None, _at(x), _at(work))
+    if table.clip_action is not None:
+        x.clamp_(-table.clip_action, table.clip_action)
+    if record_from == count:
+        return Denoised(x.unflatten(1, shape), None, None)
+    states[:, -1] = x
+    return Denoised(*(one.unflatten(-1, shape) for one in (x, states, means)))
+
+
+def _or_no_bound(limit: float | None) -> float:
+    return math.inf if limit is None else limit

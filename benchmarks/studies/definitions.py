@@ -366,7 +366,7 @@ STUDIES = {
             "dppo": "lift_study_bc algo.steps=3000",
             "dsrl": "lift_study_flow_bc algo.steps=3000",
             "dsrl-sac": "lift_study_flow_bc algo.steps=3000",
-            **dict.fromkeys(("gorl", *CRITICS_OF_AVOID), "lift_study_flow_bc algo.steps=3000"),
+            **dict.fromkeys(("gorl", "recap", *CRITICS_OF_AVOID), "lift_study_flow_bc algo.steps=3000"),
         },
         {
             "dppo": "lift_study_dppo algo.env_steps=200000",
@@ -379,6 +379,7 @@ STUDIES = {
                 algo: f"avoid_{algo} env=lift env.max_episode_steps=100 algo.reward_scale=0.02"
                 for algo in CRITICS_OF_AVOID
             },
+            "recap": "avoid_recap env=lift env.max_episode_steps=100 algo.gamma=0.99",
             "famo2o": "avoid_famo2o env=lift env.max_episode_steps=100 algo.reward_scale=0.02 "
             "algo.actor_lr=1e-5 algo.min_coefficient=5 algo.max_coefficient=40",
         },

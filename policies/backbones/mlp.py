@@ -206,12 +206,16 @@ class MlpBackbone(nn.Module):
         if nets is None:
             return self._bind(cond, times, second_times)
         (net, vec, _, _), shape = nets[0], self.chunk_shape
+        plain: list[BoundField] = []
 
         def bound(k: int, x: Tensor) -> Tensor:
             fits = len(x) > 0 and len(vec) in (1, len(x))
-            if torch.is_grad_enabled() or not (fits and native.serves(x)):
-                return self._bind(cond, times, second_times)(k, x)
-            return net.field(k, x.reshape(len(x), -1).contiguous(), vec).view(-1, *shape)
+            if not torch.is_grad_enabled() and fits and native.serves(x):
+                return net.field(k, x.reshape(len(x), -1).contiguous(), vec).view(-1, *shape)
+            if not plain:
+                with torch.no_grad():
+                    plain.append(self._bind(cond, times, second_times))
+            return plain[0](k, x)
 
         return bound
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import correlated, correlated_log_prob, gaussian_entropy
+from policies.networks.packed import PackedSteps
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import (
     TE,
@@ -23,7 +24,6 @@ from policies.protocols import (
     Evaluate,
     Hooks,
     Kind,
-    PackedSteps,
     Reduction,
     Rng,
     Start,
@@ -104,18 +104,14 @@ class DenoisingPolicy(Policy):
         """
         x, first = (None, 0) if start is None else (start[0], self.table.step_at(start[1]))
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            if hooks:
-                bound = self.bind(cond)
-                return denoise(
-                    bound, self.table, noise, hooks=hooks, cond=cond, start=x, first_step=first
-                ).action
-            return self._denoise(cond, noise, start=x, first_step=first).action
+            return self._denoise(cond, noise, hooks, start=x, first_step=first).action
 
-    def _denoise(self, cond: Cond, noise: Tensor, **request: Any) -> Denoised:
-        """Run the loop without hooks, in C where it serves."""
-        if not takes(self.table, noise):
-            return denoise(self.bind(cond), self.table, noise, **request)
-        nets = self.bind_packed(cond) if len(cond) in (1, len(noise)) else None
+    def _denoise(self, cond: Cond, noise: Tensor, hooks: Hooks = (), **request: Any) -> Denoised:
+        """Run the loop, in C where it serves."""
+        fits = len(cond) in (1, len(noise)) and noise.shape[-2:] == self.chunk.shape and not hooks
+        if not (fits and takes(self.table, noise, request.get("start"))):
+            return denoise(self.bind(cond), self.table, noise, hooks=hooks, cond=cond, **request)
+        nets = self.bind_packed(cond)
         return denoise_chunks(self.bind(cond) if nets is None else nets, self.table, noise, **request)
 
     def trajectory(self, cond: Cond, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:

@@ -33,10 +33,6 @@ Device = torch.device | str | None
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
 
-PackedSteps = tuple[Any, Tensor, int, int]
-"""A `policies.networks.packed.PackedBlock`, encoded conditions (B, C) or one for all, the place of its first
-time and the number of steps: a `BoundField` of these steps for the loop in C."""
-
 Features = tuple[Tensor, Tensor]
 """Embedded times (K, T) and conditions (B, C') of a backbone."""
 

@@ -44,7 +44,8 @@ class Backbone(Protocol):
 
         Returns:
             `bound(k, x)`, equal to the network at x (B, Th, Da) and time `times[k]`; valid until the weights
-            change. A backbone that has a `bind_packed` too returns there a list of `PackedSteps`, or None.
+            change. A backbone that has a `bind_packed` too returns there the same for the loop in C: a list
+            of `policies.networks.packed.PackedSteps`, or None. Who overrides one overrides both.
         """
 
     def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:

@@ -13,6 +13,7 @@ Legend: M rows, B batch, K times, H' width of the first layer (see `Fold`), C co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,10 +42,10 @@ from policies.networks.mlp_blocks import (
     TrunkConfig,
     official_plain_keys,
 )
-from policies.networks.packed import PackedBlock
+from policies.networks.packed import PackedBlock, PackedSteps, packed_steps
 from policies.networks.residual import FirstLayer
 from policies.networks.weight_cache import WeightCache, weights_of
-from policies.protocols import BoundField, Cond, Features, PackedSteps
+from policies.protocols import BoundField, Cond, Features
 from policies.registry import register
 
 EMBEDDINGS = {
@@ -200,32 +201,28 @@ class MlpBackbone(nn.Module):
         return FirstLayer(inputs, weights, tuple(tables))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
+        given = (cond, times) if second_times is None else (cond, times, second_times)
         if torch.is_grad_enabled() or not native.serves(cond.vec):
-            return self._bind(cond, times, second_times)
-        nets = self.bind_packed(cond, times, second_times)
-        if nets is None:
-            return self._bind(cond, times, second_times)
-        (net, vec, _, _), shape = nets[0], self.chunk_shape
-        plain: list[BoundField] = []
+            return self._bind(*given)
+        packed = functools.cache(lambda: self.bind_packed(*given))
+        plain = functools.cache(lambda: self._bind(*given))
 
         def bound(k: int, x: Tensor) -> Tensor:
-            fits = len(x) > 0 and len(vec) in (1, len(x))
-            if not torch.is_grad_enabled() and fits and native.serves(x):
-                return net.field(k, x.reshape(len(x), -1).contiguous(), vec).view(-1, *shape)
-            if not plain:
-                with torch.no_grad():
-                    plain.append(self._bind(cond, times, second_times))
-            return plain[0](k, x)
+            fits = 0 <= k < len(times) and x.shape[1:] == self.chunk_shape and len(x) > 0
+            if fits and not torch.is_grad_enabled() and native.serves(x) and (nets := packed()) is not None:
+                (net,) = nets
+                if net.serves(len(x), x[0].numel()):
+                    return net.field(k, x.flatten(1).contiguous()).view_as(x)
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # as it was bound
+                field = plain()
+            return field(k, x)
 
         return bound
 
     def _bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Return `bind` by plain operations."""
-        given = (times,) if second_times is None else (times, second_times)
-        weights = () if self._cache.sealed else weights_of(self)
-        plan = self._cache.get((*weights, *given), lambda: self._plan(*given))
+        plan, shape, width = self._plan(times, second_times), self.chunk_shape, self.part_dims[0]
         finish, chunk = self.trunk.finish_of(plan.fold), plan.chunk
-        shape, width = self.chunk_shape, self.part_dims[0]
         offset = _offsets(plan.table, self.cond_encoder(cond.vec) @ plan.cond)
 
         def bound(k: int, x: Tensor) -> Tensor:
@@ -237,32 +234,30 @@ class MlpBackbone(nn.Module):
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> list[PackedSteps] | None:
         """Return `bind` for the loop in C; None where that has to serve."""
-        given = (times,) if second_times is None else (times, second_times)
+        plan = self._plan(times, second_times)
         weights = () if self._packed_cache.sealed else weights_of(self)
-        net = self._packed_cache.get((*weights, *given), lambda: self._packed(*given))
-        return None if net is None else [(net, self.cond_encoder(cond.vec).contiguous(), 0, len(times))]
+        block = self._packed_cache.get(weights, lambda: self._packed(plan.fold))
+        return packed_steps(block, self.cond_encoder(cond.vec).contiguous(), plan.table)
 
-    def _packed(self, times: Tensor, second_times: Tensor | None = None) -> PackedBlock | None:
-        if not isinstance(self.trunk, ResidualTrunk):
-            return None
-        fold = self.trunk.fold()
+    def _packed(self, fold: Fold) -> PackedBlock | None:
         chunk, _, cond = self._columns(fold)
-        return self.trunk.packed(fold, self._table(fold, times, second_times), cond, chunk)
+        return self.trunk.packed(fold, cond, chunk) if isinstance(self.trunk, ResidualTrunk) else None
 
     def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_encoder(cond.vec)
 
-    def _plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
-        fold = self.trunk.fold()
-        chunk, _, cond = self._columns(fold)
-        table = self._table(fold, times, second_times)
-        return _Plan(table, chunk.t().contiguous(), cond.t().contiguous(), fold)
+    def _plan(self, times: Tensor, second_times: Tensor | None) -> _Plan:
+        given = (times,) if second_times is None else (times, second_times)
+        weights = () if self._cache.sealed else weights_of(self)
+        return self._cache.get((*weights, *given), lambda: self._new_plan(*given))
 
-    def _table(self, fold: Fold, times: Tensor, second_times: Tensor | None) -> Tensor:
-        """Return the first layer's part (K, H') of times and bias."""
+    def _new_plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
+        fold = self.trunk.fold()
+        chunk, time, cond = self._columns(fold)
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
-        return F.linear(embedded, self._columns(fold)[1], fold.bias)
+        table = F.linear(embedded, time, fold.bias)
+        return _Plan(table, chunk.t().contiguous(), cond.t().contiguous(), fold)
 
 
 def _offsets(table: Tensor, cond: Tensor) -> Callable[[int], Tensor]:

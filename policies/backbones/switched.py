@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor, nn
 
 from policies.backbones import Backbone
 from policies.errors import ConfigError
+from policies.networks.packed import PackedSteps, some_of
 from policies.networks.weight_cache import WeightCache
-from policies.protocols import BoundField, Cond, Features, PackedSteps
+from policies.protocols import BoundField, Cond, Features
 
 
 class SwitchedField(nn.Module):
@@ -121,7 +124,7 @@ class SwitchedField(nn.Module):
     ) -> list[PackedSteps] | None:
         """Return `bind` for the loop in C; None where that has to serve."""
         split = self._split(times, second_times)
-        nets: dict[bool, PackedSteps] = {}
+        nets: dict[bool, list[PackedSteps]] = {}
         for is_tuned, there, network, given in (
             (False, split.has_base, self.base, split.base_times),
             (True, split.has_tuned, self.tuned, split.tuned_times),
@@ -130,10 +133,12 @@ class SwitchedField(nn.Module):
             if there and (bind is None or (bound := bind(cond, *given)) is None):
                 return None
             if there:
-                (nets[is_tuned],) = bound
-        return [
-            (*nets[tuned][:2], place, 1) for tuned, place in zip(split.is_tuned, split.place, strict=True)
-        ]
+                nets[is_tuned] = bound
+        found: list[PackedSteps] = []
+        for is_tuned, run in groupby(zip(split.is_tuned, split.place, strict=True), key=itemgetter(0)):
+            places = [place for _, place in run]
+            found += some_of(nets[is_tuned], places[0], places[-1] + 1)
+        return found
 
     def _split(self, times: Tensor, second_times: Tensor | None) -> _Split:
         sources = (times,) if second_times is None else (times, second_times)

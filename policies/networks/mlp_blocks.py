@@ -203,14 +203,14 @@ class ResidualTrunk(nn.Module):
 
         return finish
 
-    def packed(self, fold: Fold, table: Tensor, cond: Tensor, chunk: Tensor) -> PackedBlock | None:
+    def packed(self, fold: Fold, cond: Tensor, chunk: Tensor) -> PackedBlock | None:
         """Return the network for the loop in C, from the parts of its first layer; None: it has more."""
         block = self.last_block
         if len(self.blocks) > 1 or block.norm1 is not None:
             return None
         assert fold.feature is not None
         linear = block.linear1
-        return packed_block(table, cond, chunk, linear.weight, linear.bias, fold.feature, block.activation)
+        return packed_block(cond, chunk, linear.weight, linear.bias, fold.feature, block.activation)
 
     def evaluate(self, first: FirstLayer, fold: Fold) -> Tensor:
         """Return the output (B, out) from the parts of z."""

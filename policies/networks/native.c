@@ -1,7 +1,7 @@
 /* Forward and backward passes of small networks on one thread of a CPU: see native.py.
 
-   Matrices are row-major. Products are those of the BLAS that PyTorch uses; what stands between two products is
-   one pass over memory. R rows of a batch, E members of an ensemble, L layers; numbers are float32. */
+   Matrices are row-major. Products are those of the BLAS that PyTorch uses, but for those of packed matrices, and of
+   others on processors of AMD with AVX-512; what stands between two products is one pass over memory. R rows of a batch, E members of an ensemble, L layers; numbers are float32. */
 
 #include <math.h>
 #include <stdint.h>
@@ -508,7 +508,10 @@ static void evaluate(const packed_t *net, int rows, int n, const float *t, const
     add_packed(rows, n, width, u, width, net->f, z + width, row);
 }
 
-/* Write y (R, n) for x (R, n) at one time. work holds CHUNKS rows of 3 H + 2 n. */
+/* Numbers that `work` has to hold. */
+int work_of(int width, int n) { return CHUNKS * (3 * width + 2 * n); }
+
+/* Write y (R, n) for x (R, n) at one time. */
 void packed_field(const packed_t *net, int rows, int n, const float *t, const float *x, float *y, float *work) {
     const int row = net->width + n;
     float *offset = work, *z = work + CHUNKS * row, *u = z + CHUNKS * row;
@@ -556,7 +559,7 @@ static void take_step(const chain_t *chain, long r, int k, int n, const float *y
 }
 
 /* Steps first to last of chunks x (R, n). The network's times of these steps begin at `table`; without a network,
-   `given` are its outputs (R, n) for the one step. work as above. */
+   `given` are its outputs (R, n) for the one step. */
 void take_steps(const chain_t *chain, const packed_t *net, int rows, int first, int last, int n, const float *table,
                 const float *given, float *x, float *work) {
     if (!net) {

@@ -3,9 +3,9 @@
 Networks of a few hundred units cost PyTorch more in calls and passes over memory than in products.
 `native.c` evaluates and differentiates a stack of linear layers in one call each, with the BLAS of PyTorch
 and a cheaper tanh, and does what a temporal U-Net (`convolutions`) and a residual network (`residual`) need
-between products. Without it (see `compiled`), on accelerators, with several threads of torch, other types,
-autocast, tracing or transforms, plain operations serve: the same numbers to rounding. They also serve where
-gradients are differentiated again.
+between products. Without it (see `compiled`), on accelerators, other types, with several threads of torch
+(but for a few decisions, see `serves`), autocast, tracing or transforms, plain operations serve: the same
+numbers to rounding. They also serve where gradients are differentiated again.
 
 Legend: R rows, E members, L layers.
 """
@@ -32,9 +32,8 @@ KINDS = {"relu": 0, "tanh": 1, "gelu": 2}
 """Activations of stacks, as the C program numbers them."""
 _AFTER = 2  # where a stack normalises, as the C program numbers it
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
-CHUNKS = 48  # as in native.c
 _ARGUMENTS = {
-    "pack": "iiipp", "packed_field": "piipppp", "take_steps": "ppiiiipppp",
+    "work_of": "ii", "pack": "iiipp", "packed_field": "piipppp", "take_steps": "ppiiiipppp",
     "stack_forward": "piiiiiiif" + 7 * "p", "stack_backward": "piiiiiii" + 10 * "p" + "l",
     "norm_mish_forward": "iiiif" + 6 * "p", "norm_mish_backward": "iiii" + 10 * "p",
     "conv_forward": 8 * "i" + 5 * "p", "conv_backward": 8 * "i" + 7 * "p",

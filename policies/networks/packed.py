@@ -13,7 +13,9 @@ Legend: K steps, B rows, C numbers of a condition, n numbers of a chunk, H width
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,53 +39,82 @@ class Net(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class PackedBlock:
-    """The network: table (K, H'), packed S, W and A, the bias b (H,), and packed F."""
+    """The network: packed S, W and A, the bias b (H,), and packed F."""
 
-    table: Tensor
     cond: Tensor
     chunk: Tensor
     weight: Tensor
     bias: Tensor
     feature: Tensor
     activation: str
-
-    def net(self, cond: Tensor) -> Net:
-        """Return the network for conditions (B, C), or one for all (1, C); both have to outlive it."""
-        matrices = (cond, self.cond, self.chunk, self.weight, self.bias, self.feature)
-        kind, width = KINDS[self.activation], len(self.bias)
-        return Net(width, kind, cond.shape[1], len(cond) == 1, *map(_at, matrices))
-
-    def time(self, place: int) -> int:
-        """Return the address of a row of the table."""
-        return _at(self.table) + 4 * place * self.table.shape[1]
-
-    def work(self) -> Tensor:
-        """Return memory for a call."""
-        return self.bias.new_empty(native.CHUNKS * (2 * self.table.shape[1] + len(self.bias)))
-
-    def field(self, place: int, x: Tensor, cond: Tensor) -> Tensor:
-        """Return y (B, n) for x (B, n) and conditions as for `net`, at a row of the table."""
-        y, work, net = torch.empty_like(x), self.work(), self.net(cond)
-        shape = len(x), x.shape[1]
-        native.library().packed_field(ctypes.byref(net), *shape, self.time(place), *map(_at, (x, y, work)))
-        return y
+    conds: int  # C
+    outputs: int  # n
 
 
 def packed_block(
-    table: Tensor, cond: Tensor, chunk: Tensor, weight: Tensor, bias: Tensor, feature: Tensor, activation: str
+    cond: Tensor, chunk: Tensor, weight: Tensor, bias: Tensor, feature: Tensor, activation: str
 ) -> PackedBlock | None:
     """Pack S (H', C), W (H', n), A (H, H) and F (n, H); None: the program cannot read them."""
     matrices = (cond, chunk, weight, feature)
-    is_read = all(map(native.reads, (table, bias))) and all(map(native.reads_rows, matrices))
+    is_read = native.reads(bias) and all(map(native.reads_rows, matrices))
     if activation not in KINDS or native.library() is None or not is_read:
         return None
     s, w, a, f = map(pack, matrices)
-    return PackedBlock(table, s, w, a, bias, f, activation)
+    return PackedBlock(s, w, a, bias, f, activation, cond.shape[1], len(feature))
+
+
+class PackedSteps(NamedTuple):
+    """A network bound to conditions (B, C), or one for all (1, C), and to times of steps, table (K, H')."""
+
+    block: PackedBlock
+    cond: Tensor
+    table: Tensor
+
+    def net(self) -> Net:
+        """Return the network for a call of the program; what it is made of has to outlive it."""
+        block, matrices = self.block, (self.block.cond, self.block.chunk, self.block.weight)
+        places = map(_at, (self.cond, *matrices, block.bias, block.feature))
+        return Net(len(block.bias), KINDS[block.activation], block.conds, len(self.cond) == 1, *places)
+
+    def work(self) -> Tensor:
+        """Return memory for a call."""
+        block = self.block
+        return block.bias.new_empty(native.library().work_of(len(block.bias), block.outputs))
+
+    def serves(self, rows: int, outputs: int) -> bool:
+        """Say whether chunks (rows, outputs) are what the network takes."""
+        return len(self.cond) in (1, rows) and outputs == self.block.outputs
+
+    def field(self, k: int, x: Tensor) -> Tensor:
+        """Return y (B, n) for x (B, n) at time k of the table."""
+        y, work, net = torch.empty_like(x), self.work(), self.net()
+        table, shape = self.table[k], (len(x), x.shape[1])
+        native.library().packed_field(ctypes.byref(net), *shape, *map(_at, (table, x, y, work)))
+        return y
+
+
+def packed_steps(block: PackedBlock | None, cond: Tensor, table: Tensor) -> list[PackedSteps] | None:
+    """Bind a network; None: there is none, or the program cannot read these numbers."""
+    if block is None or not (native.reads(cond) and native.reads(table)):
+        return None
+    fits = cond.ndim == 2 and cond.shape[1] == block.conds
+    return [PackedSteps(block, cond, table)] if fits else None
+
+
+def some_of(steps: Sequence[PackedSteps], first: int, last: int) -> list[PackedSteps]:
+    """Return the steps from one to another of networks that follow each other."""
+    found, k = [], 0
+    for one in steps:
+        begin, end = max(first - k, 0), min(last - k, len(one.table))
+        if begin < end:
+            found.append(one._replace(table=one.table[begin:end]))
+        k += len(one.table)
+    return found
 
 
 def pack(weight: Tensor) -> Tensor:
     """Return a matrix (out, in), rows of which may lie apart, in the order in which products read it."""
     out, depth = weight.shape
-    packed = torch.empty(depth * -(-out // _LANES) * _LANES)
+    packed = weight.new_empty(depth * -(-out // _LANES) * _LANES)
     native.library().pack(out, depth, weight.stride(0), _at(weight), _at(packed))
     return packed

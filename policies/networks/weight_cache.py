@@ -165,8 +165,9 @@ def _cacheable(sources: Sequence[Tensor]) -> bool:
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
-    """Return the parameters of a module and its children, without the bookkeeping of `parameters`."""
-    found: list[Tensor] = [weight for weight in module._parameters.values() if weight is not None]
+    """Return the parameters and buffers of a module and its children, without the bookkeeping of torch."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    found: list[Tensor] = [weight for weight in own if weight is not None]
     for child in module._modules.values():
         if child is not None:
             found += weights_of(child)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from policies.networks import native
-from policies.protocols import BoundField, PackedSteps
+from policies.networks.packed import PackedSteps, some_of
+from policies.protocols import BoundField
 from policies.samplers.loop import Denoised, check_request
 from policies.samplers.step_table import StepTable
 
@@ -36,14 +37,15 @@ class _Chain(ctypes.Structure):
     ]
 
 
-def takes(table: StepTable, noise: Tensor) -> bool:
-    """Return whether this loop serves the noise and the table, and no graph or trace is being built."""
-    return (
-        len(noise) > 0
-        and table.native_steps is not None
-        and not torch.is_grad_enabled()
-        and native.serves(noise, with_threads=len(noise) <= _FEW)
-    )
+def takes(table: StepTable, noise: Tensor, start: Tensor | None = None) -> bool:
+    """Return whether this loop serves noise, start and table, and no graph or trace is being built."""
+    if torch.is_grad_enabled() or not len(noise):
+        return False
+    if not native.serves(noise, with_threads=len(noise) <= _FEW):
+        return False
+    shape = len(noise), *noise.shape[-2:]
+    has_start = start is None or (start.shape == shape and start.is_cpu and start.dtype == noise.dtype)
+    return has_start and table.native_steps is not None  # last: it is kept, and must not be of a trace
 
 
 def denoise_chunks(
@@ -62,7 +64,7 @@ def denoise_chunks(
     if not table.is_deterministic:
         noise = noise.contiguous()
         first, draws = noise[:, 0], noise[:, 1:]
-    x = (first * table.start_std if start is None else start.to(noise.dtype).clone()).flatten(1).contiguous()
+    x = (first * table.start_std if start is None else start.clone()).flatten(1).contiguous()
     count, (rows, n), shape = table.num_steps, x.shape, noise.shape[-2:]
     record_from = count if record_from is None else record_from
     states, means = (x.new_empty(rows, count - record_from + more, n) for more in (1, 0))
@@ -72,20 +74,18 @@ def denoise_chunks(
         0 if draws is None else draws.stride(0), _at(steps), None if draws is None else _at(draws),
         *(map(_at, (states, means)) if record_from < count else (None, None)),
     )  # fmt: skip
-    take_steps, call = native.library().take_steps, ctypes.byref(chain)
+    take_steps, call, k = native.library().take_steps, ctypes.byref(chain), first_step
     if callable(field):
         for k in range(first_step, count):
-            pred = field(k, x.unflatten(1, shape)).to(x.dtype).contiguous()
+            pred = field(k, x.unflatten(1, shape)).to(x.dtype).expand(rows, *shape).contiguous()
             x = x.clone()  # the network may keep what it was given
             take_steps(call, None, rows, k, k + 1, n, None, _at(pred), _at(x), None)
     else:
-        k = 0
-        for block, cond, place, more in field:
-            begin, k = max(first_step, k), k + more
-            if begin < k:
-                net, work = block.net(cond), block.work()
-                table_at = block.time(place + more - (k - begin))
-                take_steps(call, ctypes.byref(net), rows, begin, k, n, table_at, None, _at(x), _at(work))
+        for some in some_of(field, first_step, count):
+            net, work, last = some.net(), some.work(), k + len(some.table)
+            assert some.serves(rows, n)
+            take_steps(call, ctypes.byref(net), rows, k, last, n, _at(some.table), None, _at(x), _at(work))
+            k = last
     if table.clip_action is not None:
         x.clamp_(-table.clip_action, table.clip_action)
     if record_from == count:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from small_policies import observations, small_policy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
@@ -237,6 +238,84 @@ def test_a_bound_network_has_gradients_where_they_are_enabled() -> None:
     torch.testing.assert_close(out, alone, rtol=0, atol=2e-5)
     (slope,) = torch.autograd.grad(out.sum(), x)
     assert slope.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_what_does_not_fit_is_refused_as_by_the_loop_on_tensors() -> None:
+    policy = policy_of("ddim")
+    cond, noise = drawn(policy, rows=3)
+    for shape in ((3, 3, 3), (3, 8, 2), (3, 1, 2), (2, 3, 2)):
+        with pytest.raises(RuntimeError):
+            policy.decode(cond, torch.zeros(shape))
+    for start in (torch.zeros(1, 3, 2), torch.zeros(5, 3, 2)):
+        with pytest.raises(RuntimeError):
+            policy.decode(cond, noise, start=(start, 0.5))
+    for vec in (cond.vec.double(), cond.vec.half(), cond.vec[:, :-1]):
+        with pytest.raises(RuntimeError):
+            policy.decode(replace(cond, vec=vec), noise)
+    bound = policy.bind(cond)
+    for x in (torch.zeros(3, 4, 2), torch.zeros(2, 3, 2)):
+        with pytest.raises(RuntimeError):
+            bound(0, x)
+    with pytest.raises(IndexError):
+        bound(9, noise)
+
+
+@torch.no_grad()
+def test_a_network_may_return_fewer_rows() -> None:
+    policy = policy_of("euler")
+    _, noise = drawn(policy, rows=50)
+    expected = denoise(lambda _, x: torch.full_like(x, 0.5), policy.table, noise).action
+    for pred in (torch.full((1, 3, 2), 0.5), torch.tensor(0.5), torch.full((2,), 0.5)):
+        found = denoise_chunks(lambda *_, pred=pred: pred, policy.table, noise).action
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+def test_transforms_and_default_types_leave_no_trace() -> None:
+    policy = small_policy(VPDiffusion(num_levels=7, prediction="eps"), DDIM(steps=6))  # a table of its own
+    assert isinstance(policy, DenoisingPolicy)
+    cond, noise = drawn(policy, rows=3)
+    torch.func.grad(lambda z: policy.decode(cond, z, grad=True).sum())(noise)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.no_grad():
+            out = policy.decode(cond, noise)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        plain = denoise(plain_field(policy, cond), policy.table, noise).action
+    torch.testing.assert_close(out, plain, rtol=0, atol=2e-5)
+
+
+def test_switched_networks_may_be_nested() -> None:
+    policy = policy_of()
+    inner = SwitchedField(policy.clone().field, policy.clone().field, switch_time=7)
+    policy.field = SwitchedField(inner, policy.field, switch_time=3)
+    with torch.no_grad():
+        inner.tuned.trunk.outlet.bias += 0.3
+        policy.field.tuned.trunk.outlet.bias += 0.2
+    require_equal(policy)
+    with torch.no_grad():
+        nets = policy.bind_packed(drawn(policy)[0])
+    assert nets is not None and [len(one.table) for one in nets] == [3, 4, 3]
+
+
+def test_weights_may_depend_on_buffers() -> None:
+    class Scaled(nn.Module):
+        factor: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.tensor(1.0))
+
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * self.factor
+
+    policy, scaled = policy_of(), Scaled()
+    parametrize.register_parametrization(policy.field.trunk.last_block.linear1, "weight", scaled)
+    require_equal(policy)
+    scaled.factor.fill_(0.1)
+    require_equal(policy)
 
 
 def test_noise_of_another_sampler_is_refused() -> None:

@@ -53,9 +53,11 @@ INLINE void over_tiles(int vectors, int m, int depth, const float *a, long a_row
                        float *c, long c_row, int columns) {
     for (; m >= TILE_ROWS; m -= TILE_ROWS, a += TILE_ROWS * a_row, c += TILE_ROWS * c_row)
         tile(TILE_ROWS, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
-    for (; m >= 2; m -= 2, a += 2 * a_row, c += 2 * c_row)
-        tile(2, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
-    if (m) tile(1, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
+    if (m == 5) tile(5, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
+    if (m == 4) tile(4, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
+    if (m == 3) tile(3, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
+    if (m == 2) tile(2, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
+    if (m == 1) tile(1, vectors, depth, a, a_row, a_k, b, is_added, c, c_row, columns);
 }
 
 #ifdef __AVX512F__
@@ -525,9 +527,9 @@ void packed_field(const packed_t *net, int rows, int n, const float *t, const fl
 
 static inline float bounded(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; } /* NaN stays */
 
-/* A step of a sampler: five numbers. */
+/* A step of a sampler: six numbers. */
 typedef struct {
-    float ratio, limit, of_x, of_y, std;
+    float ratio, limit, of_x, of_bounded, of_y, std;
 } step_t;
 
 /* What the steps of a sampler share. Draws of the first step are at `noise`, those of a row noise_row after those of the
@@ -542,7 +544,8 @@ typedef struct {
     float *states, *means;
 } chain_t;
 
-/* With p = y, or x + ratio y unless it `is_ready`: x <- of_x x + of_y bounded(p) + std bounded(draw), bounded. */
+/* With p = y, or x + ratio y unless it `is_ready`: x <- of_x x + of_bounded bounded(p) + of_y y + std bounded(draw),
+   bounded. */
 static void take_step(const chain_t *chain, long r, int k, int n, const float *y, float *x) {
     const step_t *c = chain->step + k;
     const float *draw = chain->noise + r * chain->noise_row + (long)k * n;
@@ -551,7 +554,9 @@ static void take_step(const chain_t *chain, long r, int k, int n, const float *y
     if (is_kept) memcpy(chain->states + (r * (kept + 1) + place) * n, x, n * sizeof *x);
     for (int i = 0; i < n; i++) {
         const float p = chain->is_ready ? y[i] : x[i] + c->ratio * y[i];
-        x[i] = c->of_x * x[i] + c->of_y * bounded(p, c->limit);
+        x[i] *= c->of_x;
+        if (c->of_bounded != 0) x[i] += c->of_bounded * bounded(p, c->limit);
+        if (c->of_y != 0) x[i] += c->of_y * y[i];
     }
     if (is_kept) memcpy(chain->means + (r * kept + place) * n, x, n * sizeof *x);
     for (int i = 0; i < n; i++)

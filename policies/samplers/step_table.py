@@ -138,16 +138,14 @@ class StepTable:
 
     @cached_property
     def native_steps(self) -> Tensor | None:
-        """The steps (K, 5) float32 for the loop in C: ratio, limit, factors of state and of x0, deviation.
+        """The steps for the loop in C, (K, 6) float32; None: they are more than a bounded y and products.
 
-        Where nothing is clipped the prediction stands for x0. None: a step is more than a bounded x0 and two
-        products.
+        Columns: ratio, limit, factors of state, y and prediction, deviation.
         """
-        clips, more = self.clip_x0 is not None, (self.memory, self.loop, self.eps_clip)
-        if not self.rows or any(part is not None for part in more) or (clips and self.uses_pred):
+        if not self.rows or any(part is not None for part in (self.memory, self.loop, self.eps_clip)):
             return None
         c = Coefficients(*self.coefficients[:, :, 0])
-        columns = (c.ratio, c.limit, c.mean_x, c.mean_y if clips else c.mean_pred, self.std[:, 0])
+        columns = (c.ratio, c.limit, c.mean_x, c.mean_y, c.mean_pred, self.std[:, 0])
         with torch.inference_mode(False):
             return torch.stack(columns, dim=1).to(torch.float32)
 

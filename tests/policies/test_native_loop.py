@@ -35,6 +35,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "ddpm, unbounded": (EPS, DDPM(clip_x0=None, noise_clip=None)),
     "ddim": (EPS, DDIM(steps=5)),
     "ddim, eta": (EPS, DDIM(steps=5, eta=0.7)),
+    "ddim, eps as predicted": (EPS, DDIM(steps=5, recompute_eps=False)),
     "euler": (RectifiedFlow(), Euler(steps=4)),
     "euler, unbounded": (RectifiedFlow(), Euler(steps=4, clip_x0=None)),
 }

@@ -39,7 +39,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError
@@ -55,7 +54,6 @@ from policies.wrappers.base import WrappedPolicy
 AGGREGATES = ("min", "mean", "mean_std")
 SCORES = ("critic", "energy", "density")
 _DRAWS_PER_TIME = 64  # training times drawn for each quantile
-_AT_ONCE = 512  # chunks sampled together on a CPU, whose caches then hold what a network makes of them
 
 
 @dataclass(frozen=True)
@@ -226,11 +224,7 @@ class CandidatePolicy(WrappedPolicy):
         count = self.wrapper.num_candidates
         flat = noise[:, :count].flatten(0, 1)
         repeated = cond if count == 1 else cond.repeat(count)
-        if count == 1 or grad or len(flat) <= _AT_ONCE or not _is_eager(flat):
-            return self.base.decode(repeated, flat, grad=grad).unflatten(0, (-1, count))
-        pieces = torch.arange(len(flat)).tensor_split(math.ceil(len(flat) / _AT_ONCE))
-        parts = [self.base.decode(repeated.rows(piece), flat[piece]) for piece in pieces]
-        return torch.cat(parts).unflatten(0, (-1, count))
+        return self.base.decode(repeated, flat, grad=grad).unflatten(0, (-1, count))
 
     def edits(self, vec: Tensor, action: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return edits u (B, A) and their log-densities (B,) of actions (B, A) at conditions (B, C)."""
@@ -328,12 +322,6 @@ class CandidatePolicy(WrappedPolicy):
         te = TE((row + self.score_t).flatten(), eps, level)
         loss: Tensor = base.matching_loss(cond.repeat(draws), x.repeat_interleave(draws, dim=0), te)
         return -loss.unflatten(0, (-1, draws)).mean(dim=1)
-
-
-def _is_eager(x: Tensor) -> bool:
-    """Whether a CPU computes now, instead of recording a graph for any batch."""
-    is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
-    return x.device.type == "cpu" and type(x) is Tensor and not is_recorded
 
 
 def _require_score(policy: Any, score: str) -> None:

@@ -94,17 +94,6 @@ def test_one_candidate_is_the_policy_bit_by_bit(process: str) -> None:
     assert torch.equal(chosen.act(observed(), noise=noise), base.act(observed(), noise=noise[:, 0]))
 
 
-def test_many_candidates_are_those_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = wrapped(init("flow"), num_candidates=6)
-    cond, noise = chosen.encode({"state": observed()}), noise_of(chosen)
-    together, rows = chosen.sampled(cond, noise), []
-    decode = chosen.base.decode
-    monkeypatch.setattr(chosen.base, "decode", lambda c, w, **k: rows.append(len(w)) or decode(c, w, **k))
-    monkeypatch.setattr("policies.wrappers.candidates._AT_ONCE", 8)
-    torch.testing.assert_close(chosen.sampled(cond, noise), together)
-    assert rows == [8, 8, 7, 7]
-
-
 def test_a_critic_that_values_all_alike_changes_nothing() -> None:
     base = init("flow")
     chosen = wrapped(base, num_candidates=4)

@@ -127,12 +127,16 @@ class MlpConfig(TrunkConfig):
 
 
 class _Plan(NamedTuple):
-    """What `bind` keeps: table (K, H') of times and bias, weights of chunk (Th Da, H') and cond (C, H')."""
+    """What `bind` keeps: table (K, H') of times and bias, weights of chunk (Th Da, H') and cond (C, H').
+
+    `packed` holds the network for the loop in C once it was asked for.
+    """
 
     table: Tensor
     chunk: Tensor
     cond: Tensor
     fold: Fold
+    packed: list[PackedBlock | None]
 
 
 class MlpBackbone(nn.Module):
@@ -235,9 +239,10 @@ class MlpBackbone(nn.Module):
     ) -> list[PackedSteps] | None:
         """Return `bind` for the loop in C; None where that has to serve."""
         plan = self._plan(times, second_times)
-        weights = () if self._packed_cache.sealed else weights_of(self)
-        block = self._packed_cache.get(weights, lambda: self._packed(plan.fold))
-        return packed_steps(block, self.cond_encoder(cond.vec).contiguous(), plan.table)
+        if not plan.packed:  # matrices are packed once for all times
+            weights = () if self._packed_cache.sealed else weights_of(self)
+            plan.packed.append(self._packed_cache.get(weights, lambda: self._packed(plan.fold)))
+        return packed_steps(plan.packed[0], self.cond_encoder(cond.vec).contiguous(), plan.table)
 
     def _packed(self, fold: Fold) -> PackedBlock | None:
         chunk, _, cond = self._columns(fold)
@@ -257,7 +262,7 @@ class MlpBackbone(nn.Module):
         chunk, time, cond = self._columns(fold)
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         table = F.linear(embedded, time, fold.bias)
-        return _Plan(table, chunk.t().contiguous(), cond.t().contiguous(), fold)
+        return _Plan(table, chunk.t().contiguous(), cond.t().contiguous(), fold, [])
 
 
 def _offsets(table: Tensor, cond: Tensor) -> Callable[[int], Tensor]:

@@ -510,15 +510,16 @@ static void evaluate(const packed_t *net, int rows, int n, const float *t, const
     add_packed(rows, n, width, u, width, net->f, z + width, row);
 }
 
-/* Numbers that `work` has to hold. */
-int work_of(int width, int n) { return CHUNKS * (3 * width + 2 * n); }
+/* Rows that are evaluated together, and numbers that `work` has to hold for them. */
+static int together(int rows) { return rows < CHUNKS ? rows : CHUNKS; }
+int work_of(int rows, int width, int n) { return together(rows) * (3 * width + 2 * n); }
 
 /* Write y (R, n) for x (R, n) at one time. */
 void packed_field(const packed_t *net, int rows, int n, const float *t, const float *x, float *y, float *work) {
     const int row = net->width + n;
-    float *offset = work, *z = work + CHUNKS * row, *u = z + CHUNKS * row;
+    float *offset = work, *z = work + together(rows) * row, *u = z + together(rows) * row;
     for (int start = 0; start < rows; start += CHUNKS) {
-        const int size = rows - start < CHUNKS ? rows - start : CHUNKS;
+        const int size = together(rows - start);
         project(net, start, size, n, offset);
         evaluate(net, size, n, t, offset, x + (long)start * n, z, u);
         for (int r = 0; r < size; r++) memcpy(y + (long)(start + r) * n, z + (long)r * row + net->width, n * sizeof *y);
@@ -572,9 +573,9 @@ void take_steps(const chain_t *chain, const packed_t *net, int rows, int first, 
         return;
     }
     const int row = net->width + n;
-    float *offset = work, *z = work + CHUNKS * row, *u = z + CHUNKS * row;
+    float *offset = work, *z = work + together(rows) * row, *u = z + together(rows) * row;
     for (int start = 0; start < rows; start += CHUNKS) {
-        const int size = rows - start < CHUNKS ? rows - start : CHUNKS;
+        const int size = together(rows - start);
         float *xs = x + (long)start * n;
         project(net, start, size, n, offset);
         for (int k = first; k < last; k++) {

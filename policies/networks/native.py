@@ -33,7 +33,7 @@ KINDS = {"relu": 0, "tanh": 1, "gelu": 2}
 _AFTER = 2  # where a stack normalises, as the C program numbers it
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _ARGUMENTS = {
-    "work_of": "ii", "pack": "iiipp", "packed_field": "piipppp", "take_steps": "ppiiiipppp",
+    "work_of": "iii", "pack": "iiipp", "packed_field": "piipppp", "take_steps": "ppiiiipppp",
     "stack_forward": "piiiiiiif" + 7 * "p", "stack_backward": "piiiiiii" + 10 * "p" + "l",
     "norm_mish_forward": "iiiif" + 6 * "p", "norm_mish_backward": "iiii" + 10 * "p",
     "conv_forward": 8 * "i" + 5 * "p", "conv_backward": 8 * "i" + 7 * "p",

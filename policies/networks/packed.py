@@ -76,10 +76,10 @@ class PackedSteps(NamedTuple):
         places = map(_at, (self.cond, *matrices, block.bias, block.feature))
         return Net(len(block.bias), KINDS[block.activation], block.conds, len(self.cond) == 1, *places)
 
-    def work(self) -> Tensor:
+    def work(self, rows: int) -> Tensor:
         """Return memory for a call."""
         block = self.block
-        return block.bias.new_empty(native.library().work_of(len(block.bias), block.outputs))
+        return block.bias.new_empty(native.library().work_of(rows, len(block.bias), block.outputs))
 
     def serves(self, rows: int, outputs: int) -> bool:
         """Say whether chunks (rows, outputs) are what the network takes."""
@@ -87,7 +87,7 @@ class PackedSteps(NamedTuple):
 
     def field(self, k: int, x: Tensor) -> Tensor:
         """Return y (B, n) for x (B, n) at time k of the table."""
-        y, work, net = torch.empty_like(x), self.work(), self.net()
+        y, work, net = torch.empty_like(x), self.work(len(x)), self.net()
         table, shape = self.table[k], (len(x), x.shape[1])
         native.library().packed_field(ctypes.byref(net), *shape, *map(_at, (table, x, y, work)))
         return y
@@ -103,7 +103,8 @@ def packed_steps(block: PackedBlock | None, cond: Tensor, table: Tensor) -> list
 
 def some_of(steps: Sequence[PackedSteps], first: int, last: int) -> list[PackedSteps]:
     """Return the steps from one to another of networks that follow each other."""
-    found, k = [], 0
+    found: list[PackedSteps] = []
+    k = 0
     for one in steps:
         begin, end = max(first - k, 0), min(last - k, len(one.table))
         if begin < end:

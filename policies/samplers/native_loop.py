@@ -66,13 +66,14 @@ def denoise_chunks(
         first, draws = noise[:, 0], noise[:, 1:]
     x = (first * table.start_std if start is None else start.clone()).flatten(1).contiguous()
     count, (rows, n), shape = table.num_steps, x.shape, noise.shape[-2:]
-    record_from = count if record_from is None else record_from
-    states, means = (x.new_empty(rows, count - record_from + more, n) for more in (1, 0))
+    kept: list[Tensor] = []
+    if record_from is not None:
+        kept = [x.new_empty(rows, count - record_from + more, n) for more in (1, 0)]
     chain = _Chain(
-        count, record_from, table.predicts_x0 or table.clip_x0 is None,
+        count, record_from or 0, table.predicts_x0 or table.clip_x0 is None,
         _or_no_bound(table.clip_state), _or_no_bound(table.noise_clip),
         0 if draws is None else draws.stride(0), _at(steps), None if draws is None else _at(draws),
-        *(map(_at, (states, means)) if record_from < count else (None, None)),
+        *map(_at, kept),
     )  # fmt: skip
     take_steps, call, k = native.library().take_steps, ctypes.byref(chain), first_step
     if callable(field):
@@ -82,16 +83,16 @@ def denoise_chunks(
             take_steps(call, None, rows, k, k + 1, n, None, _at(pred), _at(x), None)
     else:
         for some in some_of(field, first_step, count):
-            net, work, last = some.net(), some.work(), k + len(some.table)
+            net, work, last = some.net(), some.work(rows), k + len(some.table)
             assert some.serves(rows, n)
             take_steps(call, ctypes.byref(net), rows, k, last, n, _at(some.table), None, _at(x), _at(work))
             k = last
     if table.clip_action is not None:
         x.clamp_(-table.clip_action, table.clip_action)
-    if record_from == count:
-        return Denoised(x.unflatten(1, shape), None, None)
-    states[:, -1] = x
-    return Denoised(*(one.unflatten(-1, shape) for one in (x, states, means)))
+    if not kept:
+        return Denoised(x.view(rows, *shape), None, None)
+    kept[0][:, -1] = x
+    return Denoised(*(one.unflatten(-1, shape) for one in (x, *kept)))
 
 
 def _or_no_bound(limit: float | None) -> float:

@@ -82,8 +82,10 @@ def run_one(
 def is_chosen(row: Mapping[str, Any]) -> bool:
     """Say whether the study has the settings of a row now."""
     now = describe(compose_config("train", recipe(STUDIES[row["study"]].tuned[row["algo"]])))
+    then = row["configuration"]["tune"]
     keys = [text.partition("=")[0] for text in row["tried"]]
-    return all(_value(now, key) == _value(row["configuration"]["tune"], key) for key in keys)
+    keys += [f"algo.{key}" for key in then["algo"].keys() & now["algo"].keys()]
+    return all(_value(now, key) == _value(then, key) for key in keys)
 
 
 def _value(configuration: Any, key: str) -> Any:

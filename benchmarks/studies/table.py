@@ -79,7 +79,7 @@ CHOSEN = {
     "avoid": (
         "dppo", "reinflow-r", "reinflow-ddim", "reinflow-mip", "fpo++", "awm", "policyflow", "ppo",
         "ppo-mixture", "gorl", "dsrl", "dsrl-diffusion", "rlpd", "idql", "dqc", "trqam", "fql", "residual",
-        "qam", "expo", "qc", "pa_rl", "recap", "famo2o",
+        "fpo", "qam", "expo", "qc", "pa_rl", "famo2o",
     ),
     "hopper-medium": (
         "td3_bc", "rebrac", "iql", "prdc", "a2pr", "study_td3_bc", "study_prdc", "study_a2pr",

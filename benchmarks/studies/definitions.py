@@ -46,7 +46,7 @@ CRITICS_OF_AVOID = (
 At a size of 1 critics on play of `cube-single` were above every return for more than 10,000 steps.
 """
 
-CRITICS_OF_PLAY = ("fql", "idql", "dqc", "qam", "qam_edit", "expo")
+CRITICS_OF_PLAY = ("fql", "idql", "dqc")
 
 STUDIES = {
     "avoid": Study(
@@ -348,16 +348,6 @@ STUDIES = {
         (0.8, 0.9),
         origin="It is play by OGBench's recipe, with the rewards of the first task: "
         "`burnish collect env=cube-single env.expert.mode=play episodes=200 num_workers=2 out=play.hdf5`.",
-    ),
-    "scene-play": Study(
-        "scene",
-        None,
-        dict.fromkeys(CRITICS_OF_PLAY, "cube_single_play_bc env=scene env.task=2"),
-        {algo: f"cube_single_play_{algo} env=scene env.task=2" for algo in CRITICS_OF_PLAY},
-        "success",
-        (0.8, 0.9),
-        origin="It is play by OGBench's recipe, with the rewards of the second task: `burnish collect "
-        "env=scene env.task=2 env.expert.mode=play episodes=200 num_workers=2 out=play.hdf5`.",
     ),
     "lift-varied": Study(
         "lift",

@@ -334,6 +334,7 @@ STUDIES = {
                 algo: f"avoid_{algo} env=cube-single algo.gamma=0.99 algo.reward_scale=0.1"
                 for algo in CRITICS_OF_AVOID
             },
+            **{algo: f"cube_single_play_{algo} algo.online_steps=30000" for algo in CRITICS_OF_PLAY},
         },
         "success",
         (0.8, 0.9),

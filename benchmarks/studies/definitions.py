@@ -335,6 +335,7 @@ STUDIES = {
                 for algo in CRITICS_OF_AVOID
             },
             **{algo: f"cube_single_play_{algo} algo.online_steps=30000" for algo in CRITICS_OF_PLAY},
+            "dqc": "cube_single_play_dqc algo.online_steps=30000 algo.critic_horizon=12",
         },
         "success",
         (0.8, 0.9),

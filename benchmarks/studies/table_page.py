@@ -184,9 +184,9 @@ LEARNED = {
 ahead of the others at half of them, for 11 minutes of a core where they take 2 to 4; DSRL on a diffusion
 and RLPD end as high, on few of the clone's ways; DQC keeps 63 % of them, and ends at 91 %. `residual`,
 which never trains the clone, is ahead at a tenth, keeps 92 % of its ways, and ends at 90 %. FamO2O ends
-between 54 and 92 %, by the seed, and FQL spends these steps on a student that is as good as the clone. On-
-policy methods take fifteen times the steps and mostly less processor time, and the best of them decide by
-one or two evaluations of a network: PPO on a mixture, ReinFlow on MIP. DPPO comes as far and keeps most
+between 54 and 92 %, by the seed, and FQL spends these steps on a student that is as good as the clone.
+On-policy methods take fifteen times the steps and mostly less processor time, and the best of them decide
+by one or two evaluations of a network: PPO on a mixture, ReinFlow on MIP. DPPO comes as far and keeps most
 ways of all that do. The last checkpoint is not always the best: FPO++ ends below its best, and AWM hardly
 rises after a third, so look at evaluations on the way. Gaussian PPO, from the weakest clone, ends where its
 seed takes it.""",

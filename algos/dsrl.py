@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
@@ -47,6 +47,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.networks.critics import Ensemble
 from policies.networks.distributions import (
+    Drawn,
     gaussian_draw,
     highest_entropy,
     highest_gaussian_entropy,
@@ -120,6 +121,11 @@ class SteeredActor(LatentActor):
         noise, log_prob = gaussian_draw(mean, log_std, eps)
         return noise / self.bound, log_prob
 
+    def draw_without_graph(self, cond: Tensor, eps: Tensor, weights: Sequence[Tensor]) -> Drawn | None:
+        if self.policy.wrapper.density != "tanh":
+            return None
+        return self.policy.actor.draw_without_graph(cond, eps, weights, form=self._form)
+
     def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
         """Return the executed rows of the frozen policy's chunk, flattened (B, A)."""
         return self.policy.chunk_of(cond, latent)[:, self.policy.chunk.executed].flatten(1)
@@ -171,8 +177,9 @@ class NoiseAliasedUpdate(SacUpdate):
     def next_values(self, cond: Tensor, latent: Tensor) -> Tensor:
         return self.target_critic(cond, self.actor.chunk(cond, latent))
 
-    def actor_values(self, cond: Tensor, latent: Tensor) -> Tensor:
-        return self.noise_critic(cond, latent, frozen=True)
+    @property
+    def climbed(self) -> Ensemble:
+        return self.noise_critic
 
     def draw_latents(self, n: int, generator: torch.Generator) -> Tensor:
         """Return latents (n, L) for one distillation step."""

@@ -17,6 +17,7 @@ batch, where the release splits one large batch; `offline_ratio` is configurable
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ from envs.fit import require_dataset_of
 from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.networks.critics import AGGREGATES
-from policies.networks.distributions import highest_entropy, tanh_draw
+from policies.networks.distributions import Drawn, highest_entropy, tanh_draw
 from policies.policy import Policy
 from policies.processes.squashed import TanhGaussianPolicy
 from policies.registry import name_of, register
@@ -132,6 +133,10 @@ class SquashedActor(LatentActor):
         """Return executed chunks (B, A) and their log-density (B,)."""
         mean, log_std = self.policy.head(cond)
         return tanh_draw(mean[:, self._executed], log_std[:, self._executed], eps, form=self._form)
+
+    def draw_without_graph(self, cond: Tensor, eps: Tensor, weights: Sequence[Tensor]) -> Drawn | None:
+        entries, form = self._executed, self._form
+        return self.policy.head.draw_without_graph(cond, eps, weights, form=form, entries=entries)
 
     def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
         return latent

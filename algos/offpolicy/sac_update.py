@@ -30,6 +30,7 @@ from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
 from algos.optim import (
     descend,
+    descend_along,
     load_parts,
     regress,
     restore_optimizer,
@@ -39,6 +40,7 @@ from algos.optim import (
 )
 from algos.training.ranks import current
 from policies.networks.critics import Ensemble, aggregate, polyak
+from policies.networks.distributions import Drawn
 from policies.policy import Policy
 
 
@@ -62,6 +64,10 @@ class LatentActor(ABC):
     @abstractmethod
     def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Return latents u (B, L) and their log-density (B,) from standard normals (B, L)."""
+
+    def draw_without_graph(self, cond: Tensor, eps: Tensor, weights: Sequence[Tensor]) -> Drawn | None:
+        """Return what `draw` does, with gradients that need no graph; None: only a graph gives them."""
+        return None
 
     @abstractmethod
     def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
@@ -153,11 +159,12 @@ class SacUpdate:
         if not updates_actor:
             out = self._update_critic(batch, draws, self.temperature.value)
         else:
-            latent, log_prob = self.actor.draw(batch.cond.detach(), draws["eps"])
+            given, weights = (batch.cond.detach(), draws["eps"]), weights_of(self.actor_optimizer)
+            drawn = self.actor.draw_without_graph(*given, weights) or Drawn(*self.actor.draw(*given), None)
             alpha = self.temperature.value
-            out = self.temperature.update(log_prob)
+            out = self.temperature.update(drawn.log_prob)
             out |= self._update_critic(batch, draws, alpha)
-            out |= self._update_actor(batch, latent, log_prob, alpha, draws)
+            out |= self._update_actor(batch, drawn, alpha, draws)
         polyak(self.target_critic, self.critic, self.config.tau)
         return out
 
@@ -174,9 +181,19 @@ class SacUpdate:
         """Return the target critics' values (E, B) of latents (B, L)."""
         return self.target_critic(cond, latent)
 
-    def actor_values(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Return the values (E, B) that the actor maximises, without gradients of the critic's weights."""
-        return self.critic(cond, latent, frozen=True)
+    @property
+    def climbed(self) -> Ensemble:
+        """The critics, of latents, that the actor maximises."""
+        return self.critic
+
+    def climb(self, cond: Tensor, latent: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Return C_i Q_i (B,) of latents (B, L), and its gradient (B, L)."""
+        found = self.climbed.evaluate_along(cond, latent)
+        leaf = (latent if found is None else found[0]).detach().requires_grad_(True)
+        values = self.climbed(cond, leaf, frozen=True) if found is None else leaf
+        value = self._aggregated(values, self.config.actor_aggregate, draws)
+        (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+        return value.detach(), slope if found is None else found[1](slope)
 
     def _aggregated(self, values: Tensor, how: str, draws: Draws) -> Tensor:
         return aggregate(values, how, subset=draws["subset"], pessimism=self.config.pessimism)
@@ -189,15 +206,19 @@ class SacUpdate:
         value = found.values.mean()
         return {"critic/loss": loss, "critic/value": value, "critic/target": target.mean()}
 
-    def _update_actor(
-        self, batch: ChunkBatch, latent: Tensor, log_prob: Tensor, alpha: Tensor, draws: Draws
-    ) -> Quantities:
-        values = self.actor_values(batch.cond.detach(), latent)
-        loss = (alpha * log_prob - self._aggregated(values, self.config.actor_aggregate, draws)).mean()
-        descend(self.actor_optimizer, loss)
+    def _update_actor(self, batch: ChunkBatch, drawn: Drawn, alpha: Tensor, draws: Draws) -> Quantities:
+        cond, (latent, log_prob, gradients) = batch.cond.detach(), drawn
+        if gradients is None:
+            values = self.climbed(cond, latent, frozen=True)
+            value = self._aggregated(values, self.config.actor_aggregate, draws)
+            loss = descend(self.actor_optimizer, (alpha * log_prob - value).mean())
+        else:
+            value, slope = self.climb(cond, latent, draws)
+            loss, share = (alpha * log_prob - value).mean(), 1 / len(value)
+            descend_along(self.actor_optimizer, gradients(-share * slope, (share * alpha).expand_as(value)))
         with torch.no_grad():
             return {
-                "actor/loss": loss.detach(),
+                "actor/loss": loss,
                 "actor/alpha": alpha,
                 "actor/entropy": -log_prob.mean(),
                 "actor/latent_size": latent.square().mean().sqrt(),

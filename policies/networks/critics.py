@@ -159,8 +159,9 @@ class Ensemble(nn.Module):
         x, count = inputs_of(cond, action), self.members if members is None else members
         if not self._is_plain(x):
             return None
-        with torch.no_grad():
-            parts = [part[:count] for part in self._in_order()]
+        parts = self._in_order()
+        if count < self.members:
+            parts = [part.detach()[:count] for part in parts]
         found = self._stack(count).evaluate(x, parts, of_inputs=True)
         if found is None:
             return None

@@ -13,14 +13,16 @@ Source: SAC, arXiv 1812.05905, appendix C.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.errors import ConfigError
-from policies.networks.mlp_blocks import TrunkConfig
+from policies.networks.mlp_blocks import PlainTrunk, TrunkConfig
 
 FORMS = ("exact", "floored")
 MIN_LOG_STD, MAX_LOG_STD = -20.0, 2.0
@@ -47,6 +49,17 @@ class TanhGaussianConfig:
         if self.zero_init:
             net.start_at(1.0)
         return net
+
+
+class Drawn(NamedTuple):
+    """Latents (B, L) and their log-densities (B,).
+
+    Without a graph, with the function from gradients of both to those of weights.
+    """
+
+    latent: Tensor
+    log_prob: Tensor
+    gradients: Callable[[Tensor, Tensor], Sequence[Tensor | None]] | None
 
 
 class TanhGaussian(nn.Module):
@@ -77,6 +90,42 @@ class TanhGaussian(nn.Module):
         """Return means and logarithms of deviations (B, L) of conditions (B, C)."""
         mean, log_std = self.trunk(cond).chunk(2, dim=1)
         return mean, log_std.clamp(*self._limits)
+
+    @torch.no_grad()
+    def draw_without_graph(
+        self,
+        cond: Tensor,
+        eps: Tensor,
+        weights: Sequence[Tensor],
+        *,
+        form: str = "exact",
+        entries: slice = slice(None),
+    ) -> Drawn | None:
+        """Return `tanh_draw` of the entries at conditions (B, C), whose gradients by weights need no graph.
+
+        None: only a graph gives them.
+        """
+        trunk = self.trunk
+        found = trunk.evaluate_without_graph(cond, weights) if isinstance(trunk, PlainTrunk) else None
+        if found is None:
+            return None
+        mean, free = (part[:, entries] for part in found.values.chunk(2, dim=1))
+        log_std = free.clamp(*self._limits)
+        u, log_prob = tanh_draw(mean, log_std, eps, form=form)
+
+        @torch.no_grad()
+        def gradients(of_u: Tensor, of_log_prob: Tensor) -> Sequence[Tensor | None]:
+            of_log_prob, of_g = of_log_prob.unsqueeze(1), torch.ops.aten.tanh_backward(of_u, u)
+            slope = 2 * u if form == "exact" else 2 * u * (square := 1 - u.square()) / (square + _FLOOR)
+            of_g = torch.addcmul(of_g, of_log_prob, slope)  # d log pi / dg = - d log(1 - u^2) / dg
+            of_log_std = of_g * eps * log_std.exp() - of_log_prob
+            of_outputs = torch.zeros_like(found.values)
+            of_mean, of_free = (part[:, entries] for part in of_outputs.chunk(2, dim=1))
+            of_mean.copy_(of_g)
+            of_free.copy_(of_log_std.where(free == log_std, 0.0))  # none beyond the limits
+            return found.gradients(of_outputs)
+
+        return Drawn(u, log_prob, gradients)
 
 
 def gaussian_draw(mean: Tensor, log_std: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:

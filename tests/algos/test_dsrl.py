@@ -303,7 +303,7 @@ def test_targets_and_actors_aggregate_as_configured(how: str) -> None:
         latent, log_prob = learner.actor.draw(batch.next_cond, draws["next_eps"])
         values = learner.next_values(batch.next_cond, latent)
         own, own_log_prob = learner.actor.draw(batch.cond, draws["eps"])
-        climbed = learner.actor_values(batch.cond, own)
+        climbed = learner.climbed(batch.cond, own, frozen=True)
     expected = batch.reward + batch.discount * (_by_hand(values, how, draws) - 0.3 * log_prob)
     torch.testing.assert_close(learner.target(batch, draws, alpha), expected, rtol=1e-5, atol=1e-5)
     found = learner.step(batch, draws)

@@ -325,3 +325,24 @@ def test_what_values_are_stays_when_a_run_is_continued() -> None:
     older = {name: value for name, value in state.items() if name != "critic_activation"}
     start(setup=setup).load_state_dict(older)
     run.close()
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("bins", [0, 11])
+def test_a_step_is_the_same_with_and_without_a_graph(bins: int, start: int) -> None:
+    config = RlpdConfig(actor_every=1, critics=4, subset=2, actor_aggregate="mean_std")
+    steps = []
+    for has_graph in (False, True):
+        actor = SquashedActor(policy(start=start))
+        taken = learner(config, EnsembleConfig(4, (8,), "relu", True, bins=bins), actor)
+        if has_graph:
+            actor.draw_without_graph = lambda *given: None  # type: ignore[method-assign]
+        generator = torch.Generator().manual_seed(1)
+        given, draws = batch(generator), taken.draw(ROWS, generator)
+        for _ in range(3):
+            found = taken.step(given, draws)
+        steps.append((found, list(actor.parameters())))
+    (ours, weights), (other, expected) = steps
+    assert ours.keys() == other.keys()
+    for pair in [*zip(weights, expected, strict=True), *((ours[name], other[name]) for name in ours)]:
+        torch.testing.assert_close(*pair, rtol=2e-4, atol=2e-5)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from policies.errors import ConfigError
+from policies.networks import native
 from policies.networks.distributions import MAX_LOG_STD, TanhGaussianConfig, gaussian_draw, tanh_draw
 
 
@@ -54,3 +55,30 @@ def test_a_zero_start_is_standard_normal_everywhere_and_deviations_are_bounded()
     net = TanhGaussianConfig(hidden_dims=(8, 8)).build(4, 3)
     net.trunk.layers[1].bias.data.fill_(100.0)
     assert float(net(cond)[1].detach().max()) == MAX_LOG_STD
+
+
+@pytest.mark.parametrize("form", ["exact", "floored"])
+@pytest.mark.parametrize("entries", [slice(None), slice(1, 3)])
+def test_gradients_without_a_graph_are_those_of_the_graph(form: str, entries: slice) -> None:
+    torch.manual_seed(0)
+    net = TanhGaussianConfig(hidden_dims=(16, 16)).build(5, 4)
+    with torch.no_grad():
+        net.trunk.layers[-1].bias[4:].uniform_(-22, 4)  # some deviations beyond the limits
+        net.trunk.layers[-1].weight[4:] *= 20
+    cond, eps = torch.randn(64, 5), torch.randn(64, 4)[:, entries]
+    weights = list(net.parameters())
+    found = net.draw_without_graph(cond, eps, weights, form=form, entries=entries)
+    if native.library() is None:
+        assert found is None
+        return
+    assert found is not None and found.gradients is not None
+    mean, log_std = (part[:, entries] for part in net(cond))
+    u, log_prob = tanh_draw(mean, log_std, eps, form=form)
+    torch.testing.assert_close((found.latent, found.log_prob), (u, log_prob), rtol=1e-5, atol=1e-5)
+    assert not (found.latent.requires_grad or found.log_prob.requires_grad)
+    of_u, of_log_prob = torch.randn_like(u), torch.randn_like(log_prob)
+    expected = torch.autograd.grad((u, log_prob), weights, (of_u, of_log_prob))
+    for ours, other in zip(found.gradients(of_u, of_log_prob), expected, strict=True):
+        assert ours is not None
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+    assert net.draw_without_graph(cond.requires_grad_(), eps, weights) is None

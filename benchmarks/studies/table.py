@@ -81,6 +81,10 @@ CHOSEN = {
         "ppo-mixture", "gorl", "dsrl", "dsrl-diffusion", "rlpd", "idql", "dqc", "trqam", "fql", "residual",
         "fpo", "qam", "expo", "qc", "pa_rl", "famo2o",
     ),
+    "lift-varied": (
+        "dppo", "dsrl", "rlpd", "gorl", "recap", "dqc", "famo2o", "fql", "idql", "qam", "trqam", "qc", "expo",
+        "residual", "pa_rl",
+    ),
     "hopper-medium": (
         "td3_bc", "rebrac", "iql", "prdc", "a2pr", "study_td3_bc", "study_prdc", "study_a2pr",
         "flow+iql", "flow+td3_bc", "flow+prdc", "flow+a2pr", "diffusion+iql", "diffusion+srpo",

@@ -23,7 +23,8 @@ from envs.evaluation.intervals import (
 BUDGETS = {
     "avoid": (("step", 30_000, "30,000 environment steps"), ("step", 450_000, "450,000 environment steps"),
               ("cpu_s", 60, "one minute of a core"), ("cpu_s", 180, "three minutes of a core")),
-    "lift-varied": (("step", 30_000, "30,000 environment steps"), ("step", 200_000, "200,000 environment steps"),
+    "lift-varied": (("step", 30_000, "30,000 environment steps"),
+                    ("step", 200_000, "200,000 environment steps"),
                     ("cpu_s", 300, "five minutes of a core"), ("cpu_s", 600, "ten minutes of a core")),
     "walker2d-expert": (("step", 100_000, "100,000 gradient steps"),
                         ("cpu_s", 180, "three minutes of a core")),

@@ -46,7 +46,7 @@ CRITICS_OF_AVOID = (
 At a size of 1 critics on play of `cube-single` were above every return for more than 10,000 steps.
 """
 
-CRITICS_OF_PLAY = ("fql", "idql", "dqc")
+CRITICS_OF_PLAY = ("fql", "idql", "dqc", "qam")
 
 STUDIES = {
     "avoid": Study(

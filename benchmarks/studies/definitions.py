@@ -344,8 +344,13 @@ STUDIES = {
     "cube-single-play": Study(
         "cube-single",
         None,
-        dict.fromkeys(CRITICS_OF_PLAY, "cube_single_play_bc"),
-        {algo: f"cube_single_play_{algo}" for algo in CRITICS_OF_PLAY},
+        dict.fromkeys((*CRITICS_OF_PLAY, "dsrl"), "cube_single_play_bc"),
+        {algo: f"cube_single_play_{algo}" for algo in CRITICS_OF_PLAY}
+        | {
+            "dsrl": "cube_single_dsrl algo.total_steps=20000 algo.updates_per_step=1.0 "
+            "algo.offline_ratio=0.5",
+            "rlpd": "cube_single_rlpd algo.total_steps=20000 policy.horizon=5 policy.act_steps=5",
+        },
         "success",
         (0.8, 0.9),
         origin="It is play by OGBench's recipe, with the rewards of the first task: "

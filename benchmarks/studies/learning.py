@@ -30,6 +30,7 @@ from benchmarks.studies.learning_page import report
 from benchmarks.studies.once import trained, with_own_episodes
 from benchmarks.studies.rows import EPISODES, busy, curve, describe_dataset, episode_columns
 from benchmarks.studies.sight import FRAMES, Blindfolded
+from burnish.config.schema import compose_config
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
@@ -82,7 +83,7 @@ def run_one(
     if algo in FROM_EPISODES:
         path = place.parent / f"episodes-{base_path.name}.hdf5"
         demos = with_own_episodes(path, demos, base_path, OWN_EPISODES, first=first(seed))
-    values = processes(algo, workers) | ({"dataset": str(demos)} if algo in FROM_DATA else {})
+    values = processes(algo, workers) | ({"dataset": str(demos)} if reads_data(algo, experiment) else {})
     tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **values)
     result = burnish.evaluate(
         tuned, baseline=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
@@ -154,6 +155,12 @@ def processes(algo: str, workers: int) -> dict[str, Any]:
     """Return the processes and threads of a run."""
     workers = 0 if algo in OFF_POLICY else workers
     return {"num_workers": workers, "num_threads": max(1, workers)}
+
+
+def reads_data(algo: str, experiment: str) -> bool:
+    """Say whether a run takes the data of its base too, all of it or for a part of its batches."""
+    config = compose_config("train", recipe(experiment)).algo
+    return algo in FROM_DATA or getattr(config, "offline_ratio", 0.0) > 0
 
 
 def _from_nothing(

@@ -136,7 +136,8 @@ class _Window(NamedTuple):
         """Return it by the program in C."""
         shape = self._shape(x, weight)
         batch, _, channels, *_, windows, fan_out = shape
-        work = x.new_empty(max(batch * windows, fan_out) * channels * self.size)
+        width, rows = channels * self.size, batch * windows
+        work = x.new_empty(max(rows * width, fan_out * width + x.numel() + rows * fan_out))
         out = x.new_empty(batch, windows, fan_out)
         native.library().conv_forward(*shape, *map(_at, (x, weight, bias, work, out)))
         return out
@@ -148,7 +149,8 @@ class _Window(NamedTuple):
         wanted = zip((x, weight, bias), (*needed[:2], True), strict=True)
         grads = [torch.empty_like(part) if needs else None for part, needs in wanted]
         batch, _, channels, *_, windows, fan_out = shape = self._shape(x, weight)
-        work = x.new_empty(max(batch * windows, 2 * fan_out) * channels * self.size)
+        width, rows = channels * self.size, batch * windows
+        work = x.new_empty(max(rows * width, 2 * fan_out * width + 2 * x.numel() + rows * fan_out))
         grad = grad.contiguous()
         places = [None if one is None else _at(one) for one in (x, weight, grad, work, *grads)]
         native.library().conv_backward(*shape, *places)

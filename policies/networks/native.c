@@ -761,11 +761,15 @@ static void few_rows(int rows, int n, int k, const float *x, const float *w, con
 /* Convolutions along rows: row t of the output is a product of weights (N, C, K) with the K rows of x (T, C) from
    t * stride - before on, as far as there are any.
 
-   Of a large batch these rows are a matrix as they lie in memory, one for each t. The weights are copied to (N, K, C)
-   and read once for each t. Of a small batch the rows are copied to windows (C, K), and the weights are read once; so
-   it is forwards, whatever the batch, with more weights than a cache of the second level holds. */
+   Of a large batch, rows of one t follow each other in a copy, and weights are copied to (N, K, C): then a tap k of the
+   kernel is one product of weights (N, C) with the rows of all t that meet no padding. Of a small batch the rows are
+   copied to windows (C, K). */
 
-enum { MANY = 48, WEIGHTS = 1 << 19 };
+enum { MANY = 48 };
+
+static int takes_windows(int batch, int rows, int size, int stride) {
+    return size == 1 || batch < MANY || rows % stride;
+}
 
 INLINE void exchange(int back, int size, int channels, const float *restrict from,
                                                            float *restrict to) {
@@ -826,11 +830,34 @@ static void add_windows(int batch, int rows, int channels, int before, int size,
         }
 }
 
-/* y (B, windows, N) of x (B, T, C); work holds the weights or all windows. */
+/* Rows (B, T, C) to (T, B, C), or if `back` the other way; of rows that `stride` divides, those of equal remainder follow
+   each other. */
+static void regroup(int back, int batch, int rows, int channels, int stride, const float *from, float *to) {
+    for (int t = 0; t < rows; t++) {
+        const long place = (t % stride) * (rows / stride) + t / stride;
+        for (int b = 0; b < batch; b++) {
+            const long one = ((long)b * rows + t) * channels, other = (place * batch + b) * channels;
+            memcpy(to + (back ? one : other), from + (back ? other : one), channels * sizeof *to);
+        }
+    }
+}
+
+/* The output rows that meet tap j of a kernel: `count` from `first` on, and the place of the row that the first reads. */
+typedef struct { int first, count, place; } tap_t;
+
+static tap_t tap_of(int j, int rows, int before, int stride, int windows) {
+    int first = 0, last = windows;
+    while (first < windows && first * stride + j < before) first++;
+    while (last > first && (last - 1) * stride + j - before >= rows) last--;
+    const int row = first * stride + j - before;
+    return (tap_t){first, last - first, row % stride * (rows / stride) + row / stride};
+}
+
+/* y (B, windows, N) of x (B, T, C); work holds all windows, or the weights, x and y. */
 void conv_forward(int batch, int rows, int channels, int before, int size, int stride, int windows, int fan_out,
                   const float *x, const float *weight, const float *bias, float *work, float *y) {
     const int all = batch * windows, width = size * channels;
-    if (batch < MANY || (long)fan_out * width > WEIGHTS) {
+    if (takes_windows(batch, rows, size, stride)) {
         if (size > 1) make_windows(batch, rows, channels, before, size, stride, windows, x, work);
         const float *in = size > 1 ? work : x;
 #ifdef __AVX512F__
@@ -844,22 +871,21 @@ void conv_forward(int batch, int rows, int channels, int before, int size, int s
             for (int j = 0; j < fan_out; j++) y[(long)i * fan_out + j] += bias[j];
         return;
     }
-    for (int i = 0; i < all; i++) memcpy(y + (long)i * fan_out, bias, fan_out * sizeof *y);
-    if (size == 1) {
-        multiply(0, 1, all, fan_out, channels, x, weight, 1, y);
-        return;
+    float *turned = work, *xs = turned + (long)fan_out * width, *ys = xs + (long)batch * rows * channels;
+    turn(0, fan_out, channels, size, weight, turned);
+    regroup(0, batch, rows, channels, stride, x, xs);
+    for (int i = 0; i < all; i++) memcpy(ys + (long)i * fan_out, bias, fan_out * sizeof *ys);
+    for (int j = 0; j < size; j++) {
+        const tap_t tap = tap_of(j, rows, before, stride, windows);
+        if (tap.count > 0)
+            multiply_apart(0, 1, tap.count * batch, fan_out, channels, xs + (long)tap.place * batch * channels, channels,
+                           turned + (long)j * channels, width, 1, ys + (long)tap.first * batch * fan_out, fan_out);
     }
-    turn(0, fan_out, channels, size, weight, work);
-    for (int t = 0; t < windows; t++) {
-        const reach_t reach = reach_of(t, rows, before, size, stride);
-        multiply_apart(0, 1, batch, fan_out, (reach.high - reach.low) * channels,
-                       x + (reach.from + reach.low) * channels, rows * channels, work + reach.low * channels, width, 1,
-                       y + (long)t * fan_out, windows * fan_out);
-    }
+    regroup(1, batch, windows, fan_out, 1, ys, y);
 }
 
-/* Gradients as x, weight and bias, the first two or null; grad (B, windows, N); work holds the weights twice, or all
-   windows of a batch below MANY. */
+/* Gradients as x, weight and bias, the first two or null; grad (B, windows, N); work holds all windows of a batch below
+   MANY, or the weights twice, x twice and grad. */
 void conv_backward(int batch, int rows, int channels, int before, int size, int stride, int windows, int fan_out,
                    const float *x, const float *weight, const float *grad, float *work, float *x_grad,
                    float *weight_grad, float *bias_grad) {
@@ -867,7 +893,7 @@ void conv_backward(int batch, int rows, int channels, int before, int size, int 
     memset(bias_grad, 0, fan_out * sizeof *bias_grad);
     for (int i = 0; i < all; i++)
         for (int j = 0; j < fan_out; j++) bias_grad[j] += grad[(long)i * fan_out + j];
-    if (size == 1 || batch < MANY) {
+    if (takes_windows(batch, rows, size, stride)) {
         if (weight_grad) {
             if (size > 1) make_windows(batch, rows, channels, before, size, stride, windows, x, work);
             multiply(1, 0, fan_out, width, all, grad, size > 1 ? work : x, 0, weight_grad);
@@ -877,23 +903,26 @@ void conv_backward(int batch, int rows, int channels, int before, int size, int 
         if (size > 1) add_windows(batch, rows, channels, before, size, stride, windows, work, x_grad);
         return;
     }
-    float *turned = work, *sum = work + (long)fan_out * width;
+    const long weights = (long)fan_out * width, inputs = (long)batch * rows * channels;
+    float *turned = work, *sum = turned + weights, *xs = sum + weights, *of_xs = xs + inputs, *gs = of_xs + inputs;
+    regroup(0, batch, windows, fan_out, 1, grad, gs);
     if (x_grad) {
         turn(0, fan_out, channels, size, weight, turned);
-        memset(x_grad, 0, (long)batch * rows * channels * sizeof *x_grad);
+        memset(of_xs, 0, inputs * sizeof *of_xs);
     }
-    if (weight_grad) memset(sum, 0, (long)fan_out * width * sizeof *sum);
-    for (int t = 0; t < windows; t++) {
-        const reach_t reach = reach_of(t, rows, before, size, stride);
-        const int met = (reach.high - reach.low) * channels, skipped = reach.low * channels;
-        const long at = (reach.from + reach.low) * channels;
-        const float *g = grad + (long)t * fan_out;
-        if (x_grad)
-            multiply_apart(0, 0, batch, met, fan_out, g, windows * fan_out, turned + skipped, width, 1, x_grad + at,
-                           rows * channels);
-        if (weight_grad)
-            multiply_apart(1, 0, fan_out, met, batch, g, windows * fan_out, x + at, rows * channels, 1, sum + skipped,
-                           width);
+    if (weight_grad) regroup(0, batch, rows, channels, stride, x, xs);
+    for (int j = 0; j < size; j++) {
+        const tap_t tap = tap_of(j, rows, before, stride, windows);
+        const float *g = gs + (long)tap.first * batch * fan_out;
+        const long at = (long)tap.place * batch * channels, skipped = (long)j * channels;
+        const int met = tap.count * batch;
+        if (x_grad && met)
+            multiply_apart(0, 0, met, channels, fan_out, g, fan_out, turned + skipped, width, 1, of_xs + at, channels);
+        if (weight_grad && met)
+            multiply_apart(1, 0, fan_out, channels, met, g, fan_out, xs + at, channels, 0, sum + skipped, width);
+        else if (weight_grad)
+            for (int n = 0; n < fan_out; n++) memset(sum + skipped + (long)n * width, 0, channels * sizeof *sum);
     }
+    if (x_grad) regroup(1, batch, rows, channels, stride, of_xs, x_grad);
     if (weight_grad) turn(1, fan_out, channels, size, sum, weight_grad);
 }

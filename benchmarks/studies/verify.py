@@ -43,8 +43,8 @@ REPORTS = {
         name: (f"benchmarks.studies.{name}",)
         for name in (
             "cloning", "composition", "contained", "demo", "door", "exported", "families", "foresight",
-            "latency", "locomotion", "new_tasks", "steering", "serving", "table", "tuning", "warm_start",
-            "world",
+            "latency", "locomotion", "new_tasks", "published", "steering", "serving", "table", "tuning",
+            "warm_start", "world",
         )
     },
     "simulators": ("benchmarks.simulators.__main__",),

@@ -13,7 +13,8 @@ from torch import Tensor
 from algos.base import Setup
 from algos.cdsa import CdsaConfig
 from algos.td3_bc import Td3BcConfig
-from algos.transitions import Rewarding, TransitionTable, actions_for, box_of, clipped_actions, tabulate
+from algos.transitions import Rewarding, TransitionTable, tabulate
+from envs.datasets.action_bounds import actions_for, box_of, clipped_actions
 from envs.datasets.episodes import EpisodeDataset
 from policies.build import build_policy
 from policies.errors import DatasetError

@@ -24,6 +24,7 @@ from algos.training.observations import encode, flat_state
 from envs.datasets.curation import SAMPLING_WEIGHT, WeightedRows
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.free_memory import require_memory
+from envs.datasets.segments import Segments, episode_bounds, histories, segment_starts
 from policies.errors import DatasetError
 from policies.policy import Policy
 
@@ -218,7 +219,7 @@ def tabulate(
     """
     dataset = dataset.with_cameras(policy.images)
     steps = policy.chunk.act_steps if steps is None else steps
-    start = _starts(dataset, steps)
+    start = segment_starts(dataset, steps)
     if not len(start):
         is_own = steps == policy.chunk.act_steps
         fewer = "a policy with fewer act_steps" if is_own else f"algo.critic_horizon below {steps}"
@@ -229,12 +230,14 @@ def tabulate(
     _require_memory(dataset, policy, len(start), steps)
     pictures: dict[str, Pictures] = {}
     if trains_encoder:
-        ends = ("pictures", start, False), ("next_pictures", _segments(dataset, start, steps).last, True)
+        ends = ("pictures", start, False), ("next_pictures", Segments.of(dataset, start, steps).last, True)
         for name, newest, successor in ends:
-            pictures[name] = Pictures(dataset.images, _histories(policy, dataset, newest, successor)[1])
+            pictures[name] = Pictures(
+                dataset.images, histories(dataset, newest, policy.chunk.obs_steps, successor=successor)[1]
+            )
     single = steps == policy.chunk.horizon == 1
     columns = partial(_columns, dataset, policy, rewarding, trains_encoder, single)
-    blocks = (_segments(dataset, block, steps) for block in start.split(_ENCODED_AT_ONCE))
+    blocks = (Segments.of(dataset, block, steps) for block in start.split(_ENCODED_AT_ONCE))
     return TransitionTable.stacked(
         (TransitionTable(**columns(block)) for block in blocks),
         frame=start,
@@ -250,14 +253,13 @@ def _columns(
     rewarding: Rewarding,
     trains_encoder: bool,
     single: bool,
-    segment: _Segments,
+    segment: Segments,
 ) -> dict[str, Any]:
     """Return the columns of some transitions."""
     rewards = rewarding.scale * dataset.rewards[segment.frames].double() + rewarding.shift
     weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
-    first, end = _episodes(dataset, segment.start)
-    following, has_next = _next_chunks(end, segment)
-    planned, real = _plan_frames(first, end, segment, policy)
+    following, has_next = segment.next_chunks()
+    planned, real = segment.plans(policy.chunk)
     read = _flat if trains_encoder else _encode
 
     def actions(frames: Tensor) -> Tensor:
@@ -285,68 +287,6 @@ def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int, steps: in
     require_memory(2 * 4 * num * width, f"{dataset.source}, as a table of transitions")
 
 
-@dataclass(frozen=True)
-class _Segments:
-    """Frames of the transitions: start, last (M,), frames (M, Ta), length, over (M,), real (M, Ta)."""
-
-    start: Tensor
-    last: Tensor
-    frames: Tensor
-    length: Tensor
-    over: Tensor
-    real: Tensor
-
-
-def _starts(dataset: EpisodeDataset, steps: int) -> Tensor:
-    """Return the frames (M,) from which a segment ends with the task or has a known successor."""
-
-    def known(start: Tensor) -> Tensor:
-        segment, end = _segments(dataset, start, steps), _episodes(dataset, start)[1]
-        keep = (segment.length == steps) | segment.over
-        if dataset.next_observations is None or dataset.images:
-            # a last frame with mask 0 may lack an action
-            keep &= (segment.last < end) | dataset.terminated[segment.last]
-        return start[keep]
-
-    frames = torch.arange(dataset.num_frames, device=dataset.actions.device)
-    return torch.cat([known(block) for block in frames.split(_ENCODED_AT_ONCE)])
-
-
-def _segments(dataset: EpisodeDataset, start: Tensor, steps: int) -> _Segments:
-    """Return the segments from frames (M,)."""
-    over, (_, end) = dataset.over, _episodes(dataset, start)
-    wanted = start[:, None] + torch.arange(steps, device=start.device)
-    inside = torch.minimum(wanted, end[:, None])
-    ended_before = torch.cat([over.new_zeros(len(start), 1), over[inside].cummax(1).values[:, :-1]], dim=1)
-    real = (wanted <= end[:, None]) & ~ended_before
-    length = real.sum(dim=1)
-    last = start + length - 1
-    return _Segments(start, last, torch.minimum(wanted, last[:, None]), length, over[last], real)
-
-
-def _episodes(dataset: EpisodeDataset, frame: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last frame (M,) of the episodes of frames (M,)."""
-    after = torch.searchsorted(dataset.episode_start, frame, right=True)
-    return dataset.episode_start[after - 1], dataset.episode_start[after] - 1
-
-
-def _next_chunks(end: Tensor, segment: _Segments) -> tuple[Tensor, Tensor]:
-    """Return the frames (M, Ta) of the next recorded chunk, and whether it exists (M,)."""
-    offset = torch.arange(segment.frames.shape[1], device=end.device)
-    frames = torch.minimum(segment.last[:, None] + 1 + offset, end[:, None])
-    return frames, (segment.last < end) & ~segment.over
-
-
-def _plan_frames(first: Tensor, end: Tensor, segment: _Segments, policy: Policy) -> tuple[Tensor, Tensor]:
-    """Return the window frames (M, Th) around executed chunks, and which were recorded (M, Th)."""
-    chunk = policy.chunk
-    end = torch.where(segment.over, segment.last, end)
-    offset = torch.arange(chunk.horizon, device=end.device) - chunk.action_start
-    wanted = segment.start[:, None] + offset
-    inside = torch.minimum(torch.maximum(wanted, first[:, None]), end[:, None])
-    return inside, inside == wanted
-
-
 def _encode(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor: bool = False) -> Tensor:
     """Return the condition (M, C) of the history up to frames (M,), or up to their successors.
 
@@ -363,7 +303,7 @@ def _flat(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor:
 
 def _observed(policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor: bool) -> dict[str, Tensor]:
     """Return the observations with the history up to frames (M,), or up to their successors."""
-    inside, seen = _histories(policy, dataset, frame, successor)
+    inside, seen = histories(dataset, frame, policy.chunk.obs_steps, successor=successor)
     obs = {"state": dataset.observations[inside]}
     if successor:
         obs["state"][:, -1] = _successors(dataset, frame)
@@ -374,18 +314,8 @@ def _observed(policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor:
     return obs
 
 
-def _histories(
-    policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the frames (M, To) of the states of histories, and those of their images and goals."""
-    first, end = _episodes(dataset, frame)
-    back = torch.arange(policy.chunk.obs_steps - 1, -1, -1, device=frame.device)
-    history = torch.maximum(frame[:, None] - back + successor, first[:, None])
-    return torch.minimum(history, frame[:, None]), torch.minimum(history, end[:, None])
-
-
 def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:
     """Return the observations after frames (M,), (M, Do); if unknown, those of the frames."""
     if dataset.next_observations is not None:
         return dataset.next_observations[frame]
-    return dataset.observations[torch.minimum(frame + 1, _episodes(dataset, frame)[1])]
+    return dataset.observations[torch.minimum(frame + 1, episode_bounds(dataset, frame)[1])]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -61,6 +60,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.row)
 
+    def stored(self) -> tuple[Tensor, ...]:
+        """Return the columns of a table, (B, width) each; a plan of the executed step alone is left out."""
+        scalars = (self.reward[:, None], self.discount[:, None], self.has_next[:, None])
+        is_single = self.real.shape[1] == 1 and self.plan.shape == self.action.shape
+        window = () if is_single else (self.plan, self.real)
+        return (self.cond, self.action, self.next_cond, *scalars, self.next_action, *window)
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -79,65 +85,34 @@ class Pictures:
 class TransitionTable:
     """All transitions, one row each, on one device; shapes as in `Batch`, M rows.
 
-    `frame` (M,) holds the start frames of the transitions in the dataset, if any. `weight` (M,) is
-    proportional to how often a row is drawn; None: all alike. `pictures` and `next_pictures` look up images
-    of transitions, for a trained encoder. With `single`, windows are the executed actions and not stored.
+    Args:
+        blocks: Transitions whose `row` is their place in the table; each is copied when it is drawn, and then
+            free.
+        num: M.
+        frame: (M,), start frames of the transitions in the dataset, if any.
+        weight: (M,), proportional to how often a row is drawn; None: all alike.
+        pictures: Images of the transitions and of their successors, for a trained encoder.
     """
 
     def __init__(
         self,
+        blocks: Iterable[Batch],
+        num: int,
         *,
-        cond: Tensor,
-        action: Tensor,
-        reward: Tensor,
-        next_cond: Tensor,
-        discount: Tensor,
-        next_action: Tensor | None = None,
-        has_next: Tensor | None = None,
-        plan: Tensor | None = None,
-        real: Tensor | None = None,
         frame: Tensor | None = None,
         weight: Tensor | None = None,
-        pictures: Pictures | None = None,
-        next_pictures: Pictures | None = None,
-        single: bool = False,
+        pictures: tuple[Pictures, Pictures] | None = None,
     ) -> None:
-        self.single = single
-        self.frame, self._pictures, self._next_pictures = frame, pictures, next_pictures
+        self.frame, self._pictures = frame, pictures
         self._weighted = None if weight is None else WeightedRows(weight)
         self._cache: dict[str, Any] = {}
-        none = action.new_zeros(len(reward), 0)
-        has_next = torch.zeros_like(reward) if has_next is None else has_next
-        scalars = (reward[:, None], discount[:, None], has_next[:, None])
-        rest = (none if part is None else part for part in (next_action, plan, real))
-        parts = (cond, action, next_cond, *scalars, *rest)
-        self._widths = [part.shape[1] for part in parts]
-        self._rows = torch.cat(parts, dim=1)
-
-    @classmethod
-    def stacked(
-        cls,
-        blocks: Iterable[TransitionTable],
-        *,
-        frame: Tensor,
-        weight: Tensor | None = None,
-        pictures: Pictures | None = None,
-        next_pictures: Pictures | None = None,
-        single: bool = False,
-    ) -> TransitionTable:
-        """Return the rows of some tables as one table; each is copied when it is drawn, and then free."""
-        table, done = cls.__new__(cls), 0
-        table.single = single
-        table.frame, table._pictures, table._next_pictures = frame, pictures, next_pictures
-        table._weighted = None if weight is None else WeightedRows(weight)
-        table._cache = {}
+        self._widths: list[int] = []
         for block in blocks:
-            if not done:
-                table._widths = block._widths
-                table._rows = block._rows.new_empty(len(frame), block._rows.shape[1])
-            table._rows[done : done + len(block)] = block._rows
-            done += len(block)
-        return table
+            parts = block.stored()
+            if not self._widths:
+                self._widths = [part.shape[1] for part in parts]
+                self._rows = parts[0].new_empty(num, sum(self._widths))
+            self._rows[block.row] = torch.cat(parts, dim=1)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -170,15 +145,16 @@ class TransitionTable:
 
     def gather(self, row: Tensor) -> Batch:
         """Return the transitions at indices (...,)."""
-        parts = self._split(self._rows.index_select(0, row.flatten()).view(*row.shape, -1))
-        cond, action, next_cond, *single, next_action, plan, real = parts
-        reward, discount, has_next = (part.squeeze(-1) for part in single)
-        if self.single:
-            plan, real = action, torch.ones_like(parts[3])
+        rows = self._rows.index_select(0, row.flatten())
+        parts = self._split(rows.view(*row.shape, rows.shape[1]))
+        cond, action, next_cond, *scalars, next_action = parts[:7]
+        reward, discount, has_next = (part.squeeze(-1) for part in scalars)
+        plan, real = parts[7:] or (action, torch.ones_like(parts[3]))
         batch = Batch(cond, action, reward, next_cond, discount, next_action, has_next, plan, real, row)
-        if self._pictures is None or self._next_pictures is None:
+        if self._pictures is None:
             return batch
-        return replace(batch, images=self._pictures(row), next_images=self._next_pictures(row))
+        now, later = self._pictures
+        return replace(batch, images=now(row), next_images=later(row))
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(self._widths, dim=-1)
@@ -228,34 +204,30 @@ def tabulate(
             f"Use longer episodes or {fewer}."
         )
     _require_memory(dataset, policy, len(start), steps)
-    pictures: dict[str, Pictures] = {}
+    pictures = None
     if trains_encoder:
-        ends = ("pictures", start, False), ("next_pictures", Segments.of(dataset, start, steps).last, True)
-        for name, newest, successor in ends:
-            pictures[name] = Pictures(
-                dataset.images, histories(dataset, newest, policy.chunk.obs_steps, successor=successor)[1]
-            )
-    single = steps == policy.chunk.horizon == 1
-    columns = partial(_columns, dataset, policy, rewarding, trains_encoder, single)
-    blocks = (Segments.of(dataset, block, steps) for block in start.split(_ENCODED_AT_ONCE))
-    return TransitionTable.stacked(
-        (TransitionTable(**columns(block)) for block in blocks),
+        last = Segments.of(dataset, start, steps).last
+        pictures = (_pictures(policy, dataset, start), _pictures(policy, dataset, last, successor=True))
+    rows = torch.arange(len(start), device=start.device).split(_ENCODED_AT_ONCE)
+    blocks = ((row, Segments.of(dataset, start[row], steps)) for row in rows)
+    return TransitionTable(
+        (_batch(dataset, policy, rewarding, trains_encoder, row, segment) for row, segment in blocks),
+        len(start),
         frame=start,
         weight=dataset.extras[SAMPLING_WEIGHT][start] if SAMPLING_WEIGHT in dataset.extras else None,
-        single=single,
-        **pictures,
+        pictures=pictures,
     )
 
 
-def _columns(
+def _batch(
     dataset: EpisodeDataset,
     policy: Policy,
     rewarding: Rewarding,
     trains_encoder: bool,
-    single: bool,
+    row: Tensor,
     segment: Segments,
-) -> dict[str, Any]:
-    """Return the columns of some transitions."""
+) -> Batch:
+    """Return the transitions of segments, which are rows (B,) of the table."""
     rewards = rewarding.scale * dataset.rewards[segment.frames].double() + rewarding.shift
     weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
     following, has_next = segment.next_chunks()
@@ -265,16 +237,18 @@ def _columns(
     def actions(frames: Tensor) -> Tensor:
         return policy.normalize_action(dataset.actions[frames]).flatten(1)
 
-    window = {} if single else {"plan": actions(planned), "real": real.float()}
-    return window | {
-        "cond": read(policy, dataset, segment.start),
-        "action": actions(segment.frames),
-        "reward": (rewards * weight * segment.real).sum(dim=1).float(),
-        "next_cond": read(policy, dataset, segment.last, successor=True),
-        "discount": (rewarding.gamma ** segment.length.double() * ~segment.over).float(),
-        "next_action": actions(following),
-        "has_next": has_next.float(),
-    }
+    return Batch(
+        cond=read(policy, dataset, segment.start),
+        action=actions(segment.frames),
+        reward=(rewards * weight * segment.real).sum(dim=1).float(),
+        next_cond=read(policy, dataset, segment.last, successor=True),
+        discount=(rewarding.gamma ** segment.length.double() * ~segment.over).float(),
+        next_action=actions(following),
+        has_next=has_next.float(),
+        plan=actions(planned),
+        real=real.float(),
+        row=row,
+    )
 
 
 def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int, steps: int) -> None:
@@ -312,6 +286,14 @@ def _observed(policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor:
     for camera, images in dataset.images.items():
         obs[camera] = images[seen.flatten().cpu()].unflatten(0, seen.shape)
     return obs
+
+
+def _pictures(
+    policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor: bool = False
+) -> Pictures:
+    """Return the images of the same histories."""
+    frames = histories(dataset, newest, policy.chunk.obs_steps, successor=successor)[1]
+    return Pictures(dataset.images, frames)
 
 
 def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:

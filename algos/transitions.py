@@ -12,7 +12,7 @@ remaining actions repeating the last. With Ta = 1 these are the transitions of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -91,7 +91,7 @@ class TransitionTable:
         num: M.
         frame: (M,), start frames of the transitions in the dataset, if any.
         weight: (M,), proportional to how often a row is drawn; None: all alike.
-        pictures: Images of the transitions and of their successors, for a trained encoder.
+        pictures: Images of transitions and of their successors, for a trained encoder; empty: none.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TransitionTable:
         *,
         frame: Tensor | None = None,
         weight: Tensor | None = None,
-        pictures: tuple[Pictures, Pictures] | None = None,
+        pictures: Sequence[Pictures] = (),
     ) -> None:
         self.frame, self._pictures = frame, pictures
         self._weighted = None if weight is None else WeightedRows(weight)
@@ -151,7 +151,7 @@ class TransitionTable:
         reward, discount, has_next = (part.squeeze(-1) for part in scalars)
         plan, real = parts[7:] or (action, torch.ones_like(parts[3]))
         batch = Batch(cond, action, reward, next_cond, discount, next_action, has_next, plan, real, row)
-        if self._pictures is None:
+        if not self._pictures:
             return batch
         now, later = self._pictures
         return replace(batch, images=now(row), next_images=later(row))
@@ -204,18 +204,16 @@ def tabulate(
             f"Use longer episodes or {fewer}."
         )
     _require_memory(dataset, policy, len(start), steps)
-    pictures = None
-    if trains_encoder:
-        last = Segments.of(dataset, start, steps).last
-        pictures = (_pictures(policy, dataset, start), _pictures(policy, dataset, last, successor=True))
+    ends = [(start, False), (Segments.of(dataset, start, steps).last, True)] if trains_encoder else []
+    seen = (histories(dataset, newest, policy.chunk.obs_steps, successor=after)[1] for newest, after in ends)
     rows = torch.arange(len(start), device=start.device).split(_ENCODED_AT_ONCE)
-    blocks = ((row, Segments.of(dataset, start[row], steps)) for row in rows)
+    segments = ((row, Segments.of(dataset, start[row], steps)) for row in rows)
     return TransitionTable(
-        (_batch(dataset, policy, rewarding, trains_encoder, row, segment) for row, segment in blocks),
+        (_batch(dataset, policy, rewarding, trains_encoder, *pair) for pair in segments),
         len(start),
         frame=start,
         weight=dataset.extras[SAMPLING_WEIGHT][start] if SAMPLING_WEIGHT in dataset.extras else None,
-        pictures=pictures,
+        pictures=[Pictures(dataset.images, frames) for frames in seen],
     )
 
 
@@ -227,7 +225,7 @@ def _batch(
     row: Tensor,
     segment: Segments,
 ) -> Batch:
-    """Return the transitions of segments, which are rows (B,) of the table."""
+    """Return the transitions of segments as rows (B,) of the table."""
     rewards = rewarding.scale * dataset.rewards[segment.frames].double() + rewarding.shift
     weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
     following, has_next = segment.next_chunks()
@@ -286,14 +284,6 @@ def _observed(policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor:
     for camera, images in dataset.images.items():
         obs[camera] = images[seen.flatten().cpu()].unflatten(0, seen.shape)
     return obs
-
-
-def _pictures(
-    policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor: bool = False
-) -> Pictures:
-    """Return the images of the same histories."""
-    frames = histories(dataset, newest, policy.chunk.obs_steps, successor=successor)[1]
-    return Pictures(dataset.images, frames)
 
 
 def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from algos.base import Setup, dataset_of, goal_dim_of
 from algos.offline.config import warn_of_clipped_actions
 from algos.offline.loop import THREADS, OfflineRun
 from algos.optim import average_gradients, restore_optimizer, warmup_cosine
-from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
+from algos.transitions import Batch, Rewarding, TransitionTable, deviations, tabulate
+from envs.datasets.action_bounds import actions_for
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.registry import name_of, register

@@ -12,10 +12,8 @@ remaining actions repeating the last. With Ta = 1 these are the transitions of t
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,20 +23,14 @@ from algos.training.observations import encode, flat_state
 from envs.datasets.curation import SAMPLING_WEIGHT, WeightedRows
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.free_memory import require_memory
+from envs.datasets.segments import Segments, episode_bounds, histories, segment_starts
 from policies.errors import DatasetError
-from policies.normalizer import box_statistics
 from policies.policy import Policy
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 _ENCODED_AT_ONCE = 16_384
 _IMAGES_AT_ONCE = 512
 _CONSTANT_STD = 1e-4  # std below which an entry counts as constant
-_ROUNDING = 1e-5  # tolerance outside the action bounds for rounding, relative to their width
-_CLIPPED = {
-    True: ("the task", "as the simulator does"),
-    False: ("the policy of init", "for there is no task with action limits. Give env=<task>"),
-}
 
 
 @dataclass(frozen=True)
@@ -68,6 +60,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.row)
 
+    def stored(self) -> tuple[Tensor, ...]:
+        """Return the columns of a table, (B, width) each; a plan of the executed step alone is left out."""
+        scalars = (self.reward[:, None], self.discount[:, None], self.has_next[:, None])
+        is_single = self.real.shape[1] == 1 and self.plan.shape == self.action.shape
+        window = () if is_single else (self.plan, self.real)
+        return (self.cond, self.action, self.next_cond, *scalars, self.next_action, *window)
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -86,65 +85,34 @@ class Pictures:
 class TransitionTable:
     """All transitions, one row each, on one device; shapes as in `Batch`, M rows.
 
-    `frame` (M,) holds the start frames of the transitions in the dataset, if any. `weight` (M,) is
-    proportional to how often a row is drawn; None: all alike. `pictures` and `next_pictures` look up images
-    of transitions, for a trained encoder. With `single`, windows are the executed actions and not stored.
+    Args:
+        blocks: Transitions whose `row` is their place in the table; each is copied when it is drawn, and then
+            free.
+        num: M.
+        frame: (M,), start frames of the transitions in the dataset, if any.
+        weight: (M,), proportional to how often a row is drawn; None: all alike.
+        pictures: Images of transitions and of their successors, for a trained encoder; empty: none.
     """
 
     def __init__(
         self,
+        blocks: Iterable[Batch],
+        num: int,
         *,
-        cond: Tensor,
-        action: Tensor,
-        reward: Tensor,
-        next_cond: Tensor,
-        discount: Tensor,
-        next_action: Tensor | None = None,
-        has_next: Tensor | None = None,
-        plan: Tensor | None = None,
-        real: Tensor | None = None,
         frame: Tensor | None = None,
         weight: Tensor | None = None,
-        pictures: Pictures | None = None,
-        next_pictures: Pictures | None = None,
-        single: bool = False,
+        pictures: Sequence[Pictures] = (),
     ) -> None:
-        self.single = single
-        self.frame, self._pictures, self._next_pictures = frame, pictures, next_pictures
+        self.frame, self._pictures = frame, pictures
         self._weighted = None if weight is None else WeightedRows(weight)
         self._cache: dict[str, Any] = {}
-        none = action.new_zeros(len(reward), 0)
-        has_next = torch.zeros_like(reward) if has_next is None else has_next
-        scalars = (reward[:, None], discount[:, None], has_next[:, None])
-        rest = (none if part is None else part for part in (next_action, plan, real))
-        parts = (cond, action, next_cond, *scalars, *rest)
-        self._widths = [part.shape[1] for part in parts]
-        self._rows = torch.cat(parts, dim=1)
-
-    @classmethod
-    def stacked(
-        cls,
-        blocks: Iterable[TransitionTable],
-        *,
-        frame: Tensor,
-        weight: Tensor | None = None,
-        pictures: Pictures | None = None,
-        next_pictures: Pictures | None = None,
-        single: bool = False,
-    ) -> TransitionTable:
-        """Return the rows of some tables as one table; each is copied when it is drawn, and then free."""
-        table, done = cls.__new__(cls), 0
-        table.single = single
-        table.frame, table._pictures, table._next_pictures = frame, pictures, next_pictures
-        table._weighted = None if weight is None else WeightedRows(weight)
-        table._cache = {}
+        self._widths: list[int] = []
         for block in blocks:
-            if not done:
-                table._widths = block._widths
-                table._rows = block._rows.new_empty(len(frame), block._rows.shape[1])
-            table._rows[done : done + len(block)] = block._rows
-            done += len(block)
-        return table
+            parts = block.stored()
+            if not self._widths:
+                self._widths = [part.shape[1] for part in parts]
+                self._rows = parts[0].new_empty(num, sum(self._widths))
+            self._rows[block.row] = torch.cat(parts, dim=1)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -177,15 +145,16 @@ class TransitionTable:
 
     def gather(self, row: Tensor) -> Batch:
         """Return the transitions at indices (...,)."""
-        parts = self._split(self._rows.index_select(0, row.flatten()).view(*row.shape, -1))
-        cond, action, next_cond, *single, next_action, plan, real = parts
-        reward, discount, has_next = (part.squeeze(-1) for part in single)
-        if self.single:
-            plan, real = action, torch.ones_like(parts[3])
+        rows = self._rows.index_select(0, row.flatten())
+        parts = self._split(rows.view(*row.shape, rows.shape[1]))
+        cond, action, next_cond, *scalars, next_action = parts[:7]
+        reward, discount, has_next = (part.squeeze(-1) for part in scalars)
+        plan, real = parts[7:] or (action, torch.ones_like(parts[3]))
         batch = Batch(cond, action, reward, next_cond, discount, next_action, has_next, plan, real, row)
-        if self._pictures is None or self._next_pictures is None:
+        if not self._pictures:
             return batch
-        return replace(batch, images=self._pictures(row), next_images=self._next_pictures(row))
+        now, later = self._pictures
+        return replace(batch, images=now(row), next_images=later(row))
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(self._widths, dim=-1)
@@ -226,7 +195,7 @@ def tabulate(
     """
     dataset = dataset.with_cameras(policy.images)
     steps = policy.chunk.act_steps if steps is None else steps
-    start = _starts(dataset, steps)
+    start = segment_starts(dataset, steps)
     if not len(start):
         is_own = steps == policy.chunk.act_steps
         fewer = "a policy with fewer act_steps" if is_own else f"algo.critic_horizon below {steps}"
@@ -235,52 +204,49 @@ def tabulate(
             f"Use longer episodes or {fewer}."
         )
     _require_memory(dataset, policy, len(start), steps)
-    pictures: dict[str, Pictures] = {}
-    if trains_encoder:
-        ends = ("pictures", start, False), ("next_pictures", _segments(dataset, start, steps).last, True)
-        for name, newest, successor in ends:
-            pictures[name] = Pictures(dataset.images, _histories(policy, dataset, newest, successor)[1])
-    single = steps == policy.chunk.horizon == 1
-    columns = partial(_columns, dataset, policy, rewarding, trains_encoder, single)
-    blocks = (_segments(dataset, block, steps) for block in start.split(_ENCODED_AT_ONCE))
-    return TransitionTable.stacked(
-        (TransitionTable(**columns(block)) for block in blocks),
+    ends = [(start, False), (Segments.of(dataset, start, steps).last, True)] if trains_encoder else []
+    seen = (histories(dataset, newest, policy.chunk.obs_steps, successor=after)[1] for newest, after in ends)
+    rows = torch.arange(len(start), device=start.device).split(_ENCODED_AT_ONCE)
+    segments = ((row, Segments.of(dataset, start[row], steps)) for row in rows)
+    return TransitionTable(
+        (_batch(dataset, policy, rewarding, trains_encoder, *pair) for pair in segments),
+        len(start),
         frame=start,
         weight=dataset.extras[SAMPLING_WEIGHT][start] if SAMPLING_WEIGHT in dataset.extras else None,
-        single=single,
-        **pictures,
+        pictures=[Pictures(dataset.images, frames) for frames in seen],
     )
 
 
-def _columns(
+def _batch(
     dataset: EpisodeDataset,
     policy: Policy,
     rewarding: Rewarding,
     trains_encoder: bool,
-    single: bool,
-    segment: _Segments,
-) -> dict[str, Any]:
-    """Return the columns of some transitions."""
+    row: Tensor,
+    segment: Segments,
+) -> Batch:
+    """Return the transitions of segments as rows (B,) of the table."""
     rewards = rewarding.scale * dataset.rewards[segment.frames].double() + rewarding.shift
     weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
-    first, end = _episodes(dataset, segment.start)
-    following, has_next = _next_chunks(end, segment)
-    planned, real = _plan_frames(first, end, segment, policy)
+    following, has_next = segment.next_chunks()
+    planned, real = segment.plans(policy.chunk)
     read = _flat if trains_encoder else _encode
 
     def actions(frames: Tensor) -> Tensor:
         return policy.normalize_action(dataset.actions[frames]).flatten(1)
 
-    window = {} if single else {"plan": actions(planned), "real": real.float()}
-    return window | {
-        "cond": read(policy, dataset, segment.start),
-        "action": actions(segment.frames),
-        "reward": (rewards * weight * segment.real).sum(dim=1).float(),
-        "next_cond": read(policy, dataset, segment.last, successor=True),
-        "discount": (rewarding.gamma ** segment.length.double() * ~segment.over).float(),
-        "next_action": actions(following),
-        "has_next": has_next.float(),
-    }
+    return Batch(
+        cond=read(policy, dataset, segment.start),
+        action=actions(segment.frames),
+        reward=(rewards * weight * segment.real).sum(dim=1).float(),
+        next_cond=read(policy, dataset, segment.last, successor=True),
+        discount=(rewarding.gamma ** segment.length.double() * ~segment.over).float(),
+        next_action=actions(following),
+        has_next=has_next.float(),
+        plan=actions(planned),
+        real=real.float(),
+        row=row,
+    )
 
 
 def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int, steps: int) -> None:
@@ -291,68 +257,6 @@ def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int, steps: in
     conditions, actions = 2 * chunk.obs_steps * dataset.obs_dim, 2 * steps * dataset.action_dim
     width = conditions + actions + chunk.horizon * (dataset.action_dim + 1) + 3
     require_memory(2 * 4 * num * width, f"{dataset.source}, as a table of transitions")
-
-
-@dataclass(frozen=True)
-class _Segments:
-    """Frames of the transitions: start, last (M,), frames (M, Ta), length, over (M,), real (M, Ta)."""
-
-    start: Tensor
-    last: Tensor
-    frames: Tensor
-    length: Tensor
-    over: Tensor
-    real: Tensor
-
-
-def _starts(dataset: EpisodeDataset, steps: int) -> Tensor:
-    """Return the frames (M,) from which a segment ends with the task or has a known successor."""
-
-    def known(start: Tensor) -> Tensor:
-        segment, end = _segments(dataset, start, steps), _episodes(dataset, start)[1]
-        keep = (segment.length == steps) | segment.over
-        if dataset.next_observations is None or dataset.images:
-            # a last frame with mask 0 may lack an action
-            keep &= (segment.last < end) | dataset.terminated[segment.last]
-        return start[keep]
-
-    frames = torch.arange(dataset.num_frames, device=dataset.actions.device)
-    return torch.cat([known(block) for block in frames.split(_ENCODED_AT_ONCE)])
-
-
-def _segments(dataset: EpisodeDataset, start: Tensor, steps: int) -> _Segments:
-    """Return the segments from frames (M,)."""
-    over, (_, end) = dataset.over, _episodes(dataset, start)
-    wanted = start[:, None] + torch.arange(steps, device=start.device)
-    inside = torch.minimum(wanted, end[:, None])
-    ended_before = torch.cat([over.new_zeros(len(start), 1), over[inside].cummax(1).values[:, :-1]], dim=1)
-    real = (wanted <= end[:, None]) & ~ended_before
-    length = real.sum(dim=1)
-    last = start + length - 1
-    return _Segments(start, last, torch.minimum(wanted, last[:, None]), length, over[last], real)
-
-
-def _episodes(dataset: EpisodeDataset, frame: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last frame (M,) of the episodes of frames (M,)."""
-    after = torch.searchsorted(dataset.episode_start, frame, right=True)
-    return dataset.episode_start[after - 1], dataset.episode_start[after] - 1
-
-
-def _next_chunks(end: Tensor, segment: _Segments) -> tuple[Tensor, Tensor]:
-    """Return the frames (M, Ta) of the next recorded chunk, and whether it exists (M,)."""
-    offset = torch.arange(segment.frames.shape[1], device=end.device)
-    frames = torch.minimum(segment.last[:, None] + 1 + offset, end[:, None])
-    return frames, (segment.last < end) & ~segment.over
-
-
-def _plan_frames(first: Tensor, end: Tensor, segment: _Segments, policy: Policy) -> tuple[Tensor, Tensor]:
-    """Return the window frames (M, Th) around executed chunks, and which were recorded (M, Th)."""
-    chunk = policy.chunk
-    end = torch.where(segment.over, segment.last, end)
-    offset = torch.arange(chunk.horizon, device=end.device) - chunk.action_start
-    wanted = segment.start[:, None] + offset
-    inside = torch.minimum(torch.maximum(wanted, first[:, None]), end[:, None])
-    return inside, inside == wanted
 
 
 def _encode(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor: bool = False) -> Tensor:
@@ -371,7 +275,7 @@ def _flat(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor:
 
 def _observed(policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor: bool) -> dict[str, Tensor]:
     """Return the observations with the history up to frames (M,), or up to their successors."""
-    inside, seen = _histories(policy, dataset, frame, successor)
+    inside, seen = histories(dataset, frame, policy.chunk.obs_steps, successor=successor)
     obs = {"state": dataset.observations[inside]}
     if successor:
         obs["state"][:, -1] = _successors(dataset, frame)
@@ -382,71 +286,8 @@ def _observed(policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor:
     return obs
 
 
-def _histories(
-    policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the frames (M, To) of the states of histories, and those of their images and goals."""
-    first, end = _episodes(dataset, frame)
-    back = torch.arange(policy.chunk.obs_steps - 1, -1, -1, device=frame.device)
-    history = torch.maximum(frame[:, None] - back + successor, first[:, None])
-    return torch.minimum(history, frame[:, None]), torch.minimum(history, end[:, None])
-
-
 def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:
     """Return the observations after frames (M,), (M, Do); if unknown, those of the frames."""
     if dataset.next_observations is not None:
         return dataset.next_observations[frame]
-    return dataset.observations[torch.minimum(frame + 1, _episodes(dataset, frame)[1])]
-
-
-def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
-    """Return statistics of the action bounds: the task's, or the data's without a task.
-
-    Without a task, bounds are [-1, 1] if the data fit, else the data's range, with a warning.
-    """
-    low, high = dataset.actions.amin(0), dataset.actions.amax(0)
-    if spec is not None:
-        low, high = (torch.tensor(side, dtype=low.dtype) for side in (spec.action_low, spec.action_high))
-    elif bool((low >= -1).all() & (high <= 1).all()):
-        low, high = -torch.ones_like(low), torch.ones_like(high)
-    else:
-        outside = int((dataset.actions.abs() > 1).sum())
-        _log.warning(
-            "%s: %d action entries (%.2g %%) lie outside [-1, 1], and there is no task whose box they "
-            "fill; the range of the data is taken for it, and nothing is clipped. Give env=<task>.",
-            dataset.source, outside, 100 * outside / dataset.actions.numel(),
-        )  # fmt: skip
-    return box_statistics(low, high)
-
-
-def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDataset:
-    """Return the dataset with actions clipped to the task's bounds or, without a task, to the policy's.
-
-    Policies with mean-std action normalisation have no bounds: actions are unchanged.
-    """
-    if spec is not None:
-        return clipped_actions(dataset, box_of(dataset, spec))
-    normalizer = policy.normalizer
-    if normalizer.modes["action"] != "limits":
-        return dataset
-    one = torch.ones(dataset.action_dim, device=policy.device)
-    low, high = (normalizer.decode("action", side).cpu() for side in (-one, one))
-    margin = _ROUNDING * (high - low)
-    return clipped_actions(dataset, box_statistics(low - margin, high + margin), of_task=False)
-
-
-def clipped_actions(
-    dataset: EpisodeDataset, box: dict[str, Tensor], *, of_task: bool = True
-) -> EpisodeDataset:
-    """Return the dataset with actions in a box, of the task or of `init`; warns if any were outside."""
-    low, high = box["min"].to(dataset.actions), box["max"].to(dataset.actions)
-    inside = dataset.actions.clamp(low, high)
-    outside = int((inside != dataset.actions).sum())
-    if not outside:
-        return dataset
-    share, (whose, why) = 100 * outside / dataset.actions.numel(), _CLIPPED[of_task]
-    _log.warning(
-        "%s: %d action entries (%.2g %%) lie outside the box of %s; they are clipped to it, %s.",
-        dataset.source, outside, share, whose, why,
-    )  # fmt: skip
-    return replace(dataset, actions=inside)
+    return dataset.observations[torch.minimum(frame + 1, episode_bounds(dataset, frame)[1])]

@@ -15,6 +15,9 @@ evaluation of the network (`graph=step`), around which the loop of `loop.json` r
 
     x0, eps = linear in (x, prediction), clipped        x' = to_x0 x0 + to_eps eps + to_memory m + std noise
     x', v', slope = one step down an energy             until the slope is small, and one step more
+
+In this order: commands and plans over time, of any policy, and a loop at a rate; history, noise and the
+exported policy; the loop of `graph=step`; the opening of files; the check.
 """
 
 from __future__ import annotations
@@ -40,13 +43,6 @@ MODEL, ENCODER, STEP, LOOP = "policy.onnx", "encoder.onnx", "step.onnx", "loop.j
 SIGNATURE, SAMPLE = "signature.json", "sample.npz"
 _MOST_BYTES, _MOST_STEPS = 2**26, 10_000
 NOT_HISTORIES = ("goal", "noise")
-
-
-class Actions(NamedTuple):
-    """Decisions for B observations, in physical units, not clipped."""
-
-    action: Array  # (B, Ta, Da), to be executed
-    plan: Array  # (B, R, Da), all rows from the newest observation on
 
 
 @dataclass(frozen=True)
@@ -185,6 +181,87 @@ class Track:
         return np.asarray(np.tensordot(weights / weights.sum(), rows, axes=1), dtype=rows.dtype)
 
 
+@dataclass
+class RateReport:
+    """Counts and times of a loop at a rate."""
+
+    steps: int = 0  # ticks at which a command was sent
+    late: int = 0  # ticks that began more than a tenth of a period after their time
+    starved: int = 0  # ticks beyond the last row of every plan
+    not_finite: int = 0  # ticks whose action was NaN or infinite: the last command was sent again
+    decision_s: list[float] = field(default_factory=list)  # from observation to use of each plan
+
+    def __str__(self) -> str:
+        times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
+        return (
+            f"{self.steps} steps, {self.late} late, {self.starved} without a plan, {self.not_finite} without "
+            f"finite numbers; decisions took {times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), "
+            f"{times[2]:.1f} ms (longest)"
+        )
+
+
+def run_at_rate(
+    decide: Callable[[Any], Array],
+    read: Callable[[], Any],
+    send: Callable[[Array], bool],
+    track: Track,
+    *,
+    hz: float,
+    submit: Callable[..., Any] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> RateReport:
+    """Act at a rate until `send` returns false; decisions run in parallel to the loop.
+
+    Until a plan arrives, the remaining rows of the previous one are executed: a decision of d ticks must
+    begin d ticks before they end. Beyond them the last row is held and counted as starved.
+
+    Args:
+        decide: Observation -> plan (R, Da); it may take longer than a tick.
+        read: Returns the observation of this tick.
+        send: Executes a command (Da,); returns whether to continue.
+        track: Schedules decisions and holds the plans.
+        hz: Ticks per second.
+        submit: Starts decide(observation) and returns a future; None: in a thread.
+        clock: Returns the time [s].
+        sleep: Waits [s].
+    """
+    with contextlib.ExitStack() as stack:
+        if submit is None:
+            submit = stack.enter_context(ThreadPoolExecutor(1)).submit
+        report, pending, submitted = RateReport(), None, 0.0
+        start, goes_on = None, True
+        while goes_on:
+            observation = read()
+            if track.is_due:
+                track.begin()
+                pending, submitted = submit(decide, observation), clock()
+            if pending is not None and (pending.done() or not track.has_plan):
+                track.deliver(pending.result())
+                report.decision_s.append(clock() - submitted)
+                pending = None
+                if len(report.decision_s) == 1 and not track.spare:
+                    _warn_of_gaps(track)
+            start = clock() if start is None else start  # time runs from the first command on
+            goes_on = send(track.next())
+            report.steps += 1
+            late_s = clock() - (start + report.steps / hz)
+            report.late += late_s > 0.1 / hz
+            sleep(max(0.0, -late_s))
+    report.starved, report.not_finite = track.starved, track.not_finite
+    return report
+
+
+def _warn_of_gaps(track: Track) -> None:
+    warnings.warn(
+        f"every decision begins after the last row of the previous plan (act_steps={track.act_steps}); until "
+        "its plan arrives the last command is held. Give Track fewer act_steps than a plan has rows, by the "
+        "control steps of a decision (at least 1), or train with a horizon longer than act_steps.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 class History:
     """The last `obs_steps` observations, the first one repeated; `latest_only` entries have no history."""
 
@@ -223,6 +300,13 @@ def draw_noise(key: Sequence[int], shape: Sequence[int]) -> Array:
     seed, *place = key
     sequence = np.random.SeedSequence(seed, spawn_key=tuple(place))
     return np.random.default_rng(sequence).standard_normal(tuple(shape), dtype=np.float32)
+
+
+class Actions(NamedTuple):
+    """Decisions for B observations, in physical units, not clipped."""
+
+    action: Array  # (B, Ta, Da), to be executed
+    plan: Array  # (B, R, Da), all rows from the newest observation on
 
 
 class Runner:
@@ -333,6 +417,20 @@ class Runner:
         return self._predict(inputs)
 
 
+def _typed(name: str, value: Any, dtype: str) -> Array:
+    """Return an input in its type; float images are refused, since 0.9 of 1 would be black."""
+    given = np.asarray(value)
+    are_bytes = given.dtype.kind in "iu" and bool(((given >= 0) & (given <= 255)).all())
+    if dtype == "uint8" and not are_bytes:
+        fix = "Use np.rint(255 * x).astype(np.uint8)"
+        raise ValueError(f"{name} must be bytes, 0 to 255; got {given.dtype}. {fix}.")
+    return given.astype(dtype, copy=False)
+
+
+def _array(values: Any) -> Array | None:
+    return None if values is None else np.asarray(values, np.float32)
+
+
 class _Stepwise:
     """A graph of the observation, one of the network, and the loop between noise and action."""
 
@@ -407,85 +505,8 @@ class _Stepwise:
         return mean, row["keep_x0"] * x0 + row["keep_eps"] * eps
 
 
-@dataclass
-class RateReport:
-    """Counts and times of a loop at a rate."""
-
-    steps: int = 0  # ticks at which a command was sent
-    late: int = 0  # ticks that began more than a tenth of a period after their time
-    starved: int = 0  # ticks beyond the last row of every plan
-    not_finite: int = 0  # ticks whose action was NaN or infinite: the last command was sent again
-    decision_s: list[float] = field(default_factory=list)  # from observation to use of each plan
-
-    def __str__(self) -> str:
-        times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
-        return (
-            f"{self.steps} steps, {self.late} late, {self.starved} without a plan, {self.not_finite} without "
-            f"finite numbers; decisions took {times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), "
-            f"{times[2]:.1f} ms (longest)"
-        )
-
-
-def run_at_rate(
-    decide: Callable[[Any], Array],
-    read: Callable[[], Any],
-    send: Callable[[Array], bool],
-    track: Track,
-    *,
-    hz: float,
-    submit: Callable[..., Any] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], None] = time.sleep,
-) -> RateReport:
-    """Act at a rate until `send` returns false; decisions run in parallel to the loop.
-
-    Until a plan arrives, the remaining rows of the previous one are executed: a decision of d ticks must
-    begin d ticks before they end. Beyond them the last row is held and counted as starved.
-
-    Args:
-        decide: Observation -> plan (R, Da); it may take longer than a tick.
-        read: Returns the observation of this tick.
-        send: Executes a command (Da,); returns whether to continue.
-        track: Schedules decisions and holds the plans.
-        hz: Ticks per second.
-        submit: Starts decide(observation) and returns a future; None: in a thread.
-        clock: Returns the time [s].
-        sleep: Waits [s].
-    """
-    with contextlib.ExitStack() as stack:
-        if submit is None:
-            submit = stack.enter_context(ThreadPoolExecutor(1)).submit
-        report, pending, submitted = RateReport(), None, 0.0
-        start, goes_on = None, True
-        while goes_on:
-            observation = read()
-            if track.is_due:
-                track.begin()
-                pending, submitted = submit(decide, observation), clock()
-            if pending is not None and (pending.done() or not track.has_plan):
-                track.deliver(pending.result())
-                report.decision_s.append(clock() - submitted)
-                pending = None
-                if len(report.decision_s) == 1 and not track.spare:
-                    _warn_of_gaps(track)
-            start = clock() if start is None else start  # time runs from the first command on
-            goes_on = send(track.next())
-            report.steps += 1
-            late_s = clock() - (start + report.steps / hz)
-            report.late += late_s > 0.1 / hz
-            sleep(max(0.0, -late_s))
-    report.starved, report.not_finite = track.starved, track.not_finite
-    return report
-
-
-def _warn_of_gaps(track: Track) -> None:
-    warnings.warn(
-        f"every decision begins after the last row of the previous plan (act_steps={track.act_steps}); until "
-        "its plan arrives the last command is held. Give Track fewer act_steps than a plan has rows, by the "
-        "control steps of a decision (at least 1), or train with a horizon longer than act_steps.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+def _clip(x: Array, limit: float | None) -> Array:
+    return x if limit is None else np.clip(x, -limit, limit)
 
 
 def run(session: Any, inputs: Mapping[str, Array]) -> list[Array]:
@@ -569,14 +590,6 @@ def _varint(content: memoryview, place: int, path: str | Path) -> tuple[int, int
     raise ValueError(f"{path} is no ONNX graph.")
 
 
-def check(folder: str | Path) -> float:
-    """Return the largest difference between the folder's sample and what is computed here."""
-    sample = dict(np.load(Path(folder) / SAMPLE))
-    action = sample.pop("action")
-    found = Runner(folder).predict(sample).action
-    return float(np.abs(found - action).max() / max(1.0, np.abs(action).max()))
-
-
 def _read_facts(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} must have at most {_MOST_BYTES} bytes; got {path.stat().st_size}.")
@@ -584,22 +597,12 @@ def _read_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _typed(name: str, value: Any, dtype: str) -> Array:
-    """Return an input in its type; float images are refused, since 0.9 of 1 would be black."""
-    given = np.asarray(value)
-    are_bytes = given.dtype.kind in "iu" and bool(((given >= 0) & (given <= 255)).all())
-    if dtype == "uint8" and not are_bytes:
-        fix = "Use np.rint(255 * x).astype(np.uint8)"
-        raise ValueError(f"{name} must be bytes, 0 to 255; got {given.dtype}. {fix}.")
-    return given.astype(dtype, copy=False)
-
-
-def _array(values: Any) -> Array | None:
-    return None if values is None else np.asarray(values, np.float32)
-
-
-def _clip(x: Array, limit: float | None) -> Array:
-    return x if limit is None else np.clip(x, -limit, limit)
+def check(folder: str | Path) -> float:
+    """Return the largest difference between the folder's sample and what is computed here."""
+    sample = dict(np.load(Path(folder) / SAMPLE))
+    action = sample.pop("action")
+    found = Runner(folder).predict(sample).action
+    return float(np.abs(found - action).max() / max(1.0, np.abs(action).max()))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from algos.offline.loop import THREADS, Learner, Limits, OfflineRun, Probes, lim
 from algos.offline.online import OnlineConfig, OnlinePhase
 from algos.optim import DelayedDecay, Ema
 from algos.training.observations import encoder_module
-from algos.transitions import Rewarding, TransitionTable, actions_for, box_of, clipped_actions, tabulate
+from algos.transitions import Rewarding, TransitionTable, tabulate
+from envs.datasets.action_bounds import actions_for, box_of, clipped_actions
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.bounds import Checked, bounded

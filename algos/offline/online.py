@@ -69,9 +69,8 @@ class Experience(TransitionTable):
     """Ring of the latest transitions, with the columns of a dataset's table."""
 
     def __init__(self, capacity: int, like: TransitionTable) -> None:
-        self.frame, self._pictures, self._next_pictures, self._weighted = None, None, None, None
-        self._cache, self._widths, self.single = {}, like._widths, like.single
-        self._rows = torch.empty(capacity, sum(self._widths), device=like.device)
+        nothing = torch.empty(0, dtype=torch.int64, device=like.device)
+        super().__init__([like.gather(nothing)], capacity)
         self.size = self._next = 0
 
     def __len__(self) -> int:
@@ -79,10 +78,7 @@ class Experience(TransitionTable):
 
     def add(self, batch: Batch) -> None:
         """Overwrite the oldest rows with those of a batch."""
-        single = (batch.reward[:, None], batch.discount[:, None], batch.has_next[:, None])
-        window = () if self.single else (batch.plan, batch.real)
-        parts = (batch.cond, batch.action, batch.next_cond, *single, batch.next_action, *window)
-        rows = torch.cat(parts, dim=1).to(self._rows)[-len(self._rows) :]
+        rows = torch.cat(batch.stored(), dim=1).to(self._rows)[-len(self._rows) :]
         place = (self._next + torch.arange(len(rows), device=self.device)) % len(self._rows)
         self._rows.index_copy_(0, place, rows)
         self._next = (self._next + len(rows)) % len(self._rows)

@@ -31,7 +31,8 @@ from algos.training.observations import (
 )
 from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
-from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
+from algos.transitions import Rewarding, TransitionTable, tabulate
+from envs.datasets.action_bounds import box_of, clipped_actions
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_dataset_of, require_fit
 from envs.rollouts.episodes import EpisodeRow

@@ -35,6 +35,7 @@ from policies.backbones.transformer import TransformerConfig
 from policies.build import build_policy
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.distributions import Drawn
 from policies.normalizer import box_statistics
 from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
@@ -326,11 +327,11 @@ def test_the_critics_train_the_encoder_and_the_actor_does_not() -> None:
     batch = run.source.draw(8, torch.Generator().manual_seed(0))
     draws = run.learner.draw(8, torch.Generator().manual_seed(0))
     assert batch.cond.requires_grad and not batch.next_cond.requires_grad
-    latent, log_prob = run.learner.actor.draw(batch.cond.detach(), draws["eps"])
+    drawn = Drawn(*run.learner.actor.draw(batch.cond.detach(), draws["eps"]), None)
     alpha = run.learner.temperature.value
     weight = run.learner.encoder[0]
     before = weight.clone()
-    run.learner._update_actor(batch, latent, log_prob, alpha, draws)
+    run.learner._update_actor(batch, drawn, alpha, draws)
     assert weight.grad is None and torch.equal(weight, before)
     run.learner._update_critic(batch, draws, alpha)
     assert not torch.equal(weight, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from messages import mentions
+from small_tables import single_steps
 from torch import Tensor
 
 from algos.offpolicy.replay_buffer import Discounting, Mixture, Replay
@@ -72,10 +73,7 @@ def test_rewards_are_discounted_as_asked(compat: bool) -> None:
 
 def table(n: int) -> TransitionTable:
     ones = torch.full((n, 1), -1.0)
-    return TransitionTable(
-        cond=ones.expand(n, C), action=ones.expand(n, A), reward=ones[:, 0], next_cond=ones.expand(n, C),
-        discount=ones[:, 0],
-    )  # fmt: skip
+    return TransitionTable([single_steps(ones.expand(n, C), ones.expand(n, A), outcome=-1.0)], n)
 
 
 def test_a_share_of_every_batch_comes_from_the_dataset() -> None:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.cdsa import CdsaConfig
+from algos.offline.online import columns_of, rows_of
 from algos.td3_bc import Td3BcConfig
-from algos.transitions import Rewarding, TransitionTable, actions_for, box_of, clipped_actions, tabulate
+from algos.transitions import Batch, Rewarding, TransitionTable, tabulate
+from envs.datasets.action_bounds import actions_for, box_of, clipped_actions
 from envs.datasets.episodes import EpisodeDataset
 from policies.build import build_policy
 from policies.errors import DatasetError
@@ -218,15 +220,19 @@ def test_a_box_that_no_task_gives_is_that_of_the_data_and_said(caplog: pytest.Lo
     assert f"{outside} action entries" in caplog.text and "Give env=" in caplog.text
 
 
-def test_a_table_gathers_what_was_put_in() -> None:
-    m = 6
-    parts = {name: torch.randn(m, w) for name, w in (("cond", 3), ("action", 2), ("next_cond", 3))}
-    table = TransitionTable(**parts, reward=torch.arange(6.0), discount=torch.ones(6))
-    batch = table.gather(torch.tensor([4, 1]))
-    assert torch.equal(batch.cond, parts["cond"][[4, 1]]) and torch.equal(
-        batch.reward, torch.tensor([4.0, 1.0])
-    )
-    assert batch.plan.shape == (2, 0) and len(batch) == 2
+@pytest.mark.parametrize("horizon", [1, 3])
+def test_a_table_gathers_what_was_put_in(horizon: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    action = torch.randn(6, 2, generator=generator)
+    widths = {"cond": 3, "next_cond": 3, "next_action": 2, "plan": 2 * horizon, "real": horizon}
+    parts = {name: torch.randn(6, width, generator=generator) for name, width in widths.items()}
+    parts |= {name: torch.randn(6, generator=generator) for name in ("reward", "discount", "has_next")}
+    if horizon == 1:
+        parts |= {"plan": action, "real": torch.ones(6, 1)}
+    batch, row = Batch(action=action, **parts, row=torch.arange(6)), torch.tensor([4, 1])
+    table = TransitionTable((rows_of(batch, block) for block in batch.row.split(4)), 6)
+    found = columns_of(table.gather(row))
+    assert not [name for name, part in columns_of(rows_of(batch, row)).items() if not found[name].equal(part)]
 
 
 def test_a_last_frame_with_a_mask_of_0_is_no_transition() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
+from small_tables import single_steps
 
 from algos.cloning.batches import Shuffle, WeightedStream, WindowSampler
 from algos.training.serialization import capture_generator
@@ -63,11 +64,10 @@ def test_rows_are_drawn_as_often_as_they_weigh() -> None:
 
 
 def test_without_weights_draws_are_what_they_were() -> None:
-    parts = {name: torch.zeros(9, 2) for name in ("cond", "action", "next_cond")}
-    parts |= {name: torch.zeros(9) for name in ("reward", "discount")}
-    plain = TransitionTable(**parts).draw(50, torch.Generator().manual_seed(3))
+    steps = [single_steps(torch.zeros(9, 2), torch.zeros(9, 2))]
+    plain = TransitionTable(steps, 9).draw(50, torch.Generator().manual_seed(3))
     assert torch.equal(plain, torch.randint(9, (50,), generator=torch.Generator().manual_seed(3)))
-    weighted = TransitionTable(**parts, weight=torch.eye(9)[4]).draw(50, torch.Generator())
+    weighted = TransitionTable(steps, 9, weight=torch.eye(9)[4]).draw(50, torch.Generator())
     assert weighted.tolist() == [4] * 50
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from messages import mentions
 from pairwise import everything
+from small_tables import single_steps
 from torch import Tensor
 
 from algos.base import Setup
@@ -159,8 +160,7 @@ def trained_score(
     torch.manual_seed(0)
     widths = {"hidden_dims": (64, 64, 64), "dynamics_dims": (8,)}
     policy = Correction(sigmas=(sigma,), **widths).wrap(any_policy(state.shape[1], action.shape[1]))
-    none = torch.zeros(len(data))
-    table = TransitionTable(cond=state, action=action, reward=none, next_cond=state, discount=none)
+    table = TransitionTable([single_steps(state, action)], len(data))
     learner = CorrectionLearner(policy, table, CdsaConfig(steps=steps, lr=lr, correction=policy.wrapper))
     policy.mean.zero_()
     policy.std.fill_(1.0)

@@ -100,12 +100,18 @@ def require_dataset_of(env: EnvConfig, dataset: EpisodeDataset, *, allow_other_t
     Raises:
         ConfigError: If there is a difference; names both.
     """
-    advice = "Use a dataset of the same task."
-    require_fit(f"env={task_name(env)}", env.spec, dataset.source, dataset, advice=advice)
     found = recorded_task(dataset.meta)
+    recorded = None if found is None else recorded_env(*found)
+    advice = "Use a dataset of the same task."
+    differ: list[str] = []
+    if recorded is not None and task_name(env) == task_name(recorded):
+        differ = differing_options(env, recorded)
+    if recorded is not None and differ:
+        one, two = task_text(recorded, differ), task_text(env, differ)
+        advice = f"It was recorded with {one}, not {two}. {advice}"
+    require_fit(f"env={task_name(env)}", env.spec, dataset.source, dataset, advice=advice)
     if found is None:
         return
-    recorded = recorded_env(*found)
     if recorded is not None and found[1] is not None:
         require_same_task("this run", env, dataset.source, recorded, allow_other_task=allow_other_task)
     elif found[0] != task_name(env):

@@ -62,7 +62,10 @@ def read_training_state(folder: Path) -> dict[str, Any]:
     """
     path = folder / _STATE_FILE
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: this checkpoint can be run but not resumed.")
+        raise CheckpointError(
+            f"{path} is missing: this checkpoint can be run but not resumed. Remove it to continue "
+            "from the one before."
+        )
     try:
         if not is_intact(folder, _STATE_FILE):
             raise OSError(f"its SHA-256 is not that of {CHECKSUMS}")

@@ -264,7 +264,7 @@ class RunDirectory:
         return read_training_state(self.checkpoint_path(step))
 
     def rewind(self, step: int | None, *, metrics_bytes: int = 0) -> None:
-        """Remove everything after a checkpoint: later checkpoints and metrics rows.
+        """Remove everything after a checkpoint: later checkpoints, metrics rows and evaluations.
 
         Args:
             step: Checkpoint to resume from; None: remove everything.
@@ -277,6 +277,9 @@ class RunDirectory:
             (self.path / _CHECKPOINTS / _LAST).unlink(missing_ok=True)
         for old in reversed(later):
             self._remove(old)
+        for one in self.evals():
+            if step is None or one.step > step:
+                one.path.unlink()
         truncate_jsonl(self.metrics_path, metrics_bytes, through=step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:

@@ -56,12 +56,19 @@ class StopSignals:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """Raise `Interrupted` immediately inside this block."""
+        """Raise `Interrupted` immediately inside this block.
+
+        Libraries that are being imported turn it into errors of their own.
+        """
         self._immediate = True
         try:
             if self.number is not None:
                 raise Interrupted(self.number)
             yield
+        except Exception as error:
+            if self.number is not None:
+                raise Interrupted(self.number) from error
+            raise
         finally:
             self._immediate = False
 

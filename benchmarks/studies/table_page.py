@@ -191,8 +191,8 @@ between 54 and 92 %, by the seed, and FQL spends these steps on a student that i
 On-policy methods take fifteen times the steps and mostly less processor time, and the best of them decide
 by one or two evaluations of a network: PPO on a mixture, ReinFlow on MIP. DPPO comes as far and keeps most
 ways of all that do. The last checkpoint is not always the best: FPO rises to 75 % and ends at 33, below its
-clone; FPO++, its successor, ends below its best, and AWM hardly rises after a third, so look at evaluations on
-the way. Gaussian PPO, from the weakest clone, ends where its seed takes it.""",
+clone; FPO++, its successor, ends below its best, and AWM hardly rises after a third, so look at evaluations
+on the way. Gaussian PPO, from the weakest clone, ends where its seed takes it.""",
     "hopper-medium": """**What was learned.** Settings decide more than methods. TD3+BC at its
 published settings, made for ten times the rows, ends where its clone was, as PRDC does, and IQL below it; all
 three were at 60 to 67 % on the way. With settings for few rows (`study_`: those of `td3_bc_few_rows` and

@@ -133,6 +133,7 @@ def resolve(config: EvalConfig) -> ResolvedEval:
         raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
     if config.out is not None:
         check_file_to_write(config.out)
+        _require_no_other_file(Path(config.out))
     mine = locate_actor(config.policy, "policy")
     if config.out is None:
         folder = Path() if mine.run is None else mine.run / EVAL
@@ -143,6 +144,16 @@ def resolve(config: EvalConfig) -> ResolvedEval:
         if one is not None:
             require_task_of(one, env, key, allow_other_task=config.allow_other_task)
     return ResolvedEval(config, mine, other, env)
+
+
+def _require_no_other_file(path: Path) -> None:
+    """Refuse, with ConfigError, to replace a file that is not an evaluation."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        head = b"".join(file.read(64).split())
+    if head and not head.startswith(b'{"protocol":'):
+        raise ConfigError(f"out={path} exists and is no evaluation; choose another name.")
 
 
 def evaluate(config: EvalConfig) -> Result:

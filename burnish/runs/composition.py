@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_weights
 from algos.training.run_directory import new_folder
 from burnish.config.saved import describe_part
-from burnish.console import Counting, table
-from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate
+from burnish.console import Counting, output, table
+from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate, require_writable
 from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
@@ -87,6 +87,13 @@ class CompositionResult:
             yield _estimated(names, self.estimate)
         yield _measured(self)
 
+    def __str__(self) -> str:
+        """Return the tables as text, and the comparisons."""
+        compared = (f"composition - {name}: {one}" for name, one in self.comparisons.items())
+        return "\n".join([*(section.markdown() for section in self.sections()), *compared])
+
+    __repr__ = __str__  # the episodes are arrays of thousands of numbers
+
 
 def compose_and_compare(config: EvalConfig) -> CompositionResult:
     """Compose the policies of `config.compose`, find weights, evaluate on fresh episodes, write results.
@@ -95,8 +102,9 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
         ConfigError: If the configuration is inconsistent.
     """
     found = _members(config)
-    if config.out is not None:
-        check_folder_to_fill(Path(config.out))
+    target = dated_folder("compose") if config.out is None else Path(config.out)
+    check_folder_to_fill(target)
+    require_writable(target / FACTS, "out")
     members = {name: one.load() for name, one in found.items()}
     first = next(iter(found.values()))
     env = config.env if config.env is not None else task_of(first, " Give env=<name>.")
@@ -113,9 +121,14 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     evaluation = _play("composition", policy, env, config)
     alone = {name: _play(name, member, env, config) for name, member in members.items()}
     comparisons = {name: compare(one, evaluation) for name, one in alone.items()}
-    target = Path(config.out) if config.out is not None else new_folder(dated_folder("compose"))
     result = CompositionResult(policy, search, estimate, evaluation, alone, comparisons, target)
-    _write(config, result, found, env)
+    try:
+        if config.out is None:
+            result = replace(result, path=new_folder(target))
+        _write(config, result, found, env)
+    except OSError:  # what was played is not lost
+        output().print(str(result), markup=False)
+        raise
     return result
 
 

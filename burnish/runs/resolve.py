@@ -189,16 +189,16 @@ def _checked(
 
 def _runs_below(config: TrainConfig) -> list[RunDirectory]:
     folders = seed_folders(config.resume)
+    if not folders:
+        raise ConfigError(
+            f"resume={config.resume} must be a folder with runs seed-<n>; there are none. Continue a single "
+            f"run with burnish.train."
+        )
     there = [folder.name for folder in folders]
     if config.seeds is not None and sorted(f"seed-{seed}" for seed in config.seeds) != sorted(there):
         raise ConfigError(
             f"resume={config.resume} continues the seeds that are there, {', '.join(there)}; got "
             f"seeds={config.seeds}. Leave it out."
-        )
-    if not folders:
-        raise ConfigError(
-            f"resume={config.resume} must be a folder with runs seed-<n>; there are none. Continue a single "
-            f"run with burnish.train."
         )
     require_complete(str(config.resume))
     return [RunDirectory.open(folder) for folder in folders]

@@ -184,7 +184,10 @@ def run_fork_server(target: str, descriptor: int, parent: int, die_with_parent: 
                 break
             which, number = request
             answer = _fork(control, descriptors[0], serve) if descriptors else _exit_code(number)
-            control.sendall(_MESSAGE.pack(which, answer))
+            try:
+                control.sendall(_MESSAGE.pack(which, answer))
+            except OSError:  # the program is gone
+                break
     os._exit(0)
 
 

@@ -144,7 +144,7 @@ def _require_alike(first: Policy, other: Policy, key: str) -> None:
             "architecture. Compose different policies (burnish eval compose=[a,b])."
         )
     own, others = (dict(_leaves(each)) for each in described)
-    for name in sorted(own.keys() | others.keys()):
+    for name in sorted(own.keys() | others.keys(), key=lambda name: (not name.endswith(".name"), name)):
         if own.get(name) != others.get(name):
             raise ConfigError(
                 f"{key} differs from policies[0] in {name}: {others.get(name)} and {own.get(name)}. Weights "

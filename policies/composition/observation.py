@@ -108,9 +108,8 @@ def check_members(members: Sequence[DenoisingPolicy], composition: Composition) 
     for name in ("action_dim", "horizon", "action_start"):
         values = [getattr(member.chunk, name) for member in members]
         if len(set(values)) > 1:
-            raise ConfigError(
-                f"members must have one {name}; got {values}. Train them with one policy.{name}."
-            )
+            how = "of one task" if name == "action_dim" else f"with one policy.{name}"
+            raise ConfigError(f"members must have one {name}; got {values}. Train them {how}.")
     for number, (member, columns) in enumerate(zip(members, composition.columns, strict=True)):
         if columns is not None and len(columns) != member.obs_dim:
             expected = f"columns of member {number} must list its {member.obs_dim} entries of the state"

@@ -283,11 +283,14 @@ def test_a_run_that_was_copied_with_links_followed_goes_on(run: RunDirectory, tm
 def test_rewinding_forgets_later_checkpoints(run: RunDirectory) -> None:
     for step in (1, 2, 3):
         run.save_checkpoint(step, tiny_policy(), {})
+    for name in ("base", *map(eval_name, (1, 2, 3)), eval_name(3, "ab12")):
+        run.write_eval(name, {})
     run.rewind(2)
-    assert run.checkpoints() == [1, 2]
+    assert run.checkpoints() == [1, 2] and [one.step for one in run.evals()] == [1, 2]
     assert os.readlink(run.path / "checkpoints" / "last") == "2"
     run.rewind(None)
-    assert run.checkpoints() == []
+    assert run.checkpoints() == [] == run.evals()
+    assert (run.path / "eval" / "base.json").exists()
     assert not (run.path / "checkpoints" / "last").is_symlink()
 
 

@@ -14,7 +14,7 @@ from random_walk import RandomWalk
 from algos.training.loggers import TensorBoardLogger
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from algos.training.signals import Interrupted
+from algos.training.signals import Interrupted, StopSignals
 from algos.training.trainer import TrainerSettings, train
 from policies.errors import CheckpointError, ConfigError, TrainingError, WorkerError
 from policies.storage.policy_folder import load_policy
@@ -142,6 +142,17 @@ def test_signal_that_also_ends_the_workers_keeps_the_last_checkpoint(run: RunDir
         train(Alone(10), run, TrainerSettings(checkpoint_every=2), progress=False)
     assert stopped.value.code == 143
     assert run.checkpoints() == [2]
+
+
+def test_a_signal_that_an_import_turns_into_an_error_still_stops() -> None:
+    with StopSignals() as stop, pytest.raises(Interrupted) as stopped, stop.immediate():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            raise ImportError("initialization failed") from None
+    assert stopped.value.code == 143
+    with StopSignals() as stop, pytest.raises(ImportError), stop.immediate():
+        raise ImportError("missing")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

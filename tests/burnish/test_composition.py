@@ -159,3 +159,42 @@ def test_members_and_keys_that_have_no_place_are_refused(
         burnish.compose([pair[0], str(mean)], weights=[0.5, 0.5], **SHORT)
     with pytest.raises(ConfigError, match=mentions("compose=")):
         burnish.evaluate(pair[0], weights=[0.5, 0.5], **SHORT)
+
+
+def test_a_place_that_takes_nothing_is_refused_before_anything_is_played(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("burnish.runs.composition._play", lambda *_: pytest.fail("played"))
+    for name in ("runs", "file"):
+        Path(name).write_text("")
+    for place in (None, "file", "file/inside"):
+        with pytest.raises(ConfigError, match="is a file"):
+            burnish.compose(pair, weights=[0.5, 0.5], out=place, **SHORT)
+
+
+def test_what_was_played_is_shown_where_it_cannot_be_written(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("burnish.runs.composition._write", fails)
+    with pytest.raises(OSError, match="no space left"):
+        burnish.compose(pair, weights=[0.5, 0.5], **SHORT)
+    shown = capsys.readouterr().out
+    assert "Fresh episodes (3, the same for all)" in shown and "composition - two:" in shown
+
+
+def test_evaluations_replace_evaluations_and_nothing_else(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        burnish.evaluate(pair[0], out="eval.json", **SHORT)
+    for name, content in (("data.hdf5", b"\x89HDF"), ("notes.json", b'{"a": 1}')):
+        Path(name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"out={name} exists and is no evaluation"):
+            burnish.evaluate(pair[0], out=name, **SHORT)
+        assert Path(name).read_bytes() == content

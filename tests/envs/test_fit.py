@@ -109,6 +109,13 @@ def test_a_dataset_of_another_task_is_refused(case: str, caplog: pytest.LogCaptu
         caplog.clear()
 
 
+def test_an_option_that_changes_the_width_is_named() -> None:
+    name = "og-pointmaze-medium"
+    data = recorded(env(name, goal="appended"), {"env": {"name": name, "goal": "appended"}})
+    with pytest.raises(ConfigError, match=mentions("observation width env.goal=appended env.goal=fixed")):
+        require_dataset_of(env(name), data)
+
+
 def test_tasks_of_robomimic_and_minari_are_known_by_their_own_names() -> None:
     of_minari = {"env_spec": {"id": "HalfCheetah-v5", "kwargs": {}, "max_episode_steps": 1000}}
     of_robomimic = {"env_args": {"env_name": "Lift", "env_kwargs": {"control_freq": 20}}}

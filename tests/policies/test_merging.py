@@ -81,7 +81,7 @@ def other(**changes: Any) -> Policy:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (lambda: init("diffusion"), "policies[1] policies[0] parts.process"),
+        (lambda: init("diffusion"), "policies[1] policies[0] parts.process.name diffusion flow"),
         (lambda: other(backbone=MlpConfig(width=9, time_dim=4)), "parts.backbone.width 9 8"),
         (lambda: other(act_steps=1), "act_steps 1 2"),
         (lambda: other(high=2 * torch.ones(2)), "policies[1] normalizer init=<policy>"),

@@ -82,7 +82,7 @@ CHOSEN = {
         "fpo", "qam", "expo", "qc", "pa_rl", "famo2o",
     ),
     "lift-varied": (
-        "dppo", "dsrl", "rlpd", "gorl", "recap", "dqc", "famo2o", "fql", "idql", "qam", "trqam", "qc", "expo",
+        "dppo", "dsrl", "rlpd", "gorl", "dqc", "famo2o", "fql", "idql", "qam", "trqam", "qc", "expo",
         "residual", "pa_rl",
     ),
     "hopper-medium": (

@@ -209,7 +209,6 @@ it.""",
 """By task, what its rows say together."""
 
 ENOUGH = 5  # seeds of every method, before methods are put in an order
-UNDER_WAY = f"Methods have {{}} of {ENOUGH} seeds; they are put in no order before all have them."
 
 SUMMARY = """Best methods by budget, on seeds and episodes that no setting was chosen on, and those that are
 not clearly behind ([how, and what each costs](results/table.md)):"""
@@ -228,7 +227,7 @@ def report(page: str) -> Path:
     head = INTRODUCTION.format(seeds=f"{seeds[0]} to {seeds[-1]}", intervals=pages.INTERVALS)
     lines = ["# One table", "", head]
     for task, rows in table.items():
-        lines += ["", f"## {task}", "", *(order(rows) or [UNDER_WAY.format(coverage(rows))]), ""]
+        lines += ["", f"## {task}", "", *(order(rows) or [under_way(rows)]), ""]
         lines += pages.table(COLUMNS, [cells(row) for row in rows])
         lines += ["", LEARNED[task]] if task in LEARNED else []
         for row in rows:
@@ -303,19 +302,22 @@ def order(rows: Sequence[Rows]) -> list[str]:
     return [*found, "", BRACKETS] if found else []
 
 
-def coverage(rows: Sequence[Rows]) -> str:
-    """Say how many seeds methods have, the fewest and the most."""
+def under_way(rows: Sequence[Rows]) -> str:
+    """Say why methods are in no order: how many seeds they have, the fewest and the most."""
+    if len(rows) == 1:
+        return "One method so far."
     counts = sorted({len(row.runs) for row in rows})
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    found = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"Methods have {found} of {ENOUGH} seeds; they are put in no order before all have them."
 
 
 def budgets(rows: Sequence[Rows]) -> list[str]:
     """Return a line per budget: the best method, and those that are not clearly worse, on common seeds.
 
-    There is none before all methods have `ENOUGH` seeds in common.
+    There is none of one method, and none before all have `ENOUGH` seeds in common.
     """
     rows = on_common_seeds(rows)
-    return list(_budgets(rows)) if rows and len(rows[0].runs) >= ENOUGH else []
+    return list(_budgets(rows)) if len(rows) > 1 and len(rows[0].runs) >= ENOUGH else []
 
 
 def _budgets(rows: Sequence[Rows]) -> Iterator[str]:

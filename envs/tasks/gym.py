@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import importlib
 import logging
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -51,10 +52,27 @@ def local_factory(make: Callable[[], Any]) -> str:
         with contextlib.suppress(ImportError):
             if getattr(importlib.import_module(module), name, None) is make:
                 return f"{module}:{name}"
-    title = name or type(make).__name__
-    entry = next((key for key, known in _FACTORIES.items() if known is make), f"{title}-{len(_FACTORIES)}")
-    _FACTORIES[entry] = make
+    entry = next((key for key, known in _FACTORIES.items() if known is make), "")
+    if not entry:
+        entry = f"{_identity(make)}-{len(_FACTORIES)}"
+        _FACTORIES[entry] = make
     return f"{HERE}:{entry}"
+
+
+def _identity(make: Any) -> str:
+    """Return what an object or function makes: gymnasium's id, else the class, and a digest of its spaces."""
+    try:
+        made = make() if callable(make) else make
+    except Exception:  # it needs arguments, or its error is reported where the task is described
+        return str(getattr(make, "__qualname__", type(make).__name__))
+    try:
+        id_ = getattr(getattr(made, "spec", None), "id", None)
+        name = id_ or type(getattr(made, "unwrapped", made)).__name__
+        spaces = [repr(getattr(made, space, None)) for space in ("observation_space", "action_space")]
+    finally:
+        if made is not make and hasattr(made, "close"):
+            made.close()
+    return f"{name}-{hashlib.sha256(''.join(spaces).encode()).hexdigest()[:6]}"
 
 
 @register("env", "gym")
@@ -81,7 +99,18 @@ class Gym(HasCameras):
 
     @property
     def title(self) -> str:
+        if self.is_local:
+            return str(self.factory).rpartition(":")[2].rsplit("-", 2)[0]
         return self.id.rpartition(":")[2] or str(self.factory).rpartition(":")[2]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its factory is an object of this process."""
+        return str(self.factory).startswith(f"{HERE}:")
+
+    def compared(self) -> Gym:
+        """Return the task as it is compared with others: without the number of an object of this process."""
+        return replace(self, factory=_without_number(str(self.factory))) if self.is_local else self
 
     @cached_property
     def spec(self) -> EnvSpec:
@@ -273,20 +302,27 @@ class _Images:
 def _factory(path: str) -> Callable[..., Any]:
     """Return a factory by its path; an environment object is copied for every call.
 
+    For an object of another process, the last one that was passed for the same task is taken.
+
     Raises:
         ConfigError: If there is none.
     """
     module, _, name = path.rpartition(":")
     if module == HERE:
-        if name not in _FACTORIES:
+        alike = [key for key in _FACTORIES if _without_number(key) == _without_number(name)]
+        if not alike:
             raise ConfigError(
                 f"env.factory={path} was an object of another Python process. Pass it again, as "
                 "env=<environment or function>, or use a function of a module that can be imported."
             )
-        made = _FACTORIES[name]
+        made = _FACTORIES[name if name in alike else alike[-1]]
         return made if callable(made) else lambda **_: copy.deepcopy(made)
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
+
+
+def _without_number(entry: str) -> str:
+    return entry.rpartition("-")[0]
 
 
 def _picture(env: Any) -> Array:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from drawing import require_drawing
@@ -150,7 +151,15 @@ def test_environments_and_functions_are_tasks_in_python(given: Any, tmp_path: Pa
     )
     assert run.directory.section("env")["factory"] == values["env.factory"]
     result = burnish.evaluate(run, env=given, episodes=1)
-    assert result.evaluation.summary()["env"] == "Walk" or is_local
+    assert result.evaluation.summary()["env"] == "Walk"
+
+
+class Near(Walk):
+    """Another environment, with another space of actions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = gymnasium.spaces.Box(-1, 1, (1, 1))
 
 
 def _write(path: Path, observations: np.ndarray, actions: np.ndarray) -> None:
@@ -166,6 +175,22 @@ def test_a_configuration_is_a_task_in_python_too() -> None:
     assert values_of_task(env("cube-single", task=3)) == {"env": "cube-single", "env.task": 3}
     with pytest.raises(ConfigError, match=mentions("env= int")):
         values_of_task(3)
+
+
+@pytest.mark.parametrize("fresh", [Walk, lambda: lambda: Walk(), lambda: lambda: gymnasium.make(WALK)])
+def test_a_task_may_be_made_anew_for_every_call(fresh: Any, tmp_path: Path) -> None:
+    data = tmp_path / "demos.hdf5"
+    _write(data, np.zeros((20, 2)), np.zeros((20, 1)))
+    few = {"evaluation": {"episodes": 0}}
+    run = burnish.clone(data, env=fresh(), directory=tmp_path / "run", **TINY, **QUIET, **few)
+    assert len(burnish.evaluate(run, env=fresh(), episodes=1).evaluation.rows) == 1
+    with pytest.raises(ConfigError, match=mentions("Near Walk allow_other_task")):
+        burnish.evaluate(run, env=lambda: Near(), episodes=1)
+
+
+def test_what_was_passed_again_in_another_process_is_found() -> None:
+    number = local_factory(Walk()).rpartition("-")
+    assert Gym(factory=f"{number[0]}-987").spec.name == "Walk"
 
 
 def test_an_object_of_another_process_is_asked_for_again() -> None:

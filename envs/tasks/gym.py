@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +30,7 @@ from envs.engine.serial import SerialStepper
 from envs.engine.vector import ChunkVector
 from envs.spec import Array, EnvSpec
 from policies.bounds import bounded
-from policies.errors import ConfigError
+from policies.errors import BurnishError, ConfigError
 from policies.registry import register
 
 RENDER = "render"
@@ -179,16 +179,15 @@ class Gym(HasCameras):
         except ConfigError:
             raise
         except Exception as error:  # packages raise their own classes
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {reason}") from error
+            raise ConfigError(f"{where} cannot be made: {_reason(error)}") from error
 
     def _described(self, made: Any) -> EnvSpec:
         low, high = _limits(made.action_space, self.title)
         names = _state_names(made.observation_space, self.obs_keys, self.title)
-        limit = self.max_episode_steps or getattr(made.spec, "max_episode_steps", None)
+        limit = self.max_episode_steps or _time_limit(made)
         if limit is None:
             limit = _DEFAULT_LIMIT
-            _log.warning("%s has no time limit; env.max_episode_steps=%d is used.", self.title, limit)
+            _warn_once(f"{self.title} has no time limit; env.max_episode_steps={limit} is used.")
         dt, fps = (getattr(made.unwrapped, "dt", None), made.metadata.get("render_fps"))
         rate = 1.0 / dt if isinstance(dt, (int, float)) and dt > 0 else float(fps or _DEFAULT_HZ)
         key = self.success or _reported_key(made)
@@ -333,13 +332,17 @@ def _picture(env: Any) -> Array:
     """
     from envs.engine.rendering import gl_for_others
 
-    with gl_for_others():
-        frame = env.render()
+    needed = "this environment draws no picture: its render() must return (H, W, 3) in render_mode=rgb_array"
+    try:
+        with gl_for_others():
+            frame = env.render()
+    except BurnishError:
+        raise
+    except Exception as error:  # of the environment
+        raise ConfigError(f"{needed}; it raised {_reason(error)}.") from error
     frame = frame[-1] if isinstance(frame, list) and frame else frame
     if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
-        raise ConfigError(
-            "this environment draws no picture: its render() must return (H, W, 3) in render_mode=rgb_array."
-        )
+        raise ConfigError(f"{needed}.")
     return frame.astype(np.uint8)
 
 
@@ -419,6 +422,27 @@ def _limits(space: Any, title: str) -> tuple[tuple[float, ...], tuple[float, ...
         )
     low, high = (tuple(float(x) for x in bound.reshape(-1)) for bound in (space.low, space.high))
     return low, high
+
+
+def _time_limit(made: Any) -> int | None:
+    """Return the limit of an environment's wrappers, else of its gymnasium entry; None without."""
+    import gymnasium
+
+    limits, layer = [], made
+    while isinstance(layer, gymnasium.Wrapper):
+        if isinstance(layer, gymnasium.wrappers.TimeLimit):
+            limits.append(int(layer._max_episode_steps))
+        layer = layer.env
+    return min(limits, default=getattr(getattr(made, "spec", None), "max_episode_steps", None))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def _reported_key(made: Any) -> str:

@@ -162,6 +162,38 @@ class Near(Walk):
         self.action_space = gymnasium.spaces.Box(-1, 1, (1, 1))
 
 
+def test_the_limit_is_found_below_wrappers_and_in_copies(caplog: pytest.LogCaptureFixture) -> None:
+    wrapped = gymnasium.wrappers.TransformReward(gymnasium.wrappers.TimeLimit(Walk(), 60), float)
+    assert Gym(factory=local_factory(wrapped)).spec.max_episode_steps == 60
+    assert Gym(factory=local_factory(gymnasium.make("Reacher-v5"))).spec.max_episode_steps == 50
+    assert not caplog.records
+    endless = local_factory(type("Endless", (Walk,), {})())
+    for _ in range(2):
+        assert Gym(factory=endless).spec.max_episode_steps == 1000
+    assert len(caplog.records) == 1
+
+
+def test_what_cannot_be_drawn_is_reported_and_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Blind(Walk):
+        def render(self) -> Any:
+            raise AttributeError("Unexpected mode: None")
+
+        def seen(self) -> dict[str, Any]:
+            return {"place": np.ones(1), "goal": np.ones((1, 1))}
+
+    data = tmp_path / "demos.hdf5"
+    _write(data, np.zeros((20, 2)), np.zeros((20, 1)))
+    few = {"evaluation": {"episodes": 0}}
+    run = burnish.clone(data, env=Blind, directory=tmp_path / "run", **TINY, **QUIET, **few)
+    page = burnish.report(run, episodes=2).read_text()
+    assert "No pictures: this environment draws no picture" in page and page.count("data-episode=") == 2
+    with pytest.raises(ConfigError, match=mentions("render() Unexpected mode")):
+        burnish.evaluate(run, env=Blind, episodes=1, videos=1)
+    assert "return" in capsys.readouterr().out, "its numbers are shown"
+
+
 def _write(path: Path, observations: np.ndarray, actions: np.ndarray) -> None:
     from envs.datasets import EpisodeDataset, write_dataset
 

@@ -27,10 +27,10 @@ import numpy as np
 
 from envs.engine.pixels import HasCameras
 from envs.engine.serial import SerialStepper
-from envs.engine.vector import ChunkVector
+from envs.engine.vector import ChunkVector, named_errors
 from envs.spec import Array, EnvSpec
 from policies.bounds import bounded
-from policies.errors import BurnishError, ConfigError
+from policies.errors import BurnishError, ConfigError, EnvironmentFailure
 from policies.registry import register
 
 RENDER = "render"
@@ -126,7 +126,7 @@ class Gym(HasCameras):
             raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         mode = {"render_mode": "rgb_array"} if RENDER in self.cameras else {}
         limit = self.spec.max_episode_steps + 1  # the vector's own limit comes first
-        envs = [_Flat(self._made(limit=limit, **mode)) for _ in range(num_envs)]
+        envs = [_Flat(self._made(limit=limit, **mode), self.title) for _ in range(num_envs)]
         keys = self.obs_keys or _vector_names(envs[0].observation_space)
         stepper = _GymStepper(
             envs,
@@ -138,18 +138,19 @@ class Gym(HasCameras):
 
     def render_frames(self, seed: int, actions: Array, *, every: int = 10, **_: Any) -> Array:
         """Replay an episode and return the pictures (F, height, width, 3) of its `render()`."""
-        made = _Flat(self._made(limit=self.spec.max_episode_steps + 1, render_mode="rgb_array"))
+        made = _Flat(self._made(limit=self.spec.max_episode_steps + 1, render_mode="rgb_array"), self.title)
         try:
-            made.reset(seed=seed)
-            frames = [_picture(made)]
-            for i, action in enumerate(actions, start=1):
-                low, high = np.asarray(self.spec.action_low), np.asarray(self.spec.action_high)
-                _obs, _reward, terminated, truncated, _info = made.step(np.clip(action, low, high))
-                if i % every == 0 or i == len(actions) or terminated or truncated:
-                    frames.append(_picture(made))
-                if terminated or truncated:
-                    break
-            return np.stack(frames)
+            with named_errors(self.title, "a replay"):
+                made.reset(seed=seed)
+                frames = [_picture(made)]
+                for i, action in enumerate(actions, start=1):
+                    low, high = np.asarray(self.spec.action_low), np.asarray(self.spec.action_high)
+                    _obs, _reward, terminated, truncated, _info = made.step(np.clip(action, low, high))
+                    if i % every == 0 or i == len(actions) or terminated or truncated:
+                        frames.append(_picture(made))
+                    if terminated or truncated:
+                        break
+                return np.stack(frames)
         finally:
             made.close()
 
@@ -173,13 +174,22 @@ class Gym(HasCameras):
             if self.module:
                 importlib.import_module(self.module)
             if self.factory:
-                return _factory(self.factory)(**self.kwargs)
-            limited = {} if limit is None else {"max_episode_steps": limit}
-            return gymnasium.make(self.id, disable_env_checker=True, **limited, **{**self.kwargs, **options})
+                made = _factory(self.factory)(**self.kwargs)
+            else:
+                limited = {} if limit is None else {"max_episode_steps": limit}
+                options = {**limited, **self.kwargs, **options}
+                made = gymnasium.make(self.id, disable_env_checker=True, **options)
         except ConfigError:
             raise
         except Exception as error:  # packages raise their own classes
             raise ConfigError(f"{where} cannot be made: {_reason(error)}") from error
+        needed = ("reset", "step", "observation_space", "action_space")
+        if missing := [name for name in needed if not hasattr(made, name)]:
+            raise ConfigError(
+                f"{where} must make an environment with gymnasium's interface; got {type(made).__name__} "
+                f"without {', '.join(missing)}."
+            )
+        return made
 
     def _described(self, made: Any) -> EnvSpec:
         low, high = _limits(made.action_space, self.title)
@@ -188,9 +198,10 @@ class Gym(HasCameras):
         if limit is None:
             limit = _DEFAULT_LIMIT
             _warn_once(f"{self.title} has no time limit; env.max_episode_steps={limit} is used.")
-        dt, fps = (getattr(made.unwrapped, "dt", None), made.metadata.get("render_fps"))
+        dt = getattr(getattr(made, "unwrapped", made), "dt", None)
+        fps = (getattr(made, "metadata", None) or {}).get("render_fps")
         rate = 1.0 / dt if isinstance(dt, (int, float)) and dt > 0 else float(fps or _DEFAULT_HZ)
-        key = self.success or _reported_key(made)
+        key = self.success or _reported_key(made, self.title)
         return EnvSpec(
             name=self.title,
             family="gymnasium",
@@ -210,17 +221,29 @@ class Gym(HasCameras):
 class _Flat:
     """An environment whose actions are flat; the last observation is kept for its images."""
 
-    def __init__(self, env: Any) -> None:
-        self._env, self.last = env, None
+    def __init__(self, env: Any, title: str) -> None:
+        self._env, self._title, self.last = env, title, None
         self.observation_space, self._space = env.observation_space, env.action_space
 
     def reset(self, **options: Any) -> tuple[Any, Mapping[str, Any]]:
-        self.last, info = self._env.reset(**options)
+        self.last, info = self._checked("reset", self._env.reset(**options), 2)
         return self.last, info
 
     def step(self, action: Array) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]:
-        self.last, *rest = self._env.step(action.reshape(self._space.shape))
-        return (self.last, *rest)
+        given = self._env.step(action.reshape(self._space.shape))
+        self.last, reward, terminated, truncated, info = self._checked("step", given, 5)
+        return self.last, reward, terminated, truncated, info
+
+    def _checked(self, method: str, given: Any, count: int) -> Any:
+        """Return what a method returned; refuses another form than gymnasium's with EnvironmentFailure."""
+        if isinstance(given, tuple) and len(given) == count and isinstance(given[-1], Mapping):
+            return given
+        form = "observation, info" if count == 2 else "observation, reward, terminated, truncated, info"
+        is_tuple = isinstance(given, tuple)
+        got = f"({', '.join(type(one).__name__ for one in given)})" if is_tuple else type(given).__name__
+        raise EnvironmentFailure(
+            f"{method} of environment '{self._title}' must return ({form}), the last a dict; got {got}."
+        )
 
     def render(self) -> Any:
         return self._env.render()
@@ -445,9 +468,11 @@ def _warn_once(text: str) -> None:
     _log.warning("%s", text)
 
 
-def _reported_key(made: Any) -> str:
+def _reported_key(made: Any, title: str) -> str:
     """Return the key of success in `info` after a reset and a step with the mean action; empty without."""
-    _, first = made.reset(seed=0)
-    space = made.action_space
-    *_, info = made.step(((space.low + space.high) / 2).astype(space.dtype))
+    env, space = _Flat(made, title), made.action_space
+    with named_errors(title, "reset"):
+        _, first = env.reset(seed=0)
+    with named_errors(title, "step"):
+        *_, info = env.step(((space.low + space.high) / 2).astype(space.dtype))
     return next((key for key in SUCCESS_KEYS if key in {**first, **info}), "")

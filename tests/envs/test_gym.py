@@ -26,7 +26,7 @@ from envs.make import env
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.gym import HERE, Gym, local_factory
 from policies.build import build_policy
-from policies.errors import ConfigError
+from policies.errors import ConfigError, EnvironmentFailure
 from policies.policy import PolicyConfig
 
 QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
@@ -108,6 +108,42 @@ def test_mujoco_environments_are_drawn_without_a_display(monkeypatch: pytest.Mon
     frames = task.render_frames(0, np.ones((2, 2)), every=1)
     assert frames.shape == (3, 48, 64, 3) and frames.std() > 0
     assert "MUJOCO_GL" not in os.environ
+
+
+class Odd(Walk):
+    """An environment with a mistake."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def reset(self, **options: Any) -> Any:
+        seen, info = super().reset(**options)
+        if self.kind == "fails":
+            raise OSError("no gripper")
+        return seen if self.kind == "bare reset" else (seen, info)
+
+    def step(self, action: Any) -> Any:
+        given = super().step(action)
+        return given[:3] + given[4:] if self.kind == "four" else given
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("fails", "Odd reset OSError gripper"),
+        ("bare reset", "reset Odd observation info dict"),
+        ("four", "step Odd truncated float bool dict"),
+    ],
+)
+def test_mistakes_in_an_environment_are_named(kind: str, parts: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=mentions(parts)):
+        _ = Gym(factory=local_factory(Odd(kind))).spec
+
+
+def test_what_a_factory_makes_is_an_environment() -> None:
+    with pytest.raises(ConfigError, match=mentions("env.factory=builtins:int gymnasium int reset")):
+        _ = Gym(factory="builtins:int").spec
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envs.engine.pixels import HasCameras
+from envs.engine.pixels import HasCameras, check_camera_names
 from envs.engine.serial import SerialStepper
 from envs.engine.vector import ChunkVector, named_errors
 from envs.spec import Array, EnvSpec
@@ -194,6 +194,8 @@ class Gym(HasCameras):
     def _described(self, made: Any) -> EnvSpec:
         low, high = _limits(made.action_space, self.title)
         names = _state_names(made.observation_space, self.obs_keys, self.title)
+        parts = _parts(made.observation_space)
+        check_camera_names(self.cameras, [*(name for name, one in parts.items() if _is_image(one)), RENDER])
         limit = self.max_episode_steps or _time_limit(made)
         if limit is None:
             limit = _DEFAULT_LIMIT

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.engine.pixels import HasCameras
+from envs.engine.pixels import HasCameras, cameras_of, check_camera_names
 from envs.engine.vector import named_errors
 from envs.rollouts.recording import Recording
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
@@ -161,6 +161,7 @@ class Mjcf(HasCameras):
     def spec(self) -> EnvSpec:
         code, place = self.code, Path(self.file)
         model = compile_model(place, code.MODEL)
+        check_camera_names(self.cameras, cameras_of(model, self.image_renderer))
         return symmetric_spec(
             tuple(code.OBSERVATIONS) or self._observation_names(model),
             tuple(code.ACTIONS) or tuple(f"{_actuator(model, i)} [of full]" for i in range(model.nu)),

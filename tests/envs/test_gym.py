@@ -154,6 +154,7 @@ def test_what_a_factory_makes_is_an_environment() -> None:
         ({"id": "no_such_package:Nothing-v7"}, "no_such_package"),
         ({"factory": "own_environments:nothing"}, "nothing AttributeError"),
         ({"id": WALK, "obs_keys": ("eye",)}, "eye env.obs_keys"),
+        ({"id": WALK, "cameras": ("eyes",)}, "env.cameras eye, render; eyes"),
         ({"id": "CartPole-v1"}, "Discrete(2) Box"),
     ],
 )

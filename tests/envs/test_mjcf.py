@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,11 @@ def test_mistakes_in_its_functions_are_named(task: Mjcf) -> None:
         _ = edited(task, **{'"speed": data.qvel': '"speed": nowhere'}).spec
     with pytest.raises(EnvironmentFailure, match=mentions("edited demonstration nothing")):
         edited(task, **{"return -3 * data.qpos": "return nothing"}).demonstrate(0)
+
+
+def test_a_wrong_camera_is_refused(task: Mjcf) -> None:
+    with pytest.raises(ConfigError, match=mentions("env.cameras free top")):
+        _ = replace(task, cameras=("top",)).spec
 
 
 def test_a_file_and_an_expert_are_needed(task: Mjcf) -> None:

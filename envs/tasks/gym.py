@@ -18,9 +18,10 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -126,12 +127,13 @@ class Gym(HasCameras):
             raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         mode = {"render_mode": "rgb_array"} if RENDER in self.cameras else {}
         limit = self.spec.max_episode_steps + 1  # the vector's own limit comes first
-        envs = [_Flat(self._made(limit=limit, **mode), self.title) for _ in range(num_envs)]
+        is_silent = not self.spec.success_rule
+        envs = [_Flat(self._made(limit=limit, **mode), self.title, is_silent) for _ in range(num_envs)]
         keys = self.obs_keys or _vector_names(envs[0].observation_space)
         stepper = _GymStepper(
             envs,
             observe=lambda obs: _flattened(obs, keys),
-            succeeded=lambda info: bool(any(info.get(key, False) for key in self._success_keys())),
+            succeeded=lambda info: any([_holds(info, key, self.title) for key in self._success_keys()]),
         )
         history = _Images(stepper, self.images, obs_steps) if self.cameras else None
         return ChunkVector(self.spec, stepper, obs_steps=obs_steps, image_history=history)
@@ -204,6 +206,8 @@ class Gym(HasCameras):
         fps = (getattr(made, "metadata", None) or {}).get("render_fps")
         rate = 1.0 / dt if isinstance(dt, (int, float)) and dt > 0 else float(fps or _DEFAULT_HZ)
         key = self.success or _reported_key(made, self.title)
+        if key and key not in SUCCESS_KEYS:
+            _look_for(key, made, limit, self.title)
         return EnvSpec(
             name=self.title,
             family="gymnasium",
@@ -221,10 +225,13 @@ class Gym(HasCameras):
 
 
 class _Flat:
-    """An environment whose actions are flat; the last observation is kept for its images."""
+    """An environment whose actions are flat; the last observation is kept for its images.
 
-    def __init__(self, env: Any, title: str) -> None:
-        self._env, self._title, self.last = env, title, None
+    `is_silent`: no success is expected in `info`; if it comes it is warned of.
+    """
+
+    def __init__(self, env: Any, title: str, is_silent: bool = False) -> None:
+        self._env, self._title, self._is_silent, self.last = env, title, is_silent, None
         self.observation_space, self._space = env.observation_space, env.action_space
 
     def reset(self, **options: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -234,6 +241,12 @@ class _Flat:
     def step(self, action: Array) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]:
         given = self._env.step(action.reshape(self._space.shape))
         self.last, reward, terminated, truncated, info = self._checked("step", given, 5)
+        late = next((key for key in SUCCESS_KEYS if self._is_silent and key in info), "")
+        if late:
+            _warn_once(
+                f"{self._title} has '{late}' in its info only after the first step, so that policies are "
+                f"judged by their return; env.success={late} judges them by it."
+            )
         return self.last, reward, terminated, truncated, info
 
     def _checked(self, method: str, given: Any, count: int) -> Any:
@@ -470,11 +483,47 @@ def _warn_once(text: str) -> None:
     _log.warning("%s", text)
 
 
+def _holds(info: Mapping[str, Any], key: str, title: str) -> bool:
+    """Return whether an `info` reports success under a key; false without it.
+
+    Raises:
+        EnvironmentFailure: If the value is no bool and no number.
+    """
+    value = np.asarray(info.get(key, False))
+    if value.dtype.kind not in "biuf" or value.size != 1 or np.isnan(value).any():
+        raise EnvironmentFailure(
+            f"info['{key}'] of environment '{title}' must be a bool or a number; got {info[key]!r:.100}."
+        )
+    return bool(value.item())
+
+
 def _reported_key(made: Any, title: str) -> str:
     """Return the key of success in `info` after a reset and a step with the mean action; empty without."""
-    env, space = _Flat(made, title), made.action_space
+    seen = set().union(*islice(_infos(made, title), 2))
+    return next((key for key in SUCCESS_KEYS if key in seen), "")
+
+
+def _look_for(key: str, made: Any, limit: int, title: str) -> None:
+    """Warn if an episode of the mean action ends without a key of `info`."""
+    seen: set[Any] = set()
+    for info in islice(_infos(made, title), limit + 1):
+        seen.update(info)
+        if key in seen:
+            return
+    _warn_once(
+        f"env.success={key}: an episode of {title} ended without it in its info, which has "
+        f"{', '.join(map(str, sorted(seen, key=str)[:8])) or 'no keys'}. Episodes without it are no success."
+    )
+
+
+def _infos(made: Any, title: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the `info` of a reset and of steps with the mean action, until the episode ends."""
+    env, space, over = _Flat(made, title), made.action_space, False
     with named_errors(title, "reset"):
-        _, first = env.reset(seed=0)
-    with named_errors(title, "step"):
-        *_, info = env.step(((space.low + space.high) / 2).astype(space.dtype))
-    return next((key for key in SUCCESS_KEYS if key in {**first, **info}), "")
+        info = env.reset(seed=0)[1]
+    yield info
+    while not over:
+        with named_errors(title, "step"):
+            *_, terminated, truncated, info = env.step(((space.low + space.high) / 2).astype(space.dtype))
+        yield info
+        over = terminated or truncated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,48 @@ def test_success_is_what_the_named_key_of_the_info_says() -> None:
     silent = Gym(factory="own_environments:Silent", kwargs={"reach": 3.0})
     assert silent.spec.success_rule == "" and silent.spec.quantity == "return"
     assert silent.spec.max_episode_steps == 1000, "a factory without a limit"
+
+
+@pytest.mark.parametrize("value", ["no", None, float("nan"), [True, False]])
+def test_success_is_a_bool_or_a_number(value: Any) -> None:
+    class Told(Walk):
+        def step(self, action: Any) -> Any:
+            return (*super().step(action)[:-1], {"success": value})
+
+    vector = Gym(factory=local_factory(Told())).make_vector(1)
+    vector.reset([0])
+    with pytest.raises(EnvironmentFailure, match=mentions("info['success'] Told bool number")):
+        vector.step_chunk(np.zeros((1, 1, 1)))
+
+
+class Late(Walk):
+    """An environment that reports success at the end only."""
+
+    def step(self, action: Any) -> Any:
+        *given, done, truncated, info = super().step(action)
+        return (*given, done, truncated, info if done else {})
+
+
+@pytest.mark.parametrize(
+    ("made", "success", "warning"),
+    [
+        (Late, None, "Late is_success first env.success=is_success"),
+        (Late, "is_success", ""),
+        (Walk, "arrived", "env.success=arrived Walk is_success"),
+    ],
+)
+def test_success_that_is_not_found_is_warned_of_once(
+    made: Any, success: str | None, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = Gym(factory=local_factory(made()), success=success, max_episode_steps=40)
+    vector = task.make_vector(2)
+    for _ in range(2):
+        goals = vector.reset([4, 5])[:, 0, 0]
+        step = vector.step_chunk(np.repeat(np.sign(goals) * 0.1, 40)[:, None].reshape(2, 40, 1))
+    assert step.success.any() == (success != "arrived")
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == bool(warning)
+    assert all(re.search(mentions(warning), text) for text in texts)
 
 
 @pytest.mark.parametrize("camera", ["eye", "render"])

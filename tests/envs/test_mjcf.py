@@ -131,6 +131,13 @@ def test_mistakes_in_its_functions_are_named(task: Mjcf) -> None:
         edited(task, **{"return -3 * data.qpos": "return nothing"}).demonstrate(0)
 
 
+def test_the_file_on_the_page_is_a_task_with_an_expert(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    text = page.read_text().partition("## A task in one file")[2].partition("```python\n")[2]
+    (tmp_path / "reach.py").write_text(text.partition("```")[0])
+    assert Mjcf(file=str(tmp_path / "reach.py")).demonstrate(0).success
+
+
 def test_a_wrong_camera_is_refused(task: Mjcf) -> None:
     with pytest.raises(ConfigError, match=mentions("env.cameras free top")):
         _ = replace(task, cameras=("top",)).spec

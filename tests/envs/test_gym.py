@@ -305,6 +305,17 @@ def test_what_was_passed_again_in_another_process_is_found() -> None:
     assert Gym(factory=f"{number[0]}-987").spec.name == "Walk"
 
 
+def test_a_run_is_resumed_with_its_environment_passed_again(tmp_path: Path) -> None:
+    data = tmp_path / "demos.hdf5"
+    _write(data, np.zeros((20, 2)), np.zeros((20, 1)))
+    few = {"evaluation": {"episodes": 1}}
+    run = burnish.clone(data, env=Walk(), directory=tmp_path / "run", **TINY, **QUIET, **few)
+    resumed = burnish.train(resume=str(run.directory.path), env=lambda: Walk(), **QUIET)
+    assert resumed.directory.path == run.directory.path
+    with pytest.raises(ConfigError, match=mentions("Near Walk allow_other_task")):
+        burnish.train(resume=str(run.directory.path), env=lambda: Near(), **QUIET)
+
+
 def test_an_object_of_another_process_is_asked_for_again() -> None:
     here = Walk()
     assert local_factory(here) == local_factory(here) != local_factory(Walk())

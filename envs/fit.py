@@ -155,7 +155,8 @@ def require_same_task(
 
 def differing_options(env: EnvConfig, other: EnvConfig) -> list[str]:
     """Return the options in which two configurations of a task differ; files are compared by content."""
-    one, two = (_plain(options_of(with_paths(task, _content))) for task in (env, other))
+    tasks = (task.compared() if hasattr(task, "compared") else task for task in (env, other))
+    one, two = (_plain(options_of(with_paths(task, _content))) for task in tasks)
     return [key for key in one if key in two and one[key] != two[key]]
 
 

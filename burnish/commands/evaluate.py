@@ -27,7 +27,7 @@ from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.evaluate import evaluate as run_episodes
 from envs.rollouts.fleet import LOCAL
 from envs.rollouts.player import NETWORK_CALLS
-from policies.errors import ConfigError
+from policies.errors import BurnishError, ConfigError
 from policies.storage.atomic_write import write_errors, write_text
 
 SUMMARY_COLUMNS = ("policy", "task", "quantity", "mean", "95 % interval", "episodes")
@@ -170,7 +170,7 @@ def evaluate(config: EvalConfig) -> Result:
         if config.videos:
             name = path.with_suffix("").name
             videos = write_videos(found.env, evaluation.rows, config.videos, path.parent, name)
-    except OSError:  # what was played is not lost
+    except (OSError, BurnishError):  # what was played is not lost
         _print_numbers(config, found.policy.label, evaluation, baseline, comparison)
         raise
     return Result(found.policy.label, evaluation, baseline, comparison, path, tuple(videos))

@@ -164,12 +164,13 @@ def _continued(
 ) -> ResolvedRun:
     found, policies = [], []
     for run in runs:
-        known = parts_of(run).texts
-        typed = [item for item in context.overrides.without("resume").items if item.text not in known]
+        known = [(part.key, part.value) for part in parts_of(run).items]
+        given = context.overrides.without("resume").items
+        typed = [item for item in given if (item.key, item.value) not in known]
         changes = Overrides(tuple(typed))
         config, *located = _with_absolute_paths(at_home(restore(TrainConfig, run.config, changes)), run)
-        require_known_code(config.env, run.path, f"the run {run.path}")
         _require_its_task(config, run)
+        require_known_code(config.env, run.path, f"the run {run.path}")
         found.append((config, changes))
         policies.append(located)
     folder = runs[0].path.parent if has_folders else runs[0].path

@@ -42,6 +42,7 @@ def task_of(found: Located, remedy: str = "") -> Any:
 
 def _code_record(run: Path, env: Any) -> Path:
     """Return the file that records that this user began a run with a task that runs code."""
+    env = env.compared() if hasattr(env, "compared") else env
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     facts = json.dumps([str(run.resolve()), describe_part("env", env)], sort_keys=True, default=str)
     return state / "burnish" / "code" / hashlib.sha256(facts.encode()).hexdigest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -177,7 +177,7 @@ class CameraRenderer:
 
         self._stepper, self._images = stepper, dict(images)
         self._model = copy.copy(stepper.model)
-        _check_camera_names(self._model, images, () if renderer == "warp" else (FREE,))
+        check_camera_names(images, cameras_of(self._model, renderer))
         self._data = mujoco.MjData(self._model)
         part = mujoco.mjtState
         self._signature = part.mjSTATE_QPOS | part.mjSTATE_MOCAP_POS | part.mjSTATE_MOCAP_QUAT
@@ -284,9 +284,14 @@ class FrameHistory:
         self._renderer.close()
 
 
-def _check_camera_names(model: Any, cameras: Iterable[str], more: tuple[str, ...]) -> None:
+def cameras_of(model: Any, renderer: str) -> list[str]:
+    """Return the cameras of a MuJoCo model that a renderer looks through."""
     names = [model.camera(i).name for i in range(model.ncam)]
-    known = [*(name for name in names if name), *more]
+    return [*(name for name in names if name), *(() if renderer == "warp" else (FREE,))]
+
+
+def check_camera_names(cameras: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse cameras that are not known with ConfigError."""
     unknown = [camera for camera in cameras if camera not in known]
     if unknown:
         raise ConfigError(

@@ -38,6 +38,22 @@ from policies.errors import (
 )
 
 
+@contextmanager
+def named_errors(name: str, what: str) -> Iterator[None]:
+    """Convert errors of an environment's code to an EnvironmentFailure that names it."""
+    try:
+        yield
+    except BurnishError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        reason = " ".join(str(error).split())[:300]
+        raise EnvironmentFailure(
+            f"environment '{name}' failed in {what}: {type(error).__name__}: {reason} "
+            f"({last.filename}:{last.lineno}). Repair the environment; BURNISH_TRACEBACK=1 shows more."
+        ) from error
+
+
 class ChunkVector:
     """Execute chunks on a stepper, with history, limits and saving.
 
@@ -93,7 +109,7 @@ class ChunkVector:
         if len(seeds) != len(index):
             raise ConfigError(f"reset needs one seed per row; got {len(seeds)} seeds for {len(index)} rows.")
         for row, seed in zip(index.tolist(), seeds, strict=True):
-            with self._named_errors("reset"):
+            with named_errors(self.spec.name, "reset"):
                 self._history[row] = self.stepper.reset(row, int(seed))
             if self._image_history is not None:
                 self._image_history.begin(row)
@@ -125,7 +141,7 @@ class ChunkVector:
             rows = np.flatnonzero(running)
             if rows.size == 0:
                 break
-            with self._named_errors("step"):
+            with named_errors(self.spec.name, "step"):
                 step = self.stepper.step(rows, actions[rows, j])
             self._append(rows, step.obs)
             path[rows, j] = step.obs
@@ -183,7 +199,7 @@ class ChunkVector:
         """Execute whole chunks at once and keep the part before the end of each episode."""
         n, num_steps = actions.shape[:2]
         rows = np.flatnonzero(running)
-        with self._named_errors("step"):
+        with named_errors(self.spec.name, "step"):
             step = stepper.step_through(rows, actions[rows])
         count = np.arange(1, num_steps + 1)
         limited = step.truncated | (self._elapsed[rows, None] + count >= self.spec.max_episode_steps)
@@ -206,21 +222,6 @@ class ChunkVector:
         self._finished |= terminated | truncated
         obs = self._history.copy()
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
-
-    @contextmanager
-    def _named_errors(self, what: str) -> Iterator[None]:
-        """Convert simulator errors to an EnvironmentFailure that names the task."""
-        try:
-            yield
-        except BurnishError:
-            raise
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            reason = " ".join(str(error).split())[:300]
-            raise EnvironmentFailure(
-                f"environment '{self.spec.name}' failed in {what}: {type(error).__name__}: {reason} "
-                f"({last.filename}:{last.lineno}). Repair the environment; BURNISH_TRACEBACK=1 shows more."
-            ) from error
 
     def _require_finite(self, what: str, values: Array, rows: Array | None = None) -> None:
         if np.isfinite(values).all():

@@ -153,7 +153,8 @@ def evaluate(
         policy: The policy; unchanged.
         env: The task.
         settings: The protocol, of at least one episode; fields of a subclass are no part of it.
-        num_workers: Processes on the CPU; 0: this one. Does not affect the results of a policy on the CPU.
+        num_workers: Processes on the CPU; 0: this one, as for a task that is an object of this process. Does
+            not affect the results of a policy on the CPU.
         fleet: Where they run.
         keep_observations: Store `observations`, `actions` and `rewards` of every control step in the rows.
         on_progress: Called with (finished episodes, E).
@@ -180,6 +181,8 @@ def evaluate(
             f"differ by their noise; got {noises[0]} and {noises[1]}."
         )
     task = prepare_eval(env, policy)
+    if getattr(task, "is_local", False):
+        num_workers = 0
     runner = EpisodeRunner(
         with_settings(policy, settings), settings.first_seed, settings.noise_seed, *noises,
         keep=keep_observations, warm_start=settings.warm_start, noise_span=noise_span,

@@ -12,24 +12,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import importlib
 import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
 
-from envs.engine.pixels import HasCameras
+from envs.engine.pixels import HasCameras, check_camera_names
 from envs.engine.serial import SerialStepper
-from envs.engine.vector import ChunkVector
+from envs.engine.vector import ChunkVector, named_errors
 from envs.spec import Array, EnvSpec
 from policies.bounds import bounded
-from policies.errors import ConfigError
+from policies.errors import BurnishError, ConfigError, EnvironmentFailure
 from policies.registry import register
 
 RENDER = "render"
@@ -51,10 +53,27 @@ def local_factory(make: Callable[[], Any]) -> str:
         with contextlib.suppress(ImportError):
             if getattr(importlib.import_module(module), name, None) is make:
                 return f"{module}:{name}"
-    title = name or type(make).__name__
-    entry = next((key for key, known in _FACTORIES.items() if known is make), f"{title}-{len(_FACTORIES)}")
-    _FACTORIES[entry] = make
+    entry = next((key for key, known in _FACTORIES.items() if known is make), "")
+    if not entry:
+        entry = f"{_identity(make)}-{len(_FACTORIES)}"
+        _FACTORIES[entry] = make
     return f"{HERE}:{entry}"
+
+
+def _identity(make: Any) -> str:
+    """Return what an object or function makes: gymnasium's id, else the class, and a digest of its spaces."""
+    try:
+        made = make() if callable(make) else make
+    except Exception:  # it needs arguments, or its error is reported where the task is described
+        return str(getattr(make, "__qualname__", type(make).__name__))
+    try:
+        id_ = getattr(getattr(made, "spec", None), "id", None)
+        name = id_ or type(getattr(made, "unwrapped", made)).__name__
+        spaces = [repr(getattr(made, space, None)) for space in ("observation_space", "action_space")]
+    finally:
+        if made is not make and hasattr(made, "close"):
+            made.close()
+    return f"{name}-{hashlib.sha256(''.join(spaces).encode()).hexdigest()[:6]}"
 
 
 @register("env", "gym")
@@ -81,7 +100,18 @@ class Gym(HasCameras):
 
     @property
     def title(self) -> str:
+        if self.is_local:
+            return str(self.factory).rpartition(":")[2].rsplit("-", 2)[0]
         return self.id.rpartition(":")[2] or str(self.factory).rpartition(":")[2]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its factory is an object of this process."""
+        return str(self.factory).startswith(f"{HERE}:")
+
+    def compared(self) -> Gym:
+        """Return the task as it is compared with others: without the number of an object of this process."""
+        return replace(self, factory=_without_number(str(self.factory))) if self.is_local else self
 
     @cached_property
     def spec(self) -> EnvSpec:
@@ -97,30 +127,32 @@ class Gym(HasCameras):
             raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         mode = {"render_mode": "rgb_array"} if RENDER in self.cameras else {}
         limit = self.spec.max_episode_steps + 1  # the vector's own limit comes first
-        envs = [_Flat(self._made(limit=limit, **mode)) for _ in range(num_envs)]
+        is_silent = not self.spec.success_rule
+        envs = [_Flat(self._made(limit=limit, **mode), self.title, is_silent) for _ in range(num_envs)]
         keys = self.obs_keys or _vector_names(envs[0].observation_space)
         stepper = _GymStepper(
             envs,
             observe=lambda obs: _flattened(obs, keys),
-            succeeded=lambda info: bool(any(info.get(key, False) for key in self._success_keys())),
+            succeeded=lambda info: any([_holds(info, key, self.title) for key in self._success_keys()]),
         )
         history = _Images(stepper, self.images, obs_steps) if self.cameras else None
         return ChunkVector(self.spec, stepper, obs_steps=obs_steps, image_history=history)
 
     def render_frames(self, seed: int, actions: Array, *, every: int = 10, **_: Any) -> Array:
         """Replay an episode and return the pictures (F, height, width, 3) of its `render()`."""
-        made = _Flat(self._made(limit=self.spec.max_episode_steps + 1, render_mode="rgb_array"))
+        made = _Flat(self._made(limit=self.spec.max_episode_steps + 1, render_mode="rgb_array"), self.title)
         try:
-            made.reset(seed=seed)
-            frames = [_picture(made)]
-            for i, action in enumerate(actions, start=1):
-                low, high = np.asarray(self.spec.action_low), np.asarray(self.spec.action_high)
-                _obs, _reward, terminated, truncated, _info = made.step(np.clip(action, low, high))
-                if i % every == 0 or i == len(actions) or terminated or truncated:
-                    frames.append(_picture(made))
-                if terminated or truncated:
-                    break
-            return np.stack(frames)
+            with named_errors(self.title, "a replay"):
+                made.reset(seed=seed)
+                frames = [_picture(made)]
+                for i, action in enumerate(actions, start=1):
+                    low, high = np.asarray(self.spec.action_low), np.asarray(self.spec.action_high)
+                    _obs, _reward, terminated, truncated, _info = made.step(np.clip(action, low, high))
+                    if i % every == 0 or i == len(actions) or terminated or truncated:
+                        frames.append(_picture(made))
+                    if terminated or truncated:
+                        break
+                return np.stack(frames)
         finally:
             made.close()
 
@@ -144,25 +176,38 @@ class Gym(HasCameras):
             if self.module:
                 importlib.import_module(self.module)
             if self.factory:
-                return _factory(self.factory)(**self.kwargs)
-            limited = {} if limit is None else {"max_episode_steps": limit}
-            return gymnasium.make(self.id, disable_env_checker=True, **limited, **{**self.kwargs, **options})
+                made = _factory(self.factory)(**self.kwargs)
+            else:
+                limited = {} if limit is None else {"max_episode_steps": limit}
+                options = {**limited, **self.kwargs, **options}
+                made = gymnasium.make(self.id, disable_env_checker=True, **options)
         except ConfigError:
             raise
         except Exception as error:  # packages raise their own classes
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {reason}") from error
+            raise ConfigError(f"{where} cannot be made: {_reason(error)}") from error
+        needed = ("reset", "step", "observation_space", "action_space")
+        if missing := [name for name in needed if not hasattr(made, name)]:
+            raise ConfigError(
+                f"{where} must make an environment with gymnasium's interface; got {type(made).__name__} "
+                f"without {', '.join(missing)}."
+            )
+        return made
 
     def _described(self, made: Any) -> EnvSpec:
         low, high = _limits(made.action_space, self.title)
         names = _state_names(made.observation_space, self.obs_keys, self.title)
-        limit = self.max_episode_steps or getattr(made.spec, "max_episode_steps", None)
+        parts = _parts(made.observation_space)
+        check_camera_names(self.cameras, [*(name for name, one in parts.items() if _is_image(one)), RENDER])
+        limit = self.max_episode_steps or _time_limit(made)
         if limit is None:
             limit = _DEFAULT_LIMIT
-            _log.warning("%s has no time limit; env.max_episode_steps=%d is used.", self.title, limit)
-        dt, fps = (getattr(made.unwrapped, "dt", None), made.metadata.get("render_fps"))
+            _warn_once(f"{self.title} has no time limit; env.max_episode_steps={limit} is used.")
+        dt = getattr(getattr(made, "unwrapped", made), "dt", None)
+        fps = (getattr(made, "metadata", None) or {}).get("render_fps")
         rate = 1.0 / dt if isinstance(dt, (int, float)) and dt > 0 else float(fps or _DEFAULT_HZ)
-        key = self.success or _reported_key(made)
+        key = self.success or _reported_key(made, self.title)
+        if key and key not in SUCCESS_KEYS:
+            _look_for(key, made, limit, self.title)
         return EnvSpec(
             name=self.title,
             family="gymnasium",
@@ -180,19 +225,40 @@ class Gym(HasCameras):
 
 
 class _Flat:
-    """An environment whose actions are flat; the last observation is kept for its images."""
+    """An environment whose actions are flat; the last observation is kept for its images.
 
-    def __init__(self, env: Any) -> None:
-        self._env, self.last = env, None
+    `is_silent`: no success is expected in `info`; if it comes it is warned of.
+    """
+
+    def __init__(self, env: Any, title: str, is_silent: bool = False) -> None:
+        self._env, self._title, self._is_silent, self.last = env, title, is_silent, None
         self.observation_space, self._space = env.observation_space, env.action_space
 
     def reset(self, **options: Any) -> tuple[Any, Mapping[str, Any]]:
-        self.last, info = self._env.reset(**options)
+        self.last, info = self._checked("reset", self._env.reset(**options), 2)
         return self.last, info
 
     def step(self, action: Array) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]:
-        self.last, *rest = self._env.step(action.reshape(self._space.shape))
-        return (self.last, *rest)
+        given = self._env.step(action.reshape(self._space.shape))
+        self.last, reward, terminated, truncated, info = self._checked("step", given, 5)
+        late = next((key for key in SUCCESS_KEYS if self._is_silent and key in info), "")
+        if late:
+            _warn_once(
+                f"{self._title} has '{late}' in its info only after the first step, so that policies are "
+                f"judged by their return; env.success={late} judges them by it."
+            )
+        return self.last, reward, terminated, truncated, info
+
+    def _checked(self, method: str, given: Any, count: int) -> Any:
+        """Return what a method returned; refuses another form than gymnasium's with EnvironmentFailure."""
+        if isinstance(given, tuple) and len(given) == count and isinstance(given[-1], Mapping):
+            return given
+        form = "observation, info" if count == 2 else "observation, reward, terminated, truncated, info"
+        is_tuple = isinstance(given, tuple)
+        got = f"({', '.join(type(one).__name__ for one in given)})" if is_tuple else type(given).__name__
+        raise EnvironmentFailure(
+            f"{method} of environment '{self._title}' must return ({form}), the last a dict; got {got}."
+        )
 
     def render(self) -> Any:
         return self._env.render()
@@ -273,20 +339,27 @@ class _Images:
 def _factory(path: str) -> Callable[..., Any]:
     """Return a factory by its path; an environment object is copied for every call.
 
+    For an object of another process, the last one that was passed for the same task is taken.
+
     Raises:
         ConfigError: If there is none.
     """
     module, _, name = path.rpartition(":")
     if module == HERE:
-        if name not in _FACTORIES:
+        alike = [key for key in _FACTORIES if _without_number(key) == _without_number(name)]
+        if not alike:
             raise ConfigError(
                 f"env.factory={path} was an object of another Python process. Pass it again, as "
                 "env=<environment or function>, or use a function of a module that can be imported."
             )
-        made = _FACTORIES[name]
+        made = _FACTORIES[name if name in alike else alike[-1]]
         return made if callable(made) else lambda **_: copy.deepcopy(made)
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
+
+
+def _without_number(entry: str) -> str:
+    return entry.rpartition("-")[0]
 
 
 def _picture(env: Any) -> Array:
@@ -297,13 +370,17 @@ def _picture(env: Any) -> Array:
     """
     from envs.engine.rendering import gl_for_others
 
-    with gl_for_others():
-        frame = env.render()
+    needed = "this environment draws no picture: its render() must return (H, W, 3) in render_mode=rgb_array"
+    try:
+        with gl_for_others():
+            frame = env.render()
+    except BurnishError:
+        raise
+    except Exception as error:  # of the environment
+        raise ConfigError(f"{needed}; it raised {_reason(error)}.") from error
     frame = frame[-1] if isinstance(frame, list) and frame else frame
     if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
-        raise ConfigError(
-            "this environment draws no picture: its render() must return (H, W, 3) in render_mode=rgb_array."
-        )
+        raise ConfigError(f"{needed}.")
     return frame.astype(np.uint8)
 
 
@@ -385,9 +462,68 @@ def _limits(space: Any, title: str) -> tuple[tuple[float, ...], tuple[float, ...
     return low, high
 
 
-def _reported_key(made: Any) -> str:
+def _time_limit(made: Any) -> int | None:
+    """Return the limit of an environment's wrappers, else of its gymnasium entry; None without."""
+    import gymnasium
+
+    limits, layer = [], made
+    while isinstance(layer, gymnasium.Wrapper):
+        if isinstance(layer, gymnasium.wrappers.TimeLimit):
+            limits.append(int(layer._max_episode_steps))
+        layer = layer.env
+    return min(limits, default=getattr(getattr(made, "spec", None), "max_episode_steps", None))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
+
+
+def _holds(info: Mapping[str, Any], key: str, title: str) -> bool:
+    """Return whether an `info` reports success under a key; false without it.
+
+    Raises:
+        EnvironmentFailure: If the value is no bool and no number.
+    """
+    value = np.asarray(info.get(key, False))
+    if value.dtype.kind not in "biuf" or value.size != 1 or np.isnan(value).any():
+        raise EnvironmentFailure(
+            f"info['{key}'] of environment '{title}' must be a bool or a number; got {info[key]!r:.100}."
+        )
+    return bool(value.item())
+
+
+def _reported_key(made: Any, title: str) -> str:
     """Return the key of success in `info` after a reset and a step with the mean action; empty without."""
-    _, first = made.reset(seed=0)
-    space = made.action_space
-    *_, info = made.step(((space.low + space.high) / 2).astype(space.dtype))
-    return next((key for key in SUCCESS_KEYS if key in {**first, **info}), "")
+    seen = set().union(*islice(_infos(made, title), 2))
+    return next((key for key in SUCCESS_KEYS if key in seen), "")
+
+
+def _look_for(key: str, made: Any, limit: int, title: str) -> None:
+    """Warn if an episode of the mean action ends without a key of `info`."""
+    seen: set[Any] = set()
+    for info in islice(_infos(made, title), limit + 1):
+        seen.update(info)
+        if key in seen:
+            return
+    _warn_once(
+        f"env.success={key}: an episode of {title} ended without it in its info, which has "
+        f"{', '.join(map(str, sorted(seen, key=str)[:8])) or 'no keys'}. Episodes without it are no success."
+    )
+
+
+def _infos(made: Any, title: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the `info` of a reset and of steps with the mean action, until the episode ends."""
+    env, space, over = _Flat(made, title), made.action_space, False
+    with named_errors(title, "reset"):
+        info = env.reset(seed=0)[1]
+    yield info
+    while not over:
+        with named_errors(title, "step"):
+            *_, terminated, truncated, info = env.step(((space.low + space.high) / 2).astype(space.dtype))
+        yield info
+        over = terminated or truncated

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.engine.pixels import HasCameras
+from envs.engine.pixels import HasCameras, cameras_of, check_camera_names
+from envs.engine.vector import named_errors
 from envs.rollouts.recording import Recording
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from policies.bounds import bounded
@@ -160,6 +161,7 @@ class Mjcf(HasCameras):
     def spec(self) -> EnvSpec:
         code, place = self.code, Path(self.file)
         model = compile_model(place, code.MODEL)
+        check_camera_names(self.cameras, cameras_of(model, self.image_renderer))
         return symmetric_spec(
             tuple(code.OBSERVATIONS) or self._observation_names(model),
             tuple(code.ACTIONS) or tuple(f"{_actuator(model, i)} [of full]" for i in range(model.nu)),
@@ -186,19 +188,23 @@ class Mjcf(HasCameras):
         code, stepper = self.code, self.stepper(1)
         if code.expert is None:
             raise CapabilityError(f"env.file={self.file} has no expert(model, data, rng) to record.")
-        rng, record = np.random.default_rng((seed, _EXPERT_STREAM)), Recording(stepper, seed)
-        while not record.ended and len(record) < self.spec.max_episode_steps:
-            action = np.asarray(code.expert(stepper.model, stepper.datas[0], rng), np.float64)
-            record.step(np.clip(action, -1, 1))
-        return record.episode(truncated=len(record) >= self.spec.max_episode_steps, success=record.was_solved)
+        rng, limit = np.random.default_rng((seed, _EXPERT_STREAM)), self.spec.max_episode_steps
+        with named_errors(self.spec.name, "a demonstration"):
+            record = Recording(stepper, seed)
+            while not record.ended and len(record) < limit:
+                action = np.asarray(code.expert(stepper.model, stepper.datas[0], rng), np.float64)
+                record.step(np.clip(action, -1, 1))
+        return record.episode(truncated=len(record) >= limit, success=record.was_solved)
 
     def _observation_names(self, model: Any) -> tuple[str, ...]:
         import mujoco
 
-        data = mujoco.MjData(model)
-        self.code.reset(model, data, np.random.default_rng(0))
+        data, name = mujoco.MjData(model), Path(self.file).stem
+        with named_errors(name, "reset"):
+            self.code.reset(model, data, np.random.default_rng(0))
         mujoco.mj_forward(model, data)
-        seen = self.code.observe(model, data)
+        with named_errors(name, "observe"):
+            seen = self.code.observe(model, data)
         parts = seen if isinstance(seen, Mapping) else {"observation": seen}
         return tuple(f"{key} {i}" for key, value in parts.items() for i in range(np.size(value)))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from drawing import require_drawing
@@ -25,7 +27,7 @@ from envs.make import env
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.gym import HERE, Gym, local_factory
 from policies.build import build_policy
-from policies.errors import ConfigError
+from policies.errors import ConfigError, EnvironmentFailure
 from policies.policy import PolicyConfig
 
 QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
@@ -81,6 +83,48 @@ def test_success_is_what_the_named_key_of_the_info_says() -> None:
     assert silent.spec.max_episode_steps == 1000, "a factory without a limit"
 
 
+@pytest.mark.parametrize("value", ["no", None, float("nan"), [True, False]])
+def test_success_is_a_bool_or_a_number(value: Any) -> None:
+    class Told(Walk):
+        def step(self, action: Any) -> Any:
+            return (*super().step(action)[:-1], {"success": value})
+
+    vector = Gym(factory=local_factory(Told())).make_vector(1)
+    vector.reset([0])
+    with pytest.raises(EnvironmentFailure, match=mentions("info['success'] Told bool number")):
+        vector.step_chunk(np.zeros((1, 1, 1)))
+
+
+class Late(Walk):
+    """An environment that reports success at the end only."""
+
+    def step(self, action: Any) -> Any:
+        *given, done, truncated, info = super().step(action)
+        return (*given, done, truncated, info if done else {})
+
+
+@pytest.mark.parametrize(
+    ("made", "success", "warning"),
+    [
+        (Late, None, "Late is_success first env.success=is_success"),
+        (Late, "is_success", ""),
+        (Walk, "arrived", "env.success=arrived Walk is_success"),
+    ],
+)
+def test_success_that_is_not_found_is_warned_of_once(
+    made: Any, success: str | None, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = Gym(factory=local_factory(made()), success=success, max_episode_steps=40)
+    vector = task.make_vector(2)
+    for _ in range(2):
+        goals = vector.reset([4, 5])[:, 0, 0]
+        step = vector.step_chunk(np.repeat(np.sign(goals) * 0.1, 40)[:, None].reshape(2, 40, 1))
+    assert step.success.any() == (success != "arrived")
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == bool(warning)
+    assert all(re.search(mentions(warning), text) for text in texts)
+
+
 @pytest.mark.parametrize("camera", ["eye", "render"])
 def test_images_are_parts_of_a_dict_or_the_rendered_picture(camera: str) -> None:
     task = Gym(id=WALK, cameras=(camera,), image_size=(2, 3))
@@ -109,6 +153,42 @@ def test_mujoco_environments_are_drawn_without_a_display(monkeypatch: pytest.Mon
     assert "MUJOCO_GL" not in os.environ
 
 
+class Odd(Walk):
+    """An environment with a mistake."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def reset(self, **options: Any) -> Any:
+        seen, info = super().reset(**options)
+        if self.kind == "fails":
+            raise OSError("no gripper")
+        return seen if self.kind == "bare reset" else (seen, info)
+
+    def step(self, action: Any) -> Any:
+        given = super().step(action)
+        return given[:3] + given[4:] if self.kind == "four" else given
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("fails", "Odd reset OSError gripper"),
+        ("bare reset", "reset Odd observation info dict"),
+        ("four", "step Odd truncated float bool dict"),
+    ],
+)
+def test_mistakes_in_an_environment_are_named(kind: str, parts: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=mentions(parts)):
+        _ = Gym(factory=local_factory(Odd(kind))).spec
+
+
+def test_what_a_factory_makes_is_an_environment() -> None:
+    with pytest.raises(ConfigError, match=mentions("env.factory=builtins:int gymnasium int reset")):
+        _ = Gym(factory="builtins:int").spec
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -117,6 +197,7 @@ def test_mujoco_environments_are_drawn_without_a_display(monkeypatch: pytest.Mon
         ({"id": "no_such_package:Nothing-v7"}, "no_such_package"),
         ({"factory": "own_environments:nothing"}, "nothing AttributeError"),
         ({"id": WALK, "obs_keys": ("eye",)}, "eye env.obs_keys"),
+        ({"id": WALK, "cameras": ("eyes",)}, "env.cameras eye, render; eyes"),
         ({"id": "CartPole-v1"}, "Discrete(2) Box"),
     ],
 )
@@ -150,7 +231,47 @@ def test_environments_and_functions_are_tasks_in_python(given: Any, tmp_path: Pa
     )
     assert run.directory.section("env")["factory"] == values["env.factory"]
     result = burnish.evaluate(run, env=given, episodes=1)
-    assert result.evaluation.summary()["env"] == "Walk" or is_local
+    assert result.evaluation.summary()["env"] == "Walk"
+
+
+class Near(Walk):
+    """Another environment, with another space of actions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = gymnasium.spaces.Box(-1, 1, (1, 1))
+
+
+def test_the_limit_is_found_below_wrappers_and_in_copies(caplog: pytest.LogCaptureFixture) -> None:
+    wrapped = gymnasium.wrappers.TransformReward(gymnasium.wrappers.TimeLimit(Walk(), 60), float)
+    assert Gym(factory=local_factory(wrapped)).spec.max_episode_steps == 60
+    assert Gym(factory=local_factory(gymnasium.make("Reacher-v5"))).spec.max_episode_steps == 50
+    assert not caplog.records
+    endless = local_factory(type("Endless", (Walk,), {})())
+    for _ in range(2):
+        assert Gym(factory=endless).spec.max_episode_steps == 1000
+    assert len(caplog.records) == 1
+
+
+def test_what_cannot_be_drawn_is_reported_and_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Blind(Walk):
+        def render(self) -> Any:
+            raise AttributeError("Unexpected mode: None")
+
+        def seen(self) -> dict[str, Any]:
+            return {"place": np.ones(1), "goal": np.ones((1, 1))}
+
+    data = tmp_path / "demos.hdf5"
+    _write(data, np.zeros((20, 2)), np.zeros((20, 1)))
+    few = {"evaluation": {"episodes": 0}}
+    run = burnish.clone(data, env=Blind, directory=tmp_path / "run", **TINY, **QUIET, **few)
+    page = burnish.report(run, episodes=2).read_text()
+    assert "No pictures: this environment draws no picture" in page and page.count("data-episode=") == 2
+    with pytest.raises(ConfigError, match=mentions("render() Unexpected mode")):
+        burnish.evaluate(run, env=Blind, episodes=1, videos=1)
+    assert "return" in capsys.readouterr().out, "its numbers are shown"
 
 
 def _write(path: Path, observations: np.ndarray, actions: np.ndarray) -> None:
@@ -166,6 +287,33 @@ def test_a_configuration_is_a_task_in_python_too() -> None:
     assert values_of_task(env("cube-single", task=3)) == {"env": "cube-single", "env.task": 3}
     with pytest.raises(ConfigError, match=mentions("env= int")):
         values_of_task(3)
+
+
+@pytest.mark.parametrize("fresh", [Walk, lambda: lambda: Walk(), lambda: lambda: gymnasium.make(WALK)])
+def test_a_task_may_be_made_anew_for_every_call(fresh: Any, tmp_path: Path) -> None:
+    data = tmp_path / "demos.hdf5"
+    _write(data, np.zeros((20, 2)), np.zeros((20, 1)))
+    few = {"evaluation": {"episodes": 0}}
+    run = burnish.clone(data, env=fresh(), directory=tmp_path / "run", **TINY, **QUIET, **few)
+    assert len(burnish.evaluate(run, env=fresh(), episodes=1).evaluation.rows) == 1
+    with pytest.raises(ConfigError, match=mentions("Near Walk allow_other_task")):
+        burnish.evaluate(run, env=lambda: Near(), episodes=1)
+
+
+def test_what_was_passed_again_in_another_process_is_found() -> None:
+    number = local_factory(Walk()).rpartition("-")
+    assert Gym(factory=f"{number[0]}-987").spec.name == "Walk"
+
+
+def test_a_run_is_resumed_with_its_environment_passed_again(tmp_path: Path) -> None:
+    data = tmp_path / "demos.hdf5"
+    _write(data, np.zeros((20, 2)), np.zeros((20, 1)))
+    few = {"evaluation": {"episodes": 1}}
+    run = burnish.clone(data, env=Walk(), directory=tmp_path / "run", **TINY, **QUIET, **few)
+    resumed = burnish.train(resume=str(run.directory.path), env=lambda: Walk(), **QUIET)
+    assert resumed.directory.path == run.directory.path
+    with pytest.raises(ConfigError, match=mentions("Near Walk allow_other_task")):
+        burnish.train(resume=str(run.directory.path), env=lambda: Near(), **QUIET)
 
 
 def test_an_object_of_another_process_is_asked_for_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from burnish.commands.new import write
 from envs.evaluation.protocol import describe_task
 from envs.fit import differing_options
 from envs.tasks.mjcf import Mjcf
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import CapabilityError, ConfigError, EnvironmentFailure
 
 
 @pytest.fixture
@@ -118,6 +119,28 @@ def test_the_whole_path(task: Mjcf, tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_file_is_said(task: Mjcf, old: str, new: str, parts: str) -> None:
     with pytest.raises(ConfigError, match=mentions(parts)):
         _ = edited(task, **{old: new}).spec
+
+
+def test_mistakes_in_its_functions_are_named(task: Mjcf) -> None:
+    wrong = edited(task, **{"rng.uniform(-0.3, 0.3, 2)": "rng.uniform(-0.3, 0.3, 3)"})
+    with pytest.raises(EnvironmentFailure, match=mentions("edited reset broadcast edited.py")):
+        _ = wrong.spec
+    with pytest.raises(EnvironmentFailure, match=mentions("edited observe nowhere")):
+        _ = edited(task, **{'"speed": data.qvel': '"speed": nowhere'}).spec
+    with pytest.raises(EnvironmentFailure, match=mentions("edited demonstration nothing")):
+        edited(task, **{"return -3 * data.qpos": "return nothing"}).demonstrate(0)
+
+
+def test_the_file_on_the_page_is_a_task_with_an_expert(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    text = page.read_text().partition("## A task in one file")[2].partition("```python\n")[2]
+    (tmp_path / "reach.py").write_text(text.partition("```")[0])
+    assert Mjcf(file=str(tmp_path / "reach.py")).demonstrate(0).success
+
+
+def test_a_wrong_camera_is_refused(task: Mjcf) -> None:
+    with pytest.raises(ConfigError, match=mentions("env.cameras free top")):
+        _ = replace(task, cameras=("top",)).spec
 
 
 def test_a_file_and_an_expert_are_needed(task: Mjcf) -> None:

@@ -127,8 +127,8 @@ class Gym(HasCameras):
             raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         mode = {"render_mode": "rgb_array"} if RENDER in self.cameras else {}
         limit = self.spec.max_episode_steps + 1  # the vector's own limit comes first
-        is_silent = not self.spec.success_rule
-        envs = [_Flat(self._made(limit=limit, **mode), self.title, is_silent) for _ in range(num_envs)]
+        key = self.success or (None if self.spec.success_rule else "")
+        envs = [_Flat(self._made(limit=limit, **mode), self.title, key) for _ in range(num_envs)]
         keys = self.obs_keys or _vector_names(envs[0].observation_space)
         stepper = _GymStepper(
             envs,
@@ -206,8 +206,6 @@ class Gym(HasCameras):
         fps = (getattr(made, "metadata", None) or {}).get("render_fps")
         rate = 1.0 / dt if isinstance(dt, (int, float)) and dt > 0 else float(fps or _DEFAULT_HZ)
         key = self.success or _reported_key(made, self.title)
-        if key and key not in SUCCESS_KEYS:
-            _look_for(key, made, limit, self.title)
         return EnvSpec(
             name=self.title,
             family="gymnasium",
@@ -227,22 +225,31 @@ class Gym(HasCameras):
 class _Flat:
     """An environment whose actions are flat; the last observation is kept for its images.
 
-    `is_silent`: no success is expected in `info`; if it comes it is warned of.
+    It warns of an episode that ends without `key`, the one of success in `info`; where it is empty, of one
+    that has success there. None: it does not look.
     """
 
-    def __init__(self, env: Any, title: str, is_silent: bool = False) -> None:
-        self._env, self._title, self._is_silent, self.last = env, title, is_silent, None
+    def __init__(self, env: Any, title: str, key: str | None = None) -> None:
+        self._env, self._title, self._key, self.last = env, title, key, None
+        self._seen: set[Any] | None = None  # keys of `info`, once there was a step
         self.observation_space, self._space = env.observation_space, env.action_space
 
     def reset(self, **options: Any) -> tuple[Any, Mapping[str, Any]]:
+        if self._key and self._seen is not None and self._key not in self._seen:
+            found = ", ".join(sorted(map(str, self._seen))[:8]) or "no keys"
+            _warn_once(
+                f"env.success={self._key}: an episode of {self._title} ended without it in its info, which "
+                f"has {found}. Episodes without it are no success."
+            )
         self.last, info = self._checked("reset", self._env.reset(**options), 2)
         return self.last, info
 
     def step(self, action: Array) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]:
         given = self._env.step(action.reshape(self._space.shape))
         self.last, reward, terminated, truncated, info = self._checked("step", given, 5)
-        late = next((key for key in SUCCESS_KEYS if self._is_silent and key in info), "")
-        if late:
+        if self._key:
+            self._seen = {*(self._seen or ()), *info}
+        elif self._key == "" and (late := next((key for key in SUCCESS_KEYS if key in info), "")):
             _warn_once(
                 f"{self._title} has '{late}' in its info only after the first step, so that policies are "
                 f"judged by their return; env.success={late} judges them by it."
@@ -501,19 +508,6 @@ def _reported_key(made: Any, title: str) -> str:
     """Return the key of success in `info` after a reset and a step with the mean action; empty without."""
     seen = set().union(*islice(_infos(made, title), 2))
     return next((key for key in SUCCESS_KEYS if key in seen), "")
-
-
-def _look_for(key: str, made: Any, limit: int, title: str) -> None:
-    """Warn if an episode of the mean action ends without a key of `info`."""
-    seen: set[Any] = set()
-    for info in islice(_infos(made, title), limit + 1):
-        seen.update(info)
-        if key in seen:
-            return
-    _warn_once(
-        f"env.success={key}: an episode of {title} ended without it in its info, which has "
-        f"{', '.join(map(str, sorted(seen, key=str)[:8])) or 'no keys'}. Episodes without it are no success."
-    )
 
 
 def _infos(made: Any, title: str) -> Iterator[Mapping[str, Any]]:

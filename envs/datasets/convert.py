@@ -134,9 +134,10 @@ def _of_arrays(
     images |= {str(name): np.asarray(one) for name, one in dict(found.get("images") or {}).items()}
     actions = _array(found["actions"], f"{source}: key 'actions'")
     count = len(actions)
-    if len(observations) == count + 1 and not images:  # one episode with its last observation
+    if len(observations) == count + 1:  # one episode with its last observation
         found.setdefault("next_observations", observations[1:])
         observations = observations[:-1]
+        images = {key: one[:-1] if len(one) == count + 1 else one for key, one in images.items()}
     _rows(observations, count, "observations", source)
     columns = {key: _array(found[key], f"{source}: key '{key}'").reshape(count, -1) for key in _OF_FRAMES
                if key in found and _rows(found[key], count, key, source)}  # fmt: skip

@@ -79,6 +79,17 @@ def test_a_dict_of_observations_is_joined_by_name_and_its_pictures_are_cameras()
     assert as_dataset([{"observations": seen, "actions": ACTIONS}] * 2).images["eye"].shape == (18, 4, 5, 3)
 
 
+@pytest.mark.parametrize("frames", [9, 8])
+def test_an_episode_with_cameras_may_have_one_observation_more_than_actions(frames: int) -> None:
+    pictures = np.arange(9, dtype=np.uint8)[:, None, None, None] + PICTURES
+    seen = {"a": OBS, "eye": pictures[:frames]}
+    data = as_dataset([{"observations": seen, "actions": ACTIONS[:8]}] * 2)
+    assert data.lengths.tolist() == [8, 8] and data.next_observations is not None
+    torch.testing.assert_close(data.next_observations[[7, 15]], torch.tensor(OBS[[8, 8]]).float())
+    shown = data.images["eye"][torch.arange(16)]
+    assert shown[:, 0, 0, 0].tolist() == [*range(8), *range(8)]
+
+
 @pytest.mark.parametrize(
     ("given", "parts"),
     [

@@ -79,6 +79,20 @@ def test_a_dict_of_observations_is_joined_by_name_and_its_pictures_are_cameras()
     assert as_dataset([{"observations": seen, "actions": ACTIONS}] * 2).images["eye"].shape == (18, 4, 5, 3)
 
 
+def pictured(eye: np.ndarray) -> dict[str, Any]:
+    return {"observations": {"a": OBS, "eye": eye}, "actions": ACTIONS}
+
+
+def test_small_matrices_are_vectors() -> None:
+    assert as_dataset(pictured(np.zeros((9, 4, 4)))).obs_dim == 3 + 16
+    assert as_dataset(pictured(np.zeros((9, 2, 20)))).obs_dim == 3 + 40
+
+
+def test_an_empty_list_of_episodes_is_told_as_such() -> None:
+    with pytest.raises(DatasetError, match=mentions("list of episodes empty")):
+        burnish.clone([])
+
+
 @pytest.mark.parametrize("frames", [9, 8])
 def test_an_episode_with_cameras_may_have_one_observation_more_than_actions(frames: int) -> None:
     pictures = np.arange(9, dtype=np.uint8)[:, None, None, None] + PICTURES
@@ -95,7 +109,12 @@ def test_an_episode_with_cameras_may_have_one_observation_more_than_actions(fram
     [
         (3, "int"),
         ("text", "str"),
-        ([], "list"),
+        ([], "list of episodes empty"),
+        ({"obs": OBS, "actions": ACTIONS, "images": PICTURES}, "'images' by camera name (9, 4, 5, 3)"),
+        (pictured(np.zeros((9, 8, 9, 3), np.float32)), "'eye' float32 (9, 8, 9, 3) uint8 (N, H, W, 3)"),
+        (pictured(np.zeros((9, 8, 9), np.uint8)), "'eye' uint8 (9, 8, 9) flatten"),
+        (pictured(np.zeros((9, 3, 8, 9))), "'eye' float64 (9, 3, 8, 9)"),
+        ((np.zeros((9, 8, 9, 3)), ACTIONS), "'observations' (9, 8, 9, 3) uint8"),
         ({"observations": OBS}, "actions observations"),
         ((OBS, ACTIONS[:4]), "observations 4 (9, 3)"),
         (([[1.0], [2.0, 3.0]], ACTIONS), "observations list"),
@@ -205,6 +224,13 @@ def test_names_that_are_not_read_are_told_once(
     torch.testing.assert_close(data.observations[:9], torch.tensor(OBS).float())
     (record,) = caplog.records
     assert re.search(mentions(f"{parts} docs/own_data.md"), record.getMessage())
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".hdf5"])
+def test_images_of_files_without_a_camera_do_not_blame_the_file(suffix: str, tmp_path: Path) -> None:
+    path = write(tmp_path / f"a{suffix}", {"observations": OBS, "actions": ACTIONS, "images": PICTURES})
+    with pytest.raises(DatasetError, match=mentions("'images' camera images/wrist (9, 4, 5, 3)")):
+        read_dataset(path)
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".hdf5"])

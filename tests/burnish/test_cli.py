@@ -136,7 +136,7 @@ def test_plain_values_may_have_letters_of_any_language(
     monkeypatch.chdir(tmp_path)
     for text, value in {
         "dataset=d\u00e9mos 1.hdf5": "d\u00e9mos 1.hdf5",
-        "init=/home/J\u00f6rg/a=b": "/home/J\u00f6rg/a=b",
+        "init=/data/J\u00f6rg/a=b": "/data/J\u00f6rg/a=b",
         "init=\u65e5\u672c\\": "\u65e5\u672c\\",
         "init='\u00e9'": "\u00e9",
         "init=['\u00e9','b']": ["\u00e9", "b"],

@@ -319,6 +319,27 @@ def test_limits_that_are_none_are_refused(given: dict[str, Any], parts: str, tmp
         burnish.clone((OBS, ACTIONS), directory=tmp_path / "run", **given, **TINY, **QUIET)
 
 
+def test_actions_outside_of_given_limits_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for scale, count in ((1.0, 0), (300.0, 1)):
+        caplog.clear()
+        made = tmp_path / f"{scale:g}"
+        burnish.clone((OBS, ACTIONS * scale), directory=made, action_low=-1, action_high=1, **TINY, **QUIET)
+        found = [one.message for one in caplog.records if "lie outside" in one.message]
+        assert len(found) == count and all("100 % of the actions" in one for one in found)
+
+
+def test_cameras_that_no_encoder_reads_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    wide = np.zeros((9, 32, 32, 3), np.uint8)
+    for encoder, count in (("state", 1), ("vit", 0)):
+        caplog.clear()
+        burnish.clone(pictured(wide), directory=tmp_path / encoder, encoder=encoder, **TINY, **QUIET)
+        found = [one.message for one in caplog.records if re.search(mentions("cameras eye"), one.message)]
+        assert len(found) == count
+
+
 def test_what_a_file_says_of_its_entries_may_be_anything() -> None:
     odd = {"obs_names": [1, 2, 3], "action_names": "ab", "control_hz": float("nan"), "action_low": [0.0, "x"]}
     assert interface_of({"interface": {**odd, "robot": 3, "instructions": {}}}, 3, 2) == {}

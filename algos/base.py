@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig
 
+_log = logging.getLogger(__name__)
 AT_BOUND = 0.98  # fraction of the action or latent bounds beyond which an entry counts as saturated
 
 Metrics = dict[str, float | Tensor]  # `component/quantity` -> value; only the logger converts tensors
@@ -127,6 +129,16 @@ def dataset_of(setup: Setup, algo: str, needs: str) -> EpisodeDataset:
     if setup.init is not None:
         require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
     return dataset
+
+
+def seen_by(policy: Policy, dataset: EpisodeDataset) -> EpisodeDataset:
+    """Return the dataset with the cameras that a policy sees; logs the names of others."""
+    if unseen := sorted(dataset.images.keys() - policy.images.keys()):
+        _log.info(
+            "%s: cameras that the policy does not see: %s; encoder=resnet and encoder=vit read images.",
+            dataset.source, ", ".join(unseen),
+        )  # fmt: skip
+    return dataset.with_cameras(policy.images)
 
 
 def goal_dim_of(setup: Setup, dataset: EpisodeDataset) -> int:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from algos.base import Metrics, Setup, dataset_of, goal_dim_of, require_one_policy
+from algos.base import Metrics, Setup, dataset_of, goal_dim_of, require_one_policy, seen_by
 from algos.cloning.batches import CloningBatch, Shuffle, WeightedStream, WindowSampler
 from algos.cloning.distillation import Teacher
 from algos.cloning.quality import quality
@@ -131,7 +131,7 @@ class Bc:
         facts = init_facts(setup.init, self.policy) | facts_of("teacher", setup.teacher)
         self._invariants = {"seed": setup.seed, **facts}
         self._matching = matching_of(self.policy)
-        dataset = dataset.with_cameras(self.policy.images)  # skips decoding of unused cameras
+        dataset = seen_by(self.policy, dataset)  # skips decoding of unused cameras
         self._digest, self._dataset_name = dataset.digest(), dataset.source
         self.data = quality(dataset)
         self._teacher = _teacher_of(config, setup, self.policy)

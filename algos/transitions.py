@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from algos.base import seen_by
 from algos.training.observations import encode, flat_state
 from envs.datasets.curation import SAMPLING_WEIGHT, WeightedRows
 from envs.datasets.episodes import EpisodeDataset
@@ -193,7 +194,7 @@ def tabulate(
     Raises:
         DatasetError: If there is no transition.
     """
-    dataset = dataset.with_cameras(policy.images)
+    dataset = seen_by(policy, dataset)
     steps = policy.chunk.act_steps if steps is None else steps
     start = segment_starts(dataset, steps)
     if not len(start):

@@ -90,7 +90,7 @@ def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str
     written = [with_home(text) for text in overrides]
     for key in DATASETS & set(values):
         given = values[key] if isinstance(values[key], list) else [values[key]]
-        if not all(isinstance(one, (str, os.PathLike, type(None))) for one in given):
+        if not given or not all(isinstance(one, (str, os.PathLike, type(None))) for one in given):
             values = values | {key: stored_dataset(values[key])}
     if "env" in values and not isinstance(values["env"], (str, dict, type(None))):
         values = values_of_task(values["env"]) | {key: one for key, one in values.items() if key != "env"}

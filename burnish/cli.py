@@ -88,8 +88,11 @@ def _dispatch(name: str, arguments: list[str]) -> int:
             return 0
     from burnish.app import print_error, run_app, wants_traceback
     from burnish.config.errors import USER_ERRORS
+    from policies.registry import load_plugins
 
     try:
+        if name != "doctor":  # reports them itself
+            load_plugins()
         if command.schema is None:
             code: int = command.load().main(arguments)
             return code

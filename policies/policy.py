@@ -40,6 +40,10 @@ def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
     return there
 
 
+def _kind(obs: Any) -> str:
+    return f"keys {sorted(map(str, obs))}" if isinstance(obs, Mapping) else f"an object {type(obs).__name__}"
+
+
 class Policy(nn.Module):
     """Base class of all policies: observations in, executed actions out.
 
@@ -102,11 +106,29 @@ class Policy(nn.Module):
         return self._like.dtype
 
     def observation(self, obs: Any) -> Observation:
-        """Convert an observation (array, tensor, or mapping of them) to tensors of the policy's dtype."""
+        """Convert an observation (array, tensor, or mapping of them) to tensors of the policy's dtype.
+
+        Raises:
+            ConfigError: If it holds something else, or no `state`; names the expected keys.
+        """
         items = obs if isinstance(obs, Mapping) else {"state": obs}
         like, images = self._like, self.images
         types = {name: None if name in images else like.dtype for name in items}  # not images
-        return {k: torch.as_tensor(v, dtype=types[k], device=like.device) for k, v in items.items()}
+        try:
+            found = {k: torch.as_tensor(v, dtype=types[k], device=like.device) for k, v in items.items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self._needs()}; got {_kind(obs)}: {str(error).rstrip('.')}.") from error
+        if "state" not in found or not found["state"].ndim:
+            raise ConfigError(f"{self._needs()}; got {_kind(obs)}.")
+        return found
+
+    def _needs(self) -> str:
+        sizes = self.encoder.sizes
+        shapes: dict[str, tuple[int, ...]] = {"state": (sizes.obs_steps, sizes.obs_dim)}
+        shapes |= {"goal": (self.goal_dim,)} if self.goal_dim else {}
+        shapes |= {camera: (sizes.obs_steps, *shape) for camera, shape in self.images.items()}
+        named = [f"'{name}' (B, {', '.join(map(str, shape))})" for name, shape in shapes.items()]
+        return f"the policy needs {'an array or ' if len(named) == 1 else ''}a mapping of {', '.join(named)}"
 
     def encode(self, obs: Observation, *, generator: Rng = None) -> Cond:
         """Encode physical observations: `state` (B, To, Do), and what else the encoder reads.

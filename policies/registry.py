@@ -130,8 +130,8 @@ def _index() -> dict[str, dict[str, Source]]:
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Return the sorted names of a group without those of broken plug-ins; imports no module of ours."""
-    _plugins()
+    """Return the sorted names of a group; imports plug-ins, and no module of ours."""
+    load_plugins()
     return tuple(sorted({*sources(group), *_PARTS.get(group, {})}))
 
 
@@ -156,7 +156,8 @@ def lookup(group: str, name: str) -> type:
         return known[name]
     except KeyError:
         choices = ", ".join(names(group)) or "(none)"
-        raise ConfigError(f"unknown {group} '{name}'; choose one of: {choices}.") from None
+        hint = f"If a plug-in registers it, name its module in {PLUGIN_VARIABLE}"
+        raise ConfigError(f"unknown {group} '{name}'; choose one of: {choices}. {hint}.") from None
 
 
 def registered(group: str) -> Mapping[str, type]:
@@ -192,7 +193,8 @@ def from_json(group: str, data: dict[str, Any]) -> Any:
 
 
 def plugins() -> tuple[ModuleType, ...]:
-    """Return the plug-in modules that could be imported."""
+    """Return the plug-in modules; a ConfigError if one cannot be imported."""
+    load_plugins()
     return _plugins()[0]
 
 

@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,7 +190,7 @@ class RateReport:
     late: int = 0  # ticks that began more than a tenth of a period after their time
     starved: int = 0  # ticks beyond the last row of every plan
     not_finite: int = 0  # ticks whose action was NaN or infinite: the last command was sent again
-    decision_s: list[float] = field(default_factory=list)  # from observation to use of each plan
+    decision_s: list[float] = field(default_factory=list)  # what each decision took, without waits for ticks
 
     def __str__(self) -> str:
         times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
@@ -222,23 +223,24 @@ def run_at_rate(
         send: Executes a command (Da,); returns whether to continue.
         track: Schedules decisions and holds the plans.
         hz: Ticks per second.
-        submit: Starts decide(observation) and returns a future; None: in a thread.
+        submit: Calls a function with an observation elsewhere and returns a future; None: in a thread.
         clock: Returns the time [s].
         sleep: Waits [s].
     """
     with contextlib.ExitStack() as stack:
         if submit is None:
             submit = stack.enter_context(ThreadPoolExecutor(1)).submit
-        report, pending, submitted = RateReport(), None, 0.0
+        report, pending, timed = RateReport(), None, partial(_timed, decide, clock)
         start, goes_on = None, True
         while goes_on:
             observation = read()
             if track.is_due:
                 track.begin()
-                pending, submitted = submit(decide, observation), clock()
+                pending = submit(timed, observation)
             if pending is not None and (pending.done() or not track.has_plan):
-                track.deliver(pending.result())
-                report.decision_s.append(clock() - submitted)
+                plan, took_s = pending.result()
+                track.deliver(plan)
+                report.decision_s.append(took_s)
                 pending = None
                 if len(report.decision_s) == 1 and not track.spare:
                     _warn_of_gaps(track)
@@ -250,6 +252,13 @@ def run_at_rate(
             sleep(max(0.0, -late_s))
     report.starved, report.not_finite = track.starved, track.not_finite
     return report
+
+
+def _timed(
+    decide: Callable[[Any], Array], clock: Callable[[], float], observation: Any
+) -> tuple[Array, float]:
+    start = clock()
+    return decide(observation), clock() - start
 
 
 def _warn_of_gaps(track: Track) -> None:

@@ -166,7 +166,7 @@ def act(env: EnvConfig, folder: Path, episodes: int, python: str) -> dict[str, A
             totals[name] = totals[name] + value
         robot.close()
     decide.close()
-    return totals | {"interpreter": interpreter_facts(python)}
+    return totals | {"decision_waits": False, "interpreter": interpreter_facts(python)}
 
 
 def measure(found: Located, options: argparse.Namespace, *, title: str = "", live: int = 0) -> dict[str, Any]:
@@ -298,7 +298,8 @@ def _live(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     columns = ("task", "policy", "rate", "episodes solved", "steps", "late", "without a plan")
     yield from pages.table((*columns, "decision, median", "99 %"), rows)
     yield ""
-    yield "A decision includes the pipe and the wait for the next tick."
+    waits = any(one["act"].get("decision_waits", True) for one in found)  # earlier records
+    yield f"A decision includes the pipe{' and the wait for the next tick' if waits else ''}."
     yield from _interpreters(found)
 
 

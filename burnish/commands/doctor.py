@@ -105,8 +105,10 @@ def _parts() -> Iterator[Finding]:
         registry.load_plugins()
     except ConfigError as error:  # the packages of this project are present
         yield Finding("plug-ins", False, str(error), True)
-    counts = ", ".join(f"{len(registry.parts(group))} {group}" for group in GROUPS)
-    yield Finding("parts", all(registry.parts(group) for group in GROUPS), counts, True)
+    names = {group: {*registry.sources(group), *registry.registered(group)} for group in GROUPS}
+    counts = {group: len([registry.lookup(group, name) for name in names[group]]) for group in GROUPS}
+    shown = ", ".join(f"{count} {group}" for group, count in counts.items())
+    yield Finding("parts", all(counts.values()), shown, True)
 
 
 def _extras() -> Iterator[Finding]:

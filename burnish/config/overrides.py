@@ -132,12 +132,23 @@ class RunContext:
     is_proposed: bool = False  # the directory was generated; if it exists, a number is appended
 
 
+def readable(override: str) -> str:
+    """Quote a plain value with letters beyond ASCII, which Hydra's grammar takes in quotes only."""
+    key, equals, value = override.partition("=")
+    is_plain = not (key.startswith("-") or re.search(r"""['"$,(){}\[\]]""", value))
+    return override if value.isascii() or not is_plain else key + equals + quoted(value.strip())
+
+
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Override:
+    text = readable(text)
     try:
         found = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        raise ConfigError(f"cannot read '{text}': {error_message(error)}") from error
+        key = text.partition("=")[0]
+        hint = f""" Special characters need quotes: {key}="'…'", in a list {key}="['…','…']"."""
+        problem = f"cannot read '{text}': {error_message(error).rstrip('.')}."
+        raise ConfigError(problem + (hint if key.isascii() else "")) from error
     is_plain = not (found.is_add() or found.is_delete() or found.is_sweep_override() or found.package)
     value = None if found.is_delete() or found.is_sweep_override() else found.value()
     return Override(text, str(found.key_or_group), value, is_plain, found.package is not None)

@@ -19,6 +19,7 @@ from burnish.runs.resolve import ResolvedRun
 from burnish.runs.seeds import remove_seeds, write_seeds
 from burnish.runs.tasks import record_code, require_task_of
 from envs.datasets import EpisodeDataset, read_dataset
+from envs.datasets.action_bounds import warn_of_actions_outside
 from envs.datasets.interface import interface_of, with_given
 from envs.evaluation.protocol import prepare_eval, with_settings
 from envs.fit import with_task_observations
@@ -102,6 +103,8 @@ def _dataset(run: ResolvedRun) -> EpisodeDataset:
     known = interface_of(dataset.meta, dataset.obs_dim, dataset.action_dim)
     given = {"action_low": config.action_low, "action_high": config.action_high}
     run.interface.update(with_given(known, dataset.action_dim, control_hz=config.control_hz, **given))
+    if "action_low" in run.interface:
+        warn_of_actions_outside(dataset, run.interface["action_low"], run.interface["action_high"])
     return config.curation(dataset)
 
 

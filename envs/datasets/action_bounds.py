@@ -72,3 +72,15 @@ def clipped_actions(
         dataset.source, outside, share, whose, why,
     )  # fmt: skip
     return replace(dataset, actions=inside)
+
+
+def warn_of_actions_outside(dataset: EpisodeDataset, low: Any, high: Any) -> None:
+    """Warn once if actions lie outside of limits (Da,), which training does not read."""
+    low, high = (torch.tensor(side, dtype=dataset.actions.dtype) for side in (low, high))
+    margin = _ROUNDING * (high - low)
+    outside = (dataset.actions < low - margin) | (dataset.actions > high + margin)
+    if share := float(outside.any(dim=1).double().mean()):
+        _log.warning(
+            "%s: %.3g %% of the actions lie outside action_low and action_high; training does not clip them, "
+            "a robot would. Are they in the same units, such as radians?", dataset.source, 100 * share,
+        )  # fmt: skip

@@ -39,6 +39,7 @@ DIVIDERS = ("episode_start", "episode_ends", "lengths", "episode")
 HINT = "The accepted keys are listed in docs/own_data.md."
 _DONE = ("dones", "done")  # may mean terminated, truncated or both
 _OF_FRAMES = ("rewards", "terminated", "truncated", "next_observations")
+_LEAST_SIDE = 8  # of images; smaller matrices are vectors
 _FORMS = (
     "an EpisodeDataset, (observations, actions), a dict with these two keys, or a list of episodes, each one "
     "of these"
@@ -110,7 +111,9 @@ def _converted(data: Any, source: str, storage: ArrayStorage, unread: dict[str, 
         return _of_arrays(data, source, storage, unread)
     if isinstance(data, tuple) and len(data) == 2:
         return _of_arrays({"observations": data[0], "actions": data[1]}, source, storage, unread)
-    if not isinstance(data, Sequence) or isinstance(data, (str, bytes)) or not data:
+    if isinstance(data, (list, tuple)) and not data:
+        raise DatasetError(f"{source}: the list of episodes is empty.")
+    if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
         raise DatasetError(f"{source}: expected {_FORMS}; got {_kind(data)}.")
     if all(isinstance(one, Episode) for one in data):
         return EpisodeDataset.from_episodes(data, meta={"source": source})
@@ -131,12 +134,13 @@ def _of_arrays(
             f"{sorted(map(str, data))[:20]}."
         )
     observations, names, images = _observations(found["observations"], source)
-    images |= {str(name): np.asarray(one) for name, one in dict(found.get("images") or {}).items()}
+    images |= _cameras(found.get("images", {}), source)
     actions = _array(found["actions"], f"{source}: key 'actions'")
     count = len(actions)
-    if len(observations) == count + 1 and not images:  # one episode with its last observation
+    if len(observations) == count + 1:  # one episode with its last observation
         found.setdefault("next_observations", observations[1:])
         observations = observations[:-1]
+        images = {key: one[:-1] if len(one) == count + 1 else one for key, one in images.items()}
     _rows(observations, count, "observations", source)
     columns = {key: _array(found[key], f"{source}: key '{key}'").reshape(count, -1) for key in _OF_FRAMES
                if key in found and _rows(found[key], count, key, source)}  # fmt: skip
@@ -160,17 +164,40 @@ def _of_arrays(
     )
 
 
+def _cameras(given: Any, source: str) -> dict[str, np.ndarray]:
+    if not isinstance(given, Mapping):
+        raise DatasetError(
+            f"{source}: key 'images' must hold arrays by camera name, for example {{'wrist': …}}, in a file "
+            f"images/wrist; got {_kind(given)}."
+        )
+    return {str(name): np.asarray(one) for name, one in given.items()}
+
+
 def _observations(given: Any, source: str) -> tuple[np.ndarray, tuple[str, ...], dict[str, np.ndarray]]:
     """Return the state (N, Do), names of its entries if there are some, and images by camera."""
     if not isinstance(given, Mapping):
-        return _array(given, f"{source}: key 'observations'"), (), {}
+        state = _array(given, f"{source}: key 'observations'")
+        _refuse_other_images(state, "observations", source)
+        return state, (), {}
     arrays = {str(key): np.asarray(value) for key, value in given.items()}
     images = {key: value for key, value in arrays.items() if value.dtype == np.uint8 and value.ndim == 4}
+    for key in arrays.keys() - images.keys():
+        _refuse_other_images(arrays[key], key, source)
     vectors = {key: arrays[key].reshape(len(arrays[key]), -1) for key in sorted(arrays) if key not in images}
     if not vectors:
         raise DatasetError(f"{source}: observations need a vector beside the images {sorted(images)}.")
     names = tuple(f"{key} {i}" for key, value in vectors.items() for i in range(value.shape[1]))
     return np.concatenate(list(vectors.values()), axis=1), names, images
+
+
+def _refuse_other_images(array: np.ndarray, key: str, source: str) -> None:
+    """Refuse as a vector what has height and width of an image."""
+    sides = array.shape[1:]
+    if len(sides) >= 2 and max(min(sides[:2]), min(sides[-2:])) >= _LEAST_SIDE:
+        raise DatasetError(
+            f"{source}: observation '{key}' looks like images; got {array.dtype} of shape {array.shape}. "
+            "Images are uint8 (N, H, W, 3); flatten other arrays to (N, D)."
+        )
 
 
 def _starts(found: Mapping[str, Any], ends: np.ndarray, source: str) -> np.ndarray:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from policies.runner import NOT_HISTORIES
+
 _OPENING = {
     "whole": (
         "`policy.onnx` maps observations and noise to `act_steps` = {act_steps} actions, and to the\n"
@@ -21,11 +23,13 @@ _OPENING = {
 _ONNX = """`runner.py` needs numpy and onnxruntime, nothing else:
 
 ```python
+import numpy as np
 from runner import Runner
 
 runner = Runner(".", seed=0)
-action = runner.act({"observation": newest})  # (Do,) -> (Da,), once per control step, within the limits
-runner.reset()                                # where an episode begins
+newest = {newest}
+action = runner.act(newest)  # -> (Da,), once per control step, within the limits
+runner.reset()               # where an episode begins
 ```
 
 It keeps the last `obs_steps` observations, draws the noise, decides anew after `act_steps` actions and clips
@@ -53,7 +57,7 @@ def card_of(facts: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         "`signature.json` has the names of observations and actions, the action limits and the control\n"
         "rate, or null where they are not known. The graph does not clip actions.",
         table(("input", "shape", "units"), inputs),
-        _ONNX,
+        _ONNX.replace("{newest}", _newest(facts["inputs"])),
         *([_GRAPH] if facts["graph"] == "whole" else []),
         f"Largest difference to the original on random inputs (tolerance {report['tolerance']:.0e}):",
         table(("batch", "difference"), parity),
@@ -78,6 +82,16 @@ def latency_table(rows: Sequence[Mapping[str, float]]) -> tuple[list[str], list[
 
 def _made_for(facts: Mapping[str, Any]) -> str:
     task, rate = facts["task"], facts["control_hz"]
-    made_for = "" if task is None else f"\nMade for the task `{task}`"
-    made_for += "" if rate is None else f", one action every {1e3 / rate:g} ms"
-    return f"{made_for}." if made_for else ""
+    parts = [] if task is None else [f"made for the task `{task}`"]
+    parts += [] if rate is None else [f"one action every {1e3 / rate:g} ms"]
+    text = ", ".join(parts)
+    return f"\n{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _newest(inputs: Mapping[str, Any]) -> str:
+    """Return the expression of an observation of zeros, as `Runner.act` takes it."""
+    lines = []
+    for name in inputs.keys() - {"noise"}:
+        shape = tuple(inputs[name]["shape"][1 if name in NOT_HISTORIES else 2 :])
+        lines.append(f'    "{name}": np.zeros({shape}, np.{inputs[name]["dtype"]}),')
+    return "\n".join(["{", *sorted(lines), "}"])

@@ -227,10 +227,12 @@ class RemotePolicy(ChunkActor):
 
 
 def _typed(name: str, value: Any, schema: Schema) -> Array:
-    """Convert an input to its dtype; numbers only, images are never converted."""
+    """Convert an input to its dtype; numbers only, images of other numbers than bytes are refused."""
     array = np.asarray(value)
     wanted = schema.inputs[name].dtype if name in schema.inputs else array.dtype.name
-    if wanted == "uint8" or array.dtype.kind not in "fiu":
+    if wanted == "uint8" and not (array.dtype.kind in "iu" and np.array_equal(array, array.astype(wanted))):
+        raise ServingError("dtype", f"'{name}' must be uint8, 0 to 255; got {array.dtype}. Nothing was sent.")
+    if array.dtype.kind not in "fiu":
         return array
     return array.astype(wanted)
 

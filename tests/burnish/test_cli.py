@@ -22,8 +22,9 @@ from burnish.commands.list import availability
 from burnish.commands.list import main as list_command
 from burnish.config.commands import COMMANDS
 from burnish.config.nodes import GROUPS
-from burnish.config.overrides import groups_of, keys_of, with_home
+from burnish.config.overrides import Overrides, groups_of, keys_of, with_home
 from envs.engine import rendering
+from policies.errors import ConfigError
 
 
 def _run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -127,6 +128,27 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(
     assert with_home("compose=[~/a,b/~/c,~/d]") == f"compose=[{tmp_path}/a,b/~/c,{tmp_path}/d]"
     for text in ("keys='~/k'", "~env", "name=a~/b", "--cfg"):
         assert with_home(text) == text
+
+
+def test_plain_values_may_have_letters_of_any_language(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text, value in {
+        "dataset=d\u00e9mos 1.hdf5": "d\u00e9mos 1.hdf5",
+        "init=/data/J\u00f6rg/a=b": "/data/J\u00f6rg/a=b",
+        "init=\u65e5\u672c\\": "\u65e5\u672c\\",
+        "init='\u00e9'": "\u00e9",
+        "init=['\u00e9','b']": ["\u00e9", "b"],
+    }.items():
+        parsed = Overrides.parse([text])
+        assert parsed.items[0].value == value
+        assert Overrides.parse(parsed.texts) == parsed
+    assert exit_code("import", "source=dppo", "weights=J\u00f6rg/x 1.pt") == 2
+    assert "weights=J\u00f6rg/x 1.pt is no file" in capsys.readouterr().err
+    for text in ("init=a,\u00e9", "init=[\u00e9]", "init=a (1).hdf5"):
+        with pytest.raises(ConfigError, match=mentions("""cannot read init="'…'" """)):
+            Overrides.parse([text])
 
 
 def test_a_mistake_leaves_empty_folders_of_the_person_alone(

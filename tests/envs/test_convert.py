@@ -79,12 +79,42 @@ def test_a_dict_of_observations_is_joined_by_name_and_its_pictures_are_cameras()
     assert as_dataset([{"observations": seen, "actions": ACTIONS}] * 2).images["eye"].shape == (18, 4, 5, 3)
 
 
+def pictured(eye: np.ndarray) -> dict[str, Any]:
+    return {"observations": {"a": OBS, "eye": eye}, "actions": ACTIONS}
+
+
+def test_small_matrices_are_vectors() -> None:
+    assert as_dataset(pictured(np.zeros((9, 4, 4)))).obs_dim == 3 + 16
+    assert as_dataset(pictured(np.zeros((9, 2, 20)))).obs_dim == 3 + 40
+
+
+def test_an_empty_list_of_episodes_is_told_as_such() -> None:
+    with pytest.raises(DatasetError, match=mentions("list of episodes empty")):
+        burnish.clone([])
+
+
+@pytest.mark.parametrize("frames", [9, 8])
+def test_an_episode_with_cameras_may_have_one_observation_more_than_actions(frames: int) -> None:
+    pictures = np.arange(9, dtype=np.uint8)[:, None, None, None] + PICTURES
+    seen = {"a": OBS, "eye": pictures[:frames]}
+    data = as_dataset([{"observations": seen, "actions": ACTIONS[:8]}] * 2)
+    assert data.lengths.tolist() == [8, 8] and data.next_observations is not None
+    torch.testing.assert_close(data.next_observations[[7, 15]], torch.tensor(OBS[[8, 8]]).float())
+    shown = data.images["eye"][torch.arange(16)]
+    assert shown[:, 0, 0, 0].tolist() == [*range(8), *range(8)]
+
+
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
         (3, "int"),
         ("text", "str"),
-        ([], "list"),
+        ([], "list of episodes empty"),
+        ({"obs": OBS, "actions": ACTIONS, "images": PICTURES}, "'images' by camera name (9, 4, 5, 3)"),
+        (pictured(np.zeros((9, 8, 9, 3), np.float32)), "'eye' float32 (9, 8, 9, 3) uint8 (N, H, W, 3)"),
+        (pictured(np.zeros((9, 8, 9), np.uint8)), "'eye' uint8 (9, 8, 9) flatten"),
+        (pictured(np.zeros((9, 3, 8, 9))), "'eye' float64 (9, 3, 8, 9)"),
+        ((np.zeros((9, 8, 9, 3)), ACTIONS), "'observations' (9, 8, 9, 3) uint8"),
         ({"observations": OBS}, "actions observations"),
         ((OBS, ACTIONS[:4]), "observations 4 (9, 3)"),
         (([[1.0], [2.0, 3.0]], ACTIONS), "observations list"),
@@ -197,6 +227,13 @@ def test_names_that_are_not_read_are_told_once(
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".hdf5"])
+def test_images_of_files_without_a_camera_do_not_blame_the_file(suffix: str, tmp_path: Path) -> None:
+    path = write(tmp_path / f"a{suffix}", {"observations": OBS, "actions": ACTIONS, "images": PICTURES})
+    with pytest.raises(DatasetError, match=mentions("'images' camera images/wrist (9, 4, 5, 3)")):
+        read_dataset(path)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".hdf5"])
 def test_dones_of_files_are_refused_unless_something_else_marks_ends(suffix: str, tmp_path: Path) -> None:
     arrays = {"observations": OBS, "actions": ACTIONS, "rewards": np.arange(9), "dones": FLAGS}
     path = write(tmp_path / f"a{suffix}", arrays)
@@ -280,6 +317,27 @@ def test_robomimics_names_and_rate_are_kept(tmp_path: Path) -> None:
 def test_limits_that_are_none_are_refused(given: dict[str, Any], parts: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=mentions(parts)):
         burnish.clone((OBS, ACTIONS), directory=tmp_path / "run", **given, **TINY, **QUIET)
+
+
+def test_actions_outside_of_given_limits_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for scale, count in ((1.0, 0), (300.0, 1)):
+        caplog.clear()
+        made = tmp_path / f"{scale:g}"
+        burnish.clone((OBS, ACTIONS * scale), directory=made, action_low=-1, action_high=1, **TINY, **QUIET)
+        found = [one.message for one in caplog.records if "lie outside" in one.message]
+        assert len(found) == count and all("100 % of the actions" in one for one in found)
+
+
+def test_cameras_that_no_encoder_reads_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    wide = np.zeros((9, 32, 32, 3), np.uint8)
+    for encoder, count in (("state", 1), ("vit", 0)):
+        caplog.clear()
+        burnish.clone(pictured(wide), directory=tmp_path / encoder, encoder=encoder, **TINY, **QUIET)
+        found = [one.message for one in caplog.records if re.search(mentions("cameras eye"), one.message)]
+        assert len(found) == count
 
 
 def test_what_a_file_says_of_its_entries_may_be_anything() -> None:

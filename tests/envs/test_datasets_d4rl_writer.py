@@ -3,11 +3,13 @@
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from entry import exit_code
 from messages import mentions
 
 import burnish
@@ -146,6 +148,19 @@ def test_the_format_follows_from_the_name_unless_told():
     assert format_to_write("demos-v0", "d4rl") == "d4rl"
     with pytest.raises(ConfigError, match=mentions("d4rl robomimic minari zarr")):
         format_to_write("x", "zarr")
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.NPY", "x.pkl", "a/x.zarr", "x.parquet", "x.csv"])
+@pytest.mark.parametrize("form", [None, "d4rl"])
+def test_hdf5_is_not_written_under_the_name_of_another_format(
+    name: str, form: str | None, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=mentions(f"HDF5 {Path(name).suffix} x.hdf5")):
+        format_to_write(tmp_path / name, form)
+    assert exit_code("collect", "env=avoid", f"out={tmp_path / name}", f"format={form or 'null'}") == 2
+    for fine in ("x.h5", "x.hdf5", "x", "x.v1.5"):
+        assert format_to_write(fine, form) == (form or "robomimic")
+    assert format_to_write("x.zarr", "lerobot") == "lerobot"
 
 
 def test_only_robomimic_has_masks(tmp_path, dataset):

@@ -22,6 +22,7 @@ from policies.backbones.switched import SwitchedField
 from policies.build import build_policy
 from policies.errors import ExportError, MissingExtraError
 from policies.export import onnx_graph
+from policies.export.card import card_of
 from policies.export.export import export_onnx
 from policies.export.folder import CARD, REPORT, RUNNER, ExportReport, Surroundings, signature
 from policies.export.onnx_graph import random_inputs
@@ -146,6 +147,28 @@ def test_the_folder_holds_what_the_robot_needs_and_nothing_else(made: Any) -> No
     assert b".py" not in (folder / MODEL).read_bytes(), "no files of this machine"
     card = (folder / CARD).read_text()
     assert "onnxruntime.InferenceSession" in card and all(f"`{n}`" in card for n in ("observation", "goal"))
+
+
+def test_the_example_of_the_card_acts(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder, _ = made
+    card = (folder / CARD).read_text()
+    example = card.split("```python\n")[1].split("```")[0].replace("from runner", "from policies.runner")
+    monkeypatch.chdir(folder)
+    found: dict[str, Any] = {}
+    exec(example, found)
+    assert found["action"].shape == (ACTION_DIM,) and found["newest"].keys() == {"observation", "goal"}
+
+
+def test_the_card_names_task_and_rate_in_a_sentence() -> None:
+    eye = {"shape": ["B", 2, 8, 9, 3], "dtype": "uint8", "units": "bytes"}
+    facts = {"graph": "whole", "act_steps": 4, "inputs": {"eye": eye}, "task": None, "control_hz": 10.0}
+    report = {"opset": 18, "tolerance": 1e-5, "parity": [], "latency": []}
+    card = card_of(facts, report)
+    assert "opset 18.\nOne action every 100 ms." in card
+    assert '"eye": np.zeros((8, 9, 3), np.uint8)' in card
+    card = card_of(facts | {"task": "reach"}, report)
+    assert "opset 18.\nMade for the task `reach`, one action every 100 ms." in card
+    assert "opset 18.\n\n" in card_of(facts | {"control_hz": None}, report)
 
 
 def test_the_signature_is_that_of_the_graph(made: Any) -> None:

@@ -1,5 +1,7 @@
 import copy
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from messages import mentions
@@ -77,6 +79,23 @@ def test_a_goal_changes_the_action_and_must_be_given() -> None:
 def test_observations_of_the_wrong_shape_are_named() -> None:
     with pytest.raises(ConfigError, match=mentions(f"state ('B', 1, {OBS_DIM}) (2, {OBS_DIM})")):
         small_policy().act(torch.zeros(2, OBS_DIM))
+
+
+@pytest.mark.parametrize(
+    ("obs", "parts"),
+    [
+        (None, "'state' (B, 1, 5) NoneType"),
+        ("abc", "'state' (B, 1, 5) str"),
+        (3.0, "'state' (B, 1, 5) float"),
+        ([[1.0], [1.0, 2.0]], "'state' (B, 1, 5) list"),
+        ({"observation": np.zeros((1, 1, 5)), "eye": None}, "'state' (B, 1, 5) ['eye', 'observation']"),
+        ({"observation": np.zeros((1, 1, 5))}, "'state' 'goal' (B, 3) keys ['observation']"),
+    ],
+)
+def test_what_is_no_observation_is_refused_with_the_names_that_are_needed(obs: Any, parts: str) -> None:
+    policy = small_policy(RectifiedFlow(), Euler(steps=2), goal_dim=GOAL_DIM if "goal" in parts else 0)
+    with pytest.raises(ConfigError, match=mentions(parts)):
+        policy.act(obs)
 
 
 def test_executed_rows_must_fit_the_horizon() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from entry import exit_code
 from messages import mentions
 
 from burnish.commands import doctor
@@ -90,3 +92,43 @@ def test_a_built_in_part_cannot_be_replaced() -> None:
     with pytest.raises(ConfigError, match=mentions("sampler=euler")):
         registry.register("sampler", "euler")(mine)
     assert registry.lookup("sampler", "euler") is Euler
+
+
+@pytest.fixture
+def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "broken_here.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(registry.PLUGIN_VARIABLE, "broken_here")
+    registry._plugins.cache_clear()
+    yield "plug-in 'broken_here' BURNISH_PLUGINS cannot be imported no_such_module"
+    registry._plugins.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("list", "samplers"),
+        ("list", "experiments"),
+        ("train", "algo=filtered_bc"),
+        ("runs", "."),
+        ("export", "--cfg", "job"),
+        ("train", "--help"),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_stops_every_command(
+    words: tuple[str, ...], broken_plugin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*words) == 2
+    assert re.search(mentions(broken_plugin), capsys.readouterr().err)
+
+
+def test_a_plugin_that_cannot_be_imported_hides_no_names(broken_plugin: str) -> None:
+    for ask in (lambda: registry.names("sampler"), lambda: registry.is_known("sampler", "mine")):
+        with pytest.raises(ConfigError, match=mentions(broken_plugin)):
+            ask()
+    assert registry.lookup("sampler", "euler") is Euler
+
+
+def test_an_unknown_part_may_be_that_of_a_plugin() -> None:
+    with pytest.raises(ConfigError, match=mentions("unknown sampler 'mine' euler plug-in BURNISH_PLUGINS")):
+        registry.from_json("sampler", {"name": "mine"})

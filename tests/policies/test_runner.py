@@ -320,7 +320,9 @@ class Machine:
         self.ticks, self.decision_s, self.work_s = ticks, decision_s, work_s
 
     def submit(self, decide: Any, observation: Any) -> Machine._Future:
-        return Machine._Future(self, decide(observation), self.now + self.decision_s)
+        before, value = self.now, decide(observation)
+        ends, self.now = self.now, before
+        return Machine._Future(self, value, ends)
 
     def send(self, command: np.ndarray) -> bool:
         self.sent.append(float(command[0]))
@@ -332,6 +334,7 @@ class Machine:
 
     def decide(self, observation: Any) -> np.ndarray:
         self.decisions += 1
+        self.now += self.decision_s
         return numbered(self.decisions - 1, self.rows)
 
     class _Future:
@@ -357,6 +360,12 @@ def test_a_loop_at_a_rate_executes_what_the_track_says_and_is_never_late_where_i
     assert (report.steps, report.late, report.starved) == (9, 0, 0)
     assert report.decision_s == pytest.approx([0.2, 0.2, 0.2])
     assert machine.now == pytest.approx(0.2 + 9 / 10) and "9 steps, 0 late" in str(report)
+
+
+def test_a_decision_takes_what_it_takes_not_the_ticks_until_its_plan_is_used() -> None:
+    machine = Machine(ticks=9, decision_s=0.012)
+    report = machine.run(Track(3))
+    assert report.decision_s == pytest.approx([0.012] * 3) and "12.0 ms (median)" in str(report)
 
 
 def test_slow_ticks_are_counted_as_late_and_slow_decisions_as_steps_without_a_plan() -> None:

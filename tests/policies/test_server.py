@@ -23,10 +23,13 @@ from messages import mentions
 from pairwise import repeated
 from small_policies import observations, small_policy
 
+from policies.build import build_policy
+from policies.encoders.vit import VitEncoderConfig
 from policies.errors import ConfigError, ExportError, ServingError
 from policies.export.export import export_onnx
 from policies.export.folder import Surroundings
 from policies.policy import Policy
+from policies.policy_config import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.runner import draw_noise
@@ -255,6 +258,22 @@ def test_observations_that_do_not_fit_are_refused_by_name(case: str, client: Cli
     with pytest.raises(ServingError, match=mentions(message)) as refused:
         client.request(body | {"key": [0]})
     assert refused.value.reason == reason
+
+
+def test_images_that_are_no_bytes_are_refused_before_they_are_sent() -> None:
+    """Floats of a frame can have more bytes than the server takes, and it would not answer."""
+    encoder = VitEncoderConfig(width=16, features=8)
+    config = PolicyConfig(RectifiedFlow(), encoder, sampler=Euler(steps=1))
+    made = build_policy(config, obs_dim=5, action_dim=2, images={"eye": (16, 16, 3)})
+    frame = np.full((16, 16, 3), 200)
+    with running(ServedPolicy(made)) as server, client_of(server) as client:
+        robot = RemotePolicy(client)
+        for wrong in (frame / 255, frame.astype(np.float64), frame - 201, frame + 56):
+            with pytest.raises(ServingError, match=mentions(f"'eye' uint8 {wrong.dtype}")) as refused:
+                robot.act({"observation": np.zeros(5), "eye": wrong})
+            assert refused.value.reason == "dtype"
+        taken = [robot.act({"observation": np.zeros(5), "eye": one}) for one in (frame, frame.astype("u1"))]
+        assert np.isfinite(taken).all()
 
 
 def array(**changes: Any) -> dict[str, Any]:

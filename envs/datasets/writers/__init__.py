@@ -25,14 +25,26 @@ WRITERS: dict[str, Callable[..., None]] = {
     "lerobot": write_lerobot,
 }
 FOLDERS = ("minari", "lerobot")
+_OTHER_SUFFIXES = {
+    *(".npz", ".npy", ".pkl", ".pickle", ".zarr", ".parquet", ".arrow", ".csv", ".json", ".jsonl", ".mat"),
+    *(".pt", ".pth", ".safetensors", ".tfrecord", ".mcap", ".bag", ".zip", ".tar", ".gz", ".mp4"),
+}
 WITH_IMAGES = ("robomimic", "lerobot")
 
 
 def format_to_write(path: str | Path, wanted: str | None = None) -> str:
-    """Return the format to write: the wanted, else Minari for names in -v<number>, else robomimic."""
+    """Return the format to write: the wanted, else Minari for names in -v<number>, else robomimic.
+
+    Raises:
+        ConfigError: If there is no such format, or an HDF5 file would have the suffix of another format.
+    """
     if wanted is not None and wanted not in WRITERS:
         raise ConfigError(f"format must be one of: {', '.join(WRITERS)}; got {wanted}.")
-    return wanted or ("minari" if re.search(r"-v\d+$", Path(path).name) else "robomimic")
+    form = wanted or ("minari" if re.search(r"-v\d+$", Path(path).name) else "robomimic")
+    if form not in FOLDERS and (suffix := Path(path).suffix).lower() in _OTHER_SUFFIXES:
+        better = Path(path).with_suffix(".hdf5")
+        raise ConfigError(f"format={form} is an HDF5 file, not {suffix}; write {better}.")
+    return form
 
 
 def check_place(path: str | Path, format: str) -> None:

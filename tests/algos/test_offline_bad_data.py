@@ -60,6 +60,7 @@ def plain(tmp_path: Path) -> OfflineRun:
 
 
 def test_scalars_and_weights_of_other_programs_change_nothing(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING)
     odd = {
         "metadata/algorithm": np.bytes_("SAC"), "metadata/iteration": np.int32(3), "metadata/note": "abc",
         "metadata/policy/fc0/weight": np.ones((4, 5)), "metadata/nothing": h5py.Empty("f"),
@@ -150,6 +151,7 @@ def test_rewards_that_are_all_zero_are_refused_with_what_to_do(tmp_path: Path, c
 
 
 def test_constant_rewards_are_told_where_no_end_gives_them_a_meaning(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING)
     zero = written(tmp_path / "poor.hdf5", rewards=np.zeros(FRAMES))
     run_on(zero, PrdcConfig(**SMALL, reward_shift=-1.0))
     assert not caplog.records, "a step less to the end is worth something"

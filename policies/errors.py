@@ -7,6 +7,11 @@ remedy.
 from __future__ import annotations
 
 
+def reason_of(error: Exception) -> str:
+    """Return the class and the text of an error of another package, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 class BurnishError(Exception):
     """Base class of all errors raised by this package."""
 

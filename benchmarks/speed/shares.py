@@ -1,9 +1,10 @@
 """Where the processor time of an iteration goes: of PPO with small networks, of DPPO, and of DPPO on images.
 
-Also that of an evaluation of 20 episodes on Hopper, by a policy that is cloned from a file first.
+Also that of an evaluation of 20 episodes on Hopper, by a policy that is cloned from a file first, and of
+steps of PRDC near the data of a file, which are those of TD3+BC and a search.
 
     OMP_NUM_THREADS=1 python -m benchmarks.speed.shares [ppo] [dppo] [images] [--rounds 3]
-    OMP_NUM_THREADS=1 python -m benchmarks.speed.shares evaluation --dataset FILE
+    OMP_NUM_THREADS=1 python -m benchmarks.speed.shares evaluation prdc --dataset FILE
 
 writes docs/results/speed/shares.json, and tables in docs/speed.md and docs/scale.md. Time is processor time
 (user and system) of the learner and its workers together. A part is counted without the parts inside it.
@@ -21,12 +22,19 @@ from typing import Any
 
 import torch
 
+from algos import optim
 from algos.base import Setup
+from algos.offline import td3_update
+from algos.offline.neighbors import ListSearch
 from algos.onpolicy import advantages, ppo_update
 from algos.onpolicy.loop import OnPolicy
+from algos.prdc import PrdcConfig
+from algos.training.memory import keep_freed_memory
 from algos.training.provenance import describe_environment
+from algos.transitions import TransitionTable
 from benchmarks.pages import RESULTS, keep, processor, replace_block, table
 from benchmarks.speed.cases_evaluating import EPISODES, SEED, cloned
+from benchmarks.speed.cases_offline import BLOCK, POOL, dataset_of, list_search_of, near_the_data, ours_of
 from benchmarks.speed.cases_peers import ENVS, ppo_run
 from benchmarks.speed.sides import dppo_run, our_policy
 from envs.engine import workers
@@ -38,11 +46,12 @@ from envs.rollouts import rollout
 from envs.rollouts.collector import Collector
 from envs.rollouts.player import EpisodeRunner
 from policies.build import build_policy
+from policies.networks.native import Stack
 from policies.normalizer import box_statistics
 
 WORKERS, DPPO_STEPS = 2, 125
-EVALUATION = "evaluation"  # needs a file
-PAGES = {case: "docs/speed.md" for case in ("ppo", "dppo", EVALUATION)} | {"images": "docs/scale.md"}
+OF_FILE = {"evaluation": "an evaluation", "prdc": "1,000 steps"}
+PAGES = {case: "docs/speed.md" for case in ("ppo", "dppo", *OF_FILE)} | {"images": "docs/scale.md"}
 REST = "the rest"
 
 
@@ -182,6 +191,30 @@ def evaluations(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
             yield watch.read()
 
 
+def offline_steps(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
+    """Yield the seconds of steps of PRDC by part, near the data and with all lists made."""
+    run = PrdcConfig().build(Setup(dataset=dataset_of(argparse.Namespace(dataset=dataset)), seed=0))
+    pool = torch.randperm(len(run.table), generator=torch.Generator().manual_seed(5))[:POOL]
+    list_search_of(run).make_lists(pool)
+    near_the_data(run)
+    for optimizer in (run.learner.actor_optimizer, run.learner.critic_optimizer):
+        optimizer.param_groups[0]["lr"] = 0.0
+    block, watch = ours_of(run, pool), Stopwatch()
+    watch.times(Stack, "run", "networks, forwards")
+    watch.times(Stack, "gradients", "networks, backwards")
+    watch.times(optim, "take_step", "optimisers")
+    watch.times(td3_update, "polyak", "target copies")
+    watch.times(ListSearch, "nearest", "search")
+    watch.times(TransitionTable, "gather", "gathering")
+    watch.times(run.learner, "draw", "drawing")
+    for turn in range(rounds + 1):
+        watch.read()
+        for _ in range(1000 // BLOCK):
+            block()
+        if turn:
+            yield watch.read()
+
+
 def main() -> None:
     """Measure the cases and write their tables."""
     parser = argparse.ArgumentParser(
@@ -189,19 +222,21 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="*", choices=[*PAGES, []])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dataset", help="of Hopper, for the evaluation")
+    parser.add_argument("--dataset", help="of Hopper, for the evaluation and prdc")
     options = parser.parse_args()
-    cases = options.cases or [case for case in PAGES if case != EVALUATION or options.dataset]
-    if EVALUATION in cases and options.dataset is None:
-        parser.error("evaluation needs --dataset FILE")
+    cases = options.cases or [case for case in PAGES if case not in OF_FILE or options.dataset]
+    if options.dataset is None and (given := [case for case in cases if case in OF_FILE]):
+        parser.error(f"{' and '.join(given)} needs --dataset FILE")
     torch.set_num_threads(1)
+    keep_freed_memory()
     path = RESULTS / "speed" / "shares.json"
     content = json.loads(path.read_text()) if path.exists() else {}
     for case in cases:
-        if case == EVALUATION:
-            rows, unit = list(evaluations(options.dataset, options.rounds)), "an evaluation"
+        if case in OF_FILE:
+            measure = {"evaluation": evaluations, "prdc": offline_steps}[case]
+            rows = list(measure(options.dataset, options.rounds))
         else:
-            rows, unit = list(iterations(case, options.rounds)), "an iteration"
+            rows = list(iterations(case, options.rounds))
         medians = {name: statistics.median(row.get(name, 0.0) for row in rows) for name in rows[0]}
         where = processor(describe_environment())
         content[case] = {"seconds": medians, "processor": where, "rounds": options.rounds}
@@ -210,7 +245,7 @@ def main() -> None:
             ("part", "ms", "share"),
             [(name, f"{1e3 * s:.0f}", f"{100 * s / total:.1f} %") for name, s in ranked if s > 0],
         )
-        given = " --dataset FILE" if case == EVALUATION else ""
+        given, unit = " --dataset FILE" if case in OF_FILE else "", OF_FILE.get(case, "an iteration")
         command = f"`python -m benchmarks.speed.shares {case}{given} --rounds {options.rounds}`"
         head = f"{command}, {where}, {unit} of {1e3 * total:.0f} ms:"
         replace_block(PAGES[case], f"shares of {case}", [head, "", *told])

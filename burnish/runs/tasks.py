@@ -99,7 +99,7 @@ def values_of_task(env: Any) -> dict[str, Any]:
         return {"env": plain["name"], **{f"env.{key}": plain[key] for key in changed if plain[key] != {}}}
     if not (callable(env) or hasattr(env, "step")):
         raise ConfigError(f"env= must be a task, an environment or a function; got {type(env).__name__}.")
-    from envs.tasks.gym import HERE, local_factory
+    from envs.tasks.gym.factories import HERE, local_factory
 
     factory = local_factory(env)
     values = {"env": "gym", "env.factory": factory}

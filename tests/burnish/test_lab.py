@@ -27,7 +27,7 @@ from burnish.lab.controls import Controls, Subject, strengths
 from burnish.lab.session import Session, compared
 from envs.tasks.avoid.scene import SHIFT_M, load_scene
 from envs.tasks.avoid.task import Avoid
-from envs.tasks.gym import Gym
+from envs.tasks.gym.task import Gym
 from envs.tasks.mazes.d4rl import PointmazeLarge
 from policies.errors import CapabilityError, ConfigError
 from policies.storage.policy_folder import save_policy

@@ -22,7 +22,7 @@ from burnish.lab.runs import RunFolder
 from burnish.lab.server import Lab, LabServer
 from burnish.runs.locate import Located
 from envs.tasks.avoid.task import Avoid
-from envs.tasks.gym import Gym
+from envs.tasks.gym.task import Gym
 from envs.tasks.plane import Plane
 
 OLD = "tests/fixtures/version_0_1/policies"

@@ -25,7 +25,8 @@ from envs.evaluation.evaluate import evaluate
 from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.make import env
 from envs.tasks.avoid.task import Avoid
-from envs.tasks.gym import HERE, Gym, local_factory
+from envs.tasks.gym.factories import HERE, local_factory
+from envs.tasks.gym.task import Gym
 from policies.build import build_policy
 from policies.errors import ConfigError, EnvironmentFailure
 from policies.policy import PolicyConfig

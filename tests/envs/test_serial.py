@@ -9,7 +9,7 @@ import pytest
 from messages import mentions
 
 from envs.make import env
-from envs.tasks.gym import Gym
+from envs.tasks.gym.task import Gym
 from policies.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from envs.evaluation.settings import EvaluationSettings as Settings
 from envs.evaluation.watching import watch
 from envs.rollouts.episodes import EpisodeRow
 from envs.tasks.avoid.task import Avoid
-from envs.tasks.gym import Gym
+from envs.tasks.gym.task import Gym
 from policies.build import build_policy
 from policies.errors import CapabilityError
 from policies.policy import Policy, PolicyConfig

@@ -25,7 +25,7 @@ from envs.engine.learned import LearnedStepper
 from envs.fit import require_same_task
 from envs.make import env
 from envs.tasks.avoid.task import Avoid, AvoidStepper
-from envs.tasks.gym import Gym
+from envs.tasks.gym.task import Gym
 from envs.tasks.world import LearnedTask
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy

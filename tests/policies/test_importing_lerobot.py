@@ -19,7 +19,8 @@ from torch import Tensor
 
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.settings import EvaluationSettings as Settings
-from envs.tasks.gym import Gym, local_factory
+from envs.tasks.gym.factories import local_factory
+from envs.tasks.gym.task import Gym
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.importing.importing import import_policy

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from policies.errors import BurnishError, DatasetError
+from policies.errors import BurnishError, DatasetError, reason_of
 
 Arrays = dict[str, np.ndarray]
 """Key -> array of real numbers."""
@@ -32,10 +32,9 @@ def readable(path: str | Path, what: str) -> Iterator[None]:
     except BurnishError:
         raise
     except Exception as error:  # untrusted content may break any assumption
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DatasetError(
-            f"{path}: expected a readable {what}; reading failed with '{reason}'. It is missing, truncated, "
-            f"damaged, too large or of another kind: copy or download it again."
+            f"{path}: expected a readable {what}; reading failed with '{reason_of(error)}'. It is missing, "
+            f"truncated, damaged, too large or of another kind: copy or download it again."
         ) from error
 
 

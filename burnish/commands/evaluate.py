@@ -17,7 +17,7 @@ from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.reports.html import render
 from burnish.reports.results import SUMMARISED
-from burnish.reports.videos import require_pictures, write_videos
+from burnish.reports.videos import try_drawing, write_videos
 from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.evaluation import headline
 from burnish.runs.locate import Located, check_file_to_write, locate_actor, require_writable
@@ -160,7 +160,7 @@ def evaluate(config: EvalConfig) -> Result:
     """Evaluate the policy, and the baseline on the same episodes; write the results."""
     found = resolve(config)
     if config.videos:
-        require_pictures(found.env)
+        try_drawing(found.env)
     evaluation = _play(found.policy, found.env, config)
     baseline = None if found.baseline is None else _play(found.baseline, found.env, config)
     comparison = None if baseline is None else compare(baseline, evaluation)

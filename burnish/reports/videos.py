@@ -32,10 +32,8 @@ def write_videos(env: Any, rows: Sequence[EpisodeRow], count: int, folder: Path,
         name: Beginning of the files' names.
 
     Raises:
-        CapabilityError: If the task draws nothing.
-        MissingExtraError: If rendering is unavailable.
+        MissingExtraError: If rendering is unavailable; see `try_drawing`.
     """
-    require_pictures(env)
     every = max(round(env.spec.control_hz / FPS), 1)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -50,6 +48,18 @@ def require_pictures(env: Any) -> None:
     """Refuse a task that draws nothing."""
     if not hasattr(env, "render_frames"):
         raise CapabilityError(f"env={env.spec.name} draws nothing; give it render_frames(seed, actions).")
+
+
+def try_drawing(env: Any) -> None:
+    """Draw a step of a task, before much is played for its pictures.
+
+    Raises:
+        CapabilityError: If the task draws nothing.
+        MissingExtraError: If rendering is unavailable.
+    """
+    require_pictures(env)
+    middle = (np.asarray(env.spec.action_low) + np.asarray(env.spec.action_high)) / 2
+    env.render_frames(0, middle[None])
 
 
 def worst_first(rows: Sequence[EpisodeRow]) -> list[EpisodeRow]:

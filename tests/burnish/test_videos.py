@@ -16,7 +16,7 @@ from PIL import Image
 import burnish
 from burnish.commands.new import write
 from burnish.reports import videos
-from burnish.reports.videos import webp, worst_first, write_videos
+from burnish.reports.videos import try_drawing, webp, worst_first, write_videos
 from envs.rollouts.episodes import EpisodeRow
 from envs.tasks.mjcf import Mjcf
 from policies.errors import CapabilityError
@@ -60,7 +60,7 @@ def test_files_are_named_by_seed_and_end(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in written] == ["eval-7-seed1-failure.webp", "eval-7-seed0-success.webp"]
     assert all(path.stat().st_size for path in written)
     with pytest.raises(CapabilityError, match=mentions("render_frames(seed,")):
-        write_videos(type("Blind", (), {"spec": Drawn.spec})(), rows, 1, tmp_path, "x")
+        try_drawing(type("Blind", (), {"spec": Drawn.spec})())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("imageio_ffmpeg") is None, reason="imageio-ffmpeg is missing")

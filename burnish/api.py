@@ -27,6 +27,8 @@ from burnish.console import log_lines
 from burnish.reports.html import render
 from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.locate import dated_folder, locate
+from burnish.runs.open_loop import OpenLoopResult
+from burnish.runs.open_loop import measure as measure_open_loop
 from burnish.runs.resolve import resume_directory_error, with_resumed_parts
 from burnish.runs.tasks import values_of_task
 from envs.datasets import write_dataset
@@ -238,6 +240,20 @@ def evaluate(policy: str | Path | Run, *overrides: str, **values: Any) -> Result
     """Evaluate a policy, optionally against a second one (`baseline=…`); see `burnish eval`."""
     config = compose_config("eval", overrides_of(overrides, {"policy": policy, **values}))
     return evaluate_command.evaluate(config)
+
+
+@log_lines()
+def open_loop(policy: str | Path | Run, dataset: Any, *overrides: str, **values: Any) -> OpenLoopResult:
+    """Compare a policy with recorded episodes, without a simulator; see `burnish eval dataset=…`.
+
+    Args:
+        policy: The policy.
+        dataset: Held-out demonstrations, a file or Python objects with data.
+        overrides: Command-line overrides, e.g. `"steps=5"`.
+        values: Keys and their values, e.g. `baseline="runs/other"`.
+    """
+    config = compose_config("eval", overrides_of(overrides, {"policy": policy, "dataset": dataset, **values}))
+    return measure_open_loop(config)
 
 
 @log_lines()

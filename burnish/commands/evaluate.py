@@ -1,4 +1,4 @@
-"""`burnish eval`: seeded episodes, intervals, paired comparison, composition."""
+"""`burnish eval`: seeded episodes, intervals, paired comparison, composition, recorded episodes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from burnish.console import Counting, output, table
 from burnish.reports.html import render
 from burnish.reports.results import SUMMARISED
 from burnish.reports.videos import try_drawing, write_videos
+from burnish.runs import open_loop
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.evaluation import headline
+from burnish.runs.evaluation import headline, require_no_other_file
 from burnish.runs.locate import Located, check_file_to_write, locate_actor, require_writable
 from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
@@ -65,11 +66,20 @@ class Result:
 
 
 def run(config: EvalConfig, context: RunContext) -> float:
-    """Evaluate, write, print; return the success rate, or the mean return without success."""
+    """Evaluate, write, print; return the success rate, or the mean return without success.
+
+    On recorded episodes return the unexplained variance.
+    """
     if config.compose is not None:
         composed = compose_and_compare(config)
         _print_result(composed)
         return _main_number(composed.evaluation)
+    if config.dataset is not None:
+        compared = open_loop.measure(config)
+        output().print(compared.shown())
+        if compared.comparison is not None:
+            output().print(str(compared.comparison), markup=False)
+        return compared.errors.summary().value
     result = evaluate(config)
     _print_numbers(config, result.label, result.evaluation, result.baseline, result.comparison)
     for path in (result.path, *result.videos):
@@ -128,12 +138,14 @@ def resolve(config: EvalConfig) -> ResolvedEval:
     """Locate the policies and the task; a policy of another task is refused."""
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
+    if config.dataset is not None:
+        raise ConfigError("dataset=FILE compares with recorded episodes: burnish.open_loop(policy, dataset).")
     default = EvalConfig()
     if given := [name for name in OF_COMPOSE if getattr(config, name) != getattr(default, name)]:
         raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
     if config.out is not None:
         check_file_to_write(config.out)
-        _require_no_other_file(Path(config.out))
+        require_no_other_file(Path(config.out))
     mine = locate_actor(config.policy, "policy")
     if config.out is None:
         folder = Path() if mine.run is None else mine.run / EVAL
@@ -144,16 +156,6 @@ def resolve(config: EvalConfig) -> ResolvedEval:
         if one is not None:
             require_task_of(one, env, key, allow_other_task=config.allow_other_task)
     return ResolvedEval(config, mine, other, env)
-
-
-def _require_no_other_file(path: Path) -> None:
-    """Refuse, with ConfigError, to replace a file that is not an evaluation."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        head = b"".join(file.read(64).split())
-    if head and not head.startswith(b'{"protocol":'):
-        raise ConfigError(f"out={path} exists and is no evaluation; choose another name.")
 
 
 def evaluate(config: EvalConfig) -> Result:

@@ -11,7 +11,7 @@ from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.paths import path_field
 
-OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "dataset", "reader", "search", "estimate")
+OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "search", "estimate")
 """Keys that are unused for a single policy."""
 
 
@@ -40,7 +40,10 @@ class EvalConfig(EvaluationSettings):
     operator: str = "convex"  # of compose: convex | product | cfg_sum | or
     temperature: float = 1.0  # of operator=or: values above 1 soften the choice between members
     sampler: Any = None  # of compose; null: the lead's sampler
-    dataset: str | None = path_field()  # of compose: held-out demonstrations, to estimate weights
+    dataset: str | None = (
+        path_field()  # held-out demonstrations: compares the policy's actions with them, without a simulator;
+        # of compose: estimates weights
+    )
     reader: dict[str, Any] = bounded({}, was="data")  # options of the dataset's reader: see Data
     search: SearchSettings = field(default_factory=SearchSettings)
     estimate: EstimateSettings = field(default_factory=EstimateSettings)
@@ -49,5 +52,7 @@ class EvalConfig(EvaluationSettings):
         super().__post_init__()
         if self.episodes < 1:
             raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")
+        if self.reader and self.dataset is None:
+            raise ConfigError(f"reader={self.reader} needs dataset=<file>, whose reader has these options.")
         if self.num_workers < 0:
             raise ConfigError(f"num_workers must be 0 or more; got {self.num_workers}.")

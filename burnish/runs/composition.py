@@ -140,8 +140,6 @@ def _members(config: EvalConfig) -> dict[str, Located]:
         raise ConfigError("compose=[a,b] compares with every member; leave policy and baseline out.")
     if config.weights == ESTIMATE and config.dataset is None:
         raise ConfigError(f"weights={ESTIMATE} needs dataset=<held-out demonstrations>.")
-    if config.reader and config.dataset is None:
-        raise ConfigError(f"reader={config.reader} needs dataset=<file>, whose reader has these options.")
     _require_used(config)
     if config.weights is None and config.search.overlaps(config.first_seed, config.episodes):
         raise ConfigError(

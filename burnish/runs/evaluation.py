@@ -1,8 +1,11 @@
-"""Summary of an evaluation."""
+"""Summary of an evaluation, and the file that it is written to."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from envs.evaluation.evaluate import Evaluation
+from policies.errors import ConfigError
 
 
 def headline(evaluation: Evaluation) -> dict[str, float]:
@@ -10,3 +13,13 @@ def headline(evaluation: Evaluation) -> dict[str, float]:
     summary = evaluation.summary()
     names = ("success", "return", "length", "d4rl_score", "return_value_at_risk", "return_cvar")
     return {name: float(summary[name]["value"]) for name in names if name in summary}
+
+
+def require_no_other_file(path: Path) -> None:
+    """Refuse, with ConfigError, to replace a file that is not an evaluation."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        head = b"".join(file.read(64).split())
+    if head and not head.startswith(b'{"protocol":'):
+        raise ConfigError(f"out={path} exists and is no evaluation; choose another name.")

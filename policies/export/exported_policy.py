@@ -32,6 +32,7 @@ class ExportedPolicy:
         self.signature: Mapping[str, Any] = self.description.facts
         self.chunk, self.noise_shape = self.description.chunk, self.description.noise_shape
         self.obs_dim, self.goal_dim = self.description.obs_dim, self.description.goal_dim
+        self.images = self.description.images
         try:
             for name in MODELS:
                 own_file(self.folder / name)

@@ -47,6 +47,11 @@ class Signature:
     def goal_dim(self) -> int:
         return self.inputs["goal"].shape[0] if "goal" in self.inputs else 0
 
+    @property
+    def images(self) -> dict[str, tuple[int, ...]]:
+        """Image shapes (H, W, 3) by camera."""
+        return {name: one.shape[1:] for name, one in self.inputs.items() if one.dtype == "uint8"}
+
 
 def is_exported(folder: Path) -> bool:
     """Whether a folder is an output of `burnish export`."""

@@ -26,6 +26,8 @@ from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, ConfigError
+from policies.export.export import export_onnx
+from policies.export.exported_policy import ExportedPolicy
 from policies.policy import Policy, PolicyConfig
 
 SIZE = (24, 32)
@@ -191,6 +193,22 @@ def test_an_evaluation_of_a_policy_that_looks_does_not_depend_on_the_width() -> 
     shown = env("avoid", max_episode_steps=4, cameras=("top",), image_size=SIZE)
     again = evaluate(policy, shown, Settings(episodes=3))
     assert again.protocol == expected.protocol  # cameras are the policy's
+
+
+def test_an_exported_policy_that_looks_plays_the_same_episode(tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    policy, short = looking(), env("avoid", max_episode_steps=4)
+    export_onnx(policy, tmp_path / "out", latency_batches=())
+    exported = ExportedPolicy(tmp_path / "out")
+    assert exported.images == policy.images
+    played = [
+        evaluate(one, short, Settings(episodes=1), keep_observations=True) for one in (policy, exported)
+    ]
+    assert played[0].protocol["images"] == played[1].protocol["images"]
+    actions = [one.rows[0].actions for one in played]
+    assert actions[0] is not None and np.ptp(actions[0]) > 0
+    np.testing.assert_allclose(actions[1], actions[0], atol=1e-4)
 
 
 def test_one_sample_per_pixel_draws_the_same_scene_with_hard_edges() -> None:

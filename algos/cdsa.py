@@ -120,7 +120,7 @@ class CdsaConfig(Checked):
 
         Raises:
             ConfigError: If policy or dataset is missing, or their widths differ.
-            CapabilityError: If the policy uses images or goals.
+            CapabilityError: If the policy cannot be corrected this way.
         """
         algo = name_of("algo", self)
         if setup.init is None:

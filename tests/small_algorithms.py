@@ -81,7 +81,7 @@ ONE_STEP: dict[str, dict[str, Any]] = {name: {"tuned_steps": 1} for name in ("co
 NOISY = {"consistency": 1, "diffusion": 2, "energy": 2}
 """Processes whose default sampler draws noise after the start, and steps that do without."""
 
-FROM_NOTHING = ("diffuser", "decision_diffuser")
+FROM_SCRATCH = ("diffuser", "decision_diffuser")
 """Algorithms that continue their own policies alone."""
 
 LIMIT = 3
@@ -153,7 +153,7 @@ def setup(process: str, **changes: Any) -> Setup:
 
 def start(algo: str, process: str, **changes: Any) -> Any:
     """Build a run; one that needs an extra skips the test and says which."""
-    changes = ({"init": None} if algo in FROM_NOTHING else {}) | changes
+    changes = ({"init": None} if algo in FROM_SCRATCH else {}) | changes
     try:
         return small(registry.lookup("algo", algo), process).build(setup(process, **changes))
     except MissingExtraError as error:
@@ -170,7 +170,7 @@ def accepts(algo: str, process: str) -> bool:
     """Tell whether an algorithm takes a policy; one of transitions says so before it reads data."""
     part = small(registry.lookup("algo", algo), process)
     try:
-        start = None if algo in FROM_NOTHING else _built(process)
+        start = None if algo in FROM_SCRATCH else _built(process)
         given = setup(process, dataset=_shared_dataset(), init=start)
         if isinstance(part, TransitionsConfig):
             part.require_trainable(given, algo)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from point_env import PointEnv
 from point_steering import changed, start
-from small_algorithms import FROM_NOTHING, PROCESSES, accepts, dataset, setup, small
+from small_algorithms import FROM_SCRATCH, PROCESSES, accepts, dataset, setup, small
 from small_policies import observations, small_policy
 from two_modes import two_mode_setup
 
@@ -91,7 +91,7 @@ REPLAYED = ("bc", "td3_bc", "iql", "a2pr", "rebrac", "qc", "fql", "expo", "pa_rl
 @pytest.mark.parametrize("algo", REPLAYED)
 def test_replayed_steps_are_those_of_single_kernels(algo: str, caplog: pytest.LogCaptureFixture) -> None:
     process = next(one for one in ("flow", "diffusion", "deterministic", *PROCESSES) if accepts(algo, one))
-    changes: dict[str, Any] = {"init": None} if algo in FROM_NOTHING else {}
+    changes: dict[str, Any] = {"init": None} if algo in FROM_SCRATCH else {}
     given = {"dataset": dataset(), "device": torch.device("cuda"), **changes}
     weights = []
     for replays in (True, False):

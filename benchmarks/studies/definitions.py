@@ -11,7 +11,7 @@ class Study:
 
     env: str
     demonstrations: int | None  # recorded per seed; None: a dataset file is given
-    bases: dict[str, str]  # name of a run -> experiment that clones its initial policy; without: from nothing
+    bases: dict[str, str]  # name of a run -> experiment that clones its initial policy; without: from scratch
     tuned: dict[str, str]  # name of a run -> experiment that trains it; overrides of both after blanks
     quantity: str  # success | return
     levels: tuple[float, ...]  # of the quantity, whose first times are reported
@@ -19,7 +19,7 @@ class Study:
     remark: str = ""  # what a reader of its page has to know
     noise: float | None = None  # of the expert, in its own units; None: as the task has it
     options: tuple[str, ...] = ()  # of the task, for its demonstrations
-    led: dict[str, str] = field(default_factory=dict)  # run from nothing -> experiment of its guide's clone
+    led: dict[str, str] = field(default_factory=dict)  # run from scratch -> experiment of its guide's clone
 
 
 HOPPER_ORIGIN = (
@@ -288,7 +288,7 @@ STUDIES = {
         "success",
         (0.8, 0.9),
     ),
-    "hopper-from-nothing": Study(
+    "hopper-from-scratch": Study(
         "hopper", None, {}, {"ppo": "hopper_actor", "fpo": "hopper_fpo_actor"}, "return", (500.0, 900.0)
     ),
     "lift": Study(

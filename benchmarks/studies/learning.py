@@ -68,11 +68,11 @@ def run_one(
         return add_zero_start(target, place, base_path, workers)
     if not study.bases:
         led = starts(study, algo, seed, root / name) if algo in study.led else {}
-        found = _from_nothing(name, algo, seed, target, place, workers, **led)
+        found = _from_scratch(name, algo, seed, target, place, workers, **led)
         return add_zero_start(found, place, base_path, workers)
     demos = demonstrations(study, seed, dataset, root / name)
     if algo not in study.bases:
-        return add_blindfolded(_from_nothing(name, algo, seed, target, place, workers, demos), place)
+        return add_blindfolded(_from_scratch(name, algo, seed, target, place, workers, demos), place)
     experiment = study.tuned[algo]
     wall: dict[str, float] = {}
     configuration: dict[str, Any] = {}
@@ -163,7 +163,7 @@ def reads_data(algo: str, experiment: str) -> bool:
     return algo in FROM_DATA or getattr(config, "offline_ratio", 0.0) > 0
 
 
-def _from_nothing(
+def _from_scratch(
     name: str,
     algo: str,
     seed: int,
@@ -207,7 +207,7 @@ def add_zero_start(target: Path, place: Path, base: Path, workers: int) -> Path:
     """
     content = json.loads(target.read_text())
     for key, run in (("zero_start", place), ("zero_start_before", base)):
-        if key == "zero_start_before" and base == place:  # trained from nothing
+        if key == "zero_start_before" and base == place:  # trained from scratch
             break
         if key not in content and (found := from_zero(run, workers)) is not None:
             content[key] = found

@@ -100,7 +100,7 @@ def _datasets() -> Iterator[tuple[object, ...]]:
     from envs import datasets
 
     for name, reader in datasets.readers().items():
-        yield name, f"{datasets.__name__}.{name}.read", summary(reader.read)
+        yield name, f"{reader.read.__module__}.read", summary(reader.read)
 
 
 def _experiments() -> Iterator[tuple[object, ...]]:

@@ -46,7 +46,7 @@ A cell tells how a clone with the default sampler of its process explores:
 
 CLOSING = """
 Without `init` a new policy learns from the reward alone, under all of them but DSRL
-([from nothing](ppo.md#from-nothing)).
+([from scratch](ppo.md#from-scratch)).
 
 ## What is required
 

@@ -120,7 +120,7 @@ def headline(
 
     The policy before comes from the stored comparison, else from the stored evaluation of `init`, else from
     the episodes that were played for the report, by title: `before` and the run's own. A run that began
-    from nothing has no policy before; the one that it was compared with is called the baseline.
+    from scratch has no policy before; the one that it was compared with is called the baseline.
     """
     last = list(played.values())[-1] if played else None
     own = last if stored is None else stored.evaluation

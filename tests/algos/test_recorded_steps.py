@@ -7,7 +7,7 @@ from typing import Any
 import pairwise
 import pytest
 import torch
-from small_algorithms import ALGOS, FROM_NOTHING, PROCESSES, accepts, dataset, setup, small
+from small_algorithms import ALGOS, FROM_SCRATCH, PROCESSES, accepts, dataset, setup, small
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,7 +61,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[list[str]]]:
 
 def run_of(algo: str) -> Any:
     process = next(one for one in ("flow", "diffusion", "deterministic", *PROCESSES) if accepts(algo, one))
-    changes: dict[str, Any] = {"init": None} if algo in FROM_NOTHING else {}
+    changes: dict[str, Any] = {"init": None} if algo in FROM_SCRATCH else {}
     return small(registry.lookup("algo", algo), process).build(setup(process, dataset=dataset(), **changes))
 
 

@@ -69,7 +69,7 @@ def test_changes_that_would_corrupt_a_resumed_run_are_refused(
     make_run().load_state_dict(state)
 
 
-def start_from_nothing(algo: Any, process: Any, activation: str) -> Any:
+def start_from_scratch(algo: Any, process: Any, activation: str) -> Any:
     """Return a run that begins with a new policy."""
     net = MlpConfig(residual=False, hidden_dims=(8,), time_dim=4, activation=activation)
     modes = {"state": "identity", "action": "limits"}
@@ -89,10 +89,10 @@ def start_from_nothing(algo: Any, process: Any, activation: str) -> Any:
 )
 def test_a_new_policy_stays_what_it_was(algo: Any, process: Any) -> None:
     """Its weights would fit another activation, and mean something else."""
-    state = from_plain(to_plain(start_from_nothing(algo, process, "mish").state_dict()))
+    state = from_plain(to_plain(start_from_scratch(algo, process, "mish").state_dict()))
     with pytest.raises(CheckpointError, match=mentions("policy.parts.backbone.activation relu")):
-        start_from_nothing(algo, process, "relu").load_state_dict(state)
-    start_from_nothing(algo, process, "mish").load_state_dict(state)
+        start_from_scratch(algo, process, "relu").load_state_dict(state)
+    start_from_scratch(algo, process, "mish").load_state_dict(state)
 
 
 def test_states_without_these_facts_are_continued() -> None:

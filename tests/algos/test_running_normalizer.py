@@ -138,7 +138,7 @@ def test_identity_is_left_alone() -> None:
     assert (run.policy.normalizer.state_scale == 1).all()
 
 
-def test_what_cannot_start_from_nothing_is_refused() -> None:
+def test_what_cannot_start_from_scratch_is_refused() -> None:
     with pytest.raises(ConfigError, match=mentions("normalizer.state=limits")):
         make_run(policy=shape(normalizer=PolicyConfig().normalizer))
     with pytest.raises(ConfigError, match=mentions("bc_weight=0.1")):

@@ -292,7 +292,7 @@ def test_targets_of_entropy_count_the_entries_of_an_executed_chunk() -> None:
 
 
 def test_a_point_is_driven_to_its_goal_after_a_few_hundred_steps() -> None:
-    """From nothing: the untrained policy ends as far away as it began, the trained one at the goal."""
+    """From scratch: the untrained policy ends as far away as it began, the trained one at the goal."""
     run = start(
         setup={"policy": shape(), "env": PointEnv(limit=12)}, total_steps=450, warmup_steps=200,
         log_every=200, updates_per_step=1.0, batch_size=64, critic_dims=(32, 32), init_alpha=0.05,

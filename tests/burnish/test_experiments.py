@@ -207,7 +207,7 @@ def _parts(name: str) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize("name", of_each((n for n in experiments() if n.endswith("_actor")), _parts))
-def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
+def test_one_tiny_iteration_from_scratch(name: str, tmp_path: Path) -> None:
     few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.env_steps=8", "algo.batch_size=4"]
     tiny = [f"experiment={name}", *few, "evaluation.episodes=0", "progress=false"]
     outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from messages import mentions
 from pairwise import Laws, Shared, of_each, representatives
-from small_algorithms import ALGOS, FROM_NOTHING, PROCESSES, accepts, init, policy_config, small, start
+from small_algorithms import ALGOS, FROM_SCRATCH, PROCESSES, accepts, init, policy_config, small, start
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -236,7 +236,7 @@ def test_a_snapshot_is_an_independent_policy_that_saves_and_loads(
 ) -> None:
     given = init(process)
     before = weights(given)
-    run = start(algo, process, **({} if algo in FROM_NOTHING else {"init": given}))
+    run = start(algo, process, **({} if algo in FROM_SCRATCH else {"init": given}))
     run.advance()
     snapshot = run.snapshot()
     obs = torch.rand(3, 1, 2, generator=torch.Generator().manual_seed(0))

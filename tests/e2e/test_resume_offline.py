@@ -75,7 +75,7 @@ def assert_resumes(config: Any, tmp_path: Path, **parts: Any) -> None:
 
 
 @pytest.mark.parametrize("config", of_each(NEW, kind_of), ids=lambda c: c.__name__)
-def test_an_actor_from_nothing_resumes_bit_exactly(config: Any, tmp_path: Path) -> None:
+def test_an_actor_from_scratch_resumes_bit_exactly(config: Any, tmp_path: Path) -> None:
     assert_resumes(small(config), tmp_path)
 
 

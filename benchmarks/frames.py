@@ -2,7 +2,7 @@
 
     python -m benchmarks.frames [--rounds 7]
 
-needs the extra `warp`; it writes docs/results/scale/frames.json, its lines in docs/environments.md and
+needs the extra `warp`; it writes docs/results/scale/frames.json, its lines in docs/images.md and
 docs/pictures/renderers.png. The two draw the same states in turns.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.speed.timing import interleave
 from envs.engine.pixels import RENDERERS, CameraRenderer
 from envs.make import env
 
-PAGE, PICTURE = "docs/environments.md", "docs/pictures/renderers.png"
+PAGE, PICTURE = "docs/images.md", "docs/pictures/renderers.png"
 CASES = (("avoid", "top", 48), ("avoid", "top", 64), ("hopper", "track", 48), ("hopper", "track", 64))
 SHOWN = (("avoid", "tilted"), ("hopper", "track"))
 PIXELS = 220  # of a shown picture

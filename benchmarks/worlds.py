@@ -3,7 +3,7 @@
     python -m benchmarks.worlds [--init DIR] [--rounds 3] [--workers 16] [--from FILE]
     python -m benchmarks.worlds --run DIR BEFORE AFTER
 
-needs the extra `warp`; it writes docs/results/scale/worlds.json and the table in docs/environments.md; with
+needs the extra `warp`; it writes docs/results/scale/worlds.json and the table in docs/images.md; with
 `--from`, from the file of a run on another machine. Each case is a run of DPPO by a policy that acts on the
 device. `--init` is a policy of hopper; others are untrained. `--run` records a directory with a run's
 config.yaml, environment.json and metrics.jsonl, and the files of evaluations before and after it.
@@ -32,7 +32,7 @@ from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.storage.policy_folder import load_policy
 
-PAGE = "docs/environments.md"
+PAGE = "docs/images.md"
 PACKAGES = ("mujoco", "mujoco-warp", "warp-lang", "torch")
 CHUNKS = 32_768  # of an iteration
 TASKS: dict[str, tuple[int, ...]] = {"hopper": (256, 1024, 4096), "halfcheetah": (1024,), "avoid": (1024,)}

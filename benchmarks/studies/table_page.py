@@ -183,16 +183,17 @@ BRACKETS = """In brackets: how probably an episode of the best goes better than 
 seeds that all methods have; a method made for less than a third of the steps is left out."""
 
 LEARNED = {
-    "avoid": """**What was learned.** With few steps, methods that reuse what they have seen win. TRQAM is
-ahead of the others at half of them, for 11 minutes of a core where they take 2 to 4; DSRL on a diffusion
-and RLPD end as high, on few of the clone's ways; DQC keeps 63 % of them, and ends at 91 %. `residual`,
-which never trains the clone, is ahead at a tenth, keeps 92 % of its ways, and ends at 90 %. FamO2O ends
+    "avoid": """**What was learned.** With few steps, methods that reuse what they have seen win. TRQAM
+is ahead of the others at half of them, for 11 minutes of a core where they take 2 to 4; DSRL on a
+diffusion and RLPD end as high, on few of the clone's ways; DQC keeps 63 % of them, and ends at 91 %.
+`residual`, which never trains the clone, is ahead at a tenth, keeps 92 % of its ways, and ends at 90 %.
+EXPO, which edits chunks, ends beside IDQL, at 86 %, on 56 % of the ways where IDQL keeps 36. FamO2O ends
 between 54 and 92 %, by the seed, and FQL spends these steps on a student that is as good as the clone.
 On-policy methods take fifteen times the steps and mostly less processor time, and the best of them decide
-by one or two evaluations of a network: PPO on a mixture, ReinFlow on MIP. DPPO comes as far and keeps most
-ways of all that do. The last checkpoint is not always the best: FPO rises to 75 % and ends at 33, below its
-clone; FPO++, its successor, ends below its best, and AWM hardly rises after a third, so look at evaluations
-on the way. Gaussian PPO, from the weakest clone, ends where its seed takes it.""",
+by one or two evaluations of a network: PPO on a mixture, ReinFlow on MIP. DPPO comes as far and keeps
+most ways of all that do. The last checkpoint is not always the best: FPO rises to 75 % and ends at 33,
+below its clone; FPO++, its successor, ends below its best, and AWM hardly rises after a third, so look at
+evaluations on the way. Gaussian PPO, from the weakest clone, ends where its seed takes it.""",
     "hopper-medium": """**What was learned.** Settings decide more than methods. TD3+BC at its
 published settings, made for ten times the rows, ends where its clone was, as PRDC does, and IQL below it; all
 three were at 60 to 67 % on the way. With settings for few rows (`study_`: those of `td3_bc_few_rows` and

@@ -29,7 +29,7 @@ from policies.bounds import bounded
 from policies.errors import CapabilityError
 from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
-from policies.wrappers.candidates import CandidatePolicy, ranked, select
+from policies.wrappers.candidates import CandidatePolicy, Candidates, ranked, select
 
 EDITED = ("data", "policy")
 
@@ -74,6 +74,10 @@ class EditConfig(ChunkCriticConfig):
         self.require("target_entropy", not self.learn_alpha or target < most, rule)
         return target
 
+    def wrapper(self, **values: Any) -> Candidates:
+        edits = {name: getattr(self, name) for name in ("edit_scale", "edit_dims", "stochastic")}
+        return super().wrapper(bound=self.edit_bound, **edits, **values)
+
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)
         width = policy.chunk.width
@@ -90,6 +94,7 @@ class Edits(ChunkCriticLearner):
     config: EditConfig
     policy: CandidatePolicy
     edit_parts: ClassVar[tuple[str, ...]] = ("edit_optimizer", "alpha_optimizer")
+    own_values = ("log_alpha",)
 
     def begin_edits(self, policy: CandidatePolicy) -> None:
         """Take the policy whose edits are trained."""
@@ -149,14 +154,6 @@ class Edits(ChunkCriticLearner):
                 "actor/edit_size": (self.policy.scale * u).square().mean().sqrt(),
                 "actor/saturated_fraction": (u.abs() > AT_BOUND).float().mean(),
             }
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"log_alpha": self.log_alpha.detach().clone()}
-
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state)
-        with torch.no_grad():
-            self.log_alpha.copy_(state["log_alpha"])
 
 
 class EditLearner(Edits):

@@ -55,12 +55,5 @@ class ExpoConfig(EditConfig):
         self.require("num_edited", self.num_edited <= self.num_candidates, rule)
 
     def learner_of(self, policy: Policy, seed: int) -> EditLearner:
-        wrapper = self.wrapper(
-            num_candidates=self.num_candidates,
-            num_edited=self.num_edited,
-            edit_scale=self.edit_scale,
-            edit_dims=self.edit_dims,
-            bound=self.edit_bound,
-            stochastic=self.stochastic,
-        )
+        wrapper = self.wrapper(num_candidates=self.num_candidates, num_edited=self.num_edited)
         return EditLearner(policy, wrapper.wrap(policy), self)

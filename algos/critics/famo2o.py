@@ -22,7 +22,7 @@ by its mean here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class Famo2oLearner(ValueLearner):
 
     config: Famo2oConfig
     own_parts = (*ValueLearner.own_parts, "balance_optimizer", "alpha_optimizer")
+    own_values = ("log_alpha",)
 
     def __init__(self, policy: BalancedPolicy, config: Famo2oConfig) -> None:
         super().__init__(policy.base, config)
@@ -114,14 +115,6 @@ class Famo2oLearner(ValueLearner):
         descend(self.alpha_optimizer, self.temperature_loss(log_prob))
         found = {"balance/loss": loss.detach(), "balance/entropy": -log_prob.mean(), "balance/alpha": alpha}
         return found | {"balance/coefficient": coefficient.mean()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"log_alpha": self.log_alpha.detach().clone()}
-
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state)
-        with torch.no_grad():
-            self.log_alpha.copy_(state["log_alpha"])
 
 
 @register("algo", "famo2o")

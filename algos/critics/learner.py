@@ -324,6 +324,8 @@ class ChunkCriticLearner:
 
     own_parts: ClassVar[tuple[str, ...]] = ()
     """Names of further networks and optimisers."""
+    own_values: ClassVar[tuple[str, ...]] = ()
+    """Names of further tensors."""
 
     @property
     def _parts(self) -> tuple[str, ...]:
@@ -331,11 +333,15 @@ class ChunkCriticLearner:
         return ("policy", "critic", "target_critic", "critic_optimizer", *optional, *self.own_parts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps} | save_parts(self, self._parts)
+        values = {name: getattr(self, name).detach().clone() for name in self.own_values}
+        return {"steps": self.steps} | save_parts(self, self._parts) | values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_parts(self, self._parts, state)
         self.steps = int(state["steps"])
+        with torch.no_grad():
+            for name in self.own_values:
+                getattr(self, name).copy_(state[name])
 
 
 def _require_no_new_encoder(policy: Policy, algo: str) -> None:

@@ -44,16 +44,9 @@ class QamEditLearner(QamLearner, Edits):
 
     def around(self, tuned: DenoisingPolicy) -> CandidatePolicy:
         """Return the policy that acts: edited chunks of the tuned flow, the best of several."""
-        config, count = self.config, self.config.num_candidates
-        policy = config.wrapper(
-            aggregate="mean",
-            num_candidates=count,
-            num_edited=count,
-            keeps_base=False,
-            edit_scale=config.edit_scale,
-            edit_dims=config.edit_dims,
-            bound=config.edit_bound,
-            stochastic=config.stochastic,
+        count = self.config.num_candidates
+        policy = self.config.wrapper(
+            aggregate="mean", num_candidates=count, num_edited=count, keeps_base=False
         ).wrap(tuned)
         if policy.critic is not None:
             policy.critic = self.critic

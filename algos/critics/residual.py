@@ -70,15 +70,8 @@ class ResidualConfig(EditConfig):
     num_candidates: int = bounded(1, ge=1)  # N, corrected chunks to choose from
 
     def learner_of(self, policy: Policy, seed: int) -> ResidualLearner:
-        wrapper = self.wrapper(
-            num_candidates=self.num_candidates,
-            num_edited=self.num_candidates,
-            keeps_base=False,
-            edit_scale=self.edit_scale,
-            edit_dims=self.edit_dims,
-            bound=self.edit_bound,
-            stochastic=self.stochastic,
-        )
+        count = self.num_candidates
+        wrapper = self.wrapper(num_candidates=count, num_edited=count, keeps_base=False)
         learner = ResidualLearner(policy, wrapper.wrap(policy), self)
         learner.policy.scale.fill_(self.scale_after(0))
         return learner

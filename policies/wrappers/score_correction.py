@@ -137,11 +137,9 @@ class CorrectedPolicy(WrappedPolicy):
         chunk = self.base.decode(cond, noise, grad=grad, start=start, hooks=hooks)
         if not (self.wrapper.eta or self.wrapper.eta_state):
             return chunk
-        rows = self.base.chunk.executed
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            action = self.corrected(self.standardized(cond.vec), chunk[:, rows].flatten(1))
-        executed = action.view(-1, self.base.chunk.act_steps, self.base.chunk.action_dim)
-        return torch.cat([chunk[:, : rows.start], executed, chunk[:, rows.stop :]], dim=1)
+            action = self.corrected(self.standardized(cond.vec), self.executed_part(chunk))
+        return self.with_executed(chunk, action)
 
     def corrected(self, state: Tensor, action: Tensor) -> Tensor:
         """Return actions (B, A) after correction, for standardised conditions (B, C)."""

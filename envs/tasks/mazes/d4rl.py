@@ -212,16 +212,8 @@ class _PointMaze(_Maze):
 
     def demonstrate(self, seed: int) -> Episode:
         """Record one demonstration; with a separate goal every step stores it as extra key `goal`."""
-        return demonstrate_maze(
-            self.stepper(1),
-            self.layout,
-            seed,
-            self.expert,
-            FORCE_CONTROL if self.control == "force" else position_control(self.layout),
-            step_s=0.01 * self.hold,
-            max_steps=self.max_episode_steps,
-            keep_goal=self.goal == "separate",
-        )
+        control = FORCE_CONTROL if self.control == "force" else position_control(self.layout)
+        return demonstrate_maze(self, self.expert, control, seed, step_s=0.01 * self.hold)
 
 
 # fmt: off

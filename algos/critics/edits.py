@@ -39,7 +39,7 @@ class EditConfig(ChunkCriticConfig):
     """Settings shared by algorithms that edit actions."""
 
     edit_scale: float = bounded(0.1, ge=0)  # beta, in normalised action units
-    edit_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # hidden widths of the edit actor; ReLU
+    edit_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)  # widths of the edits; ReLU
     edit_init_std: float | None = bounded(
         None, gt=0
     )  # std of edits before scaling at the start, around means of 0; null: as the network is drawn, about 1
@@ -57,10 +57,6 @@ class EditConfig(ChunkCriticConfig):
     init_alpha: float = bounded(1.0, gt=0)  # initial temperature
     learn_alpha: bool = True  # tune the temperature towards the target entropy
     alpha_lr: float = bounded(3e-4, gt=0)  # Adam, of the log temperature
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_widths("edit_dims")
 
     def target_entropy_of(self, width: int) -> float:
         """Return H of edits of `width` numbers; ConfigError if no edit reaches it.

@@ -132,18 +132,17 @@ class Famo2oConfig(ChunkCriticConfig):
     needs_noise: ClassVar[bool] = False
     may_keep: ClassVar[bool] = False
 
-    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a critic
+    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths of a critic
     critic_activation: str = "relu"
     critic_layer_norm: bool = False  # layer normalisation in the critics
     expectile: float = bounded(0.9, gt=0, lt=1)  # kappa
     min_coefficient: float = bounded(1.0, ge=0)  # smallest inverse temperature of the advantage weights
     max_coefficient: float = bounded(5.0, ge=0)  # largest of them
-    balance_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of the balance model; ReLU
+    balance_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # widths of the balance model; ReLU
     init_alpha: float = bounded(1.0, gt=0)  # initial temperature of the balance model
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_widths("balance_dims")
         rule = f"at least algo.min_coefficient={self.min_coefficient}"
         self.require("max_coefficient", self.max_coefficient >= self.min_coefficient, rule)
         self.require("refit", self.refit, "true")

@@ -77,7 +77,7 @@ class ChunkCriticConfig(TransitionsConfig):
 
     steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
-    critic_dims: tuple[int, ...] = bounded((512, 512, 512, 512), ge=1)  # hidden widths of a critic
+    critic_dims: tuple[int, ...] = bounded((512, 512, 512, 512), ge=1, some=True)  # hidden widths of a critic
     critic_activation: str = bounded("gelu", choices=tuple(ACTIVATIONS))
     critic_layer_norm: bool = True  # layer normalisation in the critics
     norm_after: bool = True  # after the activation instead of before it

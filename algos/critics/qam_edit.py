@@ -77,7 +77,7 @@ class QamEditConfig(QamConfig, EditConfig):
         QAM, released code.
     """
 
-    edit_dims: tuple[int, ...] = bounded((512, 512, 512, 512), ge=1)  # hidden widths of the edit actor; ReLU
+    edit_dims: tuple[int, ...] = bounded((512, 512, 512, 512), ge=1, some=True)  # widths of the edits; ReLU
 
     def learner_of(self, policy: Policy, seed: int) -> QamEditLearner:
         assert isinstance(policy, DenoisingPolicy)

@@ -61,7 +61,7 @@ class ResidualConfig(EditConfig):
 
     steps: int = bounded(0, ge=0)  # gradient steps on the dataset
     critics: int = bounded(10, ge=1)  # E, size of the critic ensemble
-    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # hidden widths of a critic
+    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)  # hidden widths of a critic
     aggregate: str = bounded("subset_min", choices=AGGREGATES)  # reduction over critics in targets
     refit: bool = False  # train the policy on the recorded chunks too; false: it stays as it is
     edit_scale: float = bounded(0.2, ge=0)  # beta, in normalised action units

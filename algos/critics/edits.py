@@ -40,20 +40,12 @@ class EditConfig(ChunkCriticConfig):
 
     edit_scale: float = bounded(0.1, ge=0)  # beta, in normalised action units
     edit_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)  # widths of the edits; ReLU
-    edit_init_std: float | None = bounded(
-        None, gt=0
-    )  # std of edits before scaling at the start, around means of 0; null: as the network is drawn, about 1
+    edit_init_std: float | None = bounded(None, gt=0)  # initial std of unscaled edits, mean 0; null: about 1
     edit_bound: float | None = bounded(1.0, gt=0)  # edited actions stay within ± this; null: unbounded
-    edits_at: str = bounded(
-        "policy", choices=EDITED
-    )  # actions that edits are trained at: the data's or the policy's
-    actor_aggregate: str = bounded(
-        "mean", choices=("mean", "min", "mean_std")
-    )  # reduction in the edits' loss
+    edits_at: str = bounded("policy", choices=EDITED)  # whose actions edits are trained at
+    actor_aggregate: str = bounded("mean", choices=("mean", "min", "mean_std"))  # reduction in their loss
     stochastic: bool = True  # the exported policy samples its edits; false: it uses their means
-    target_entropy: float | None = bounded(
-        None, ge=-math.inf
-    )  # H of scaled edits; null: that of half the box
+    target_entropy: float | None = bounded(None, ge=-math.inf)  # H of scaled edits; null: of half the box
     init_alpha: float = bounded(1.0, gt=0)  # initial temperature
     learn_alpha: bool = True  # tune the temperature towards the target entropy
     alpha_lr: float = bounded(3e-4, gt=0)  # Adam, of the log temperature

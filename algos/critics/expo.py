@@ -43,9 +43,7 @@ class ExpoConfig(EditConfig):
     aggregate: str = bounded("subset_min", choices=AGGREGATES)  # reduction over critics in targets
     actor_every: int = bounded(20, ge=1)  # critic updates per update of policy and edits
     edit_scale: float = bounded(0.05, ge=0)  # beta, in normalised action units
-    edits_at: str = bounded(
-        "data", choices=EDITED
-    )  # actions that edits are trained at: the data's or the policy's
+    edits_at: str = bounded("data", choices=EDITED)  # whose actions edits are trained at
     num_candidates: int = bounded(8, ge=1)  # N, chunks of the policy
     num_edited: int = bounded(8, ge=1)  # M of them are edited
 

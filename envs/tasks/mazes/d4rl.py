@@ -126,14 +126,13 @@ class _Maze(MazeTask):
         super().__post_init__()
         grid = " ".join(self.layout.rows)
         for key in ("start_cell", "goal_cell"):
-            cell = tuple(getattr(self, key))
+            cell = getattr(self, key)
             is_free = not cell or cell in self.layout.cells
             self.require(key, is_free, f"row and column of a free cell of '{self.maze}' ({grid}), or ()")
 
     @property
     def ends(self) -> tuple[Cell | None, Cell | None]:
-        start, goal = (tuple(cell) or None for cell in (self.start_cell, self.goal_cell))
-        return start, goal  # type: ignore[return-value]
+        return self.start_cell or None, self.goal_cell or None  # type: ignore[return-value]
 
     def achieved_goal(self, states: Array) -> Array:
         return states[..., :2]

@@ -207,8 +207,9 @@ def demonstrate_maze(
     stepper, max_steps = task.stepper(1), task.max_episode_steps
     rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
     start, goal = stepper.start_and_goal(0)
-    path = {"options": options, "lag_s": control.lag_s, "step_s": step_s}
-    follower = PathFollower(task.layout, start, goal, rng=rng, **path)
+    follower = PathFollower(
+        task.layout, start, goal, options=options, lag_s=control.lag_s, step_s=step_s, rng=rng
+    )
     extras = {"goal": goal} if task.goal == "separate" else {}
     while not record.ended and len(record) < max_steps:
         action = control.action(record.now, follower.target(record.now[:2]))

@@ -215,18 +215,14 @@ class A2prConfig(ConstrainedTd3Config):
         arXiv 2405.19909 and its released code.
     """
 
-    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)
-    critic_dims: tuple[int, ...] = bounded((256, 256, 256, 256), ge=1)
-    value_dims: tuple[int, ...] = bounded((256, 256, 256, 256), ge=1)  # hidden widths of V; ReLU
+    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)
+    critic_dims: tuple[int, ...] = bounded((256, 256, 256, 256), ge=1, some=True)
+    value_dims: tuple[int, ...] = bounded((256, 256, 256, 256), ge=1, some=True)  # hidden widths of V; ReLU
     value_lr: float = bounded(3e-4, gt=0)  # Adam
     vae_width: int = bounded(750, ge=1)  # width of both hidden layers of encoder and decoder
     vae_lr: float = bounded(1e-3, gt=0)  # Adam
     vae_weight: float = bounded(1.0, ge=0)  # weight of the reconstruction error against the KL divergence
     constraint_weight: float = bounded(0.5, ge=0)  # m; `mask` in the released code
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_widths("value_dims")
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> AdvantageGuide:
         like = table.cond

@@ -203,12 +203,8 @@ class IqlConfig(OfflineConfig):
 
     expectile: float = bounded(0.7, gt=0, lt=1)  # tau, of the value loss
     temperature: float = bounded(3.0, ge=0)  # beta, inverse temperature of the advantage weights
-    value_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of V; ReLU
+    value_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths of V; ReLU
     deterministic: bool = False  # true: deterministic actor trained by regression; false: Gaussian
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_widths("value_dims")
 
     def prepare(self, setup: Setup) -> OfflineData:
         if self.deterministic and setup.init is not None:

@@ -85,8 +85,8 @@ class RebracConfig(ConstrainedTd3Config):
     batch_size: int = bounded(1024, ge=1)
     actor_lr: float = bounded(1e-3, gt=0)
     critic_lr: float = bounded(1e-3, gt=0)
-    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)
-    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)
+    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)
+    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)
     actor_weight: float = bounded(0.01, ge=0)  # beta1, weight of the actor penalty
     critic_weight: float = bounded(0.01, ge=0)  # beta2, weight of the target penalty
     critic_layer_norm: bool = True  # normalise after each activation

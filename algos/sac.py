@@ -55,7 +55,7 @@ class SacConfig(OffPolicyConfig):
     requires: ClassVar[str] = "trains a squashed Gaussian (process=tanh_gaussian)"
 
     updates_per_step: float = bounded(1.0, gt=0)  # critic updates per executed control step
-    critic_dims: tuple[int, ...] = (256, 256)  # hidden widths
+    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths
     critic_activation: str = "relu"  # relu, mish or tanh
     critic_layer_norm: bool = False  # layer normalisation before each activation
     target_entropy: float | None = bounded(None, ge=-math.inf)  # of an executed chunk; null: minus its size

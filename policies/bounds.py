@@ -27,7 +27,7 @@ WAS = "was"
 
 @dataclass(frozen=True)
 class Bounds:
-    """Admissible values of a field: a numeric range or a set of choices."""
+    """Admissible values of a field: a numeric range or a set of choices; `some`: one entry or more."""
 
     ge: float | None = None
     gt: float | None = None
@@ -35,6 +35,7 @@ class Bounds:
     lt: float | None = None
     choices: tuple[Any, ...] = ()
     even: bool = False
+    some: bool = False
 
     def admits(self, value: Any) -> bool:
         """Whether a single value is admissible; NaN never is, infinity only for infinite `le`."""
@@ -50,7 +51,7 @@ class Bounds:
     def __str__(self) -> str:
         if self.choices:
             return ("one of " if len(self.choices) > 1 else "") + ", ".join(map(str, self.choices))
-        return f"even and {self._range()}" if self.even else self._range()
+        return ("one or more, each " * self.some) + ("even and " * self.even) + self._range()
 
     def _range(self) -> str:
         low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
@@ -73,6 +74,7 @@ def bounded(
     lt: float | None = None,
     choices: Sequence[Any] = (),
     even: bool = False,
+    some: bool = False,
     was: str = "",
 ) -> Any:
     """Declare a field with a range, choices or a former name.
@@ -87,10 +89,12 @@ def bounded(
         lt: Exclusive upper bound.
         choices: Admissible values.
         even: Admit even numbers only; needs a bound.
+        some: Refuse an empty tuple; needs a bound.
         was: Former name, still accepted in saved configurations and on the command line.
     """
     has_range = choices or any(limit is not None for limit in (ge, gt, le, lt))
-    metadata: dict[str, Any] = {_BOUNDS: Bounds(ge, gt, le, lt, tuple(choices), even)} if has_range else {}
+    bounds = Bounds(ge, gt, le, lt, tuple(choices), even, some)
+    metadata: dict[str, Any] = {_BOUNDS: bounds} if has_range else {}
     metadata |= {WAS: was} if was else {}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
@@ -119,10 +123,16 @@ class Checked:
     key: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Check all field ranges; a ConfigError names key, range and value."""
+        """Make lists tuples where the default is one, and check ranges; errors name key, range and value."""
         for one in fields(self):  # type: ignore[arg-type]
             bounds, value = bounds_of(one), getattr(self, one.name)
-            if bounds is not None and not all(map(bounds.admits, _entries(value))):
+            if isinstance(value, list) and isinstance(one.default, tuple):
+                value = tuple(value)
+                object.__setattr__(self, one.name, value)  # of a frozen dataclass too
+            if bounds is None or value is None:
+                continue
+            entries = list(_entries(value))
+            if not all(map(bounds.admits, entries)) or (bounds.some and not entries):
                 raise ConfigError(f"{self._key_of(one.name)} must be {bounds}; got {_shown(value)}.")
 
     def require(self, name: str, holds: bool, rule: str) -> None:
@@ -130,19 +140,11 @@ class Checked:
         if not holds:
             raise ConfigError(f"{self._key_of(name)} must be {rule}; got {_shown(getattr(self, name))}.")
 
-    def require_widths(self, *names: str) -> None:
-        """Turn fields, also of a frozen dataclass, into tuples of at least one width."""
-        for name in names:
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-            self.require(name, bool(getattr(self, name)), "one or more widths")
-
     def _key_of(self, name: str) -> str:
         return f"{self.key}.{name}" if self.key else name
 
 
 def _entries(value: Any) -> Iterator[Any]:
-    if value is None:
-        return iter(())
     if isinstance(value, Mapping):
         return iter(value.values())
     return iter(value) if isinstance(value, (list, tuple)) else iter((value,))

@@ -127,9 +127,7 @@ class DiffuserConfig(PlanningConfig):
     """
 
     action_weight: float = bounded(10.0, gt=0)  # loss weight of the first action
-    value_widths: tuple[int, ...] = bounded(
-        (32, 64, 128), ge=1
-    )  # channels per level of the value; []: no value
+    value_widths: tuple[int, ...] = bounded((32, 64, 128), ge=1)  # channels per level of the value; []: none
     plans: int = bounded(16, ge=1)  # plans per decision, of which the most valuable is executed
     guide_scale: float = bounded(0.1, ge=0)  # step along the value's slope
     guide_repeats: int = bounded(2, ge=0)  # moves per denoising step

@@ -80,7 +80,7 @@ class RecapConfig(BcConfig):
 
     value_steps: int = bounded(2000, ge=1)  # gradient steps of the value, before those of the policy
     value_lr: float = bounded(3e-4, gt=0)  # Adam
-    value_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of the value; ReLU
+    value_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths of the value; ReLU
     num_bins: int = bounded(201, ge=2)  # atoms of the value's distribution
     gamma: float = bounded(1.0, gt=0, le=1)  # discount per control step
     rewards: str = bounded("recorded", choices=REWARDS)  # steps: -1 per step, 0 at success
@@ -93,7 +93,6 @@ class RecapConfig(BcConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_widths("value_dims")
         self.require("teacher", self.teacher is None, "null")
 
     def build(self, setup: Setup) -> Recap:

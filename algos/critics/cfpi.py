@@ -93,7 +93,7 @@ class CfpiConfig(ChunkCriticConfig):
     critic_cosines: int = bounded(0, ge=0)  # M, for critics of quantiles, published 64; 0: expectations
     quantiles: int = bounded(8, ge=1)  # fractions in an update of critics of quantiles
     refit: bool = False  # clone the recorded chunks too; false: the policy stays as it is
-    radii: tuple[float, ...] = bounded((0.0, 0.5), ge=0)  # delta, of which the best acts; 0: the mean
+    radii: tuple[float, ...] = bounded((0.0, 0.5), ge=0, some=True)  # delta, the best acts; 0: the mean
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,7 +29,7 @@ from policies.bounds import bounded
 from policies.errors import CapabilityError
 from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
-from policies.wrappers.candidates import CandidatePolicy, ranked, select
+from policies.wrappers.candidates import CandidatePolicy, Candidates, ranked, select
 
 EDITED = ("data", "policy")
 
@@ -39,28 +39,16 @@ class EditConfig(ChunkCriticConfig):
     """Settings shared by algorithms that edit actions."""
 
     edit_scale: float = bounded(0.1, ge=0)  # beta, in normalised action units
-    edit_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # hidden widths of the edit actor; ReLU
-    edit_init_std: float | None = bounded(
-        None, gt=0
-    )  # std of edits before scaling at the start, around means of 0; null: as the network is drawn, about 1
+    edit_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)  # widths of the edits; ReLU
+    edit_init_std: float | None = bounded(None, gt=0)  # initial std of unscaled edits, mean 0; null: about 1
     edit_bound: float | None = bounded(1.0, gt=0)  # edited actions stay within ± this; null: unbounded
-    edits_at: str = bounded(
-        "policy", choices=EDITED
-    )  # actions that edits are trained at: the data's or the policy's
-    actor_aggregate: str = bounded(
-        "mean", choices=("mean", "min", "mean_std")
-    )  # reduction in the edits' loss
+    edits_at: str = bounded("policy", choices=EDITED)  # whose actions edits are trained at
+    actor_aggregate: str = bounded("mean", choices=("mean", "min", "mean_std"))  # reduction in their loss
     stochastic: bool = True  # the exported policy samples its edits; false: it uses their means
-    target_entropy: float | None = bounded(
-        None, ge=-math.inf
-    )  # H of scaled edits; null: that of half the box
+    target_entropy: float | None = bounded(None, ge=-math.inf)  # H of scaled edits; null: of half the box
     init_alpha: float = bounded(1.0, gt=0)  # initial temperature
     learn_alpha: bool = True  # tune the temperature towards the target entropy
     alpha_lr: float = bounded(3e-4, gt=0)  # Adam, of the log temperature
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_widths("edit_dims")
 
     def target_entropy_of(self, width: int) -> float:
         """Return H of edits of `width` numbers; ConfigError if no edit reaches it.
@@ -73,6 +61,10 @@ class EditConfig(ChunkCriticConfig):
         rule = f"below {most:.4g}, the largest entropy of {width} edits of scale {self.edit_scale:g}"
         self.require("target_entropy", not self.learn_alpha or target < most, rule)
         return target
+
+    def wrapper(self, **values: Any) -> Candidates:
+        edits = {name: getattr(self, name) for name in ("edit_scale", "edit_dims", "stochastic")}
+        return super().wrapper(bound=self.edit_bound, **edits, **values)
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)
@@ -90,6 +82,7 @@ class Edits(ChunkCriticLearner):
     config: EditConfig
     policy: CandidatePolicy
     edit_parts: ClassVar[tuple[str, ...]] = ("edit_optimizer", "alpha_optimizer")
+    own_values = ("log_alpha",)
 
     def begin_edits(self, policy: CandidatePolicy) -> None:
         """Take the policy whose edits are trained."""
@@ -149,14 +142,6 @@ class Edits(ChunkCriticLearner):
                 "actor/edit_size": (self.policy.scale * u).square().mean().sqrt(),
                 "actor/saturated_fraction": (u.abs() > AT_BOUND).float().mean(),
             }
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"log_alpha": self.log_alpha.detach().clone()}
-
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state)
-        with torch.no_grad():
-            self.log_alpha.copy_(state["log_alpha"])
 
 
 class EditLearner(Edits):

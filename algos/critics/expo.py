@@ -37,15 +37,13 @@ class ExpoConfig(EditConfig):
     """
 
     critics: int = bounded(10, ge=1)  # E, size of the critic ensemble
-    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # hidden widths of a critic
+    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)  # hidden widths of a critic
     critic_activation: str = "relu"
     norm_after: bool = False  # after the activation instead of before it
     aggregate: str = bounded("subset_min", choices=AGGREGATES)  # reduction over critics in targets
     actor_every: int = bounded(20, ge=1)  # critic updates per update of policy and edits
     edit_scale: float = bounded(0.05, ge=0)  # beta, in normalised action units
-    edits_at: str = bounded(
-        "data", choices=EDITED
-    )  # actions that edits are trained at: the data's or the policy's
+    edits_at: str = bounded("data", choices=EDITED)  # whose actions edits are trained at
     num_candidates: int = bounded(8, ge=1)  # N, chunks of the policy
     num_edited: int = bounded(8, ge=1)  # M of them are edited
 
@@ -55,12 +53,5 @@ class ExpoConfig(EditConfig):
         self.require("num_edited", self.num_edited <= self.num_candidates, rule)
 
     def learner_of(self, policy: Policy, seed: int) -> EditLearner:
-        wrapper = self.wrapper(
-            num_candidates=self.num_candidates,
-            num_edited=self.num_edited,
-            edit_scale=self.edit_scale,
-            edit_dims=self.edit_dims,
-            bound=self.edit_bound,
-            stochastic=self.stochastic,
-        )
+        wrapper = self.wrapper(num_candidates=self.num_candidates, num_edited=self.num_edited)
         return EditLearner(policy, wrapper.wrap(policy), self)

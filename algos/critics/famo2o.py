@@ -22,7 +22,7 @@ by its mean here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class Famo2oLearner(ValueLearner):
 
     config: Famo2oConfig
     own_parts = (*ValueLearner.own_parts, "balance_optimizer", "alpha_optimizer")
+    own_values = ("log_alpha",)
 
     def __init__(self, policy: BalancedPolicy, config: Famo2oConfig) -> None:
         super().__init__(policy.base, config)
@@ -115,14 +116,6 @@ class Famo2oLearner(ValueLearner):
         found = {"balance/loss": loss.detach(), "balance/entropy": -log_prob.mean(), "balance/alpha": alpha}
         return found | {"balance/coefficient": coefficient.mean()}
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"log_alpha": self.log_alpha.detach().clone()}
-
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state)
-        with torch.no_grad():
-            self.log_alpha.copy_(state["log_alpha"])
-
 
 @register("algo", "famo2o")
 @dataclass
@@ -139,18 +132,17 @@ class Famo2oConfig(ChunkCriticConfig):
     needs_noise: ClassVar[bool] = False
     may_keep: ClassVar[bool] = False
 
-    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a critic
+    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths of a critic
     critic_activation: str = "relu"
     critic_layer_norm: bool = False  # layer normalisation in the critics
     expectile: float = bounded(0.9, gt=0, lt=1)  # kappa
     min_coefficient: float = bounded(1.0, ge=0)  # smallest inverse temperature of the advantage weights
     max_coefficient: float = bounded(5.0, ge=0)  # largest of them
-    balance_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of the balance model; ReLU
+    balance_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # widths of the balance model; ReLU
     init_alpha: float = bounded(1.0, gt=0)  # initial temperature of the balance model
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_widths("balance_dims")
         rule = f"at least algo.min_coefficient={self.min_coefficient}"
         self.require("max_coefficient", self.max_coefficient >= self.min_coefficient, rule)
         self.require("refit", self.refit, "true")

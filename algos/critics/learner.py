@@ -77,7 +77,7 @@ class ChunkCriticConfig(TransitionsConfig):
 
     steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
-    critic_dims: tuple[int, ...] = bounded((512, 512, 512, 512), ge=1)  # hidden widths of a critic
+    critic_dims: tuple[int, ...] = bounded((512, 512, 512, 512), ge=1, some=True)  # hidden widths of a critic
     critic_activation: str = bounded("gelu", choices=tuple(ACTIVATIONS))
     critic_layer_norm: bool = True  # layer normalisation in the critics
     norm_after: bool = True  # after the activation instead of before it
@@ -324,6 +324,8 @@ class ChunkCriticLearner:
 
     own_parts: ClassVar[tuple[str, ...]] = ()
     """Names of further networks and optimisers."""
+    own_values: ClassVar[tuple[str, ...]] = ()
+    """Names of further tensors."""
 
     @property
     def _parts(self) -> tuple[str, ...]:
@@ -331,11 +333,15 @@ class ChunkCriticLearner:
         return ("policy", "critic", "target_critic", "critic_optimizer", *optional, *self.own_parts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps} | save_parts(self, self._parts)
+        values = {name: getattr(self, name).detach().clone() for name in self.own_values}
+        return {"steps": self.steps} | save_parts(self, self._parts) | values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_parts(self, self._parts, state)
         self.steps = int(state["steps"])
+        with torch.no_grad():
+            for name in self.own_values:
+                getattr(self, name).copy_(state[name])
 
 
 def _require_no_new_encoder(policy: Policy, algo: str) -> None:

@@ -113,7 +113,7 @@ class PaRlConfig(ChunkCriticConfig):
     needs_noise: ClassVar[bool] = False
 
     critics: int = bounded(10, ge=1)  # E, size of the critic ensemble
-    critic_dims: tuple[int, ...] = bounded((256, 256, 256, 256), ge=1)  # hidden widths of a critic
+    critic_dims: tuple[int, ...] = bounded((256, 256, 256, 256), ge=1, some=True)  # hidden widths of a critic
     critic_activation: str = "silu"
     norm_after: bool = False  # after the activation instead of before it
     aggregate: str = bounded("subset_min", choices=AGGREGATES)  # reduction over critics in targets

@@ -44,16 +44,9 @@ class QamEditLearner(QamLearner, Edits):
 
     def around(self, tuned: DenoisingPolicy) -> CandidatePolicy:
         """Return the policy that acts: edited chunks of the tuned flow, the best of several."""
-        config, count = self.config, self.config.num_candidates
-        policy = config.wrapper(
-            aggregate="mean",
-            num_candidates=count,
-            num_edited=count,
-            keeps_base=False,
-            edit_scale=config.edit_scale,
-            edit_dims=config.edit_dims,
-            bound=config.edit_bound,
-            stochastic=config.stochastic,
+        count = self.config.num_candidates
+        policy = self.config.wrapper(
+            aggregate="mean", num_candidates=count, num_edited=count, keeps_base=False
         ).wrap(tuned)
         if policy.critic is not None:
             policy.critic = self.critic
@@ -84,7 +77,7 @@ class QamEditConfig(QamConfig, EditConfig):
         QAM, released code.
     """
 
-    edit_dims: tuple[int, ...] = bounded((512, 512, 512, 512), ge=1)  # hidden widths of the edit actor; ReLU
+    edit_dims: tuple[int, ...] = bounded((512, 512, 512, 512), ge=1, some=True)  # widths of the edits; ReLU
 
     def learner_of(self, policy: Policy, seed: int) -> QamEditLearner:
         assert isinstance(policy, DenoisingPolicy)

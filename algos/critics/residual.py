@@ -61,7 +61,7 @@ class ResidualConfig(EditConfig):
 
     steps: int = bounded(0, ge=0)  # gradient steps on the dataset
     critics: int = bounded(10, ge=1)  # E, size of the critic ensemble
-    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # hidden widths of a critic
+    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)  # hidden widths of a critic
     aggregate: str = bounded("subset_min", choices=AGGREGATES)  # reduction over critics in targets
     refit: bool = False  # train the policy on the recorded chunks too; false: it stays as it is
     edit_scale: float = bounded(0.2, ge=0)  # beta, in normalised action units
@@ -70,15 +70,8 @@ class ResidualConfig(EditConfig):
     num_candidates: int = bounded(1, ge=1)  # N, corrected chunks to choose from
 
     def learner_of(self, policy: Policy, seed: int) -> ResidualLearner:
-        wrapper = self.wrapper(
-            num_candidates=self.num_candidates,
-            num_edited=self.num_candidates,
-            keeps_base=False,
-            edit_scale=self.edit_scale,
-            edit_dims=self.edit_dims,
-            bound=self.edit_bound,
-            stochastic=self.stochastic,
-        )
+        count = self.num_candidates
+        wrapper = self.wrapper(num_candidates=count, num_edited=count, keeps_base=False)
         learner = ResidualLearner(policy, wrapper.wrap(policy), self)
         learner.policy.scale.fill_(self.scale_after(0))
         return learner

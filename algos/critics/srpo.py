@@ -165,12 +165,12 @@ class SrpoConfig(ChunkCriticConfig):
 
     steps: int = bounded(2_500_000, ge=1)  # gradient steps: of the values, then of the actor
     warmup_steps: int = bounded(1_500_000, ge=1)  # steps of the values, before the actor
-    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of critics and V
+    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths of critics and V
     critic_activation: str = "relu"
     critic_layer_norm: bool = False  # layer normalisation in the critics
     norm_after: bool = False  # after the activation instead of before it
     refit: bool = False  # the clone stays as it is
-    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of the actor; ReLU
+    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths of the actor; ReLU
     expectile: float = bounded(0.7, gt=0, lt=1)  # kappa
     beta: float = bounded(0.05, ge=0)  # weight of the value
     time_weight: str = bounded("vds", choices=WEIGHTS)  # w_t; modes far apart need score, see the page
@@ -178,7 +178,6 @@ class SrpoConfig(ChunkCriticConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_widths("hidden_dims")
         self.require("refit", not self.refit, "false")
         self.require("warmup_steps", self.warmup_steps < self.steps, "below algo.steps")
         self.require("online_steps", not self.online_steps, "0: values are fitted first, then kept")

@@ -18,9 +18,7 @@ Source: TRQAM, arXiv 2605.27079, released code. Deviations: those of `algos.crit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -39,6 +37,7 @@ class TrqamLearner(QamLearner):
     """QAM whose base has the weight `weight`, adapted to the divergence `divergence`, both scalars."""
 
     config: TrqamConfig
+    own_values = ("weight", "divergence")
 
     def __init__(self, base: DenoisingPolicy, config: TrqamConfig) -> None:
         super().__init__(base, config)
@@ -64,13 +63,6 @@ class TrqamLearner(QamLearner):
         self.divergence = (1 - c.divergence_rate) * self.divergence + c.divergence_rate * bounded_step
         moved = self.weight + c.weight_lr * (self.divergence - c.divergence_budget)
         self.weight = moved.clamp(c.min_weight, c.max_weight)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"weight": self.weight, "divergence": self.divergence}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.weight, self.divergence = (state[name].to(self.sigma) for name in ("weight", "divergence"))
 
 
 @register("algo", "trqam")

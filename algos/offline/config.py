@@ -70,7 +70,7 @@ class TransitionsConfig(Checked):
     critic_lr: float = bounded(3e-4, gt=0)  # Adam
     tau: float = bounded(0.005, gt=0, le=1)  # Polyak coefficient of the target networks
     ema_decay: float = bounded(0.0, ge=0, lt=1)  # EMA decay of the exported weights; 0 disables EMA
-    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a critic; ReLU
+    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths of a critic; ReLU
     log_every: int = bounded(1000, ge=1, was="block_steps")  # steps between two log rows
     online_steps: int = bounded(0, ge=0)  # control steps in the task after the gradient steps on the dataset
     online: OnlineConfig = field(default_factory=OnlineConfig)
@@ -79,7 +79,6 @@ class TransitionsConfig(Checked):
         super().__post_init__()
         is_single = self.normalize_returns is None or self.reward_scale == 1
         self.require("normalize_returns", is_single, "null with algo.reward_scale")
-        self.require_widths("critic_dims")
 
     def rewarding(self, dataset: EpisodeDataset) -> Rewarding:
         """Return the reward transform."""
@@ -194,12 +193,8 @@ class OfflineConfig(TransitionsConfig):
 
     makes_policy: ClassVar[bool] = True  # the algorithm chooses process, backbone etc. of a new policy
 
-    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a new actor; ReLU
+    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths of a new actor; ReLU
     autocast: str | None = bounded(None, choices=("bfloat16",))  # autocast dtype; null: float32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_widths("hidden_dims")
 
     def actor_config(self) -> PolicyConfig:
         """Return the configuration of a new actor."""

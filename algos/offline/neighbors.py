@@ -157,10 +157,6 @@ class ListSearch:
         self._square = torch.zeros(m, self._length) if _keeps_squares(m) else None
         self._listed = torch.zeros(m, dtype=torch.bool)
 
-    @property
-    def listed(self) -> float:
-        return float(self._listed.float().mean())
-
     def make_lists(self, rows: Tensor) -> None:
         """Build the missing lists of rows (B,)."""
         listed = self._listed.index_select(0, rows)  # refuses rows that do not exist

@@ -39,9 +39,7 @@ class OnlineConfig(Checked):
     num_envs: int = bounded(4, ge=1)  # parallel environments
     warmup_steps: int = bounded(1000, ge=0)  # control steps before the first online update
     updates_per_step: float = bounded(1.0, gt=0)  # gradient steps per executed control step
-    offline_ratio: float | None = bounded(
-        0.5, ge=0, le=1
-    )  # dataset share of a batch; null: by numbers of rows
+    offline_ratio: float | None = bounded(0.5, ge=0, le=1)  # dataset share of a batch; null: that of all rows
     buffer_size: int = bounded(1_000_000, ge=1)  # capacity for experience, transitions
     exploration_std: float = bounded(0.0, ge=0)  # std of noise on executed actions, normalised units
 

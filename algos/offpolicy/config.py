@@ -43,7 +43,7 @@ class OffPolicyConfig(Checked):
     value_offset: float = bounded(0.0, ge=-math.inf)  # added to all values through the rewards; see the page
     tau: float = bounded(0.005, gt=0, le=1)  # Polyak coefficient of the target networks
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
-    critic_dims: tuple[int, ...] = (256, 256, 256)  # hidden widths
+    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)  # hidden widths
     critic_activation: str = "tanh"  # relu, mish or tanh
     critic_layer_norm: bool = True  # layer normalisation before each activation
     aggregate: str = bounded("min", choices=AGGREGATES)  # reduction over critics in targets
@@ -68,7 +68,6 @@ class OffPolicyConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.critic_dims = tuple(self.critic_dims)
         rows, least = self.offline_ratio * self.batch_size, 0.5 / self.batch_size
         self.require(
             "offline_ratio", not rows or 0.5 < rows < self.batch_size - 0.5,

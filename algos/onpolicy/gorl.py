@@ -105,7 +105,7 @@ class GorlConfig(OnPolicyConfig):
     clip_range: float = bounded(0.2, gt=0)  # clip range of the ratio
     entropy_coef: float = bounded(0.01, ge=-float("inf"))  # weight of the entropy of latents
     actor_lr: float = bounded(1e-3, gt=0)  # AdamW, peak
-    hidden_dims: tuple[int, ...] = bounded((32, 32, 32, 32), ge=1)  # hidden widths of the encoder; SiLU
+    hidden_dims: tuple[int, ...] = bounded((32, 32, 32, 32), ge=1, some=True)  # widths of the encoder; SiLU
     latent_weight: float = bounded(5e-4, ge=0)  # w, keeps latents near the noise that the decoder knows
     stage_steps: int = bounded(1_000_000, ge=1)  # control steps between refits
     refit_rollouts: int = bounded(5, ge=1)  # rollouts, as long as an iteration's, that a refit learns from
@@ -114,7 +114,6 @@ class GorlConfig(OnPolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_widths("hidden_dims")
         self.require("bc_weight", self.bc_weight == 0, "0: latents are near the clone by algo.latent_weight")
         self.require("encoder", self.encoder == "frozen", "frozen")
 

@@ -95,12 +95,12 @@ def denoising_discounts(num_steps: int, gamma: float) -> Tensor:
     return torch.pow(torch.tensor(gamma, dtype=torch.float64), power).float()
 
 
-def normalize_advantage(advantage: Tensor, eps: float = 1e-8) -> Tensor:
+def normalize_advantage(advantage: Tensor) -> Tensor:
     """Normalise to zero mean and unit (unbiased) std over the rows (B,)."""
     centred = advantage - advantage.mean()
     if len(advantage) < 2:
         return centred
-    return centred / (advantage.std() + eps)
+    return centred / (advantage.std() + 1e-8)
 
 
 def clip_to_quantiles(advantage: Tensor, low: float, high: float) -> Tensor:

@@ -36,7 +36,6 @@ from algos.onpolicy.ratios import NoisyFlowRatio, Rows, Score
 from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
-from policies.networks.embeddings import TimeEmbedding
 from policies.protocols import Cond
 from policies.samplers.step_table import transition
 
@@ -49,6 +48,7 @@ class NoiseConfig(Checked):
     """Exploration noise of a flow policy."""
 
     key: ClassVar[str] = "algo.noise"
+    dropped: ClassVar[tuple[str, ...]] = ("own_time_dim",)  # obsolete keys of saved runs, ignored
 
     level: str = bounded("learned", choices=("learned", "constant"))  # learned, or constant: always max_std
     input: str = bounded("state_time", choices=("state_time", "state"))  # inputs of the noise network
@@ -58,12 +58,10 @@ class NoiseConfig(Checked):
     final_share: float = bounded(0.7, ge=0, le=1)  # ends at final_share max_std + (1 - final_share) min_std
     hidden_dims: tuple[int, ...] = bounded((64, 64), ge=1)  # hidden widths
     activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # hidden activation
-    own_time_dim: int = bounded(0, ge=0, even=True)  # width of a separate time embedding; 0: use the policy's
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("max_std", self.min_std <= self.max_std, f"at least algo.noise.min_std={self.min_std:g}")
-        self.require("own_time_dim", self.own_time_dim != 2, "0 or at least 4")
 
     def build(self, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int) -> NoiseNet:
         return NoiseNet(self, chunk_shape, time_dim, cond_dim)
@@ -88,8 +86,7 @@ class NoiseNet(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.chunk_shape = config, tuple(chunk_shape)
-        self.own_time = TimeEmbedding(config.own_time_dim) if config.own_time_dim else None
-        time_dim = (config.own_time_dim or time_dim) if config.input == "state_time" else 0
+        time_dim = time_dim if config.input == "state_time" else 0
         sizes = (time_dim + cond_dim, *config.hidden_dims, math.prod(chunk_shape))
         activation, self.max_std = ACTIVATIONS[config.activation], config.max_std
         self.layers: nn.Sequential | None = None
@@ -100,19 +97,18 @@ class NoiseNet(nn.Module):
     def set_progress(self, progress: float) -> None:
         self.max_std = self.config.max_std_at(progress)
 
-    def forward(self, times: Tensor, time_features: Tensor, cond_features: Tensor) -> Tensor:
+    def forward(self, time_features: Tensor, cond_features: Tensor) -> Tensor:
         """Return standard deviations (B, K, Th, Da).
 
         Shapes:
-            times: (K,), network times. time_features: (K, T). cond_features: (B, C').
+            time_features: (K, T). cond_features: (B, C').
         """
-        batch, steps = len(cond_features), len(times)
+        batch, steps = len(cond_features), len(time_features)
         if self.layers is None:
             return cond_features.new_full((batch, steps, *self.chunk_shape), self.max_std)
         parts = [cond_features.unsqueeze(1).expand(-1, steps, -1)]
         if self.config.input == "state_time":
-            known = time_features.detach() if self.own_time is None else self.own_time(times)
-            parts.insert(0, known.unsqueeze(0).expand(batch, -1, -1))
+            parts.insert(0, time_features.detach().unsqueeze(0).expand(batch, -1, -1))
         out = self.layers(torch.cat(parts, dim=-1))
         low, span = math.log(self.config.min_std), math.log(self.max_std / self.config.min_std)
         return torch.exp(low + span * (out.tanh() + 1) / 2).view(batch, steps, *self.chunk_shape)
@@ -222,8 +218,7 @@ class ReinflowRatio(NoisyFlowRatio):
 
     def std(self, cond: Cond) -> Tensor:
         """Return the std of every tuned step, (B, S, Th, Da)."""
-        times, second = self._times(cond)
-        return self.noise(times, *self.policy.scored_net.features(cond, times, second))
+        return self.noise(*self.policy.scored_net.features(cond, *self._times(cond)))
 
     def _step(self, cond: Cond) -> Any:
         """Return a function (k, x) -> mean of the state after step k."""

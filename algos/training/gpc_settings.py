@@ -28,7 +28,6 @@ class SearchSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.episodes, self.keep = tuple(self.episodes), tuple(self.keep)
         rounds = len(self.episodes)
         self.require("keep", rounds == len(self.keep) + 1, f"one entry fewer than search.episodes ({rounds})")
         check_seeds("search.first_seed", self.first_seed, sum(self.episodes))

@@ -33,7 +33,5 @@ class TrainerSettings(Checked):
 class BuildSettings(Checked):
     """Build settings of every algorithm."""
 
-    num_workers: int = bounded(
-        2, ge=0
-    )  # rollout processes, each with own noise; 0: this process, results as 1
+    num_workers: int = bounded(2, ge=0)  # rollout processes with own noise; 0: this process, results as 1
     num_threads: int | None = bounded(None, ge=1)  # null: 2 gradient threads on-policy, else 1 torch thread

@@ -29,18 +29,12 @@ KITCHEN = np.r_[
 ]  # positions of robot and objects in the official observation; ours begins with them
 
 
-class _Official(Side):
+class _Peer(Side):
     """The environment that ours is made from."""
 
-    def __init__(self, task: str, package: str, extra: str, scale: Array, **options: Any) -> None:
-        import gymnasium
-
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # news about other versions
-            gymnasium.register_envs(require(package, extra=extra))
-            self._env: Any = gymnasium.make(task, disable_env_checker=True, **options).unwrapped
-        self._full = scale
-        self._obs: Any = None
+    _env: Any
+    _obs: Any = None
+    _full: Any = 1.0  # what an action of 1 stands for
 
     def begin(self, seed: int, actions: Array) -> None:
         self._obs = self._env.reset(seed=seed)[0]
@@ -54,7 +48,20 @@ class _Official(Side):
         return _flat(self._obs)
 
 
-class _MetaWorld(Side):
+class _Official(_Peer):
+    """An environment registered with gymnasium."""
+
+    def __init__(self, task: str, package: str, extra: str, scale: Array, **options: Any) -> None:
+        import gymnasium
+
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # news about other versions
+            gymnasium.register_envs(require(package, extra=extra))
+            self._env = gymnasium.make(task, disable_env_checker=True, **options).unwrapped
+        self._full = scale
+
+
+class _MetaWorld(_Peer):
     """Meta-World's own environment, at the place that ours drew."""
 
     def __init__(self, task: str, ours: Any) -> None:
@@ -63,20 +70,12 @@ class _MetaWorld(Side):
         self._env._partially_observable, self._env._freeze_rand_vec = False, True
         self._env._set_task_called, self._env.max_path_length = True, 10**9
         vars(self._env).pop("sawyer_observation_space", None)
-        self._ours, self._obs = ours, np.zeros(0)
+        self._ours = ours
 
     def begin(self, seed: int, actions: Array) -> None:
         self._ours.reset([seed])
-        self._env._last_rand_vec = np.array(self._ours.stepper._memory[0]["_last_rand_vec"])
+        self._env._last_rand_vec = np.array(self._ours.stepper._variables[0]["_last_rand_vec"])
         self._obs = self._env.reset()[0]
-
-    def run(self, actions: Array) -> int:
-        for action in actions:
-            self._obs = self._env.step(action)[0]
-        return len(actions)
-
-    def state(self) -> Array:
-        return self._obs
 
 
 def _flat(obs: Any) -> Array:
@@ -99,7 +98,7 @@ class _KitchenPositions(Ours):
         return super().state()[: len(KITCHEN)]
 
 
-class _Ogbench(Side):
+class _Ogbench(_Peer):
     """OGBench's own environment; what settles a scene at a reset is drawn from the seed, as in ours."""
 
     def __init__(self, world: str) -> None:
@@ -110,19 +109,11 @@ class _Ogbench(Side):
             made = ogbench.make_env_and_datasets(task, env_only=True).unwrapped
         self._box = Box(np.float32(-1), np.float32(1), (5,), np.float32)
         made.__class__ = type("Seeded", (type(made),), {"action_space": self._box})
-        self._env, self._obs = made, np.zeros(0)
+        self._env = made
 
     def begin(self, seed: int, actions: Array) -> None:
         self._box.seed(seed)
-        self._obs = self._env.reset(seed=seed)[0]
-
-    def run(self, actions: Array) -> int:
-        for action in actions:
-            self._obs = self._env.step(action)[0]
-        return len(actions)
-
-    def state(self) -> Array:
-        return np.asarray(self._obs)
+        super().begin(seed, actions)
 
 
 class _OgbenchMaze(_Official):

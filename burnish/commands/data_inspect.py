@@ -44,9 +44,7 @@ class DataInspectConfig(Checked):
     """Configuration of `burnish data inspect`."""
 
     dataset: str | None = path_field()  # file, folder, or name of a downloaded dataset
-    out: str | None = (
-        path_field()
-    )  # folder of inspection.json and .png; null: inspection-<name of the dataset>
+    out: str | None = path_field()  # folder of inspection.json and .png; null: inspection-<dataset>
     reader: dict[str, Any] = bounded({}, was="data")  # options of the format's reader: see Data
     task: str | None = None  # D4RL task whose reference returns define scores and trajectory quality
     against: str | None = path_field()  # reference dataset for the coverage of distinct state-action pairs

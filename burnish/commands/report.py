@@ -76,9 +76,7 @@ PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.(png|webp)")
 class ReportConfig(Checked):
     """Configuration of `burnish report`."""
 
-    run: Any = (
-        path_field()
-    )  # a run, a folder of runs (seeds, a sweep), or several: [a,b]; similar runs are pooled
+    run: Any = path_field()  # a run, a folder of runs (seeds, a sweep) or a list [a,b]; similar are pooled
     out: str | None = path_field()  # directory; null: <run>/report, or report for several runs
     episodes: int = bounded(24, ge=0)  # episodes for the pictures; 0: none
     first_seed: int = 0  # seed of the first of these episodes

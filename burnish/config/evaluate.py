@@ -19,9 +19,7 @@ OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "search", "estima
 class EvalConfig(EvaluationSettings):
     """Configuration of `burnish eval`."""
 
-    policy: str | None = (
-        path_field()  # a run (last checkpoint), a checkpoint, a policy directory, or an exported folder
-    )
+    policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, a policy or an exported folder
     baseline: str | None = path_field(was="versus")  # a second policy: same episodes, paired difference
     env: Any = None  # null: the policy's own task
     allow_other_task: bool = False  # evaluate policies on another task than the one that they were made for

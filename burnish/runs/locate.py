@@ -79,13 +79,13 @@ def load_policy(policy: str | os.PathLike[str]) -> Policy:
     return locate(policy).load()
 
 
-def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
-    """Refuse, with ConfigError, a path where no file can be written."""
+def check_file_to_write(path: str | os.PathLike[str]) -> None:
+    """Refuse, with ConfigError, a path `out` where no file can be written."""
     target = Path(path)
     if target.is_dir():
-        raise ConfigError(f"{key}={target} is a folder; give the name of a file, e.g. {target / 'name'}.")
-    _check_parents(target, key)
-    require_writable(target, key)
+        raise ConfigError(f"out={target} is a folder; give the name of a file, e.g. {target / 'name'}.")
+    _check_parents(target, "out")
+    require_writable(target, "out")
 
 
 def require_writable(target: Path, what: str = "", remedy: str = "Choose another place") -> None:

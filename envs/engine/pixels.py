@@ -57,9 +57,7 @@ class HasCameras(Checked):
     image_size: tuple[int, ...] = bounded((96, 96), ge=1)  # image height and width [pixels]
     image_shadows: bool = True  # render shadows; false is several times faster without a GPU
     image_samples: int | None = bounded(None, ge=0)  # samples per pixel; null: the model's; 0: fastest
-    image_renderer: str = bounded(
-        "opengl", choices=RENDERERS
-    )  # warp: ray tracer of mujoco-warp, fast on a CPU
+    image_renderer: str = bounded("opengl", choices=RENDERERS)  # warp: ray tracer, fast on a CPU
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -95,11 +95,6 @@ def success_rate(successes: ArrayLike, *, confidence: float = 0.95) -> Interval:
     return Interval(pooled.value, min(pooled.low, both.low), max(pooled.high, both.high), confidence)
 
 
-def iqm(values: np.ndarray) -> float:
-    """Return the interquartile mean: the mean without the lowest and highest quarter (rounded down)."""
-    return float(_iqm_rows(np.asarray(values, np.float64).reshape(1, -1))[0])
-
-
 def bootstrap_mean(
     values: np.ndarray, *, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
 ) -> Interval:
@@ -212,7 +207,7 @@ def _percentiles(point: float, draws: np.ndarray, confidence: float) -> Interval
 
 
 def _iqm_rows(rows: np.ndarray) -> np.ndarray:
-    """Interquartile means of (R, S) along S."""
+    """Means of (R, S) along S without the lowest and highest quarter (rounded down)."""
     cut = rows.shape[1] // 4
     ordered = np.sort(rows, axis=1)
     means: np.ndarray = ordered[:, cut : rows.shape[1] - cut].mean(axis=1)

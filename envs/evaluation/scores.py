@@ -119,13 +119,6 @@ def normalized_score(name: str, returns: ArrayLike) -> np.ndarray:
     return 100.0 * (np.asarray(returns, dtype=np.float64) - known.min_return) / spread
 
 
-def return_of_score(name: str, score: ArrayLike) -> np.ndarray:
-    """Invert `normalized_score`."""
-    known = reference(name)
-    spread = known.max_return - known.min_return
-    return np.asarray(score, dtype=np.float64) / 100.0 * spread + known.min_return
-
-
 def expand(pattern: str) -> list[str]:
     """Expand the braces of a pattern: `a-{b,c}-v{0,1}` -> a-b-v0, a-b-v1, a-c-v0, a-c-v1."""
     parts = re.split(r"\{([^}]*)\}", pattern)

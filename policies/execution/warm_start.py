@@ -32,7 +32,6 @@ class WarmStart(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.levels, self.gripper = tuple(self.levels), tuple(self.gripper)
         if self.levels and (self.steps, self.start) != (None, None):
             raise ConfigError(
                 f"warm_start.levels and warm_start.steps both choose the short run; got {list(self.levels)} "

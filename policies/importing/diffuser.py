@@ -17,7 +17,7 @@ from policies.bounds import bounded
 from policies.errors import CheckpointError, ConfigError
 from policies.importing.files import Files, Tensors, read_entry, read_statistics
 from policies.importing.formats import AffineMap, Description, PolicySource
-from policies.importing.networks import outputs, shape, unet
+from policies.importing.networks import outputs, renamed, shape, unet
 from policies.paths import path_field
 from policies.policy_config import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
@@ -83,7 +83,7 @@ class DiffuserSource(PolicySource):
             )
         entry, tensors = files.tensors()
         levels = shape(tensors.left, "betas", 1)[0]
-        released = {_renamed(name): value for name, value in _network(tensors).items()}
+        released = renamed(_network(tensors), _NAMES)
         network = unet(released, "diffusion_policy", groups=8)
         width = network.action_dim or 0
         if width <= self.action_dim:
@@ -126,12 +126,6 @@ def _network(tensors: Tensors) -> dict[str, Tensor]:
     for prefix in _SCHEDULE:
         tensors.skip(prefix, "schedule and weights of the loss")
     return tensors.cut(_NETWORK)
-
-
-def _renamed(name: str) -> str:
-    for pattern, ours in _NAMES.items():
-        name = re.sub(pattern, ours, name)
-    return name
 
 
 def _value(path: Path) -> tuple[tuple[int, ...], dict[str, Tensor]]:

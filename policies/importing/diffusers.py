@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.importing.dppo import limits_of
 from policies.importing.files import Files, read_statistics
 from policies.importing.formats import Description, PolicySource
-from policies.importing.networks import unet
+from policies.importing.networks import renamed, unet
 from policies.importing.schedulers import process_of, sampler_of
 from policies.policy_config import PolicyConfig
 from policies.registry import register
@@ -88,13 +87,9 @@ class DiffusersSource(PolicySource):
         place = next((name for name in _PLACES if (files.path.parent / name).is_file()), _PLACES[0])
         process, sampler = self._parts(files.beside(place, finite=False))
         entry, tensors = files.tensors()
-        released = {}
-        for theirs, value in tensors.cut("").items():
-            name = theirs
-            for pattern, ours in _NAMES.items():
-                name = re.sub(pattern, ours, name)
-            blind = name.endswith("cond_encoder.1.weight")
-            released[name] = F.pad(value, (0, self.obs_steps * self.obs_dim)) if blind else value
+        released = renamed(tensors.cut(""), _NAMES)
+        for name in [name for name in released if name.endswith("cond_encoder.1.weight")]:
+            released[name] = F.pad(released[name], (0, self.obs_steps * self.obs_dim))
         network = unet(released, "diffusion_policy", groups=8, final_groups=config["norm_num_groups"])
         policy = PolicyConfig(
             process, None, network.backbone, sampler,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from policies.importing.files import Files
 from policies.importing.formats import AffineMap, Description, PolicySource
 from policies.importing.keypoints import KeypointNames, keypoint_encoder
 from policies.importing.lerobot_files import feature_map, read_statistics_of
-from policies.importing.networks import unet
+from policies.importing.networks import renamed, unet
 from policies.importing.schedulers import process_of, sampler_of
 from policies.policy_config import PolicyConfig
 from policies.registry import register
@@ -80,7 +79,7 @@ class LerobotSource(PolicySource):
             features = encoder.features
         theirs = dict.fromkeys([*states[:1], *cameras, *states[1:]], features)
         theirs |= {name: shapes[name][0] for name in states}
-        released = _renamed(tensors.cut("diffusion.unet."))
+        released = renamed(tensors.cut("diffusion.unet."), _UNET)
         network = unet(released, "diffusion_policy", groups=config["n_groups"], final_groups=8)
         order = columns(theirs, [*cameras, *states], config["n_obs_steps"])
         weights |= network.placed(reordered(released, order, film_layers(released)), "field.")
@@ -106,13 +105,6 @@ class LerobotSource(PolicySource):
                 f"{', '.join(self.cameras)}."
             )
         return self.cameras or [_camera(name) for name in theirs]
-
-
-def _renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    renamed = dict(weights)
-    for theirs, ours in _UNET.items():
-        renamed = {re.sub(theirs, ours, name): value for name, value in renamed.items()}
-    return renamed
 
 
 def _camera(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, product, takewhile
@@ -20,7 +19,7 @@ from policies.importing.actors import Layer, layer, stacked
 from policies.importing.dppo import limits_in, maps_of
 from policies.importing.files import Files, Tensors, read_statistics
 from policies.importing.formats import AffineMap, Description, Network, PolicySource
-from policies.importing.networks import outputs, shape, unet
+from policies.importing.networks import outputs, renamed, shape, unet
 from policies.policy_config import PolicyConfig
 from policies.processes.regression import Mip, Regression
 from policies.registry import register
@@ -180,21 +179,15 @@ def _unet(
     if not rest.under("global_cond_encoder."):
         raise CapabilityError("only a ChiUNet with obs_as_global_cond=true can be imported.")
     stack = [*encoder[:-1], _product(_layer(rest, "global_cond_encoder"), *encoder[-1:])]
-    renamed = {_renamed(name): value for name, value in rest.left.items()}
-    network = unet(renamed, "diffusion_policy", groups=_GROUPS, activation="gelu_erf")
+    weights = renamed(rest.left, _UNET)
+    network = unet(weights, "diffusion_policy", groups=_GROUPS, activation="gelu_erf")
     if network.backbone.widths[0] < 4 * _GROUPS:
         raise CapabilityError(f"only a ChiUNet with model_dim={4 * _GROUPS} or more can be imported.")
-    ours = network.placed(renamed, "")
+    ours = network.placed(weights, "")
     first, second = ours["time_embedding.linear1.weight"].chunk(2, dim=1)
     ours["time_embedding.linear1.weight"] = first + second
     config = replace(network.backbone, times="positional", **_cond(stack))
     return config, ours | stacked(stack, "cond_encoder."), stack[0][0].shape[1]
-
-
-def _renamed(name: str) -> str:
-    for theirs, ours in _UNET.items():
-        name = re.sub(theirs, ours, name)
-    return name
 
 
 def _product(last: Layer, before: Layer | None = None) -> Layer:

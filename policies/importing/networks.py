@@ -5,6 +5,7 @@ Legend: Th rows of a chunk, Da action width, C condition width.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import count, takewhile
 from typing import Any
@@ -136,6 +137,13 @@ def outputs(weights: Weights, pattern: str, first: int = 0) -> tuple[int, ...]:
     """Return the output widths of layers that are numbered from `first`."""
     names = takewhile(weights.__contains__, (pattern.format(i) for i in count(first)))
     return tuple(weights[name].shape[0] for name in names)
+
+
+def renamed(weights: Weights, patterns: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return weights by other names: every pattern {theirs: ours} is replaced, one after the other."""
+    for theirs, ours in patterns.items():
+        weights = {re.sub(theirs, ours, name): value for name, value in weights.items()}
+    return dict(weights)
 
 
 def _encoder_dims(weights: Weights) -> tuple[int, ...]:

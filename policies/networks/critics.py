@@ -47,7 +47,7 @@ class EnsembleConfig(Checked):
     key: ClassVar[str] = "critic"
 
     members: int = bounded(2, ge=1)  # E
-    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # widths of the hidden layers
+    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # widths of the hidden layers
     activation: str = bounded("relu", choices=tuple(ACTIVATIONS))
     layer_norm: bool = False  # normalise before each activation
     norm_after: bool = False  # normalise after each activation instead
@@ -61,7 +61,6 @@ class EnsembleConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_widths("hidden_dims")
         self.require("norm_after", self.layer_norm or not self.norm_after, "false without critic.layer_norm")
         self.require("bins", self.bins != 1, "0, or 2 and more")
         self.require("cosines", not self.cosines or not self.bins, "0 with critic.bins")

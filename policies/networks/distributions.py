@@ -163,9 +163,9 @@ def highest_entropy(max_log_std: float = MAX_LOG_STD) -> float:
     return -float((weight * log_prob).sum() / weight.sum())
 
 
-def highest_gaussian_entropy(max_log_std: float = MAX_LOG_STD) -> float:
+def highest_gaussian_entropy() -> float:
     """Return the largest entropy [nats] of one entry of g."""
-    return max_log_std + 0.5 * math.log(2 * math.pi * math.e)
+    return MAX_LOG_STD + 0.5 * math.log(2 * math.pi * math.e)
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:

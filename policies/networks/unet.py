@@ -54,7 +54,7 @@ class UnetConfig(Checked):
             (h scale + bias) or `bias` (h + bias).
     """
 
-    widths: tuple[int, ...] = bounded((64, 128, 256), ge=1)  # channels per level; published: 256, 512, 1024
+    widths: tuple[int, ...] = bounded((64, 128, 256), ge=1, some=True)  # channels; published: 256, 512, 1024
     kernel: int = bounded(5, ge=1)  # kernel size in rows, odd
     groups: int = bounded(8, ge=0)  # normalisation groups, a divisor of every width; 0: no normalisation
     final_groups: int | None = bounded(None, ge=0)  # groups of the last convolution; null: as `groups`
@@ -65,8 +65,7 @@ class UnetConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        widths = tuple(self.widths)
-        self.require("widths", bool(widths), "one or more widths")
+        widths = self.widths
         self.require("kernel", self.kernel % 2 == 1, "odd")
         for name, seen in (("groups", widths), ("final_groups", widths[:1])):
             groups = getattr(self, name)

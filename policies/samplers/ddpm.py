@@ -52,7 +52,6 @@ class DDPM(StepRules):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "levels", tuple(self.levels))
         falls = all(later < earlier for earlier, later in pairwise(self.levels))
         self.require("levels", falls, "falling, noisiest first")
         if self.levels and self.steps is not None:
@@ -91,10 +90,6 @@ class DDIM(StepRules):
     recompute_eps: bool = True  # recompute eps from the clipped x0 (DPPO, `use_clipped_model_output`)
     eps_clip: float | None = bounded(None, gt=0)  # bound on eps; None: no bound
     final_alpha: str = bounded("one", choices=("one", "first"))  # after the last step: 1, or that of level 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "eta_per_dim", tuple(self.eta_per_dim))
 
     def table(self, process: Any) -> StepTable:
         last = 0 if self.final_alpha == "first" else -1

@@ -51,8 +51,7 @@ class Overwrite(Hook):
     def before_prediction(self, step: Step, x: Tensor) -> Tensor:
         return torch.where(self.mask, self.known, x)
 
-    def on_state(self, step: Step, x: Tensor) -> Tensor:
-        return torch.where(self.mask, self.known, x)
+    on_state = before_prediction
 
 
 @dataclass(frozen=True, eq=False)

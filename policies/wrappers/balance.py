@@ -43,7 +43,6 @@ class Balance(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
         self.require("high", self.low <= self.high, f"at least low={self.low}")
 
     def wrap(self, base: Policy) -> BalancedPolicy:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import Cond
 
@@ -66,6 +67,14 @@ class WrappedPolicy(Policy):
         view = self._view()
         view.base = self.base.with_act_steps(act_steps)
         return view
+
+    def with_own_act_steps(self, act_steps: int, own: str) -> Self:
+        """Return this policy, whose `own` networks are of its number of executed steps; refuse others."""
+        if act_steps == self.chunk.act_steps:
+            return self
+        raise CapabilityError(
+            f"{own} chunks of {self.chunk.act_steps} executed steps; got act_steps={act_steps}. Leave it out."
+        )
 
     def executed_part(self, plans: Tensor) -> Tensor:
         """Return the executed rows of chunks (..., Th, Da), flat (..., A)."""

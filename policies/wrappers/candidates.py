@@ -71,10 +71,6 @@ class JudgedByCritics(Checked):
     value_min: float = bounded(0.0, ge=float("-inf"))  # lower edge of the first bin
     value_max: float = bounded(1.0, ge=float("-inf"))  # upper edge of the last bin
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "critic_dims", tuple(self.critic_dims))
-
     def critic_config(self) -> EnsembleConfig:
         """Return the configuration of the critics."""
         after = self.critic_layer_norm and self.norm_after
@@ -107,7 +103,6 @@ class Candidates(JudgedByCritics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "edit_dims", tuple(self.edit_dims))
         self.require("num_edited", self.num_edited <= self.num_candidates, "at most the number of candidates")
         whole = self.num_edited == self.num_candidates
         by_critics = self.score == "critic" or not (self.num_edited or self.ascent_steps)
@@ -210,14 +205,7 @@ class CandidatePolicy(WrappedPolicy):
     def with_act_steps(self, act_steps: int) -> Self:
         if self.critic is None and self.editor is None:
             return super().with_act_steps(act_steps)
-        if act_steps == self.chunk.act_steps:
-            return self
-        raise self._fixed(f"act_steps={act_steps}")
-
-    def _fixed(self, what: str) -> CapabilityError:
-        return CapabilityError(
-            f"the critics of this policy value chunks of {self.chunk.act_steps} executed steps; got {what}."
-        )
+        return self.with_own_act_steps(act_steps, "the critics of this policy value")
 
     def sampled(self, cond: Cond, noise: Tensor, *, grad: bool = False) -> Tensor:
         """Return the inner policy's chunks (B, N, Th, Da) for noise (B, N or more, ...)."""

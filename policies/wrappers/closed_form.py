@@ -95,13 +95,8 @@ class ClosedForm(JudgedByCritics):
 
     aggregate: str = bounded("mean_std", choices=AGGREGATES)  # reduction over critics
     critic_cosines: int = bounded(0, ge=0)  # of a fraction, for critics of quantiles; 0: expectations
-    radii: tuple[float, ...] = bounded((0.0, 0.5), ge=0)  # delta; 0: the mean
+    radii: tuple[float, ...] = bounded((0.0, 0.5), ge=0, some=True)  # delta; 0: the mean
     min_weight: float = bounded(0.05, gt=0, lt=1)  # least weight of a mode of a mixture that may act
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "radii", tuple(self.radii))
-        self.require("radii", bool(self.radii), "one or more radii")
 
     def critic_config(self) -> EnsembleConfig:
         return replace(super().critic_config(), cosines=self.critic_cosines)
@@ -140,12 +135,7 @@ class ClosedFormImprovement(WrappedPolicy):
         return True
 
     def with_act_steps(self, act_steps: int) -> Self:
-        if act_steps == self.chunk.act_steps:
-            return self
-        raise CapabilityError(
-            f"the critics of this policy value chunks of {self.chunk.act_steps} executed steps; got "
-            f"act_steps={act_steps}."
-        )
+        return self.with_own_act_steps(act_steps, "the critics of this policy value")
 
     def modes(self, cond: Cond) -> tuple[Tensor, Modes]:
         """Return the means of the modes (B, K, Th, Da), and the density of the executed part."""

@@ -50,14 +50,10 @@ class Steering(Checked):
     rank: int = bounded(2, ge=1)  # R of low_rank, at most the predicted horizon
     density: str = bounded("tanh", choices=DENSITIES)  # gaussian is unbounded
     stochastic: bool = True  # sample the actor's distribution; false: use its mean
-    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # hidden widths of the actor
+    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)  # hidden widths of the actor
     activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # activation of the actor
     layer_norm: bool = True  # normalise before each activation
     zero_init: bool = False  # initialise to mean 0 and deviation 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_widths("hidden_dims")
 
     def wrap(self, base: Policy) -> SteeredPolicy:
         return SteeredPolicy(base, self)

@@ -68,8 +68,6 @@ class Planner(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("inverse_dims", "value_widths"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         self.require("goal_dim", self.goal_dim <= self.obs_dim, f"at most obs_dim={self.obs_dim}")
         self.require("plans", self.plans == 1 or bool(self.value_widths), "1 without value")
         fits = not self.value_widths or self.value_widths[-1] % (4 * UnetConfig.groups) == 0

@@ -46,7 +46,7 @@ class Correction(Checked):
 
     key: ClassVar[str] = "correction"
 
-    sigmas: tuple[float, ...] = bounded((0.1,), gt=0)  # noise of the steps; the last one is repeated
+    sigmas: tuple[float, ...] = bounded((0.1,), gt=0, some=True)  # noise of the steps; the last is repeated
     steps: int = bounded(10, ge=1)  # K
     eta: float = bounded(0.2, ge=0)  # step size, as a fraction of a denoising step; 0: no correction
     eta_state: float = bounded(0.0, ge=0)  # weight of the auxiliary action
@@ -55,12 +55,6 @@ class Correction(Checked):
     gate_quantile: float = bounded(0.99, ge=0, lt=1)  # fraction of the data left uncorrected; 0: none
     hidden_dims: tuple[int, ...] = (256, 256, 256)  # of the score network; mish
     dynamics_dims: tuple[int, ...] = (256, 256)  # of the inverse dynamics; relu
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("sigmas", "hidden_dims", "dynamics_dims"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        self.require("sigmas", bool(self.sigmas), "at least one number")
 
     def wrap(self, base: Policy) -> CorrectedPolicy:
         return CorrectedPolicy(base, self)
@@ -124,12 +118,7 @@ class CorrectedPolicy(WrappedPolicy):
             own.to(base.dtype)
 
     def with_act_steps(self, act_steps: int) -> Self:
-        if act_steps == self.chunk.act_steps:
-            return self
-        raise CapabilityError(
-            f"this correction was trained for {self.chunk.act_steps} executed steps; got "
-            f"act_steps={act_steps}. Leave act_steps out, or train another one (algo=cdsa)."
-        )
+        return self.with_own_act_steps(act_steps, "this correction was trained (algo=cdsa) for")
 
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
@@ -137,11 +126,9 @@ class CorrectedPolicy(WrappedPolicy):
         chunk = self.base.decode(cond, noise, grad=grad, start=start, hooks=hooks)
         if not (self.wrapper.eta or self.wrapper.eta_state):
             return chunk
-        rows = self.base.chunk.executed
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            action = self.corrected(self.standardized(cond.vec), chunk[:, rows].flatten(1))
-        executed = action.view(-1, self.base.chunk.act_steps, self.base.chunk.action_dim)
-        return torch.cat([chunk[:, : rows.start], executed, chunk[:, rows.stop :]], dim=1)
+            action = self.corrected(self.standardized(cond.vec), self.executed_part(chunk))
+        return self.with_executed(chunk, action)
 
     def corrected(self, state: Tensor, action: Tensor) -> Tensor:
         """Return actions (B, A) after correction, for standardised conditions (B, C)."""

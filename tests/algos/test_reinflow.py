@@ -35,8 +35,8 @@ from policies.storage.policy_folder import load_policy, save_policy
 def noise_of(config: NoiseConfig, batch: int = 5, steps: int = 3) -> torch.Tensor:
     net = config.build((4, 2), 6, 3)
     generator = torch.Generator().manual_seed(0)
-    times, features = torch.rand(steps, generator=generator), torch.randn(steps, 6, generator=generator)
-    return net(times, features, 10 * torch.randn(batch, 3, generator=generator))
+    features = torch.randn(steps, 6, generator=generator)
+    return net(features, 10 * torch.randn(batch, 3, generator=generator))
 
 
 def test_deviations_lie_between_their_bounds_and_start_near_the_middle() -> None:
@@ -49,7 +49,7 @@ def test_deviations_lie_between_their_bounds_and_start_near_the_middle() -> None
     with torch.no_grad():
         for weight in net.layers[-1].parameters():
             weight.zero_()
-    middle = net(torch.zeros(1), torch.zeros(1, 6), torch.zeros(1, 3))
+    middle = net(torch.zeros(1, 6), torch.zeros(1, 3))
     torch.testing.assert_close(middle, torch.full_like(middle, math.sqrt(0.1 * 0.24)))
 
 
@@ -59,11 +59,10 @@ def test_a_constant_level_is_the_upper_bound_and_learns_nothing() -> None:
     assert bool((noise_of(config) == 0.2).all())
 
 
-@pytest.mark.parametrize("own_time_dim", [0, 4])
-def test_no_gradient_reaches_the_time_embedding_through_the_noise(own_time_dim: int) -> None:
-    net = NoiseConfig(own_time_dim=own_time_dim).build((4, 2), 6, 3)
+def test_no_gradient_reaches_the_time_embedding_through_the_noise() -> None:
+    net = NoiseConfig().build((4, 2), 6, 3)
     times, cond = torch.ones(2, 6, requires_grad=True), torch.ones(3, 3, requires_grad=True)
-    net(torch.rand(2), times, cond).sum().backward()
+    net(times, cond).sum().backward()
     assert times.grad is None and cond.grad is not None and bool(cond.grad.any())
 
 
@@ -97,7 +96,6 @@ def test_the_upper_bound_falls_from_its_value_to_its_last_share(
         ({"hold": 1.5}, "hold"),
         ({"activation": "gelu"}, "tanh"),
         ({"hidden_dims": (0,)}, "hidden_dims"),
-        ({"own_time_dim": 3}, "own_time_dim"),
     ],
 )
 def test_noise_that_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:

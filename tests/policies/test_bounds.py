@@ -22,6 +22,7 @@ class Config(Checked):
     search: str = bounded("lists", choices=("lists", "tree"))
     horizon: float = bounded(1.0, gt=0, le=math.inf)
     time_dim: int = bounded(4, ge=4, even=True)
+    widths: tuple[int, ...] = bounded((8, 8), ge=1, some=True)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ class Config(Checked):
         ({"dims": [8, 0]}, r"algo\.dims .*1.*\[8, 0\]"),
         ({"time_dim": 5}, r"algo\.time_dim .*even.*4.*5"),
         ({"time_dim": 2}, r"algo\.time_dim .*even.*4.*2"),
+        ({"widths": ()}, r"algo\.widths .*one or more.*1.*\[\]"),
+        ({"widths": [8, 0]}, r"algo\.widths .*1.*\[8, 0\]"),
         ({"search": "boxes"}, r"algo\.search .*lists, tree.*boxes"),
     ],
 )
@@ -57,11 +60,18 @@ def test_values_at_closed_ends_none_and_allowed_infinity_pass() -> None:
         (Bounds(gt=0, le=1), "in (0, 1]"),
         (Bounds(choices=("a", "b")), "one of a, b"),
         (Bounds(ge=4, even=True), "even and at least 4"),
+        (Bounds(ge=1, some=True), "one or more, each at least 1"),
         (Bounds(), "finite"),
     ],
 )
 def test_ranges_read_as_words(bounds: Bounds, text: str) -> None:
     assert str(bounds) == text
+
+
+def test_lists_become_tuples_where_the_default_is_one() -> None:
+    given: Any = [4, 4]
+    made = Config(dims=given, widths=given)
+    assert made.widths == (4, 4) and made.dims == [4, 4]
 
 
 def test_lists_are_not_shared() -> None:

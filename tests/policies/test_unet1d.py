@@ -502,8 +502,8 @@ def test_backbone_satisfies_the_protocol(small: Unet1dBackbone) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"widths": ()}, "widths must be one or more widths; got []"),
-        ({"widths": (8, 0)}, "widths must be at least 1"),
+        ({"widths": ()}, "widths must be one or more, each at least 1; got []"),
+        ({"widths": (8, 0)}, "widths must be one or more, each at least 1"),
         ({"kernel": 4}, "kernel must be odd; got 4"),
         ({"groups": 3}, "groups must be 0 or a divisor of every width of (64, 128, 256); got 3"),
         ({"groups": -1}, "groups must be at least 0; got -1"),

@@ -126,14 +126,13 @@ class _Maze(MazeTask):
         super().__post_init__()
         grid = " ".join(self.layout.rows)
         for key in ("start_cell", "goal_cell"):
-            cell = tuple(getattr(self, key))
+            cell = getattr(self, key)
             is_free = not cell or cell in self.layout.cells
             self.require(key, is_free, f"row and column of a free cell of '{self.maze}' ({grid}), or ()")
 
     @property
     def ends(self) -> tuple[Cell | None, Cell | None]:
-        start, goal = (tuple(cell) or None for cell in (self.start_cell, self.goal_cell))
-        return start, goal  # type: ignore[return-value]
+        return self.start_cell or None, self.goal_cell or None  # type: ignore[return-value]
 
     def achieved_goal(self, states: Array) -> Array:
         return states[..., :2]
@@ -212,16 +211,8 @@ class _PointMaze(_Maze):
 
     def demonstrate(self, seed: int) -> Episode:
         """Record one demonstration; with a separate goal every step stores it as extra key `goal`."""
-        return demonstrate_maze(
-            self.stepper(1),
-            self.layout,
-            seed,
-            self.expert,
-            FORCE_CONTROL if self.control == "force" else position_control(self.layout),
-            step_s=0.01 * self.hold,
-            max_steps=self.max_episode_steps,
-            keep_goal=self.goal == "separate",
-        )
+        control = FORCE_CONTROL if self.control == "force" else position_control(self.layout)
+        return demonstrate_maze(self, self.expert, control, seed, step_s=0.01 * self.hold)
 
 
 # fmt: off

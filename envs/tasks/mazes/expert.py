@@ -25,7 +25,7 @@ from policies.bounds import Checked, bounded
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
     from envs.tasks.mazes.layouts import Cell, Layout
-    from envs.tasks.mazes.stepper import MazeRows
+    from envs.tasks.mazes.stepper import MazeTask
 
 Array = np.ndarray
 
@@ -195,27 +195,22 @@ def displacement_control(full_m: float, step_s: float, lag_s: float) -> PointCon
 
 
 def demonstrate_maze(
-    stepper: MazeRows,
-    maze: Layout,
-    seed: int,
-    options: MazeExpert,
-    control: PointControl,
-    *,
-    step_s: float,
-    max_steps: int,
-    keep_goal: bool = False,
+    task: MazeTask, options: MazeExpert, control: PointControl, seed: int, *, step_s: float
 ) -> Episode:
-    """Record the episode of a seed in row 0 of a point's stepper.
+    """Record the episode of a seed in a task of points.
 
-    Extras are the physics state before each action (`states`: time, positions, velocities) and, with
-    `keep_goal`, the goal (2,) of every step (`goal`).
+    Extras are the physics state before each action (`states`: time, positions, velocities) and, with a
+    separate goal, the goal (2,) of every step (`goal`).
     """
     from envs.rollouts.recording import Recording
 
+    stepper, max_steps = task.stepper(1), task.max_episode_steps
     rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
     start, goal = stepper.start_and_goal(0)
-    follower = PathFollower(maze, start, goal, options=options, lag_s=control.lag_s, step_s=step_s, rng=rng)
-    extras = {"goal": goal} if keep_goal else {}
+    follower = PathFollower(
+        task.layout, start, goal, options=options, lag_s=control.lag_s, step_s=step_s, rng=rng
+    )
+    extras = {"goal": goal} if task.goal == "separate" else {}
     while not record.ended and len(record) < max_steps:
         action = control.action(record.now, follower.target(record.now[:2]))
         record.step(np.clip(action, -control.limit, control.limit), states=stepper.physics_state(0), **extras)

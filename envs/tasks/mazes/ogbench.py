@@ -126,16 +126,8 @@ class _GuidedPoint(_Point):
 
     def demonstrate(self, seed: int) -> Episode:
         """Record one demonstration; with a separate goal every step stores it as extra key `goal`."""
-        return demonstrate_maze(
-            self.stepper(1),
-            self.layout,
-            seed,
-            self.expert,
-            displacement_control(_MOVE_M, 1 / _POINT_HZ, _LAG_S),
-            step_s=1 / _POINT_HZ,
-            max_steps=self.max_episode_steps,
-            keep_goal=self.goal == "separate",
-        )
+        control = displacement_control(_MOVE_M, 1 / _POINT_HZ, _LAG_S)
+        return demonstrate_maze(self, self.expert, control, seed, step_s=1 / _POINT_HZ)
 
 
 # fmt: off

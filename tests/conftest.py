@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -65,6 +66,16 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setenv("TMPDIR", str(folder))
         yield
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_loggers() -> Iterator[None]:
+    """Undo what a command that a test runs in this process sets: Hydra lets every logger speak."""
+    loggers = [logging.getLogger(name) for name in ("", "algos", "burnish", "envs", "policies")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

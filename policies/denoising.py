@@ -53,8 +53,12 @@ class DenoisingPolicy(Policy):
     def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         self.process = config.process
-        sizes_of_cond = {"token_dim": self.encoder.token_dim, "second_time": self.process.has_second_time}
-        backbone = config.backbone.build(self.chunk.shape, self.encoder.cond_dim, **sizes_of_cond)
+        backbone = config.backbone.build(
+            self.chunk.shape,
+            self.encoder.cond_dim,
+            token_dim=self.encoder.token_dim,
+            second_time=self.process.has_second_time,
+        )
         self.field: Any = self.process.field_of(backbone)
         self._use_sampler(config.sampler, tuned_steps=None, log_prob_min_std=None)
 
@@ -107,12 +111,12 @@ class DenoisingPolicy(Policy):
             return self._denoise(cond, noise, hooks, start=x, first_step=first).action
 
     def _denoise(self, cond: Cond, noise: Tensor, hooks: Hooks = (), **request: Any) -> Denoised:
-        """Run the loop, in C where it serves."""
-        fits = len(cond) in (1, len(noise)) and noise.shape[-2:] == self.chunk.shape and not hooks
-        if not (fits and takes(self.table, noise, request.get("start"))):
+        """Run the denoising loop: the one in C for requests that it supports; `request` as of `denoise`."""
+        is_plain = len(cond) in (1, len(noise)) and noise.shape[-2:] == self.chunk.shape and not hooks
+        if not (is_plain and takes(self.table, noise, request.get("start"))):
             return denoise(self.bind(cond), self.table, noise, hooks=hooks, cond=cond, **request)
-        nets = self.bind_packed(cond)
-        return denoise_chunks(self.bind(cond) if nets is None else nets, self.table, noise, **request)
+        packed = self.bind_packed(cond)
+        return denoise_chunks(self.bind(cond) if packed is None else packed, self.table, noise, **request)
 
     def trajectory(self, cond: Cond, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
         """Return the chunk; see `PlanDecoder`."""
@@ -126,14 +130,15 @@ class DenoisingPolicy(Policy):
 
     def bind(self, cond: Cond) -> BoundField:
         """Bind the network to a condition and the sampler's steps, with the configured guidance."""
-        return self.bind_at(cond, *self._times(cond))
+        return self.bind_at(cond, *self._net_times(cond))
 
     def bind_packed(self, cond: Cond) -> list[PackedSteps] | None:
         """Bind the network for the loop in C, without gradients; None where `bind` has to serve."""
         bind = getattr(self.field, "bind_packed", None)
-        return None if bind is None or self.guidance != 1 else bind(cond, *self._times(cond))
+        return None if bind is None or self.guidance != 1 else bind(cond, *self._net_times(cond))
 
-    def _times(self, cond: Cond) -> list[Tensor]:
+    def _net_times(self, cond: Cond) -> list[Tensor]:
+        """Return the network times of all steps, (K,), and the second times where the network takes two."""
         names = ("net_time",) if self.table.second_time is None else ("net_time", "second_time")
         return [self.table.to_device(name, cond.vec) for name in names]
 
@@ -145,8 +150,8 @@ class DenoisingPolicy(Policy):
         bound, guidance = self.field.bind(cond.joined(cond.free), *times), self.guidance
 
         def guided(k: int, x: Tensor) -> Tensor:
-            given, free = bound(k, torch.cat([x, x])).unflatten(0, (2, -1))
-            return free + guidance * (given - free)
+            conditioned, free = bound(k, torch.cat([x, x])).unflatten(0, (2, -1))
+            return free + guidance * (conditioned - free)
 
         return guided
 
@@ -154,7 +159,7 @@ class DenoisingPolicy(Policy):
         """Return a view with another goal guidance weight; the policy must be trained with `goal_dropout`.
 
         Source: classifier-free guidance, arXiv 2207.12598, as BESO (arXiv 2304.02532) applies it to goals:
-        free + guidance (given - free), exact in every parametrisation since all are linear in each other.
+        free + guidance (conditioned - free), exact in every parametrisation, as all are linear in each other.
         """
         view = self._view()
         view.config = replace(self.config, guidance=guidance)
@@ -189,9 +194,9 @@ class DenoisingPolicy(Policy):
         def net(x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None) -> Tensor:
             times, second = t, process.second_net_time(t, t if until is None else until)
             if level is not None:
-                table = process.levels(device=x.device, dtype=t.dtype)
-                if len(table) < len(t):
-                    times = table
+                levels = process.levels(device=x.device, dtype=t.dtype)
+                if len(levels) < len(t):  # fewer times to embed than rows
+                    times = levels
                 else:
                     level = None
             return field(x, process.net_time(times), cond, time_row=level, second_time=second)
@@ -205,23 +210,29 @@ class DenoisingPolicy(Policy):
         """The network of the recorded steps: the fine-tuned copy where one exists."""
         return self.field.tuned if isinstance(self.field, SwitchedField) else self.field
 
+    @property
+    def _first_tuned(self) -> int:
+        """The first recorded step, K - S."""
+        return self.table.num_steps - self.tuned_steps
+
     def sample_chain(self, cond: Cond, *, noise: Tensor | None = None, generator: Rng = None) -> Chain:
         """Sample chunks and record the last S transitions; noise (B, K+1, Th, Da) before clipping."""
         self._require_density()
         if noise is None:
             noise = self._randn((len(cond), *self.noise_shape), generator)
-        first, correlation = self.table.num_steps - self.tuned_steps, self.noise_correlation
-        if correlation:
+        first, correlation = self._first_tuned, self.noise_correlation
+        if correlation:  # noise[:, k + 1] is that of step k
             noise = torch.cat([noise[:, : first + 1], correlated(noise[:, first + 1 :], correlation)], dim=1)
-        out = self._denoise(cond, noise, record_from=first)
-        assert out.chain is not None and out.mean is not None
-        std = self._recorded_std(None, out.chain)
-        return Chain(out.chain, correlated_log_prob(out.chain[:, 1:], out.mean, std, correlation))
+        denoised = self._denoise(cond, noise, record_from=first)
+        chain, mean = denoised.chain, denoised.mean
+        assert chain is not None and mean is not None
+        std = self._recorded_std(None, chain)
+        return Chain(chain, correlated_log_prob(chain[:, 1:], mean, std, correlation))
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         batch, device = x.shape[0], x.device
         columns = torch.arange(self.tuned_steps, device=device) if steps is None else steps
-        step = columns.repeat(batch)
+        step = columns.repeat(batch)  # (B L,): rows of the chain one after the other
         row = torch.arange(batch, device=device).repeat_interleave(len(columns))
         log_prob, entropy = self.transition_log_prob(cond, x[row, step], x[row, step + 1], step, row)
         shape = (batch, len(columns), *self.chunk.shape)
@@ -231,7 +242,7 @@ class DenoisingPolicy(Policy):
         self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         self._require_density()
-        first = self.table.num_steps - self.tuned_steps
+        first = self._first_tuned
         times = self.table.to_device("net_time", x)[first:]
         second = None if self.table.second_time is None else self.table.to_device("second_time", x)[first:]
         pred = self.scored_net(x, times, cond, cond_row=cond_row, time_row=step, second_time=second)
@@ -242,8 +253,8 @@ class DenoisingPolicy(Policy):
 
     def _recorded_std(self, step: Tensor | None, like: Tensor) -> Tensor:
         """Standard deviations (S, 1, 1|Da) of recorded steps, or (M, 1, 1|Da) of given steps (M,)."""
-        first = self.table.num_steps - self.tuned_steps
-        std = self.table.to_device("schedule_std", like)[first:].clamp(min=self.log_prob_min_std).unsqueeze(1)
+        scheduled = self.table.to_device("schedule_std", like)[self._first_tuned :]
+        std = scheduled.clamp(min=self.log_prob_min_std).unsqueeze(1)
         return std if step is None else std.index_select(0, step)
 
     def _require_density(self) -> None:
@@ -254,7 +265,7 @@ class DenoisingPolicy(Policy):
             )
         clip, final, floor = self.table.clip_action, self.sampler.final_std, self.log_prob_min_std
         scored = self.table.schedule_std[-1].clamp(min=floor)
-        recorded = self.table.net_time[self.table.num_steps - self.tuned_steps :]
+        recorded = self.table.net_time[self._first_tuned :]
         has_zero_std = bool((self.table.schedule_std.clamp(min=floor) <= 0).any())
         if self.is_deterministic or has_zero_std or self.table.memory is not None:
             reason = "is deterministic"

@@ -25,22 +25,23 @@ from policies.normalizer import Normalizer
 from policies.policy_config import PolicyConfig
 from policies.protocols import Cond, Hooks, Observation, Reduction, Rng, Start
 
-_REPLAYED: WeakKeyDictionary[Policy, tuple[Any, Recorded[Tensor]]] = WeakKeyDictionary()
-_AT_ONCE = 1024  # rows of one decision on a CPU; more do not fit into its caches
+_RECORDED: WeakKeyDictionary[Policy, tuple[Any, Recorded[Tensor]]] = WeakKeyDictionary()
+"""Policy -> (what its recorded kernels depend on, these kernels)."""
+_CPU_ROWS = 1024  # rows that a CPU decides for at once; more do not fit into its caches
 _REGISTERED = ("_modules", "_parameters", "_buffers")  # where a module keeps what is assigned to it
 
 
-def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
-    """Return the features of positive width; each of them requires a mode."""
-    there = [name for name, dim in dims.items() if dim]
+def _present_features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
+    """Return the names of features of positive width; each of them requires a mode."""
+    present = [name for name, dim in dims.items() if dim]
     if unknown := sorted(set(modes) - set(dims)):
         raise ConfigError(f"policy.normalizer knows {', '.join(dims)}; got {', '.join(unknown)}.")
-    if missing := [name for name in there if name not in modes]:
+    if missing := [name for name in present if name not in modes]:
         raise ConfigError(f"policy.normalizer must give a mode to {', '.join(missing)} as well.")
-    return there
+    return present
 
 
-def _kind(obs: Any) -> str:
+def _described(obs: Any) -> str:
     return f"keys {sorted(map(str, obs))}" if isinstance(obs, Mapping) else f"an object {type(obs).__name__}"
 
 
@@ -75,7 +76,7 @@ class Policy(nn.Module):
         sizes = ObservationSizes(obs_dim, config.obs_steps, goal_dim, images or {})
         self.encoder: Encoder = config.encoder.build(sizes)
         dims = {"state": obs_dim, "goal": goal_dim, "action": action_dim}
-        modes = {k: config.normalizer[k] for k in _features(config.normalizer, dims)}
+        modes = {k: config.normalizer[k] for k in _present_features(config.normalizer, dims)}
         clip = config.observation_clip
         clips = {} if clip is None else {k: clip for k in modes if k != "action"}
         self.normalizer = Normalizer(modes, dims, clips)
@@ -95,6 +96,7 @@ class Policy(nn.Module):
 
     @property
     def _like(self) -> Tensor:
+        """A buffer, for the device and the dtype of the policy."""
         return self.normalizer.action_scale  # type: ignore[return-value]
 
     @property
@@ -113,16 +115,18 @@ class Policy(nn.Module):
         """
         items = obs if isinstance(obs, Mapping) else {"state": obs}
         like, images = self._like, self.images
-        types = {name: None if name in images else like.dtype for name in items}  # not images
+        dtypes = {name: None if name in images else like.dtype for name in items}  # images stay bytes
         try:
-            found = {k: torch.as_tensor(v, dtype=types[k], device=like.device) for k, v in items.items()}
+            tensors = {k: torch.as_tensor(v, dtype=dtypes[k], device=like.device) for k, v in items.items()}
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self._needs()}; got {_kind(obs)}: {str(error).rstrip('.')}.") from error
-        if "state" not in found or not found["state"].ndim:
-            raise ConfigError(f"{self._needs()}; got {_kind(obs)}.")
-        return found
+            reason = str(error).rstrip(".")
+            raise ConfigError(f"{self._expected()}; got {_described(obs)}: {reason}.") from error
+        if "state" not in tensors or not tensors["state"].ndim:
+            raise ConfigError(f"{self._expected()}; got {_described(obs)}.")
+        return tensors
 
-    def _needs(self) -> str:
+    def _expected(self) -> str:
+        """Return the part of an error that says which observation the policy needs."""
         sizes = self.encoder.sizes
         shapes: dict[str, tuple[int, ...]] = {"state": (sizes.obs_steps, sizes.obs_dim)}
         shapes |= {"goal": (self.goal_dim,)} if self.goal_dim else {}
@@ -136,7 +140,7 @@ class Policy(nn.Module):
         `generator` drives image augmentation during training; without it there is none. The train/eval mode
         of the module has no effect.
         """
-        return self._with_free(self.encoder(obs, self.normalizer, generator))
+        return self._with_goal_free(self.encoder(obs, self.normalizer, generator))
 
     def condition(self, vec: Tensor) -> Cond:
         """Return the condition of features (B, C), as `encode` returned it.
@@ -149,14 +153,14 @@ class Policy(nn.Module):
                 "the features of this policy are not its whole condition: encoder.tokens adds the patches of "
                 "its images. Clone one with encoder.tokens=false and a backbone without attention on tokens."
             )
-        return self._with_free(Cond(vec))
+        return self._with_goal_free(Cond(vec))
 
-    def _with_free(self, cond: Cond) -> Cond:
-        """Add the condition without goal, if the policy is trained for it."""
+    def _with_goal_free(self, cond: Cond) -> Cond:
+        """Add the condition with zeros as goal, if the policy is trained for it; the goal comes last."""
         if not self.config.goal_dropout:
             return cond
-        nowhere = nn.functional.pad(cond.vec[:, : -self.goal_dim], (0, self.goal_dim))
-        return replace(cond, free=replace(cond, vec=nowhere))
+        without_goal = nn.functional.pad(cond.vec[:, : -self.goal_dim], (0, self.goal_dim))
+        return replace(cond, free=replace(cond, vec=without_goal))
 
     def _check_guidance(self) -> None:
         """Refuse guidance without goals or without training by `goal_dropout`."""
@@ -195,26 +199,26 @@ class Policy(nn.Module):
             noise: (B, *noise_shape); makes the call deterministic.
             generator: Source of the noise when none is given.
         """
-        seen = self.observation(obs)
+        tensors = self.observation(obs)
         if noise is None:
-            noise = self.sample_noise(len(seen["state"]), generator=generator)
+            noise = self.sample_noise(len(tensors["state"]), generator=generator)
         if self.device.type == "cuda":
-            return self._replayed(seen, noise.to(self.device))
-        if len(noise) <= _AT_ONCE:
-            return self.executed(self.plan(seen, noise))
-        parts = zip(*(part.split(_AT_ONCE) for part in (noise, *seen.values())), strict=True)
-        plans = [self.plan(dict(zip(seen, rest, strict=True)), part) for part, *rest in parts]
+            return self._replayed(tensors, noise.to(self.device))
+        if len(noise) <= _CPU_ROWS:
+            return self.executed(self.plan(tensors, noise))
+        blocks = zip(*(part.split(_CPU_ROWS) for part in (noise, *tensors.values())), strict=True)
+        plans = [self.plan(dict(zip(tensors, parts, strict=True)), draw) for draw, *parts in blocks]
         return self.executed(torch.cat(plans))
 
     def _replayed(self, obs: Observation, noise: Tensor) -> Tensor:
         """Return the actions of `act` by recorded kernels, as long as the weights stay where they are."""
-        places = tuple(weight.data_ptr() for weight in self.parameters())
-        kept = _REPLAYED.get(self)
-        if kept is None or kept[0] != (places, self.training):
-            view = self._view()  # without a reference to this module, which is the key
-            kept = ((places, self.training), Recorded(lambda o, n: view.executed(view.plan(o, n))))
-            _REPLAYED[self] = kept
-        return kept[1](obs, noise).clone()
+        state = tuple(weight.data_ptr() for weight in self.parameters()), self.training
+        entry = _RECORDED.get(self)
+        if entry is None or entry[0] != state:
+            view = self._view()  # a reference to this module, the key, would keep the entry alive
+            entry = state, Recorded(lambda obs, noise: view.executed(view.plan(obs, noise)))
+            _RECORDED[self] = entry
+        return entry[1](obs, noise).clone()  # the next replay overwrites its output
 
     def plan(self, obs: Observation, noise: Tensor) -> Tensor:
         """Return the chunk (B, Th, Da), normalised, of physical observations and noise."""
@@ -264,7 +268,7 @@ class Policy(nn.Module):
         return self if self.device.type == "cpu" else self.clone().cpu()
 
     def _randn(self, shape: tuple[int, ...], generator: Rng) -> Tensor:
-        like = self._like
+        like = self._like  # draws are made where the generator is, and moved
         device = like.device if generator is None else generator.device
         return torch.randn(shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
 

@@ -311,12 +311,12 @@ class Field(Protocol):
 
 def _has_members(policy: Any, protocol: type) -> bool:
     """Whether a policy has what a protocol declares; since Python 3.12 `isinstance` overlooks submodules."""
-    own = {*vars(protocol), *vars(protocol)["__annotations__"]}
-    return all(hasattr(policy, name) for name in own if not name.startswith("_"))
+    declared = {*vars(protocol), *vars(protocol)["__annotations__"]}
+    return all(hasattr(policy, name) for name in declared if not name.startswith("_"))
 
 
 def has_steps(policy: Any) -> bool:
-    """Whether a network is evaluated step by step, so that noise after the steps gives a chain densities."""
+    """Whether a network is evaluated step by step: with noise after the steps its chain has densities."""
     return isinstance(policy, ChainPolicy) and _has_members(policy, StepwisePolicy)
 
 

@@ -189,19 +189,19 @@ class DpTransformer(nn.Module):
             )
         times, observations = self._time_token(time, second_time), self._obs_tokens(cond)
         if self._is_tokenwise:
-            of_time, of_obs = self._remember(times), self._remember(observations)
-            parts = (_rows(of_time, time_row, dim=2), _rows(of_obs, cond_row, dim=2))
+            of_time, of_obs = self._keys_and_values(times), self._keys_and_values(observations)
+            parts = (_selected(of_time, time_row, dim=2), _selected(of_obs, cond_row, dim=2))
             return self._denoise(x, torch.cat(parts, dim=-2))
-        tokens = (_rows(times, time_row, dim=0), _rows(observations, cond_row, dim=0))
-        return self._denoise(x, self._remember(torch.cat(tokens, dim=1)))
+        tokens = (_selected(times, time_row, dim=0), _selected(observations, cond_row, dim=0))
+        return self._denoise(x, self._keys_and_values(torch.cat(tokens, dim=1)))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         given = (times,) if second_times is None else (times, second_times)
         observations = self._obs_tokens(cond)
         if self._is_tokenwise:
             sources = (*self._memory_weights(), *given)
-            table = self._cache.get(sources, lambda: self._remember(self._time_token(*given)))
-            of_obs = self._remember(observations)
+            table = self._cache.get(sources, lambda: self._keys_and_values(self._time_token(*given)))
+            of_obs = self._keys_and_values(observations)
             sizes = (-1, -1, of_obs.shape[2], -1, -1, -1)
 
             def bound(k: int, x: Tensor) -> Tensor:
@@ -213,29 +213,29 @@ class DpTransformer(nn.Module):
 
         def bound_and_encoded(k: int, x: Tensor) -> Tensor:
             time = tokens.narrow(0, k, 1).expand(observations.shape[0], -1, -1)
-            return self._denoise(x, self._remember(torch.cat([time, observations], dim=1)))
+            return self._denoise(x, self._keys_and_values(torch.cat([time, observations], dim=1)))
 
         return bound_and_encoded
 
     def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:
-        return embed_times(self._waves, self.second_embedding, times, second_times), cond.vec
+        return embed_times(self._sinusoids, self.second_embedding, times, second_times), cond.vec
 
     @property
     def _is_tokenwise(self) -> bool:
         return self.config.memory_depth == 0
 
     def _time_token(self, time: Tensor, second_time: Tensor | None = None) -> Tensor:
-        embedded = embed_times(self._waves, self.second_embedding, time, second_time)
+        embedded = embed_times(self._sinusoids, self.second_embedding, time, second_time)
         return embedded.unsqueeze(1) + self.memory_positions[:, :1]
 
-    def _waves(self, time: Tensor) -> Tensor:
+    def _sinusoids(self, time: Tensor) -> Tensor:
         return sinusoid(time.to(self.positions.dtype), self.config.width)
 
     def _obs_tokens(self, cond: Cond) -> Tensor:
         parts = rearrange(cond.vec, "B (N C) -> B N C", N=self.config.obs_tokens)
         return self.obs_inlet(parts) + self.memory_positions[:, 1:]
 
-    def _remember(self, tokens: Tensor) -> Tensor:
+    def _keys_and_values(self, tokens: Tensor) -> Tensor:
         """Encode tokens (M, S, D) to keys and values of every block, (L, 2, M, H, S, D/H)."""
         encoded = self.memory_encoder(tokens)
         return torch.stack([block.cross.memory(encoded) for block in self.blocks])
@@ -247,8 +247,8 @@ class DpTransformer(nn.Module):
 
     def _denoise(self, x: Tensor, memory: Tensor) -> Tensor:
         h = self.inlet(x) + self.positions
-        for block, own in zip(self.blocks, memory.unbind(0), strict=True):
-            h = block(h, own, self.mask, self.memory_mask)
+        for block, keys_and_values in zip(self.blocks, memory.unbind(0), strict=True):
+            h = block(h, keys_and_values, self.mask, self.memory_mask)
         return self.outlet(self.norm(h))
 
 
@@ -257,5 +257,5 @@ def memory_mask(horizon: int, tokens: int) -> Tensor:
     return torch.ones(horizon, tokens, dtype=torch.bool).tril(1)
 
 
-def _rows(part: Tensor, row: Tensor | None, dim: int) -> Tensor:
+def _selected(part: Tensor, row: Tensor | None, dim: int) -> Tensor:
     return part if row is None else part.index_select(dim, row)

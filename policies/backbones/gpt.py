@@ -171,6 +171,6 @@ class Gpt(nn.Module):
         h = torch.cat([time, observations[:, :goals], pairs, actions[:, n:]], dim=1)
         for block in self.blocks:
             h = block(h, self.mask)
-        h = h[:, 1 + goals :]
-        h = torch.cat([h[:, 1 : 2 * n : 2], h[:, 2 * n :]], dim=1)  # of the actions
+        h = h[:, 1 + goals :]  # state_1, action_1, …, state_S, action_S, then the other actions
+        h = torch.cat([h[:, 1 : 2 * n : 2], h[:, 2 * n :]], dim=1)  # actions only
         return self.outlet(self.norm(h))

@@ -54,8 +54,8 @@ EMBEDDINGS = {
     "uniform": UniformEmbedding,
     "joint": JointEmbedding,
 }
-_NAMES = ("time_embedding.", "cond_mlp.", "mlp_mean.", (1, 3))  # of DPPO's network
-_JOINT_NAMES = ("t_emb.", "cond_emb.", "vel_head.", (0, 2))  # of ReinFlow's shortcut network
+_NAMES = ("time_embedding.", "cond_mlp.", "mlp_mean.", (1, 3))  # DPPO's, and places of its time layers
+_JOINT_NAMES = ("t_emb.", "cond_emb.", "vel_head.", (0, 2))  # the same of ReinFlow's shortcut network
 _FEW_NUMBERS = 1 << 17  # up to this many, the first layer's offsets of all steps are computed before the loop
 
 
@@ -126,10 +126,10 @@ class MlpConfig(TrunkConfig):
         return time | cond | self.official_trunk_keys(trunk_, "trunk.")
 
 
-class _Plan(NamedTuple):
-    """What `bind` keeps: table (K, H') of times and bias, weights of chunk (Th Da, H') and cond (C, H').
+class _Bound(NamedTuple):
+    """First layer at bound times: table We e + b (K, H'), and Wx (Th Da, H') and Ws (C, H'), transposed.
 
-    `packed` holds the network for the loop in C once it was asked for.
+    `packed` holds the network for the loop in C once `bind_packed` was called.
     """
 
     table: Tensor
@@ -154,14 +154,14 @@ class MlpBackbone(nn.Module):
         self.chunk_shape = tuple(chunk_shape)
         chunk = chunk_shape[0] * chunk_shape[1]
         self.time_embedding = EMBEDDINGS[config.times](config.time_dim)
-        own = second_time and config.times != "joint"
-        self.second_embedding = TimeEmbedding(config.time_dim) if own else None
+        is_separate = second_time and config.times != "joint"
+        self.second_embedding = TimeEmbedding(config.time_dim) if is_separate else None
         cond_dims = (cond_dim, *config.cond_dims)
         activation = config.cond_activation or config.activation
         self.cond_encoder = PlainTrunk(cond_dims, activation) if config.cond_dims else nn.Identity()
         self.part_dims = (chunk, config.time_dim, *([] if config.add_cond else [cond_dims[-1]]))
         self.trunk = config.build_trunk(sum(self.part_dims), chunk)
-        self._cache: WeightCache[_Plan] = WeightCache()
+        self._cache: WeightCache[_Bound] = WeightCache()
         self._packed_cache: WeightCache[PackedBlock | None] = WeightCache()
 
     def forward(
@@ -191,14 +191,15 @@ class MlpBackbone(nn.Module):
     def _first_layer(
         self, parts: tuple[Tensor, ...], rows: tuple[Tensor | None, ...], fold: Fold
     ) -> FirstLayer:
-        """Return the parts of z (M, H'); shared rows are projected before repetition."""
+        """Return the parts of z (M, H'): inputs with a row each, and projected tables of shared rows."""
         whole: list[tuple[Tensor, Tensor]] = []
         tables: list[tuple[Tensor, Tensor | None]] = []
         for part, weight, row in zip(parts, self._columns(fold), rows, strict=True):
             if row is None:
                 whole.append((part, weight))
             else:
-                tables.append((F.linear(part, weight, None if tables else fold.bias), row))
+                bias = None if tables else fold.bias  # added by the first table alone
+                tables.append((F.linear(part, weight, bias), row))
         if len(whole) == 1:
             return FirstLayer(*whole[0], tuple(tables))
         inputs, weights = (torch.cat(tensors, dim=1) for tensors in zip(*whole, strict=True))
@@ -207,13 +208,14 @@ class MlpBackbone(nn.Module):
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         given = (cond, times) if second_times is None else (cond, times, second_times)
         if torch.is_grad_enabled() or not native.serves(cond.vec):
-            return self._bind(*given)
-        packed = functools.cache(lambda: self.bind_packed(*given))
-        plain = functools.cache(lambda: self._bind(*given))
+            return self._bind_plain(*given)
+        packed = functools.cache(lambda: self.bind_packed(*given))  # each is prepared at its first use
+        plain = functools.cache(lambda: self._bind_plain(*given))
 
         def bound(k: int, x: Tensor) -> Tensor:
             fits = 0 <= k < len(times) and x.shape[1:] == self.chunk_shape and len(x) > 0
-            if fits and not torch.is_grad_enabled() and native.serves(x) and (nets := packed()) is not None:
+            in_c = fits and not torch.is_grad_enabled() and native.serves(x)
+            if in_c and (nets := packed()) is not None:
                 (net,) = nets
                 if net.serves(len(x), x[0].numel()):
                     return net.field(k, x.flatten(1).contiguous()).view_as(x)
@@ -223,11 +225,11 @@ class MlpBackbone(nn.Module):
 
         return bound
 
-    def _bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
+    def _bind_plain(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Return `bind` by plain operations."""
-        plan, shape, width = self._plan(times, second_times), self.chunk_shape, self.part_dims[0]
-        finish, chunk = self.trunk.finish_of(plan.fold), plan.chunk
-        offset = _offsets(plan.table, self.cond_encoder(cond.vec) @ plan.cond)
+        first, shape, width = self._first(times, second_times), self.chunk_shape, self.part_dims[0]
+        finish, chunk = self.trunk.finish_of(first.fold), first.chunk
+        offset = _offsets(first.table, self.cond_encoder(cond.vec) @ first.cond)
 
         def bound(k: int, x: Tensor) -> Tensor:
             return finish(torch.addmm(offset(k), x.reshape(-1, width), chunk)).view(-1, *shape)
@@ -238,11 +240,11 @@ class MlpBackbone(nn.Module):
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> list[PackedSteps] | None:
         """Return `bind` for the loop in C; None where that has to serve."""
-        plan = self._plan(times, second_times)
-        if not plan.packed:  # matrices are packed once for all times
+        first = self._first(times, second_times)
+        if not first.packed:  # matrices are packed once for all times
             weights = () if self._packed_cache.sealed else weights_of(self)
-            plan.packed.append(self._packed_cache.get(weights, lambda: self._packed(plan.fold)))
-        return packed_steps(plan.packed[0], self.cond_encoder(cond.vec).contiguous(), plan.table)
+            first.packed.append(self._packed_cache.get(weights, lambda: self._packed(first.fold)))
+        return packed_steps(first.packed[0], self.cond_encoder(cond.vec).contiguous(), first.table)
 
     def _packed(self, fold: Fold) -> PackedBlock | None:
         chunk, _, cond = self._columns(fold)
@@ -252,17 +254,18 @@ class MlpBackbone(nn.Module):
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_encoder(cond.vec)
 
-    def _plan(self, times: Tensor, second_times: Tensor | None) -> _Plan:
+    def _first(self, times: Tensor, second_times: Tensor | None) -> _Bound:
+        """Return the first layer at bound times, computed anew when a weight has changed."""
         given = (times,) if second_times is None else (times, second_times)
         weights = () if self._cache.sealed else weights_of(self)
-        return self._cache.get((*weights, *given), lambda: self._new_plan(*given))
+        return self._cache.get((*weights, *given), lambda: self._compute_first(*given))
 
-    def _new_plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
+    def _compute_first(self, times: Tensor, second_times: Tensor | None = None) -> _Bound:
         fold = self.trunk.fold()
         chunk, time, cond = self._columns(fold)
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         table = F.linear(embedded, time, fold.bias)
-        return _Plan(table, chunk.t().contiguous(), cond.t().contiguous(), fold, [])
+        return _Bound(table, chunk.t().contiguous(), cond.t().contiguous(), fold, [])
 
 
 def _offsets(table: Tensor, cond: Tensor) -> Callable[[int], Tensor]:

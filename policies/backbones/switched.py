@@ -70,8 +70,8 @@ class SwitchedField(nn.Module):
         if not can_read:
             return torch.where(rows[:, None, None], self.tuned(*arguments), self.base(*arguments))
         out = torch.empty_like(x)
-        for side, network in ((rows, self.tuned), (~rows, self.base)):
-            index = side.nonzero().squeeze(1)
+        for is_own, network in ((rows, self.tuned), (~rows, self.base)):
+            index = is_own.nonzero().squeeze(1)
 
             def pick(part: Tensor | None, index: Tensor = index) -> Tensor | None:
                 return None if part is None else part.index_select(0, index)
@@ -125,25 +125,26 @@ class SwitchedField(nn.Module):
         """Return `bind` for the loop in C; None where that has to serve."""
         split = self._split(times, second_times)
         nets: dict[bool, list[PackedSteps]] = {}
-        for is_tuned, there, network, given in (
+        for is_tuned, is_used, network, own_times in (
             (False, split.has_base, self.base, split.base_times),
             (True, split.has_tuned, self.tuned, split.tuned_times),
         ):
-            bind = getattr(network, "bind_packed", None) if there else None
-            if there and (bind is None or (bound := bind(cond, *given)) is None):
+            if not is_used:
+                continue
+            bind = getattr(network, "bind_packed", None)
+            if bind is None or (bound := bind(cond, *own_times)) is None:
                 return None
-            if there:
-                nets[is_tuned] = bound
-        found: list[PackedSteps] = []
+            nets[is_tuned] = bound
+        steps: list[PackedSteps] = []
         for is_tuned, run in groupby(zip(split.is_tuned, split.place, strict=True), key=itemgetter(0)):
             places = [place for _, place in run]
-            found += some_of(nets[is_tuned], places[0], places[-1] + 1)
-        return found
+            steps += some_of(nets[is_tuned], places[0], places[-1] + 1)
+        return steps
 
     def _split(self, times: Tensor, second_times: Tensor | None) -> _Split:
         sources = (times,) if second_times is None else (times, second_times)
-        made = lambda: _Split(times, second_times, self.is_tuned(times))  # noqa: E731
-        return self._cache.get(sources, made, are_tables=True)
+        split = lambda: _Split(times, second_times, self.is_tuned(times))  # noqa: E731
+        return self._cache.get(sources, split, are_tables=True)
 
 
 def _is_traced() -> bool:
@@ -151,14 +152,14 @@ def _is_traced() -> bool:
 
 
 class _Split:
-    """Times (K,) by network: that of step k, and `place[k]`, the step's index among its network's times."""
+    """Times (K,) of each network; `is_tuned[k]` is the network of step k, `place[k]` its index among them."""
 
     def __init__(self, times: Tensor, second_times: Tensor | None, is_tuned: Tensor) -> None:
         self.is_tuned: list[bool] = is_tuned.tolist()
         self.has_tuned, self.has_base = any(self.is_tuned), not all(self.is_tuned)
-        sides = [[k for k, side in enumerate(self.is_tuned) if side == wanted] for wanted in (True, False)]
+        steps = [[k for k, tuned in enumerate(self.is_tuned) if tuned == wanted] for wanted in (True, False)]
         self.tuned_times, self.base_times = (
             (times[index], None if second_times is None else second_times[index])
-            for index in (torch.tensor(side, dtype=torch.long) for side in sides)
+            for index in (torch.tensor(own, dtype=torch.long) for own in steps)
         )
-        self.place = [self.is_tuned[:k].count(side) for k, side in enumerate(self.is_tuned)]
+        self.place = [self.is_tuned[:k].count(tuned) for k, tuned in enumerate(self.is_tuned)]

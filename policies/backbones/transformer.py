@@ -237,6 +237,6 @@ class TransformerBackbone(nn.Module):
         memories = [None] * len(self.blocks) if memory is None else memory.unbind(0)
         h = self.inlet(x) + self.positions
         for block, memory in zip(self.blocks, memories, strict=True):
-            own, adaptations = adaptations[: block.sublayers], adaptations[block.sublayers :]
-            h = block(h, own, self.mask, memory)
+            of_block, adaptations = adaptations[: block.sublayers], adaptations[block.sublayers :]
+            h = block(h, of_block, self.mask, memory)
         return self.outlet(self.norm(h, scale, shift))

@@ -41,7 +41,7 @@ class Renoise(PathRules):
 
     def over(self, process: Any, times: Sequence[float]) -> StepTable:
         alpha, sigma = process.alpha_sigma(torch.tensor(times[1:], dtype=torch.float64))
-        left = (alpha * process.noise_min).square()  # noise left in the clean end of a trajectory
-        std = (sigma.square() - left).clamp(min=0.0).sqrt()
+        remaining = (alpha * process.noise_min).square()  # noise left in the clean end of a trajectory
+        std = (sigma.square() - remaining).clamp(min=0.0).sqrt()
         zeros = torch.zeros_like(alpha)[:, None]
         return build_step_table(process, self, times, alpha[:, None], zeros, std[:, None])

@@ -62,11 +62,11 @@ class DDPM(StepRules):
 
     def table(self, process: Any) -> StepTable:
         path = _LevelPath.of(self, process, levels=self.levels)
-        keep = path.bar / path.bar_next  # product of alphas from the next level to this one
-        to_x0 = path.bar_next.sqrt() * (1 - keep) / path.var
-        to_x = keep.sqrt() * path.var_next / path.var
-        small = path.var_next / path.var * (1 - keep)
-        std = (small if self.variance == "fixed_small" else 1 - keep).sqrt()
+        kept = path.bar / path.bar_next  # alpha of the step in the paper's notation, 1 - beta
+        to_x0 = path.bar_next.sqrt() * (1 - kept) / path.var
+        to_x = kept.sqrt() * path.var_next / path.var
+        posterior = path.var_next / path.var * (1 - kept)
+        std = (posterior if self.variance == "fixed_small" else 1 - kept).sqrt()
         to_x0 = to_x0 + to_x * path.bar.sqrt()  # x = alpha x0 + sigma eps
         return build_step_table(process, self, path.times, to_x0, to_x * path.var.sqrt(), std)
 
@@ -120,10 +120,10 @@ class _LevelPath(NamedTuple):
         count = process.num_levels
         if levels and not 0 <= levels[-1] <= levels[0] < count:
             raise ConfigError(f"sampler.levels must lie in 0..{count - 1}; got {list(levels)}.")
-        here = list(levels) or spaced_levels(count, sampler.steps or count, sampler.spacing)
-        stride = 1 if levels else count // len(here)
-        there = [max(tau - stride, stop_at) for tau in here]
-        t = time_of_level(torch.tensor([*here, there[-1]], dtype=torch.float64), count)
-        t_next = time_of_level(torch.tensor(there, dtype=torch.float64), count)
-        squares = [a.square()[:, None] for pair in (t[:-1], t_next) for a in process.alpha_sigma(pair)]
+        visited = list(levels) or spaced_levels(count, sampler.steps or count, sampler.spacing)
+        stride = 1 if levels else count // len(visited)
+        reached = [max(tau - stride, stop_at) for tau in visited]
+        t = time_of_level(torch.tensor([*visited, reached[-1]], dtype=torch.float64), count)
+        t_next = time_of_level(torch.tensor(reached, dtype=torch.float64), count)
+        squares = [a.square()[:, None] for times in (t[:-1], t_next) for a in process.alpha_sigma(times)]
         return _LevelPath(t.tolist(), *squares)

@@ -116,11 +116,11 @@ class DescentPolicy(Policy):
         return descend(self.process, self.sampler, self.bind(cond), x, first_step=first)
 
     def _step_at(self, t: float) -> int:
-        most = self.sampler.steps
-        first = math.ceil(most * t - 1e-6)
-        if not 0 <= first < most:
+        steps = self.sampler.steps
+        first = math.ceil(steps * t - 1e-6)
+        if not 0 <= first < steps:
             raise ConfigError(
-                f"a start time must lie in 0..{1 - 1 / most:.4g}, the last of {most} steps; got {t:.4g}."
+                f"a start time must lie in 0..{1 - 1 / steps:.4g}, the last of {steps} steps; got {t:.4g}."
             )
         return first
 

@@ -126,8 +126,9 @@ class SchedulerLoop:
         scheduler = self.scheduler()
         x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
         for k, tau in enumerate(scheduler.timesteps):
-            seen = x if self.is_flow else scheduler.scale_model_input(x, tau)
-            pred = bound(k, seen.to(noise.dtype))
-            x = scheduler.step(-pred if self.is_flow else pred, tau, x).prev_sample.to(noise.dtype)
+            scaled = x if self.is_flow else scheduler.scale_model_input(x, tau)
+            pred = bound(k, scaled.to(noise.dtype))
+            pred = -pred if self.is_flow else pred  # their velocity points from data to noise
+            x = scheduler.step(pred, tau, x).prev_sample.to(noise.dtype)
         clip = self.sampler.clip_action
         return x if clip is None else x.clamp(-clip, clip)

@@ -80,7 +80,7 @@ def denoise(
     memory: Tensor | None = None
     for k in range(first_step, table.num_steps):
         draw, is_recorded = draws[k], record_from is not None and k >= record_from
-        if not (is_recorded or hooks or table.memory):
+        if not (is_recorded or hooks or table.memory):  # mean and noise in one pass over the chunk
             x = _bounded(transition(table, k, x, bound(k, x), plus=draw), table.clip_state)
             continue
         step = _step(table, k, cond) if hooks and cond is not None else None
@@ -103,7 +103,8 @@ def denoise(
     x = _bounded(x, table.clip_action)
     if record_from is None:
         return Denoised(x, None, None)
-    return Denoised(x, torch.stack([*states, x], dim=1), torch.stack(means[-len(states) :], dim=1))
+    means = means[-len(states) :]  # steps with hooks have theirs too, recorded or not
+    return Denoised(x, torch.stack([*states, x], dim=1), torch.stack(means, dim=1))
 
 
 def _bounded(x: Tensor, limit: float | None) -> Tensor:
@@ -113,6 +114,7 @@ def _bounded(x: Tensor, limit: float | None) -> Tensor:
 def _prediction(
     table: StepTable, k: int, x: Tensor, bound: BoundField, step: Step | None, hooks: Hooks
 ) -> tuple[Tensor, Tensor]:
+    """Return the network's (x0, eps) after the hooks, not yet clipped."""
     x0, eps = split_prediction(table, k, x, bound(k, x))
     if step is not None:
         for hook in hooks:
@@ -121,12 +123,12 @@ def _prediction(
 
 
 def _step(table: StepTable, k: int, cond: Cond) -> Step:
-    times, noise = (table.times[k], table.times[k + 1]), (table.alpha[k], table.sigma[k], table.spread[k])
-    return Step(k, table.num_steps, *times, cond, *noise)
+    t, t_next, alpha, sigma = table.times[k], table.times[k + 1], table.alpha[k], table.sigma[k]
+    return Step(k, table.num_steps, t, t_next, cond, alpha, sigma, std=table.spread[k])
 
 
 def unrolled(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return the start state and, per step, the scaled noise (None where there is none)."""
+    """Scale the noise of a decision: return its start state and the noise of every step; None: no noise."""
     scale = table.start_std
     if table.is_deterministic:
         return (noise if scale == 1 else scale * noise), [None] * table.num_steps
@@ -135,9 +137,9 @@ def unrolled(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor |
         draws = draws.clamp(-table.noise_clip, table.noise_clip)
     std = table.to_device("std", noise)[:, None, None, :]
     scaled = (draws * std).contiguous().unbind(0)
-    steps = [draw if noisy else None for draw, noisy in zip(scaled, table.noisy, strict=True)]
+    of_steps = [draw if noisy else None for draw, noisy in zip(scaled, table.noisy, strict=True)]
     first = noise[:, 0].contiguous()
-    return (first if scale == 1 else scale * first), steps
+    return (first if scale == 1 else scale * first), of_steps
 
 
 def check_request(

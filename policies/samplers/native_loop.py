@@ -22,7 +22,7 @@ from policies.protocols import BoundField
 from policies.samplers.loop import Denoised, check_request
 from policies.samplers.step_table import StepTable
 
-_FEW = 64  # rows that one thread decides for sooner than several
+_ONE_THREAD_ROWS = 64  # rows that one thread decides for sooner than several
 _at = Tensor.data_ptr
 
 
@@ -41,7 +41,7 @@ def takes(table: StepTable, noise: Tensor, start: Tensor | None = None) -> bool:
     """Return whether this loop serves noise, start and table, and no graph or trace is being built."""
     if torch.is_grad_enabled() or not len(noise):
         return False
-    if not native.serves(noise, with_threads=len(noise) <= _FEW):
+    if not native.serves(noise, with_threads=len(noise) <= _ONE_THREAD_ROWS):
         return False
     shape = len(noise), *noise.shape[-2:]
     has_start = start is None or (start.shape == shape and start.is_cpu and start.dtype == noise.dtype)
@@ -66,14 +66,14 @@ def denoise_chunks(
         first, draws = noise[:, 0], noise[:, 1:]
     x = (first * table.start_std if start is None else start.clone()).flatten(1).contiguous()
     count, (rows, n), shape = table.num_steps, x.shape, noise.shape[-2:]
-    kept: list[Tensor] = []
+    recorded: list[Tensor] = []
     if record_from is not None:
-        kept = [x.new_empty(rows, count - record_from + more, n) for more in (1, 0)]
+        recorded = [x.new_empty(rows, count - record_from + more, n) for more in (1, 0)]
     chain = _Chain(
         count, record_from or 0, table.predicts_x0 or table.clip_x0 is None,
         _or_no_bound(table.clip_state), _or_no_bound(table.noise_clip),
         0 if draws is None else draws.stride(0), _at(steps), None if draws is None else _at(draws),
-        *map(_at, kept),
+        *map(_at, recorded),
     )  # fmt: skip
     take_steps, call, k = native.library().take_steps, ctypes.byref(chain), first_step
     if callable(field):
@@ -82,17 +82,18 @@ def denoise_chunks(
             x = x.clone()  # the network may keep what it was given
             take_steps(call, None, rows, k, k + 1, n, None, _at(pred), _at(x), None)
     else:
-        for some in some_of(field, first_step, count):
-            net, work, last = some.net(), some.work(rows), k + len(some.table)
-            assert some.serves(rows, n)
-            take_steps(call, ctypes.byref(net), rows, k, last, n, _at(some.table), None, _at(x), _at(work))
+        for segment in some_of(field, first_step, count):
+            net, work, last = segment.net(), segment.work(rows), k + len(segment.table)
+            assert segment.serves(rows, n)
+            table_of_times = _at(segment.table)
+            take_steps(call, ctypes.byref(net), rows, k, last, n, table_of_times, None, _at(x), _at(work))
             k = last
     if table.clip_action is not None:
         x.clamp_(-table.clip_action, table.clip_action)
-    if not kept:
+    if not recorded:
         return Denoised(x.view(rows, *shape), None, None)
-    kept[0][:, -1] = x
-    return Denoised(*(one.unflatten(-1, shape) for one in (x, *kept)))
+    recorded[0][:, -1] = x
+    return Denoised(*(part.unflatten(-1, shape) for part in (x, *recorded)))
 
 
 def _or_no_bound(limit: float | None) -> float:

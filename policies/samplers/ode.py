@@ -52,9 +52,9 @@ class PathRules(StepRules, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [noise for noise in (self.noise_min, self.noise_max) if noise is not None]
-        self.require("noise_max", sorted(given) == given, f"at least noise_min={self.noise_min}")
-        if given and self.grid in ("auto", "uniform"):
+        bounds = [noise for noise in (self.noise_min, self.noise_max) if noise is not None]
+        self.require("noise_max", sorted(bounds) == bounds, f"at least noise_min={self.noise_min}")
+        if bounds and self.grid in ("auto", "uniform"):
             raise ConfigError(
                 f"sampler.noise_min and noise_max belong to the grids {', '.join(GRIDS[2:])}; got "
                 f"sampler.grid={self.grid}. Choose one of these, or leave them out."
@@ -76,9 +76,9 @@ class PathRules(StepRules, ABC):
         if self.grid == "uniform":
             return [k / self.steps for k in range(self.steps + 1)]
         alpha, sigma = process.alpha_sigma(torch.tensor(process.grid(self.steps)[:-1], dtype=torch.float64))
-        own = sigma / alpha
-        first = float(own[0]) if self.noise_max is None else self.noise_max
-        last = float(own[-1]) if self.noise_min is None else self.noise_min
+        usual = sigma / alpha  # of the process's own grid
+        first = float(usual[0]) if self.noise_max is None else self.noise_max
+        last = float(usual[-1]) if self.noise_min is None else self.noise_min
         if not math.isfinite(first):
             raise ConfigError(
                 f"sampler.grid={self.grid} needs a finite sigma / alpha to start from, and process="
@@ -209,6 +209,9 @@ class Midpoint(SmoothRules):
 class DPMpp2M(SmoothRules):
     """Second order by extrapolation from the previous evaluation; first and last step are first order.
 
+    With h the step in lambda and h_prev the step before it, x0 is replaced by x0 + c (x0 - x0_prev), where
+    c = h / (2 h_prev) for `midpoint`: x' = sigma' eps + alpha' x0 + push (x0 - x0_prev).
+
     Source: DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
     """
 
@@ -216,13 +219,13 @@ class DPMpp2M(SmoothRules):
 
     def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
-        gap = path.noise.log() - path.noise_next.log()  # the last entry is infinite
-        shrink = path.noise_next / path.noise
-        weight = (1 - shrink) / 2 if self.solver == "midpoint" else 1 - (1 - shrink) / gap
-        push = torch.zeros_like(gap)
-        push[1:-1] = (path.alpha_next * weight)[1:-1] * gap[1:-1] / gap[:-2]
+        h = path.noise.log() - path.noise_next.log()  # the last entry is infinite
+        shrink = path.noise_next / path.noise  # exp(-h)
+        weight = (1 - shrink) / 2 if self.solver == "midpoint" else 1 - (1 - shrink) / h
+        push = torch.zeros_like(h)
+        push[1:-1] = (path.alpha_next * weight)[1:-1] * h[1:-1] / h[:-2]
         to_x0, to_eps = (path.alpha_next + push)[:, None], path.sigma_next[:, None]
-        ones, zeros = (1.0,) * len(gap), (0.0,) * len(gap)
+        ones, zeros = (1.0,) * len(h), (0.0,) * len(h)  # the memory is x0 of the row before
         memory = Memory(tuple((-push).tolist()), ones, zeros)
         return build_step_table(process, self, times, to_x0, to_eps, torch.zeros_like(to_x0), memory=memory)
 
@@ -243,8 +246,8 @@ class _Rows:
         self.to: list[tuple[float, float]] = []
         self.memory: list[tuple[float, float, float]] = []
 
-    def place(self, t: float) -> tuple[float, float]:
-        """Return (s, x / y) at a time."""
+    def _noise_and_scale(self, t: float) -> tuple[float, float]:
+        """Return (s, x / y) at a time; see the class."""
         alpha, sigma = (float(a) for a in self.process.alpha_sigma(torch.tensor(t, dtype=torch.float64)))
         scale = alpha + self.w * sigma
         return sigma / scale, scale
@@ -253,15 +256,15 @@ class _Rows:
         """Return the midpoint of a step; None for the last step, whose noise has no geometric mean."""
         if self.w:
             return (t + t_next) / 2
-        noise = self.place(t)[0] * self.place(t_next)[0]
-        if not noise > 0:
+        product = self._noise_and_scale(t)[0] * self._noise_and_scale(t_next)[0]
+        if not product > 0:
             return None
-        log_ratio = torch.tensor(-0.5 * math.log(noise), dtype=torch.float64)
-        return float(self.process.time_of_lambda(log_ratio))
+        middle = torch.tensor(-0.5 * math.log(product), dtype=torch.float64)  # lambda
+        return float(self.process.time_of_lambda(middle))
 
     def add(self, t: float, *, ends: float) -> None:
         """Evaluate at t and step to `ends` with that slope; stores nothing in memory."""
-        s, scale = self.place(ends)
+        s, scale = self._noise_and_scale(ends)
         self.times.append(t)
         self.to.append((scale * (1 - self.w * s), scale * s))
         self.memory.append((0.0, 0.0, 0.0))
@@ -271,13 +274,13 @@ class _Rows:
 
         The previous row stores y at t plus the first slope's share of the step in memory.
         """
-        s = self.place(t)[0]
-        s_next, scale = self.place(t_next)
-        part = share_of_first * (s_next - s)
-        self.memory[-1] = (0.0, 1 - self.w * s - self.w * part, s + part)
-        rest = (1 - share_of_first) * (s_next - s) * scale
+        s = self._noise_and_scale(t)[0]
+        s_next, scale = self._noise_and_scale(t_next)
+        first_part = share_of_first * (s_next - s)
+        self.memory[-1] = (0.0, 1 - self.w * s - self.w * first_part, s + first_part)
+        second_part = (1 - share_of_first) * (s_next - s) * scale
         self.times.append(slope_at)
-        self.to.append((-self.w * rest, rest))
+        self.to.append((-self.w * second_part, second_part))
         self.memory.append((scale, 0.0, 0.0))
 
     def table(self, rules: PathRules) -> StepTable:

@@ -42,8 +42,9 @@ class Coefficients(NamedTuple):
     """Coefficients of one step (floats), or tensors that broadcast against chunks.
 
     The first seven define the step (module docstring). The rest are the same arithmetic with fewer passes
-    over the chunk: `y = clip(x + ratio pred, limit)`, proportional to x0, and
-    `mean = mean_y y + mean_x x + mean_pred pred`.
+    over the chunk. y is proportional to the clipped x0: `clip(x + ratio pred, limit)`, or `clip(pred, limit)`
+    where the network predicts x0. `mean = mean_y y + mean_x x + mean_pred pred`. Without a bound, mean_y is 0
+    and y is not computed.
     """
 
     x0_x: Any
@@ -61,7 +62,7 @@ class Coefficients(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Memory coefficients of rows: contribution to the mean and update; K numbers each."""
+    """Coefficients of the memory m, K numbers each: of m in the mean, of x0 and eps in the next m."""
 
     to_memory: tuple[float, ...]
     keep_x0: tuple[float, ...]
@@ -229,16 +230,17 @@ def build_step_table(
     x0_pred, eps_pred = (process.convert(zero, t, one, process.kind, kind)[:, None] for kind in ("x0", "eps"))
     slope = (alpha / sigma)[:, None] if recompute else zero[:, None]
     predicts_x0 = process.kind == "x0"
-    scale = x0_pred if predicts_x0 else x0_x
+    scale = x0_pred if predicts_x0 else x0_x  # x0 = scale y
     if rules.clip_x0 is None:
-        y, x, pred = zero[:, None], to_x0 * x0_x + to_eps * eps_x, to_x0 * x0_pred + to_eps * eps_pred
-    elif recompute:
-        y, x, pred = scale * (to_x0 - to_eps * slope), to_eps / sigma[:, None], zero[:, None]
+        mean_y, mean_x = zero[:, None], to_x0 * x0_x + to_eps * eps_x
+        mean_pred = to_x0 * x0_pred + to_eps * eps_pred
+    elif recompute:  # eps = (x - alpha clipped x0) / sigma
+        mean_y, mean_x, mean_pred = scale * (to_x0 - to_eps * slope), to_eps / sigma[:, None], zero[:, None]
     else:
-        y, x, pred = scale * to_x0, to_eps * eps_x, to_eps * eps_pred
+        mean_y, mean_x, mean_pred = scale * to_x0, to_eps * eps_x, to_eps * eps_pred
     bound = math.inf if rules.clip_x0 is None else rules.clip_x0
-    spelled_out = (x0_x, x0_pred, eps_x, eps_pred, slope, to_x0, to_eps)
-    rows = (*spelled_out, x0_pred / scale, bound / scale, y, x, pred)
+    definition = (x0_x, x0_pred, eps_x, eps_pred, slope, to_x0, to_eps)
+    coefficients = (*definition, x0_pred / scale, bound / scale, mean_y, mean_x, mean_pred)
     std = schedule_std.clamp(min=rules.min_std)
     if rules.final_std is not None:
         std[-1] = rules.final_std
@@ -248,11 +250,11 @@ def build_step_table(
         net_time=process.net_time(t).to(torch.float32),
         std=std,
         schedule_std=schedule_std,
-        coefficients=torch.stack([row.expand_as(std) for row in rows]),
+        coefficients=torch.stack([part.expand_as(std) for part in coefficients]),
         alpha=tuple(alpha.tolist()),
         sigma=tuple(sigma.tolist()),
         predicts_x0=predicts_x0,
-        uses_pred=bool((pred != 0).any()),
+        uses_pred=bool((mean_pred != 0).any()),
         clip_x0=rules.clip_x0,
         eps_clip=eps_clip,
         noise_clip=rules.noise_clip,
@@ -288,11 +290,12 @@ def resampled(
             "resampling needs a sampler of one evaluation per step: ddpm, ddim, ancestral or euler, not "
             "heun, midpoint or dpmpp_2m."
         )
-    own = Coefficients(*table.coefficients)
+    single = Coefficients(*table.coefficients)
     alpha, sigma = (torch.tensor(a, dtype=torch.float64)[:, None] for a in (table.alpha, table.sigma))
-    kept = math.sqrt(1 - noise * noise) * sigma
+    kept_noise = math.sqrt(1 - noise * noise) * sigma
 
     def repeated(staying: Tensor, leaving: Tensor) -> Tensor:
+        """Return one coefficient of all rows: that of staying at a level, last that of leaving it."""
         rows = [staying.expand_as(leaving)] * (steps - 1)
         return rearrange([*rows, leaving], "steps K D -> (K steps) D")
 
@@ -300,8 +303,8 @@ def resampled(
         process,
         rules,
         [t for t in table.times[:-1] for _ in range(steps)] + [table.times[-1]],
-        repeated(alpha, own.to_x0),
-        repeated(kept, own.to_eps),
+        repeated(alpha, single.to_x0),
+        repeated(kept_noise, single.to_eps),
         repeated(noise * sigma, table.schedule_std),
         recompute=table.recompute,
         eps_clip=table.eps_clip,

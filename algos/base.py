@@ -33,21 +33,24 @@ Draws = Mapping[str, Tensor]  # random numbers of a step by name
 
 
 class OnFirstUse:
-    """Descriptor of a field whose value may be a zero-argument function, called at the first read."""
+    """Descriptor of a field whose value may be a zero-argument function, called at the first read.
+
+    The value itself is kept as `_<name>` in the instance.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._place = f"_{name}"
+        self._key = f"_{name}"
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return None
-        value = vars(instance)[self._place]
+        value = vars(instance)[self._key]
         if callable(value):
-            value = vars(instance)[self._place] = value()
+            value = vars(instance)[self._key] = value()
         return value
 
     def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self._place] = value
+        vars(instance)[self._key] = value
 
 
 @dataclass
@@ -109,10 +112,10 @@ class Setup:
         results are the same for any number. Other algorithms set torch's intra-op threads: more than one
         rarely helps small networks and changes results in the last bits.
         """
-        number = default if self.num_threads is None else self.num_threads
-        if number < 1:
-            raise ConfigError(f"num_threads must be at least 1, or null; got {number}.")
-        return number
+        threads = default if self.num_threads is None else self.num_threads
+        if threads < 1:
+            raise ConfigError(f"num_threads must be at least 1, or null; got {threads}.")
+        return threads
 
 
 def dataset_of(setup: Setup, algo: str, needs: str) -> EpisodeDataset:

@@ -154,11 +154,12 @@ class Bc:
         )
         rule = _EMA_RULES[config.ema](config.ema_decay, config.ema_start, config.ema_every)
         self._ema = Ema(self.policy, rule)
-        draws_nothing = not self.policy.images  # of images each step draws shifts or crops
-        self._gradients = Recorded(self._take, is_on=self.replays and draws_nothing and current().world == 1)
+        augments = bool(self.policy.images)  # a replay would repeat the shifts or crops that were recorded
+        is_on = self.replays and not augments and current().world == 1
+        self._gradients = Recorded(self._loss_and_gradients, is_on=is_on)
 
     def _use(self, dataset: EpisodeDataset) -> None:
-        """Set the windows of training and validation."""
+        """Split a dataset into windows of training (`_source`) and validation."""
         config = self.config
         train, held_out = _hold_out(dataset.to(self._device), config, self._seed)
         self._source, self._validation = self._windows(train), None
@@ -207,7 +208,7 @@ class Bc:
         self._ema.update(self.policy)
         return loss
 
-    def _take(self, batch: CloningBatch, te: TE) -> tuple[Tensor, list[Tensor | None]]:
+    def _loss_and_gradients(self, batch: CloningBatch, te: TE) -> tuple[Tensor, list[Tensor | None]]:
         """Return the detached loss and the gradients of all parameters."""
         loss = self._loss(batch, te)
         return loss.detach(), list(torch.autograd.grad(loss, self._parameters, allow_unused=True))
@@ -221,7 +222,7 @@ class Bc:
         return masked_mean(loss, batch.mask)
 
     def _draw_te(self) -> TE:
-        """Return times and noise of the own rows of a batch."""
+        """Return times and noise of this process's rows of a batch; all processes draw the whole batch."""
         ranks = current()
         te = self._matching.sample_te(self.config.batch_size, generator=self._generator)
         return te if ranks.world == 1 else te.rows(slice(ranks.rank, None, ranks.world))

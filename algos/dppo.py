@@ -127,5 +127,5 @@ class DppoConfig(PpoConfig):
         )
         if self.denoising_steps is not None:
             explore = samplers.with_steps(explore, init, self.denoising_steps)
-        quiet = {"min_std": 1e-3, "final_std": 0.0} if isinstance(explore, DDPM) else {"min_std": 0.0}
-        return explore, samplers.replaced(explore, eta=0.0, clip_action=init.sampler.clip_action, **quiet)
+        noise = {"min_std": 1e-3, "final_std": 0.0} if isinstance(explore, DDPM) else {"min_std": 0.0}
+        return explore, samplers.replaced(explore, eta=0.0, clip_action=init.sampler.clip_action, **noise)

@@ -137,7 +137,7 @@ class ReinFlowConfig(PpoConfig):
 
     @staticmethod
     def _probe(policy: DenoisingPolicy) -> tuple[Any, ...]:
-        """Return a condition and the times of the sampler, to infer sizes."""
+        """Return arguments of `Backbone.features`, for an observation of zeros; results have the sizes."""
         steps = policy.chunk.obs_steps
         obs = {"state": torch.zeros(1, steps, policy.obs_dim)}
         if policy.goal_dim:
@@ -145,6 +145,6 @@ class ReinFlowConfig(PpoConfig):
         for camera, shape in policy.images.items():
             obs[camera] = torch.zeros(1, steps, *shape, dtype=torch.uint8)
         cond = policy.encode(policy.observation(obs))
-        times = partial(policy.table.to_device, like=cond.vec)
-        second = None if policy.table.second_time is None else times("second_time")
-        return cond, times("net_time"), second
+        column = partial(policy.table.to_device, like=cond.vec)
+        second = None if policy.table.second_time is None else column("second_time")
+        return cond, column("net_time"), second

@@ -128,12 +128,14 @@ class AdvantageEstimator:
         if self.sets is not None:
             advantage = self.sets(advantage, reward, rollout)
         record = {name: item.flatten(0, 1).to(policy.device) for name, item in rollout.record.items()}
-        columns = [x.flatten().to(policy.device, policy.dtype) for x in (advantage, target, value)]
+        advantage, target, value = (
+            x.flatten().to(policy.device, policy.dtype) for x in (advantage, target, value)
+        )
         if self.trains_encoder:
             cond: Readable = EncodedWhenRead(policy, Record(policy.observation(obs)))
         else:
             cond = seen if isinstance(seen, Cond) else encode(policy, obs)
-        return Experience(cond, record, columns[0], columns[1], columns[2], seen=seen)
+        return Experience(cond, record, advantage, target, value, seen=seen)
 
     def seen(self, policy: Policy, obs: Observation) -> Readable:
         """Return what the critic reads of physical observations, M rows."""
@@ -143,6 +145,7 @@ class AdvantageEstimator:
         return Record(on_device) if self.critic_input == "own" else SimulatorState(on_device["simulator"])
 
     def successors(self, rollout: Rollout, policy: Policy, critic: Critic, value: Tensor) -> Tensor:
+        """Return the values (T, N) of the true successors; those of final observations cost an evaluation."""
         last = evaluate_rows(critic, self.seen(policy, rollout.next_obs_last)).cpu()
         if self.paper_compat or not len(rollout.final_index):
             return successor_values(value, last)

@@ -112,7 +112,7 @@ class FpoRatio(FlowRatio):
         matching: The matching loss and its bounds.
         num_draws: n.
         per_draw: Every draw is a row with its own ratio; else one ratio per action.
-        times: `grid` (network times of the sampler) or `density`.
+        times: `grid` (the times of the sampler's steps) or `density`.
         time_power: Of `density`: noise amplitudes have the density of 1 - (1 - u)^(1 / power), u uniform; 1
             is uniform.
         action_noise: Std of noise added to finished chunks, normalised units.
@@ -162,8 +162,8 @@ class FpoRatio(FlowRatio):
             action = action + self.action_noise * self._normal(action.shape, generator)
         eps = self._normal((len(cond), self.num_draws, *policy.chunk.shape), generator)
         t = self.draw_times((len(cond), self.num_draws), generator)
-        repeated = action.repeat_interleave(self.num_draws, 0), eps.flatten(0, 1), t.flatten()
-        loss = self.losses(cond.repeat(self.num_draws), *repeated).view_as(t)
+        pairs = action.repeat_interleave(self.num_draws, 0), eps.flatten(0, 1), t.flatten()
+        loss = self.losses(cond.repeat(self.num_draws), *pairs).view_as(t)
         return policy.executed(action), {"action": action, "eps": eps, "t": t, "loss": loss}
 
     def draw_times(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -176,7 +176,7 @@ class FpoRatio(FlowRatio):
 
     @property
     def grid(self) -> Tensor:
-        """Network times of the sampler at which the loss has weight."""
+        """Sampling times of the sampler's steps at which the loss has weight."""
         table = self.policy.table
         times = torch.tensor(table.times[:-1], dtype=torch.float64)
         has_signal = torch.tensor(table.alpha) > 0  # where there is none, eps is the state itself
@@ -191,7 +191,7 @@ class FpoRatio(FlowRatio):
         process, kind = self.policy.process, self.matching.prediction
         x = process.corrupt(action, eps, t)
         predicted = process.convert(x, t, self.policy.evaluate(cond)(x, t), process.kind, kind)
-        is_own = kind == process.kind
+        is_own = kind == process.kind  # what the network predicts
         target = process.target(action, eps, t) if is_own else process.express(action, eps, t, kind)
         errors = self.matching.errors(target - predicted)
         return self.matching.reduce(errors[:, self.policy.chunk.executed])
@@ -199,7 +199,7 @@ class FpoRatio(FlowRatio):
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         record, state, draws = experience.record, rows.state, self.num_draws
         if self.per_draw:
-            index, pair = rows.state_of_row, rows.index
+            index, pair = rows.state_of_row, rows.index  # (P,) environment steps, and places in (M n)
         else:
             index = state.repeat_interleave(draws)
             pair = (state[:, None] * draws + torch.arange(draws, device=state.device)).flatten()
@@ -214,9 +214,10 @@ class FpoRatio(FlowRatio):
     def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
         """Compare recorded and current losses (P,) of pairs at times (P,)."""
         matching = self.matching
-        limited = matching.bounded(new, advantage)
-        difference, cut = matching.difference(matching.bounded(old), limited)
-        return Comparison(difference, torch.maximum(cut, _changed(new, limited)), difference.detach())
+        bounded = matching.bounded(new, advantage)
+        difference, stopped = matching.difference(matching.bounded(old), bounded)
+        stopped = torch.maximum(stopped, _changed(new, bounded))
+        return Comparison(difference, stopped, drift=difference.detach())
 
 
 class AwmRatio(FpoRatio):
@@ -244,10 +245,10 @@ class AwmRatio(FpoRatio):
 
     def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
         """Return log ratio 0 with the gradient of the weighted loss."""
-        limited = self.matching.bounded(new, advantage)
-        weighted = self.matching.scale * self.weighted(limited, t)
+        bounded = self.matching.bounded(new, advantage)
+        weighted = self.matching.scale * self.weighted(bounded, t)
         decrease = self.matching.scale * (old - new.detach())
-        return Comparison(weighted.detach() - weighted, _changed(new, limited), decrease)
+        return Comparison(weighted.detach() - weighted, _changed(new, bounded), drift=decrease)
 
     def weighted(self, loss: Tensor, t: Tensor) -> Tensor:
         noise = self.policy.process.alpha_sigma(t)[1]

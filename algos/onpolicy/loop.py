@@ -81,15 +81,15 @@ def warn_of_saturation(share: float) -> bool:
     return True
 
 
-def warn_of_warmup(config: OnPolicyConfig, steps_per_iteration: int) -> None:
-    """Warn of a run that ends before its policy begins to learn."""
-    given = config.env_steps
-    count = config.iterations if given is None else math.ceil(given / steps_per_iteration)
+def warn_of_warmup(config: OnPolicyConfig, control_steps: int) -> None:
+    """Warn of a run that ends before its policy begins to learn; an iteration has `control_steps`."""
+    budget = config.env_steps
+    count = config.iterations if budget is None else math.ceil(budget / control_steps)
     if count <= config.critic_warmup_iterations:
         _log.warning(
             "the policy will not learn: the run has %d iterations of %s control steps, and "
             "algo.critic_warmup_iterations=%d of them train the critic alone.",
-            count, f"{steps_per_iteration:,}", config.critic_warmup_iterations,
+            count, f"{control_steps:,}", config.critic_warmup_iterations,
         )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ class OnPolicy:
             encoder=self._encoder_weights(),
             cloning=bc_term,
             demonstrations=self._demonstrations(setup),
-            recorded=self._recorded(setup),
+            recorded=self._recorded_values(setup),
             num_threads=setup.threads(THREADS),
         )
         sets = Sets(config.set_size) if config.set_size else None
@@ -213,9 +213,9 @@ class OnPolicy:
         trains = self.config.encoder == "trained"
         if trains and self.config.image_shift:
             flat = mapped(rollout.obs, lambda part: part.flatten(0, 1))
-            moved = shifted(self.policy, flat, self.config.image_shift, self.draws.generator)
-            shape = rollout.length.shape
-            rollout = replace(rollout, obs=mapped(moved, lambda part: part.unflatten(0, shape)))
+            obs = shifted(self.policy, flat, self.config.image_shift, self.draws.generator)
+            shape = rollout.length.shape  # (T, N)
+            rollout = replace(rollout, obs=mapped(obs, lambda part: part.unflatten(0, shape)))
         experience = self.estimate_advantages(rollout, self.policy, self.learner.critic, self.scaler)
         if not trains or self._bc_term is None:
             return experience
@@ -224,18 +224,18 @@ class OnPolicy:
 
     def _demonstrations(self, setup: Setup) -> Demonstrations | None:
         weight = self.config.demo_weight
-        return (
-            Demonstrations(self._dataset(setup, f"demo_weight={weight:g}"), self.policy) if weight else None
-        )
+        if not weight:
+            return None
+        return Demonstrations(self._dataset(setup, f"demo_weight={weight:g}"), self.policy)
 
-    def _recorded(self, setup: Setup) -> RecordedValues | None:
+    def _recorded_values(self, setup: Setup) -> RecordedValues | None:
         config = self.config
         if not config.demo_value_weight:
             return None
         rule = "0 without init, for a new policy's normaliser changes while it trains"
         config.require("demo_value_weight", self.moments is None, rule)
         dataset = self._dataset(setup, f"demo_value_weight={config.demo_value_weight:g}")
-        return RecordedValues(dataset, self.policy, config.gamma, self._scaled)
+        return RecordedValues(dataset, self.policy, config.gamma, self._scaled_reward)
 
     def _dataset(self, setup: Setup, setting: str) -> EpisodeDataset:
         """Return the demonstrations of the update; ConfigError if they are missing or of another task."""
@@ -244,7 +244,7 @@ class OnPolicy:
         self._init_facts |= {"dataset": dataset.digest()}
         return dataset
 
-    def _scaled(self, reward: Tensor) -> Tensor:
+    def _scaled_reward(self, reward: Tensor) -> Tensor:
         """Return rewards of chunks as the critic learns them."""
         scaled = reward if self.scaler is None else self.scaler.scaled(reward.double().cpu()).to(reward)
         return self.config.reward_scale_const * scaled

@@ -125,9 +125,9 @@ def policy_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor | float) 
 
     Source: Schulman et al., arXiv 1707.06347, equation 7.
     """
-    against = -advantage
+    cost = -advantage
     clipped = ratio.detach().clamp(1.0 - clip_range, 1.0 + clip_range)  # type: ignore[arg-type]
-    return against * ratio, against * clipped
+    return cost * ratio, cost * clipped
 
 
 def ppo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:

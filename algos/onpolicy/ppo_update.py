@@ -44,17 +44,15 @@ from policies.protocols import Cond
 from policies.threads import torch_threads
 
 SURROGATE_METRICS = (
-    *("loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_spread", "entropy", "saturated_fraction"),
-    "penalty",
+    *("loss", "clip_fraction", "approx_kl", "ratio_mean"),
+    *("ratio_spread", "entropy", "saturated_fraction", "penalty"),
 )
-
-
 TERMS = (*SURROGATE_METRICS, "policy/cloning_loss", "policy/demo_loss")
-"""What tasks of the actor sum, in order."""
+"""Metrics of the actor's tasks, in the order in which they are summed."""
 
 
-def alone(name: str, value: Tensor) -> Tensor:
-    """Return the sums of a task that has one term."""
+def single_term(name: str, value: Tensor) -> Tensor:
+    """Return the metrics (len(TERMS),) of a task that has one of them; the others are 0."""
     sums = torch.zeros(len(TERMS), device=value.device, dtype=value.dtype)
     sums[TERMS.index(name)] = value.detach()
     return sums
@@ -66,14 +64,17 @@ def of_step(values: Tensor, step: Tensor) -> Tensor:
 
 
 def named(sums: Tensor) -> Quantities:
-    """Return the metrics that `PpoUpdate.surrogate` sums, by name."""
+    """Return the metrics that `PpoUpdate.surrogate` sums, by name; the spread is a root mean square."""
     metrics = {f"policy/{name}": value for name, value in zip(SURROGATE_METRICS, sums, strict=False)}
     return metrics | {"policy/ratio_spread": metrics["policy/ratio_spread"].sqrt()}
 
 
 @dataclass(frozen=True)
 class Task:
-    """Part of a minibatch's loss: `weight` times the sum of what `loss()` returns before its metrics (n,)."""
+    """Part of a minibatch's loss: `weight` times the sum of the losses (n,) that `loss()` returns first.
+
+    Second it returns metrics, which are summed over tasks.
+    """
 
     params: Sequence[nn.Parameter]
     loss: Callable[[], tuple[Tensor, Tensor]]
@@ -102,20 +103,20 @@ class GradientThreads:
         ranks = current()
         own = ranks.own(tasks)
         with torch_threads(1):
-            mine = own or tasks[:1]
-            results = map(Task.run, mine) if self._pool is None else self._pool.map(Task.run, mine)
+            computed = own or tasks[:1]  # fewer tasks than ranks: of this one only the shapes are used
+            results = map(Task.run, computed) if self._pool is None else self._pool.map(Task.run, computed)
             first, metrics = next(results)
             grads = list(first)
-            if len(mine) > 1 or ranks.world > 1:
+            if len(computed) > 1 or ranks.world > 1:  # added to in place; a gradient may be an expanded view
                 grads = [grad.clone() for grad in first]
-            for more, part in results:
-                torch._foreach_add_(grads, list(more))
-                metrics = metrics + part
+            for more_grads, more_metrics in results:
+                torch._foreach_add_(grads, list(more_grads))
+                metrics = metrics + more_metrics
         if ranks.world > 1:
-            found = [*grads, metrics := metrics.clone()]
-            if not own:  # fewer tasks than ranks
-                torch._foreach_zero_(found)
-            ranks.sum_(found)
+            sums = [*grads, metrics := metrics.clone()]
+            if not own:
+                torch._foreach_zero_(sums)
+            ranks.sum_(sums)
         return grads, metrics
 
     def close(self) -> None:
@@ -240,7 +241,7 @@ class PpoUpdate:
     def actor_gradient(
         self, experience: Experience, index: Tensor, *, draws: GeneratorDraws
     ) -> tuple[list[Tensor], Quantities]:
-        drawn = index.to(experience.advantage.device)
+        drawn = index.to(experience.advantage.device)  # in random order, of which the cloning term takes some
         index = self.ordered(drawn)
         share = 1.0 / len(index)
         tasks = [Task(self.actor, losses, share) for losses in self.surrogates(experience, index)]
@@ -279,35 +280,35 @@ class PpoUpdate:
         if score.penalty is not None:
             objective = objective + score.penalty
         with torch.no_grad():
-            away, none = ratio - 1.0, torch.zeros_like(ratio)
-            outside = (away.abs() > clip_range).to(ratio.dtype)
+            change, zeros = ratio - 1.0, torch.zeros_like(ratio)
+            outside = (change.abs() > clip_range).to(ratio.dtype)
             kl = approx_kl(score.log_ratio if score.drift is None else score.drift)
-            penalty = none if score.penalty is None else score.penalty
-            terms = (loss, outside, kl, ratio, away.square(), score.entropy, score.saturated, penalty)
-            sums = torch.stack([*terms, *[none] * (len(TERMS) - len(terms))]).sum(dim=1) / total
+            penalty = zeros if score.penalty is None else score.penalty
+            terms = (loss, outside, kl, ratio, change.square(), score.entropy, score.saturated, penalty)
+            sums = torch.stack([*terms, *[zeros] * (len(TERMS) - len(terms))]).sum(dim=1) / total
         return objective, sums
 
     def score(
         self, experience: Experience, index: Tensor, rows: Rows, advantage: Tensor | None = None
     ) -> Score:
-        """Return the score of rows; images shifted alike for the old and the new policy."""
+        """Return the score of rows, without what shifted images alone change (`Experience.shift`)."""
         score = self.ratio.score(experience, rows, advantage)
         if experience.shift is None:
             return score
-        log_ratio, drift = experience.shift.index_select(1, index)
-        moved = None if score.drift is None else score.drift - drift
-        return replace(score, log_ratio=score.log_ratio - log_ratio, drift=moved)
+        of_log_ratio, of_drift = experience.shift.index_select(1, index)
+        drift = None if score.drift is None else score.drift - of_drift
+        return replace(score, log_ratio=score.log_ratio - of_log_ratio, drift=drift)
 
     @torch.no_grad()
     def shift(self, experience: Experience) -> Tensor:
         """Return the log ratios and drifts (2, M S) of the acting policy on the images of the updates."""
         index = torch.arange(len(experience) * self.ratio.inner_steps, device=experience.advantage.device)
-        found = []
+        parts = []
         for part in index.split(self.microbatch_size(index)):
             score = self.ratio.score(experience, Rows.sorted_from(part, self.ratio.inner_steps))
             drift = torch.zeros_like(score.log_ratio) if score.drift is None else score.drift
-            found.append(torch.stack([score.log_ratio, drift]))
-        return torch.cat(found, dim=1)
+            parts.append(torch.stack([score.log_ratio, drift]))
+        return torch.cat(parts, dim=1)
 
     def weighted_advantage(self, experience: Experience, index: Tensor) -> Tensor:
         """Return the rows' advantages: normalised over the minibatch, clipped, discounted by inner step."""
@@ -348,17 +349,17 @@ class PpoUpdate:
         cond, initial = experience.cond.rows(state), experience.initial_cond
         frozen = None if initial is None else initial.rows(state)
         loss = self.cloning.losses(cond, noise, frozen).sum() / total
-        return self.config.bc_weight * loss, alone("policy/cloning_loss", loss)
+        return self.config.bc_weight * loss, single_term("policy/cloning_loss", loss)
 
     def demo_tasks(self, draws: GeneratorDraws) -> list[Task]:
         """Return the task of drawn demonstrations; empty without them."""
         if self.demonstrations is None:
             return []
-        drawn, weight = self.demonstrations.draw(draws.generator), self.config.demo_weight
+        mean_loss, weight = self.demonstrations.draw(draws.generator), self.config.demo_weight
 
         def loss() -> tuple[Tensor, Tensor]:
-            value = drawn()
-            return weight * value, alone("policy/demo_loss", value)
+            value = mean_loss()
+            return weight * value, single_term("policy/demo_loss", value)
 
         return [Task(self.actor, loss)]
 
@@ -371,6 +372,7 @@ class PpoUpdate:
         return self.threads.sum([Task(self.critic_params, lambda: (loss(), torch.zeros(())), weight)])[0]
 
     def critic_gradient(self, experience: Experience, index: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the critic's gradient of the rows `index` (B,), and their mean loss without `vf_coef`."""
         index = self.ordered(index.to(experience.advantage.device))
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
         size = self.microbatch_size(rows.state)
@@ -389,8 +391,8 @@ class PpoUpdate:
         """Return the losses (U,) of distinct states, weighted by row count, and their part of the mean."""
         target, old = experience.target.index_select(0, state), experience.value.index_select(0, state)
         readable = experience.cond if experience.seen is None else experience.seen
-        seen = readable.rows(state)
-        value = self.critic(seen.vec if isinstance(seen, Cond) else seen)
+        inputs = readable.rows(state)
+        value = self.critic(inputs.vec if isinstance(inputs, Cond) else inputs)
         losses = value_losses(value, target, old, self.config.value_clip)
         losses = losses if count is None else losses * count
         return losses, losses.detach().sum() / total

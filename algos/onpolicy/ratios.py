@@ -56,8 +56,10 @@ class Rows:
             return cls(index, torch.zeros_like(index), index)
         if not index.is_cpu:
             return cls(index, index % inner_steps, index // inner_steps)
-        found = torch.unique_consecutive(index // inner_steps, return_inverse=True, return_counts=True)
-        return cls(index, index % inner_steps, *found)
+        state, state_row, count = torch.unique_consecutive(
+            index // inner_steps, return_inverse=True, return_counts=True
+        )
+        return cls(index, index % inner_steps, state, state_row, count)
 
     @property
     def state_of_row(self) -> Tensor:
@@ -180,9 +182,10 @@ def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:
 
 
 def normal_divergence(entropy: Tensor, new_entropy: Tensor, at_mean: Tensor) -> Tensor:
-    """Return KL(old || new) of normal distributions, element by element.
+    """Return KL(old || new) of normal distributions, element by element, from their entropies H.
 
-    `at_mean` is the log-density of the new one at the mean of the old one.
+    1/2 exp(2 (H - H_new)) - H - log p_new(mean), with `at_mean` the log-density of the new one at the mean of
+    the old one: exp(2 (H - H_new)) is the ratio of variances.
     """
     return 0.5 * torch.exp(2.0 * (entropy - new_entropy)) - entropy - at_mean
 
@@ -246,28 +249,28 @@ class ChainRatio(RatioEstimator):
     def reduction_weights(self) -> Tensor:
         """Return the derivative of reduced log-densities by each of (Th, Da), where none is clamped."""
         rows, (th, da) = self.policy.chunk.executed, self.policy.chunk.shape
-        taken = torch.zeros(th, da).index_fill_(0, torch.arange(th)[rows], 1.0)
-        return taken / {"mean": taken.sum(), "per_step": taken.sum() / da}.get(self.reduction, 1.0)
+        executed = torch.zeros(th, da).index_fill_(0, torch.arange(th)[rows], 1.0)
+        return executed / {"mean": executed.sum(), "per_step": executed.sum() / da}.get(self.reduction, 1.0)
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         x, x_next = self.transitions(experience, rows)
-        old, divergence = experience.record["log_prob"].flatten().index_select(0, rows.index), None
-        cond, place = experience.cond.rows(rows.state), (rows.step, rows.state_row)
+        old = experience.record["log_prob"].flatten().index_select(0, rows.index)
+        cond, at, divergence = experience.cond.rows(rows.state), (rows.step, rows.state_row), None
         if experience.reference is None:
-            log_prob, entropy = self.policy.transition_log_prob(cond, x, x_next, *place)
-        else:
-            mean, before = experience.reference.index_select(1, rows.index)
-            points = torch.stack([x_next, mean])
-            (log_prob, at_mean), entropy = self.policy.transition_log_prob(cond, x, points, *place)
-            divergence = self.reduce_executed(normal_divergence(before, entropy, at_mean))
+            log_prob, entropy = self.policy.transition_log_prob(cond, x, x_next, *at)
+        else:  # two points, one evaluation of the network
+            old_mean, old_entropy = experience.reference.index_select(1, rows.index)
+            points = torch.stack([x_next, old_mean])
+            (log_prob, at_mean), entropy = self.policy.transition_log_prob(cond, x, points, *at)
+            divergence = self.reduce_executed(normal_divergence(old_entropy, entropy, at_mean))
         new, saturated = self.reduce(log_prob)
         return Score(new - old, self.reduce_executed(entropy), saturated, divergence=divergence)
 
     def transitions(self, experience: Experience, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the states before and after recorded transitions, (B, Th, Da) each."""
-        place = rows.index + rows.state_of_row  # a chain of S transitions has S + 1 states
+        before = rows.index + rows.state_of_row  # a chain of S transitions has S + 1 states
         states = experience.record["chain"].flatten(0, 1)  # (M (S+1), Th, Da)
-        return states.index_select(0, place), states.index_select(0, place + 1)
+        return states.index_select(0, before), states.index_select(0, before + 1)
 
     def reduce_executed(self, values: Tensor) -> Tensor:
         """Reduce entropies or divergences (B, Th, Da) of executed rows to (B,), as log-densities are."""

@@ -1,8 +1,8 @@
 """ReinFlow ratio: a deterministic sampler plus learned noise is a chain of known density.
 
 Legend: B rows, K denoising steps, S tuned last steps (usually all), T and C' widths of embedded times and
-conditions, Th horizon, Da action width; x_0 start noise of deviation std_0 (0: the
-sampler starts from zero), x_K the chunk::
+conditions, Th horizon, Da action width; x_0 start noise of deviation std_0 (0: the sampler starts from zero),
+x_K the chunk::
 
     x_{k+1} = step(x_k),                                     k = 0 … K-S-1, by the frozen initial network
     x_{k+1} = step(x_k) + std_k(condition) clip(noise_k),    k = K-S … K-1
@@ -154,6 +154,7 @@ class ReinflowRatio(NoisyFlowRatio):
 
     @property
     def first(self) -> int:
+        """The first tuned step, K - S."""
         return self.policy.table.num_steps - self.policy.tuned_steps
 
     @property
@@ -202,16 +203,16 @@ class ReinflowRatio(NoisyFlowRatio):
             The chain (B, K+1, Th, Da), and mean and std of its tuned transitions (B, S, Th, Da).
         """
         table, step = self.policy.table, self._step(cond)
-        std, steps = self.std(cond), draws[:, 1:]
+        std, noise = self.std(cond), draws[:, 1:]
         if self.noise_clip is not None:
-            steps = steps.clamp(-self.noise_clip, self.noise_clip)
-        shifts = (steps * std).unbind(1)
+            noise = noise.clamp(-self.noise_clip, self.noise_clip)
+        noises = (noise * std).unbind(1)
         states, means = [table.start_std * draws[:, 0]], []
         for k in range(self.first):
             states.append(step(k, states[-1]))
-        for k, shift in enumerate(shifts, start=self.first):
+        for k, scaled in enumerate(noises, start=self.first):
             means.append(step(k, states[-1]))
-            states.append(means[-1] + shift)
+            states.append(means[-1] + scaled)
         if table.clip_action is not None:
             states[-1] = states[-1].clamp(-table.clip_action, table.clip_action)
         return torch.stack(states, dim=1), torch.stack(means, dim=1), std

@@ -18,7 +18,7 @@ GRID = ("grid", "rho", "noise_min", "noise_max")
 
 def replaced(sampler: Any, **values: Any) -> Any:
     """Return the sampler with those of the values for which it has a field."""
-    known = {one.name for one in fields(sampler)}
+    known = {field.name for field in fields(sampler)}
     return replace(sampler, **{name: value for name, value in values.items() if name in known})
 
 
@@ -41,7 +41,7 @@ def with_steps(sampler: Any, policy: DenoisingPolicy, steps: int | None) -> Any:
     Raises:
         ConfigError: If the process prescribes another number.
     """
-    if "steps" in {one.name for one in fields(sampler)}:
+    if "steps" in {field.name for field in fields(sampler)}:
         return replace(sampler, steps=steps)
     prescribed = sampler.table(policy.process).num_steps
     if steps not in (None, prescribed):
@@ -90,14 +90,14 @@ def deterministic(policy: DenoisingPolicy, steps: int | None, default: int) -> A
     """
     process, own = policy.process, policy.sampler
     spec = process.deterministic_sampler()
-    quiet = replaced(on_even_times(own), **NOISE_FREE)
-    table = quiet.table(process)
+    sampler = replaced(on_even_times(own), **NOISE_FREE)
+    table = sampler.table(process)
     if not table.is_deterministic or table.memory is not None or table.loop is not None:
-        quiet = from_json("sampler", spec)
-        clips = ("clip_action",) if isinstance(quiet, Euler) else ("clip_action", "clip_x0")
-        quiet = replaced(quiet, **kept(own, *clips))
-    asked = "steps" in {one.name for one in fields(quiet)} and steps is None
-    sampler = with_steps(quiet, policy, spec.get("steps", default) if asked else steps)
+        sampler = from_json("sampler", spec)
+        clips = ("clip_action",) if isinstance(sampler, Euler) else ("clip_action", "clip_x0")
+        sampler = replaced(sampler, **kept(own, *clips))
+    takes_default = steps is None and "steps" in {field.name for field in fields(sampler)}
+    sampler = with_steps(sampler, policy, spec.get("steps", default) if takes_default else steps)
     if not sampler.table(process).is_deterministic:
         raise ConfigError(
             f"algo.denoising_steps must be {spec['steps']}, or null, with process="

@@ -37,7 +37,7 @@ SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def update_of(config: OnPolicyConfig, ratio: RatioEstimator, critic: nn.Module, **given: Any) -> PpoUpdate:
-    """Return PPO's update, the one for small minibatches where it computes what is asked for."""
+    """Return PPO's update: `ShortUpdate` where it computes all that the settings ask for."""
     is_short = _is_plain(critic) and _is_gaussian(ratio) and _asks_for_no_more(config, **given)
     return (ShortUpdate if is_short else PpoUpdate)(config, ratio=ratio, critic=critic, **given)
 
@@ -74,20 +74,20 @@ class Layers:
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the input (B, ·) of every layer, and the output."""
-        seen = [x]
+        activations = [x]
         for layer in self._layers:
             x = torch.addmm(layer.bias, x, layer.weight.t())
-            seen.append(x if layer is self._layers[-1] else self._activate(x))
-        return seen
+            activations.append(x if layer is self._layers[-1] else self._activate(x))
+        return activations
 
-    def gradients(self, seen: list[Tensor], grad: Tensor) -> Gradients:
+    def gradients(self, activations: list[Tensor], grad: Tensor) -> Gradients:
         """Return the gradients of all weights from that of the output (B, out)."""
-        found: Gradients = {}
+        gradients: Gradients = {}
         for i, layer in reversed(list(enumerate(self._layers))):
-            found[layer.weight], found[layer.bias] = grad.t().mm(seen[i]), grad.sum(dim=0)
+            gradients[layer.weight], gradients[layer.bias] = grad.t().mm(activations[i]), grad.sum(dim=0)
             if i:
-                grad = self._slope(grad.mm(layer.weight), seen[i])
-        return found
+                grad = self._slope(grad.mm(layer.weight), activations[i])
+        return gradients
 
 
 class ShortUpdate(PpoUpdate):
@@ -105,8 +105,8 @@ class ShortUpdate(PpoUpdate):
         self, experience: Experience, index: Tensor, *, draws: GeneratorDraws
     ) -> tuple[list[Tensor], Quantities]:
         head, advantage = self.ratio.policy.head, self.weighted_advantage(experience, index)
-        seen = self._mean.forward(experience.cond.rows(index).vec)
-        out = seen[-1].tanh() if head.config.squash else seen[-1]
+        activations = self._mean.forward(experience.cond.rows(index).vec)
+        out = activations[-1].tanh() if head.config.squash else activations[-1]
         mean, std = out.view(-1, *head.chunk_shape), head.config.std_of(head.log_var)
         x = experience.record["chain"][:, 1].index_select(0, index)
         old = experience.record["log_prob"].flatten().index_select(0, index)
@@ -114,27 +114,29 @@ class ShortUpdate(PpoUpdate):
         new, saturated = self.ratio.reduce(log_prob)
         score = Score(new - old, self.ratio.reduce_executed(entropy), saturated)
         losses, sums = self.objective(score, advantage, self.clip_range, len(index))
+        # Derivatives of the mean loss, by the chain rule; clipped rows and clamped densities have none.
         plain = -advantage * score.log_ratio.exp()  # equal to its derivative with respect to the log ratio
-        slope = torch.where(losses == plain, plain, 0.0) / len(index)
-        slopes = slope[:, None, None] * self._weights
+        of_log_ratio = torch.where(losses == plain, plain, 0.0) / len(index)
+        of_log_prob = of_log_ratio[:, None, None] * self._weights
         if (bounds := self.ratio.log_prob_range) is not None:
-            slopes = slopes * ((log_prob >= bounds[0]) & (log_prob <= bounds[1]))
-        away = (x - mean) / std
-        grad = slopes * away / std
+            of_log_prob = of_log_prob * ((log_prob >= bounds[0]) & (log_prob <= bounds[1]))
+        error = (x - mean) / std
+        grad = of_log_prob * error / std  # of the mean
         if head.config.squash:
             grad = torch.ops.aten.tanh_backward(grad, mean)
-        found = self._mean.gradients(seen, grad.flatten(1))
+        gradients = self._mean.gradients(activations, grad.flatten(1))
         if isinstance(head.log_var, nn.Parameter):
-            of_log_var = 0.5 * (slopes * (away.square() - 1.0)).sum(dim=(0, 1))
-            found[head.log_var] = of_log_var * head.config.is_free(head.log_var)
-        return [found[parameter] for parameter in self.actor], named(sums)
+            of_log_var = 0.5 * (of_log_prob * (error.square() - 1.0)).sum(dim=(0, 1))
+            gradients[head.log_var] = of_log_var * head.config.is_free(head.log_var)
+        return [gradients[parameter] for parameter in self.actor], named(sums)
 
     @torch.no_grad()
     def critic_gradient(self, experience: Experience, index: Tensor) -> tuple[list[Tensor], Tensor]:
-        seen = experience.cond if experience.seen is None else experience.seen
-        features = seen.rows(index)
-        layers = self._value.forward((features.vec if isinstance(features, Cond) else features).flatten(1))
-        error = layers[-1].squeeze(1) - experience.target.index_select(0, index)
+        readable = experience.cond if experience.seen is None else experience.seen
+        features = readable.rows(index)
+        inputs = features.vec if isinstance(features, Cond) else features
+        activations = self._value.forward(inputs.flatten(1))
+        error = activations[-1].squeeze(1) - experience.target.index_select(0, index)
         grad = error * (self.config.vf_coef / len(index))
-        found = self._value.gradients(layers, grad.unsqueeze(1))
-        return [found[parameter] for parameter in self.critic_params], 0.5 * error.square().mean()
+        gradients = self._value.gradients(activations, grad.unsqueeze(1))
+        return [gradients[parameter] for parameter in self.critic_params], 0.5 * error.square().mean()

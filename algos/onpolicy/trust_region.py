@@ -56,13 +56,13 @@ class TrustRegionUpdate(PpoUpdate):
     @torch.no_grad()
     def with_reference(self, experience: Experience) -> Experience:
         """Return the experience with means and entropies of the acting policy, where they are known."""
-        found = []
+        parts = []
         for _, rows in self.pieces(experience):
-            part = self.ratio.reference(experience, rows)
-            if part is None:
+            reference = self.ratio.reference(experience, rows)
+            if reference is None:
                 return experience
-            found.append(part)
-        return replace(experience, reference=torch.cat(found, dim=1))
+            parts.append(reference)
+        return replace(experience, reference=torch.cat(parts, dim=1))
 
     def pieces(self, experience: Experience, index: Tensor | None = None) -> Iterator[tuple[Tensor, Rows]]:
         """Yield microbatches of sorted row indices; None: all rows."""
@@ -122,9 +122,9 @@ class FixpoUpdate(TrustRegionUpdate):
         self, experience: Experience, index: Tensor, rows: Rows, advantage: Tensor | None = None
     ) -> Score:
         score = super().score(experience, index, rows, advantage)
-        apart = divergence(score)
-        self._largest.append(apart.detach().max())
-        penalty = self.beta.detach() * apart
+        divergences = divergence(score)
+        self._largest.append(divergences.detach().max())
+        penalty = self.beta.detach() * divergences
         return replace(score, penalty=penalty if score.penalty is None else score.penalty + penalty)
 
     def actor_step(self, experience: Experience, index: Tensor, draws: GeneratorDraws) -> Quantities:
@@ -201,19 +201,19 @@ class TrpoUpdate(TrustRegionUpdate):
         """Move the actor once, by all rows; return the metrics of the moved policy."""
         every = torch.arange(len(experience) * self.ratio.inner_steps, device=experience.advantage.device)
         grads, before = self.actor_gradient(experience, every, draws=draws)
-        product = partial(self.curved, experience)
-        uphill, old = -_flat(grads), _flat(self.actor).detach()
-        start = 1e-4 * draws.noise((len(uphill),), uphill)
-        direction = conjugate_gradient(product, uphill, start, self.iterations)
-        reach = 2.0 * self.bound / direction.dot(product(direction))
+        fisher = partial(self.curved, experience)
+        gradient, old = -_flat(grads), _flat(self.actor).detach()
+        start = 1e-4 * draws.noise((len(gradient),), gradient)
+        direction = conjugate_gradient(fisher, gradient, start, self.iterations)
+        reach = 2.0 * self.bound / direction.dot(fisher(direction))
         for k in range(self.tries if float(reach) > 0 else 0):
             share = self.shrink**k
             self.set_weights(old + share * reach.sqrt() * direction)
             with torch.no_grad():
                 parts = [loss()[1] for loss in self.surrogates(experience, every)]
             moved = named(torch.stack(parts).sum(0))
-            apart = float(self.divergences(experience).mean())
-            if apart < self.bound and float(moved["policy/loss"]) < float(before["policy/loss"]):
+            mean_divergence = float(self.divergences(experience).mean())
+            if mean_divergence < self.bound and float(moved["policy/loss"]) < float(before["policy/loss"]):
                 return before | moved | {"policy/step": old.new_tensor(share)}
         self.set_weights(old)
         return before | {"policy/step": old.new_zeros(())}
@@ -222,9 +222,9 @@ class TrpoUpdate(TrustRegionUpdate):
         """Return (F + damping) v, (P,), by differentiating the slope of mean D along v."""
 
         def slope(_: Tensor, rows: Rows) -> Tensor:
-            apart = divergence(self.ratio.score(experience, rows)).sum()
+            total = divergence(self.ratio.score(experience, rows)).sum()
             grads = torch.autograd.grad(
-                apart, self.actor, create_graph=True, allow_unused=True, materialize_grads=True
+                total, self.actor, create_graph=True, allow_unused=True, materialize_grads=True
             )
             return _flat(grads).dot(vector)
 
@@ -237,14 +237,14 @@ def conjugate_gradient(
     """Return x with product(x) = target, (P,) each, after some iterations from `start`."""
     x = start.clone()
     residual = target - product(x)
-    along, size = residual.clone(), residual.dot(residual)
+    direction, square = residual.clone(), residual.dot(residual)
     for _ in range(iterations):
-        if float(size) < 1e-10:
+        if float(square) < 1e-10:
             break
-        bent = product(along)
-        rate = size / along.dot(bent)
-        x, residual = x + rate * along, residual - rate * bent
-        along, size = residual + residual.dot(residual) / size * along, residual.dot(residual)
+        curvature = product(direction)
+        rate = square / direction.dot(curvature)
+        x, residual = x + rate * direction, residual - rate * curvature
+        direction, square = residual + residual.dot(residual) / square * direction, residual.dot(residual)
     return x
 
 

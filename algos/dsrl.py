@@ -140,10 +140,10 @@ def noise_sensitivity(actor: LatentActor, cond: Tensor, generator: torch.Generat
     Raises:
         CapabilityError: If chunks are independent of the noise.
     """
-    seen = cond.repeat(NOISES, 1)
-    eps = torch.randn(len(seen), actor.latent_dim, generator=generator, device=generator.device)
-    chunks = actor.chunk(seen, actor.warmup_latent(seen, eps.to(seen.device)))
-    chunks = chunks.view(NOISES, -1, chunks.shape[1])
+    repeated = cond.repeat(NOISES, 1)
+    eps = torch.randn(len(repeated), actor.latent_dim, generator=generator, device=generator.device)
+    chunks = actor.chunk(repeated, actor.warmup_latent(repeated, eps.to(repeated.device)))
+    chunks = chunks.view(NOISES, -1, chunks.shape[1])  # (noises, states, A)
     over_noise = chunks.std(dim=0).mean()
     over_states = chunks.mean(dim=0).std(dim=0).mean()
     if over_noise <= ROUNDING * torch.finfo(chunks.dtype).eps * chunks.abs().max():
@@ -186,11 +186,11 @@ class NoiseAliasedUpdate(SacUpdate):
         shape, device = (n, self.actor.latent_dim), generator.device
         normal = torch.randn(shape, generator=generator, device=device) / self.actor.bound
         if self._latents == "gaussian":
-            chosen = normal
+            latents = normal
         else:
             box = 2 * torch.rand(shape, generator=generator, device=device) - 1
-            chosen = box if self._latents == "box" else torch.cat([normal[: n // 2], box[n // 2 :]])
-        return chosen.to(self.critic.weight[0].device)
+            latents = box if self._latents == "box" else torch.cat([normal[: n // 2], box[n // 2 :]])
+        return latents.to(self.critic.weight[0].device)
 
     @torch.no_grad()
     def distillation_target(self, cond: Tensor, latent: Tensor) -> Tensor:
@@ -200,21 +200,21 @@ class NoiseAliasedUpdate(SacUpdate):
     def distill(self, batch: ChunkBatch, draws: Draws) -> Quantities:
         """Take one distillation step of QW at the latents `draws["latent"]` (B, L)."""
         latent, optimizer = draws["latent"], self.noise_critic_optimizer
-        found = self.noise_critic.evaluate(batch.cond, latent, weights_of(optimizer))
+        values = self.noise_critic.evaluate(batch.cond, latent, weights_of(optimizer))
         target = self.distillation_target(batch.cond, latent)
-        return {"noise_critic/loss": regress(optimizer, found, target, weight=0.5)}
+        return {"noise_critic/loss": regress(optimizer, values, target, weight=0.5)}
 
     def finish_round(
         self, count: int, size: int, source: Mixture, generator: torch.Generator
     ) -> list[Quantities]:
         self._pending_updates += count * self._share
-        steps = math.floor(self._pending_updates)
+        steps = math.floor(self._pending_updates)  # the fraction is left to the next round
         self._pending_updates -= steps
-        found = []
+        metrics = []
         for _ in range(steps):
             batch = source.draw(size, generator)
-            found.append(self.distill(batch, {"latent": self.draw_latents(size, generator)}))
-        return found
+            metrics.append(self.distill(batch, {"latent": self.draw_latents(size, generator)}))
+        return metrics
 
     _own_parts = ("noise_critic", "noise_critic_optimizer")
 
@@ -283,9 +283,9 @@ class DsrlConfig(OffPolicyConfig):
     def check_policy(self, policy: Policy) -> Policy:
         """Return the policy, with a deterministic sampler, if it can be steered (else CapabilityError)."""
         try:
-            found = policy if isinstance(policy, SteeredPolicy) else self._deterministic(policy)
-            require_steerable(found)
-            return found
+            steerable = policy if isinstance(policy, SteeredPolicy) else self._deterministic(policy)
+            require_steerable(steerable)
+            return steerable
         except CapabilityError as error:
             algo = name_of("algo", self)
             raise CapabilityError(f"algo={algo}: {error} Without steering, use {ways(policy)}.") from None
@@ -300,9 +300,9 @@ class DsrlConfig(OffPolicyConfig):
         return self.steering.wrap(self.check_policy(init).clone().eval())
 
     def _warn_of_unused(self, init: SteeredPolicy) -> None:
-        asked, has = asdict(self.steering), asdict(init.wrapper)
-        differing = [name for name in has if asked[name] != has[name]]
-        unused = [f"steering.{name}={asked[name]}, it has {has[name]}" for name in differing]
+        wanted, present = asdict(self.steering), asdict(init.wrapper)
+        differing = [name for name in present if wanted[name] != present[name]]
+        unused = [f"steering.{name}={wanted[name]}, it has {present[name]}" for name in differing]
         steps = getattr(init.sampler, "steps", None)
         if self.denoising_steps not in (None, steps):
             unused.append(f"denoising_steps={self.denoising_steps}, it has {steps}")
@@ -321,20 +321,20 @@ class DsrlConfig(OffPolicyConfig):
                 f"algo.denoising_steps={steps} is for a policy that denoises; leave it out for a "
                 f"{type(init).__name__}."
             )
-        own: Any = init.sampler
-        if isinstance(init.process, VPDiffusion) and not isinstance(own, DDIM):
-            own = DDIM(clip_x0=own.clip_x0, clip_action=getattr(own, "clip_action", None))
-        sampler, known = name_of("sampler", own), {f.name for f in fields(own)}
-        if "steps" not in known:
+        sampler: Any = init.sampler
+        if isinstance(init.process, VPDiffusion) and not isinstance(sampler, DDIM):
+            sampler = DDIM(clip_x0=sampler.clip_x0, clip_action=getattr(sampler, "clip_action", None))
+        name = name_of("sampler", sampler)
+        if "steps" not in {field.name for field in fields(sampler)}:
             raise CapabilityError(
                 f"algo.denoising_steps={steps} is for a sampler with any number of steps; leave it out for "
-                f"sampler={sampler}."
+                f"sampler={name}."
             )
-        policy = init.with_sampler(replaced(own, steps=steps, **NOISE_FREE))
+        policy = init.with_sampler(replaced(sampler, steps=steps, **NOISE_FREE))
         if not policy.is_deterministic:
             raise CapabilityError(
                 f"algo.denoising_steps={steps} needs an init with a deterministic sampler, or "
-                f"algo.denoising_steps=1: sampler={sampler} draws noise at every step."
+                f"algo.denoising_steps=1: sampler={name} draws noise at every step."
             )
         return policy
 
@@ -344,11 +344,11 @@ class DsrlConfig(OffPolicyConfig):
         within_box = self.variant == "sac"
         actor = SteeredActor(policy, self.density_form, within_box=within_box, is_fresh=is_fresh)
         critics = self.critic_config()
-        of_latents = critics.build(cond, policy.latent_dim).to(device, policy.dtype)
+        latent_critic = critics.build(cond, policy.latent_dim).to(device, policy.dtype)
         if self.variant == "sac":
-            return SacUpdate(actor, of_latents, self)
+            return SacUpdate(actor, latent_critic, self)
         has_box = policy.wrapper.density == "tanh" or self.distillation_latents == "gaussian"
         rule = "gaussian with algo.steering.density=gaussian: its latents have no box"
         self.require("distillation_latents", has_box, rule)
-        of_chunks = critics.build(cond, policy.chunk.width).to(device, policy.dtype)
-        return NoiseAliasedUpdate(actor, of_chunks, of_latents, self)
+        chunk_critic = critics.build(cond, policy.chunk.width).to(device, policy.dtype)
+        return NoiseAliasedUpdate(actor, chunk_critic, latent_critic, self)

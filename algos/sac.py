@@ -69,7 +69,7 @@ class SacConfig(OffPolicyConfig):
             CapabilityError: If the policy is not a squashed Gaussian.
         """
         algo = name_of("algo", self)
-        init = self._fresh(setup, algo) if setup.init is None else check_setup(setup, algo)
+        init = self._new_policy(setup, algo) if setup.init is None else check_setup(setup, algo)
         init = self.check_policy(init)
         with torch_threads(setup.threads(THREADS)):
             policy = init.clone().to(setup.device).requires_grad_(True)
@@ -89,7 +89,7 @@ class SacConfig(OffPolicyConfig):
         )
         return checked
 
-    def _fresh(self, setup: Setup, algo: str) -> Policy:
+    def _new_policy(self, setup: Setup, algo: str) -> Policy:
         if setup.dataset is not None and setup.env is not None:
             require_dataset_of(setup.env, setup.dataset, allow_other_task=setup.allow_other_task)
             return fresh_policy(setup, algo, setup.dataset.statistics())

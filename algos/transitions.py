@@ -79,8 +79,8 @@ class Pictures:
     def __call__(self, row: Tensor) -> dict[str, Tensor]:
         """Return the images (B, To, H, W, 3) by camera of rows (B,)."""
         frames = self.frames.index_select(0, row).cpu()
-        found = {camera: images[frames.flatten()] for camera, images in self.images.items()}
-        return {camera: seen.unflatten(0, frames.shape).to(row.device) for camera, seen in found.items()}
+        flat = {camera: images[frames.flatten()] for camera, images in self.images.items()}
+        return {camera: part.unflatten(0, frames.shape).to(row.device) for camera, part in flat.items()}
 
 
 class TransitionTable:
@@ -150,7 +150,7 @@ class TransitionTable:
         parts = self._split(rows.view(*row.shape, rows.shape[1]))
         cond, action, next_cond, *scalars, next_action = parts[:7]
         reward, discount, has_next = (part.squeeze(-1) for part in scalars)
-        plan, real = parts[7:] or (action, torch.ones_like(parts[3]))
+        plan, real = parts[7:] or (action, torch.ones_like(parts[3]))  # the executed step alone, recorded
         batch = Batch(cond, action, reward, next_cond, discount, next_action, has_next, plan, real, row)
         if not self._pictures:
             return batch
@@ -206,7 +206,9 @@ def tabulate(
         )
     _require_memory(dataset, policy, len(start), steps)
     ends = [(start, False), (Segments.of(dataset, start, steps).last, True)] if trains_encoder else []
-    seen = (histories(dataset, newest, policy.chunk.obs_steps, successor=after)[1] for newest, after in ends)
+    frames = (
+        histories(dataset, newest, policy.chunk.obs_steps, successor=after)[1] for newest, after in ends
+    )
     rows = torch.arange(len(start), device=start.device).split(_ENCODED_AT_ONCE)
     segments = ((row, Segments.of(dataset, start[row], steps)) for row in rows)
     return TransitionTable(
@@ -214,7 +216,7 @@ def tabulate(
         len(start),
         frame=start,
         weight=dataset.extras[SAMPLING_WEIGHT][start] if SAMPLING_WEIGHT in dataset.extras else None,
-        pictures=[Pictures(dataset.images, frames) for frames in seen],
+        pictures=[Pictures(dataset.images, history) for history in frames],
     )
 
 
@@ -276,14 +278,14 @@ def _flat(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor:
 
 def _observed(policy: Policy, dataset: EpisodeDataset, frame: Tensor, successor: bool) -> dict[str, Tensor]:
     """Return the observations with the history up to frames (M,), or up to their successors."""
-    inside, seen = histories(dataset, frame, policy.chunk.obs_steps, successor=successor)
-    obs = {"state": dataset.observations[inside]}
+    of_states, of_images = histories(dataset, frame, policy.chunk.obs_steps, successor=successor)  # (M, To)
+    obs = {"state": dataset.observations[of_states]}
     if successor:
         obs["state"][:, -1] = _successors(dataset, frame)
     if policy.goal_dim:
-        obs["goal"] = dataset.extras["goal"][seen[:, -1]].float()
+        obs["goal"] = dataset.extras["goal"][of_images[:, -1]].float()
     for camera, images in dataset.images.items():
-        obs[camera] = images[seen.flatten().cpu()].unflatten(0, seen.shape)
+        obs[camera] = images[of_images.flatten().cpu()].unflatten(0, of_images.shape)
     return obs
 
 

@@ -79,13 +79,13 @@ class Student(ChunkCriticLearner):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the distillation error, the value term, and lambda, for noise (B, Th, Da)."""
         cond = self.base.condition(batch.cond)
-        wanted = teacher.decode(cond, noise).detach()
-        plan = self._unclipped.decode(cond, noise, grad=True)
-        distillation = (plan - wanted).square().mean()
-        action = plan[:, self.student.chunk.executed].flatten(1)
+        target = teacher.decode(cond, noise).detach()
+        chunk = self._unclipped.decode(cond, noise, grad=True)
+        distillation = (chunk - target).square().mean()
+        action = chunk[:, self.student.chunk.executed].flatten(1)
         action = action if self._clip is None else action.clamp(-self._clip, self._clip)
         value = self.critic(batch.cond, action, frozen=True).mean(dim=0)
-        scale = torch.ones_like(value[0])
+        scale = torch.ones_like(value[0])  # lambda
         if self.config.normalize_value:
             scale = 1 / current().mean(value.detach().abs().mean())
         return distillation, -scale * value.mean(), scale

@@ -21,10 +21,10 @@ import copy
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_vector
 from algos.critics.losses import cross_entropy, histogram
@@ -239,6 +239,7 @@ class ChunkCriticLearner:
 
     @property
     def decisions(self) -> tuple[bool] | None:
+        """What Python decides in the next step, for its replay; None: the step cannot be replayed."""
         return (self.updates_actor,) if self.is_recordable and self.iterated is None else None
 
     def step(self, batch: Batch, draws: Draws) -> Quantities:
@@ -261,7 +262,7 @@ class ChunkCriticLearner:
 
     def follow(self) -> None:
         """Move the target copies towards the critics, or the chain of critics."""
-        chain, updates = self.iterated, self.steps - self.moves_first
+        chain, updates = self.iterated, self.steps - self.moves_first  # that the critics have taken
         if chain is None:
             polyak(self.target_critic, self.critic, self.config.tau)
         elif updates:
@@ -275,12 +276,15 @@ class ChunkCriticLearner:
         """Take one step of the critics; those of quantiles need the draws of the step."""
         critic, config, optimizer, out = self.critic, self.config, self.critic_optimizer, {}
         if critic.centres is None:
-            found = critic.evaluate(batch.cond, batch.action, weights_of(optimizer))
-            values, loss = found.values, regress(optimizer, found, target, weight=1 / critic.members)
+            evaluation = critic.evaluate(batch.cond, batch.action, weights_of(optimizer))
+            values, loss = (
+                evaluation.values,
+                regress(optimizer, evaluation, target, weight=1 / critic.members),
+            )
         else:
-            outputs = critic.outputs(batch.cond, batch.action)
-            aim = histogram(target, critic.centres, config.bin_sigma)
-            values, loss = critic.mean(outputs.detach()), descend(optimizer, cross_entropy(outputs, aim))
+            logits = critic.outputs(batch.cond, batch.action)
+            probs = histogram(target, critic.centres, config.bin_sigma)
+            values, loss = critic.mean(logits.detach()), descend(optimizer, cross_entropy(logits, probs))
             outside = (target < config.value_min) | (target > config.value_max)
             out["critic/clipped_fraction"] = outside.float().mean()
         return {"critic/loss": loss, "critic/value": values.mean(), "critic/target": target.mean()} | out
@@ -376,8 +380,8 @@ def policy_beside(policy: Policy, config: PolicyConfig, seed: int, name: str) ->
         seed=derive_seed(seed, name),
     )
     fresh.normalizer.load_state_dict(policy.normalizer.state_dict())
-    encoders = [cast(nn.Module, one.encoder) for one in (fresh, policy)]
-    encoders[0].load_state_dict(encoders[1].state_dict())
+    encoder = encoder_module(fresh)
+    encoder.load_state_dict(encoder_module(policy).state_dict())
     fresh = fresh.to(policy.device, policy.dtype).train()
-    encoders[0].requires_grad_(False)
+    encoder.requires_grad_(False)
     return fresh

@@ -96,15 +96,18 @@ class QamLearner(ChunkCriticLearner):
         return torch.stack(states), x + h * self._velocity(self.target_base, x, 1 - h, cond)
 
     def adjoints(self, cond: Cond, states: Tensor, chunk: Tensor) -> Tensor:
-        """Return b_0 ... b_{K-1} (K, B, Th, Da) of states before each step and the chunk after the last."""
-        adjoint, found, h = -self.temperature_factor * self.value_gradient(cond, chunk), [], self.h
+        """Return b_0 ... b_{K-1} (K, B, Th, Da) of states before each step and the chunk after the last.
+
+        The derivative of the drift gives J_k^T b = 2 (dv_b / dx)^T b - b / (t_k + h).
+        """
+        adjoint, adjoints, h = -self.temperature_factor * self.value_gradient(cond, chunk), [], self.h
         for k in reversed(range(len(states))):
             x = states[k].detach().requires_grad_(True)
             velocity = self._velocity(self.target_base, x, (k + 1) * h, cond)
-            pulled = torch.autograd.grad(velocity, x, adjoint)[0]
-            adjoint = adjoint + h * (2 * pulled - adjoint / ((k + 1) * h))
-            found.append(adjoint)
-        return torch.stack(found[::-1])
+            vjp = torch.autograd.grad(velocity, x, adjoint)[0]
+            adjoint = adjoint + h * (2 * vjp - adjoint / ((k + 1) * h))
+            adjoints.append(adjoint)
+        return torch.stack(adjoints[::-1])
 
     def value_gradient(self, cond: Cond, chunk: Tensor) -> Tensor:
         """Return the gradient (B, Th, Da) of the mean value by a chunk; 0 in rows that are not executed."""
@@ -146,13 +149,14 @@ class QamLearner(ChunkCriticLearner):
         self.actor_optimizer.zero_grad(set_to_none=True)
         loss.backward()
         average_gradients(self.actor_optimizer)
-        found = {"actor/loss": loss.detach(), "actor/adjoint": adjoint[-1].abs().mean()}
+        metrics = {"actor/loss": loss.detach(), "actor/adjoint": adjoint[-1].abs().mean()}
         if self.config.max_grad_norm is not None:
             limit = self.config.max_grad_norm
-            found["actor/grad_norm"] = nn.utils.clip_grad_norm_(self._trained, limit, foreach=True)
+            metrics["actor/grad_norm"] = nn.utils.clip_grad_norm_(self._trained, limit, foreach=True)
         self.actor_optimizer.step()
         outside = chunk[:, self.tuned.chunk.executed].abs() > 1
-        return found | {"actor/clipped_fraction": outside.float().mean()} | self.measured(difference.detach())
+        metrics |= {"actor/clipped_fraction": outside.float().mean()}
+        return metrics | self.measured(difference.detach())
 
     def measured(self, difference: Tensor) -> Quantities:
         """Return metrics of v - v_b (K, B, Th, Da)."""

@@ -42,11 +42,12 @@ from policies.threads import torch_threads
 _log = logging.getLogger(__name__)
 THREADS = 1  # torch threads, unless `num_threads` is set
 _PROBES = 4096  # rows, at most
-_BLOCK = 262_144  # rows that are looked through at once
+_BLOCK = 262_144  # rows that are searched at once
 _CUT_WEIGHT = 0.01  # largest weight of the rewards missing from a truncated episode
 _VALUES = ("critic/value", "actor/value")
 _ROUNDING = 0.01  # of the span of returns: values of new critics may be that much below the least
-_SMALL, _RAISE = 2.0, "Raise algo.reward_scale: new critics begin with values of that size. "
+_SMALL = 2.0  # span of returns that new critics, whose values are about 1, easily leave
+_RAISE = "Raise algo.reward_scale: new critics begin with values of that size. "
 _SATURATED, _SATURATED_TIMES = 0.4, 1.75  # share of action entries at bounds, and times that of the data
 
 
@@ -112,7 +113,7 @@ class OfflineRun:
         self._limits, self._warned = limits, set[str]()
         self._excess = math.inf  # of the values in the report before
         self._done = 0
-        self._recorded = Recorded(self._take, writes_weights=True, is_on=current().world == 1)
+        self._recorded = Recorded(self._learner_step, writes_weights=True, is_on=current().world == 1)
 
     @property
     def unit(self) -> str:
@@ -159,18 +160,18 @@ class OfflineRun:
 
         Values of new critics begin anywhere: those that come nearer to the returns are not warned of.
         """
-        found: dict[str, str] = {}
+        problems: dict[str, str] = {}
         if self._limits is not None:
             excess, before = self._limits.excess(measured), self._excess
-            found, self._excess = self._limits.broken(measured), excess
+            problems, self._excess = self._limits.broken(measured), excess
             if excess <= before:
-                found.pop("values", None)
-        self._warn_once(found | clipped(measured))
+                problems.pop("values", None)
+        self._warn_once(problems | clipped(measured))
 
-    def _warn_once(self, found: Mapping[str, str]) -> None:
-        for text in (text for kind, text in found.items() if kind not in self._warned):
+    def _warn_once(self, problems: Mapping[str, str]) -> None:
+        for text in (text for kind, text in problems.items() if kind not in self._warned):
             _log.warning("%s", text)
-        self._warned |= found.keys()
+        self._warned |= problems.keys()
 
     def _advance_online(self, online: OnlinePhase) -> Metrics:
         before, start, means, episodes = online.progress, time.perf_counter(), Means(), []
@@ -180,25 +181,25 @@ class OfflineRun:
                 episodes += finished
                 for _ in range(due):
                     size = self.config.batch_size
-                    means.add(self._measured(online.draw(size), self.learner.draw(size, self._noise)))
+                    means.add(self._take_step(online.draw(size), self.learner.draw(size, self._noise)))
                     if self._ema is not None:
                         self._ema.update(self.learner.policy)
             measured = means.read()
         self._warn_once(clipped(measured))
-        found = measured | summary(episodes, bool(online.pool.env.spec.success_rule))
+        metrics = measured | summary(episodes, bool(online.pool.env.spec.success_rule))
         rate = (online.progress - before) / (time.perf_counter() - start)
-        return found | {"replay/rows": float(len(online.experience)), "time/env_steps_per_s": rate}
+        return metrics | {"replay/rows": float(len(online.experience)), "time/env_steps_per_s": rate}
 
     def _step(self) -> dict[str, Tensor]:
-        measured = self._measured(*self.draw())
+        measured = self._take_step(*self.draw())
         self.count_step()
         return measured
 
-    def _measured(self, source: Tensor | Batch, draws: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _take_step(self, source: Tensor | Batch, draws: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take a step on rows of the table (B,), or on a batch."""
         return replayed(self._recorded, self.learner, source, draws)
 
-    def _take(self, source: Tensor | Batch, draws: dict[str, Tensor], _: Any) -> dict[str, Tensor]:
+    def _learner_step(self, source: Tensor | Batch, draws: dict[str, Tensor], _: Any) -> dict[str, Tensor]:
         batch = self.table.gather(source) if isinstance(source, Tensor) else source
         return self.learner.step(batch, draws)
 
@@ -316,13 +317,14 @@ def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Reward
     counts = torch.stack([block.sum() for block in is_known.split(_BLOCK)])
     if not (total := int(counts.sum())):
         return None
+    # The chosen ones by their number among known rows; found block by block, as tables may be large.
     places = torch.linspace(0, total - 1, min(_PROBES, total), device=table.device).long()
     ends = counts.cumsum(0)
     inside = torch.searchsorted(ends, places, right=True)  # the block of each
     rows = []
     for block in inside.unique().tolist():
-        found = is_known[block * _BLOCK : (block + 1) * _BLOCK].nonzero().squeeze(1)
-        rows.append(block * _BLOCK + found[places[inside == block] - ends[block] + counts[block]])
+        known_rows = is_known[block * _BLOCK : (block + 1) * _BLOCK].nonzero().squeeze(1)
+        rows.append(block * _BLOCK + known_rows[places[inside == block] - ends[block] + counts[block]])
     row = torch.cat(rows)
     to_go = torch.stack([_return_to_go(dataset, rewarding, int(frame)) for frame in table.frame[row]])
     batch = table.gather(row)
@@ -366,13 +368,13 @@ class Limits:
 
     def broken(self, measured: Mapping[str, Any]) -> dict[str, str]:
         """Return what the metrics say against a policy, by kind."""
-        found, margin = {}, _ROUNDING * (self.most - self.least)
+        problems, margin = {}, _ROUNDING * (self.most - self.least)
         for name in _VALUES:
             value = float(measured.get(name, self.most))
             if not self.least - margin <= value <= self.most:
                 above = value > self.most
                 scale = "" if self.most - self.least > _SMALL else _RAISE
-                found["values"] = (
+                problems["values"] = (
                     f"the critics diverge: {name} is {value:.4g}, and no return "
                     f"{'exceeds' if above else 'is below'} {self.most if above else self.least:.4g}, that of "
                     f"the {'largest' if above else 'smallest'} reward of the data in every step. The policy "
@@ -380,11 +382,11 @@ class Limits:
                 )
         share = float(measured.get("actor/saturated_fraction", 0.0))
         if share > max(_SATURATED, _SATURATED_TIMES * self.at_bound):
-            found["actions"] = (
+            problems["actions"] = (
                 f"actor/saturated_fraction is {share:.2f}, of the data {self.at_bound:.2f}: the policy acts "
                 f"at its bounds, where the critics know little. {self.advice}"
             )
-        return found
+        return problems
 
 
 def limits_of(

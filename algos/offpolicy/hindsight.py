@@ -62,13 +62,13 @@ class Hindsight:
         assert rollout.path is not None
         transitions = map_leaves(transitions, Tensor.cpu)
         steps, num = rollout.length.shape
-        found = []
+        copies = []
         for t in range(steps):
             for n in range(num):
                 self._running.setdefault(n, []).append(self._row(rollout, transitions, t, n))
                 if rollout.terminated[t, n] or rollout.truncated[t, n]:
-                    found.append(self._copies(_stacked(self._running.pop(n))))
-        return _joined(found) if found else None
+                    copies.append(self._relabel(_stacked(self._running.pop(n))))
+        return _concatenated(copies) if copies else None
 
     def _row(self, rollout: Rollout, transitions: Mapping[str, Any], t: int, n: int) -> dict[str, Any]:
         place = t * rollout.length.shape[1] + n
@@ -81,7 +81,7 @@ class Hindsight:
         assert rollout.path is not None
         return row | {"path": rollout.path[t, n]}
 
-    def _copies(self, episode: dict[str, Any]) -> dict[str, Any]:
+    def _relabel(self, episode: dict[str, Any]) -> dict[str, Any]:
         """Return the k n relabelled transitions of an episode."""
         count, path, length = len(episode["length"]), episode["path"], episode["length"]
         row = torch.arange(count).repeat(self.copies)
@@ -92,14 +92,14 @@ class Hindsight:
         copies = {name: _rows(part, row) for name, part in episode.items() if name != "path"}
         for name in ("cond", "next_cond"):
             copies[name] = self._with_goal(copies[name], goal)
-        return copies | self._outcome(path[row], goal, copies["length"])
+        return copies | self._judge(path[row], goal, copies["length"])
 
     def _with_goal(self, cond: Tensor, goal: Tensor) -> Tensor:
         width = goal.shape[1]
         goal = goal if self.is_flat else self.policy.normalizer.encode("goal", goal.to(self.policy.device))
         return torch.cat([cond[:, :-width], goal.to(cond)], dim=1)
 
-    def _outcome(self, path: Tensor, goal: Tensor, length: Tensor) -> dict[str, Tensor]:
+    def _judge(self, path: Tensor, goal: Tensor, length: Tensor) -> dict[str, Tensor]:
         """Return rewards (M, Ta), executed steps and terminations (M,) of paths (M, Ta, Do) under goals."""
         goals = goal[:, None].expand(-1, path.shape[1], -1)
         reward, over = (torch.from_numpy(x) for x in self.env.outcome(path.double().numpy(), goals.numpy()))
@@ -162,7 +162,7 @@ def _unstacked(rows: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _concatenated(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         name: {c: torch.cat([part[name][c] for part in parts]) for c in first}
         if isinstance(first, Mapping)

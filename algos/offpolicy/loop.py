@@ -150,7 +150,7 @@ class OffPolicyRun:
         read = ImageEncoding(policy, config.image_shift) if trains else None
         self.source = Mixture(self.replay, config.discounting, offline, ratio, offset, read)
         self.pool = setup.pool(policy, config.num_envs, records_path=config.hindsight > 0)
-        self._fleet, self._lags = setup.fleet, list[Tensor]()
+        self._fleet, self._lags = setup.fleet, list[Tensor]()  # updates behind, a tensor per collection
         self._hindsight: Hindsight | None = None
         if config.hindsight:
             free = not self._fleet.is_free  # episodes are followed by environment
@@ -173,9 +173,9 @@ class OffPolicyRun:
         self._trained = nn.ParameterList([*learner.actor.parameters(), *learner.encoder])
         rule = DelayedDecay(config.ema_decay, every=1)
         self._ema = Ema(self._trained, rule) if config.ema_decay else None
-        self._recorded = Recorded(self._take, writes_weights=True)
-        self._acting: LatentActor | None = None  # CPU copy of the actor, after this many updates:
-        self._acting_steps = 0
+        self._recorded = Recorded(self._learner_step, writes_weights=True)
+        self._rollout_actor: LatentActor | None = None  # acts: the actor, or a copy of it on the CPU
+        self._rollout_actor_steps = 0  # updates after which that copy was made
 
     @property
     def total(self) -> int:
@@ -193,25 +193,25 @@ class OffPolicyRun:
                 rollout = self._collect()
                 collected = time.perf_counter()
                 episodes += rollout.episodes
-                self._learn(means)
-                self._wait()
+                self._update(means)
+                self._synchronize()
                 seconds["rollout"] += collected - began
                 seconds["update"] += time.perf_counter() - collected
-        found = means.read()
-        spent = {f"time/{what}_s": value for what, value in seconds.items()}
-        spent["time/env_steps_per_s"] = (self.progress - before) / sum(seconds.values())
+        times = {f"time/{what}_s": value for what, value in seconds.items()}
+        times["time/env_steps_per_s"] = (self.progress - before) / sum(seconds.values())
         return (
-            found
+            means.read()
             | summary(episodes, bool(self.pool.env.spec.success_rule))
             | {"replay/rows": float(len(self.replay))}
             | self._lag_metrics()
-            | spent
+            | times
         )
 
     def _collect(self) -> Rollout:
+        """Collect chunks into the replay buffer, and count the updates that become due."""
         is_warmup = self.progress < self.config.warmup_steps
         trains = self._trains_encoder
-        explorer = Explorer(self._acting_actor(), is_warmup=is_warmup, trains_encoder=trains)
+        explorer = Explorer(self._actor_for_rollouts(), is_warmup=is_warmup, trains_encoder=trains)
         steps = self.config.steps_per_iteration
         if self._fleet.is_free:
             rollout = self.pool.collect_free(explorer, steps, self._steps)
@@ -219,9 +219,9 @@ class OffPolicyRun:
             self._lags.append(self._steps - rollout.version.repeat(steps))
         else:
             rollout = self.pool.collect(explorer, steps)
-        found = transitions_of(rollout, self.learner.policy, trains_encoder=trains)
-        self.replay.add(**found)
-        if self._hindsight is not None and (copies := self._hindsight.relabelled(rollout, found)):
+        transitions = transitions_of(rollout, self.learner.policy, trains_encoder=trains)
+        self.replay.add(**transitions)
+        if self._hindsight is not None and (copies := self._hindsight.relabelled(rollout, transitions)):
             self.replay.add(**copies)
         executed = int(rollout.length.sum())
         self.progress += executed
@@ -240,34 +240,36 @@ class OffPolicyRun:
         self._lags = []
         edges = [0, *(2**power for power in range(math.ceil(math.log2(int(lag.max()) + 2))))]
         ranges = zip(edges, [*edges[1:], math.inf], strict=True)
-        found: Metrics = {
+        metrics: Metrics = {
             f"fleet/lag_{low}": ((lag >= low) & (lag < high)).double().mean() for low, high in ranges
         }
-        found |= {"fleet/lag_mean": lag.double().mean(), "fleet/lag_max": float(lag.max())}
-        return found
+        metrics |= {"fleet/lag_mean": lag.double().mean(), "fleet/lag_max": float(lag.max())}
+        return metrics
 
-    def _acting_actor(self) -> LatentActor:
+    def _actor_for_rollouts(self) -> LatentActor:
         """Return what acts; in workers, a copy on the CPU, of which only trained weights are refreshed."""
         actor = self.learner.actor
-        if self._acting is None:
-            self._acting = self.pool.acting(actor)
-        elif self._steps > self._acting_steps and self._acting.policy is not actor.policy:
+        if self._rollout_actor is None:
+            self._rollout_actor = self.pool.acting(actor)
+        elif self._steps > self._rollout_actor_steps and self._rollout_actor.policy is not actor.policy:
             with torch.no_grad():
-                for mine, trained in zip(self._acting.parameters(), actor.parameters(), strict=True):
-                    mine.copy_(trained)
+                copies = self._rollout_actor.parameters()
+                for copied, trained in zip(copies, actor.parameters(), strict=True):
+                    copied.copy_(trained)
                 if self._trains_encoder:
-                    own = encoder_module(self._acting.policy)
-                    own.load_state_dict(encoder_module(actor.policy).state_dict())
-        self._acting_steps = self._steps
-        return self._acting
+                    encoder = encoder_module(self._rollout_actor.policy)
+                    encoder.load_state_dict(encoder_module(actor.policy).state_dict())
+        self._rollout_actor_steps = self._steps
+        return self._rollout_actor
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         """Synchronise the device, so that its time counts as update time instead of copy time."""
         device = self.learner.policy.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def _learn(self, means: Means) -> None:
+    def _update(self, means: Means) -> None:
+        """Take the updates that are due; of a fleet without lockstep, as many as `max_lag` allows."""
         count = math.floor(self._pending_updates)
         limit = self._fleet.max_lag
         if limit is not None and (oldest := self.pool.oldest_version) is not None:
@@ -285,10 +287,10 @@ class OffPolicyRun:
             if self._ema is not None and updates_actor:
                 self._ema.update(self._trained)
         if count:
-            for found in self.learner.finish_round(count, size, self.source, generator):
-                means.add(found)
+            for metrics in self.learner.finish_round(count, size, self.source, generator):
+                means.add(metrics)
 
-    def _take(self, batch: ChunkBatch, draws: dict[str, Tensor], updates_actor: bool) -> Quantities:
+    def _learner_step(self, batch: ChunkBatch, draws: dict[str, Tensor], updates_actor: bool) -> Quantities:
         return self.learner.step(batch, draws, updates_actor=updates_actor)
 
     def snapshot(self) -> Policy:
@@ -296,10 +298,10 @@ class OffPolicyRun:
         if self._ema is not None:
             trained = {id(weight) for weight in self._trained}
             pairs = zip(policy.parameters(), self.learner.policy.parameters(), strict=True)
-            own = [mine for mine, weight in pairs if id(weight) in trained]
+            copies = [copied for copied, weight in pairs if id(weight) in trained]
             with torch.no_grad():
-                for mine, average in zip(own, self._ema.module.parameters(), strict=True):
-                    mine.copy_(average)
+                for copied, average in zip(copies, self._ema.module.parameters(), strict=True):
+                    copied.copy_(average)
         return policy
 
     def state_dict(self) -> dict[str, Any]:
@@ -328,7 +330,7 @@ class OffPolicyRun:
         restore_generator(self._generator, state["generator"])
         self.pool.load_state_dict(state["pool"])
         self.progress, self._steps, self._pending_updates = state["progress"], state["steps"], state["owed"]
-        self._acting = None
+        self._rollout_actor = None
 
     def close(self) -> None:
         self.pool.close()

@@ -60,14 +60,14 @@ class Discounting(Rewarding):
             rewards: (B, Ta). end: (B, 3), executed steps, terminated and truncated, 1 or 0.
         """
         steps = rewards.shape[1]
-        code, table = _outcomes(self, steps, rewards.device, rewards.dtype)
-        found = table.index_select(0, end.mv(code).long())
-        reward = torch.linalg.vecdot(rewards, found[:, :steps]) + found[:, steps]
-        return reward, found[:, steps + 1]
+        code, table = _outcome_table(self, steps, rewards.device, rewards.dtype)
+        outcome = table.index_select(0, end.mv(code).long())  # one look-up instead of a dozen small kernels
+        reward = torch.linalg.vecdot(rewards, outcome[:, :steps]) + outcome[:, steps]
+        return reward, outcome[:, steps + 1]
 
 
 @cache
-def _outcomes(
+def _outcome_table(
     rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return a table of chunk outcomes, and the factors (3,) that map an end to its row.
@@ -81,7 +81,7 @@ def _outcomes(
     later = torch.full_like(weight[:, :1], rule.gamma) if rule.paper_compat else rule.gamma ** length.double()
     reward = torch.cat([rule.scale * weight, rule.shift * weight.sum(dim=1, keepdim=True)], dim=1)
     bootstraps = (1, 0, 0, 0) if rule.paper_compat else (1, 0, 1, 0)
-    table = torch.cat([torch.cat([reward, one * later], dim=1) for one in bootstraps])
+    table = torch.cat([torch.cat([reward, has_future * later], dim=1) for has_future in bootstraps])
     code = torch.tensor([1, steps + 1, 2 * (steps + 1)])
     return code.to(device, dtype), table.to(device, dtype)
 
@@ -142,9 +142,9 @@ class Replay:
         rows = torch.cat(parts, dim=1)[-self.capacity :]
         place = (self._next + torch.arange(len(rows), device=self.device)) % self.capacity
         self._rows.index_copy_(0, place, rows)
-        for store, given in ((self._images, images), (self._next_images, next_images)):
+        for store, new in ((self._images, images), (self._next_images, next_images)):
             for camera, kept in store.items():
-                kept.index_copy_(0, place, (given or {})[camera][-self.capacity :].to(kept.device))
+                kept.index_copy_(0, place, (new or {})[camera][-self.capacity :].to(kept.device))
         self._next = (self._next + len(rows)) % self.capacity
         self._size = min(self._size + len(rows), self.capacity)
 
@@ -158,8 +158,8 @@ class Replay:
         reward, discount = discounting(rewards, end)
         if not self._images:
             return ChunkBatch(cond, latent, action, reward, discount, next_cond)
-        seen = ({c: kept.index_select(0, row) for c, kept in store.items()} for store in self._stores)
-        return ChunkBatch(cond, latent, action, reward, discount, next_cond, *seen)
+        pictures = ({c: kept.index_select(0, row) for c, kept in store.items()} for store in self._stores)
+        return ChunkBatch(cond, latent, action, reward, discount, next_cond, *pictures)
 
     @property
     def _stores(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -172,20 +172,20 @@ class Replay:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; the capacity may differ (CheckpointError if too small)."""
-        rows, place = state["rows"], int(state["next"])
+        rows, next_row = state["rows"], int(state["next"])
         if len(rows) > self.capacity or rows.shape[1:] != self._rows.shape[1:]:
             raise CheckpointError(
                 f"the saved replay has {len(rows)} rows of {rows.shape[1]} numbers; this one has place for "
                 f"{self.capacity} of {self._rows.shape[1]}. Keep policy, budget and algo.buffer_size."
             )
-        turned = 0
-        if state["capacity"] != self.capacity:  # oldest first
-            turned, place = -place, len(rows) % self.capacity
-        self._size, self._next = len(rows), place
-        self._rows[: self._size] = rows.roll(turned, dims=0).to(self._rows)
+        shift = 0
+        if state["capacity"] != self.capacity:  # begin with the oldest row
+            shift, next_row = -next_row, len(rows) % self.capacity
+        self._size, self._next = len(rows), next_row
+        self._rows[: self._size] = rows.roll(shift, dims=0).to(self._rows)
         for store, saved in zip(self._stores, state.get("images", ()), strict=bool(self._images)):
             for camera, kept in store.items():
-                kept[: self._size] = saved[camera].roll(turned, dims=0).to(kept.device)
+                kept[: self._size] = saved[camera].roll(shift, dims=0).to(kept.device)
 
 
 class Mixture:
@@ -216,14 +216,14 @@ class Mixture:
 
     def draw(self, n: int, generator: torch.Generator) -> ChunkBatch:
         """Return a batch of n rows, dataset rows last."""
-        batch = self._drawn(n, generator)
+        batch = self._sample(n, generator)
         if self.encode is not None:
             batch = self.encode(batch, generator)
         if not self.value_offset:
             return batch
         return replace(batch, reward=batch.reward + self.value_offset * (1 - batch.discount))
 
-    def _drawn(self, n: int, generator: torch.Generator) -> ChunkBatch:
+    def _sample(self, n: int, generator: torch.Generator) -> ChunkBatch:
         count = min(round(self.ratio * n), n - 1)
         online = self.online.gather(self.online.draw(n - count, generator), self.discounting)
         if self.offline is None or not count:

@@ -156,17 +156,17 @@ class SacUpdate:
 
     def step(self, batch: ChunkBatch, draws: Draws, *, updates_actor: bool = True) -> Quantities:
         """Update the critic and, with `updates_actor`, temperature and actor."""
+        alpha = self.temperature.value  # of before its step
         if not updates_actor:
-            out = self._update_critic(batch, draws, self.temperature.value)
+            metrics = self._update_critic(batch, draws, alpha)
         else:
-            given, weights = (batch.cond.detach(), draws["eps"]), weights_of(self.actor_optimizer)
-            drawn = self.actor.draw_without_graph(*given, weights) or Drawn(*self.actor.draw(*given), None)
-            alpha = self.temperature.value
-            out = self.temperature.update(drawn.log_prob)
-            out |= self._update_critic(batch, draws, alpha)
-            out |= self._update_actor(batch, drawn, alpha, draws)
+            inputs, weights = (batch.cond.detach(), draws["eps"]), weights_of(self.actor_optimizer)
+            drawn = self.actor.draw_without_graph(*inputs, weights) or Drawn(*self.actor.draw(*inputs), None)
+            metrics = self.temperature.update(drawn.log_prob)
+            metrics |= self._update_critic(batch, draws, alpha)
+            metrics |= self._update_actor(batch, drawn, alpha, draws)
         polyak(self.target_critic, self.critic, self.config.tau)
-        return out
+        return metrics
 
     @torch.no_grad()
     def target(self, batch: ChunkBatch, draws: Draws, alpha: Tensor) -> Tensor:
@@ -187,23 +187,26 @@ class SacUpdate:
         return self.critic
 
     def climb(self, cond: Tensor, latent: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Return C_i Q_i (B,) of latents (B, L), and its gradient (B, L)."""
-        found = self.climbed.evaluate_along(cond, latent)
-        leaf = (latent if found is None else found[0]).detach().requires_grad_(True)
-        values = self.climbed(cond, leaf, frozen=True) if found is None else leaf
+        """Return C_i Q_i (B,) of latents (B, L), and its gradient (B, L).
+
+        Critics with a gradient in closed form leave only the aggregate C_i to autograd.
+        """
+        evaluated = self.climbed.evaluate_along(cond, latent)
+        leaf = (latent if evaluated is None else evaluated[0]).detach().requires_grad_(True)
+        values = self.climbed(cond, leaf, frozen=True) if evaluated is None else leaf
         value = self._aggregated(values, self.config.actor_aggregate, draws)
         (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
-        return value.detach(), slope if found is None else found[1](slope)
+        return value.detach(), slope if evaluated is None else evaluated[1](slope)
 
     def _aggregated(self, values: Tensor, how: str, draws: Draws) -> Tensor:
         return aggregate(values, how, subset=draws["subset"], pessimism=self.config.pessimism)
 
     def _update_critic(self, batch: ChunkBatch, draws: Draws, alpha: Tensor) -> Quantities:
         target = self.target(batch, draws, alpha)
-        chosen = batch.action if self._of_chunks else batch.latent
-        found = self.critic.evaluate(batch.cond, chosen, weights_of(self.critic_optimizer))
-        loss = regress(self.critic_optimizer, found, target, weight=0.5)
-        value = found.values.mean()
+        x = batch.action if self._of_chunks else batch.latent
+        evaluation = self.critic.evaluate(batch.cond, x, weights_of(self.critic_optimizer))
+        loss = regress(self.critic_optimizer, evaluation, target, weight=0.5)
+        value = evaluation.values.mean()
         return {"critic/loss": loss, "critic/value": value, "critic/target": target.mean()}
 
     def _update_actor(self, batch: ChunkBatch, drawn: Drawn, alpha: Tensor, draws: Draws) -> Quantities:

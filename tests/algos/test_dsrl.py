@@ -106,7 +106,7 @@ def test_updates_ask_the_encoder_nothing() -> None:
     assert asked == run.config.steps_per_iteration + 1 + ends
     before, actor = asked, [p.clone() for p in policy.actor.parameters()]  # type: ignore[attr-defined]
     run._pending_updates = 6.0
-    run._learn(Means())
+    run._update(Means())
     assert asked == before and run._steps == 6
     moved = zip(actor, policy.actor.parameters(), strict=True)  # type: ignore[attr-defined]
     assert not all(torch.equal(a, b) for a, b in moved)

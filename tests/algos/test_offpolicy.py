@@ -117,16 +117,16 @@ def test_what_a_device_still_computes_counts_as_time_of_updates(monkeypatch: pyt
         clock[0] += 1.0
 
     monkeypatch.setattr("algos.offpolicy.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(run, "_wait", wait)
+    monkeypatch.setattr(run, "_synchronize", wait)
     found = run.advance()
     assert found["time/rollout_s"] == 0.0 and found["time/update_s"] == clock[0] >= 2.0
     monkeypatch.undo()
     monkeypatch.setattr("torch.cuda.synchronize", waited.append)
-    run._wait()
+    run._synchronize()
     assert not waited
     device = torch.device("cuda", 0)
     monkeypatch.setattr(type(run.learner.policy), "device", device)
-    run._wait()
+    run._synchronize()
     assert waited == [device]
     run.close()
 
@@ -144,12 +144,12 @@ def test_a_copy_that_acts_is_made_once_and_follows_what_is_learned() -> None:
     actor.on_cpu = elsewhere  # type: ignore[method-assign, assignment]
     for _ in range(4):
         run.advance()
-        assert run._acting_actor() is copies[0]
+        assert run._actor_for_rollouts() is copies[0]
         same = [torch.equal(p, q) for p, q in zip(copies[0].parameters(), actor.parameters(), strict=True)]
         assert all(same)
     assert len(copies) == 1 and run._steps > 0
     run.load_state_dict(from_plain(to_plain(run.state_dict())))
-    assert run._acting_actor() is copies[1]
+    assert run._actor_for_rollouts() is copies[1]
     run.close()
 
 

@@ -201,9 +201,9 @@ class ChunkVector:
         rows = np.flatnonzero(running)
         with named_errors(self.spec.name, "step"):
             step = stepper.step_through(rows, actions[rows])
-        count = np.arange(1, num_steps + 1)
+        count = np.arange(1, num_steps + 1)  # executed steps after each step of the chunk
         limited = step.truncated | (self._elapsed[rows, None] + count >= self.spec.max_episode_steps)
-        over = self._terminated(step)  # (M, Ta)
+        over = self._terminated(step)  # (M, Ta), as all of these
         ended = over | limited
         executed = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, num_steps)
         kept, last = count <= executed[:, None], (np.arange(len(rows)), executed - 1)
@@ -215,9 +215,9 @@ class ChunkVector:
         self._require_finite("reward", rewards)
         flags[:, rows] = over[last], limited[last], (step.success & kept).any(axis=1)
         terminated, truncated, success = flags
-        seen = np.concatenate([self._history[rows], step.obs], axis=1)  # (M, To + Ta, Do)
+        observed = np.concatenate([self._history[rows], step.obs], axis=1)  # (M, To + Ta, Do)
         window = executed[:, None] + np.arange(self.obs_steps)
-        self._history[rows] = seen[np.arange(len(rows))[:, None], window]
+        self._history[rows] = observed[np.arange(len(rows))[:, None], window]
         self._elapsed[rows] += executed
         self._finished |= terminated | truncated
         obs = self._history.copy()

@@ -44,17 +44,17 @@ class Blocks:
 
     def actions(self, obs: Mapping[str, Tensor], noise: Tensor, lanes: Sequence[int]) -> Tensor:
         """Return actions (M, Ta, Da) for observations, noise and lanes of M rows."""
-        found, start = [], 0
+        blocks, start = [], 0
         while start < len(lanes):
             size = self._size_for(len(lanes) - start)
-            some = slice(start, None if size is None else start + size)
-            seen = {name: values[some] for name, values in obs.items()}
-            found.append(self._block(seen, noise[some], lanes[some], size))
-            start += len(found[-1])
-        return torch.cat(found)
+            rows = slice(start, None if size is None else start + size)
+            part = {name: values[rows] for name, values in obs.items()}
+            blocks.append(self._block(part, noise[rows], lanes[rows], size))
+            start += len(blocks[-1])
+        return torch.cat(blocks)
 
     def _size_for(self, rows: int) -> int | None:
-        """Return the least size for these rows, or a smaller one where too much would be empty."""
+        """Return the least size for these rows, or a smaller one if much would be empty; None: lanes."""
         fitting = [size for size in self._unproven if size >= rows]
         smaller = [size for size in self._unproven if size < rows]
         if smaller and not (fitting and 2 * fitting[0] <= 3 * rows):
@@ -64,28 +64,29 @@ class Blocks:
     def _block(
         self, obs: Mapping[str, Tensor], noise: Tensor, lanes: Sequence[int], size: int | None
     ) -> Tensor:
+        """Return the actions of at most `size` rows; a size that is not proven yet is compared with lanes."""
         if size is None:
             return self._in_lanes(obs, noise, lanes)
         rows = torch.arange(size) % len(lanes)  # empty rows repeat the others
-        found = self._act({name: values[rows] for name, values in obs.items()}, noise[rows])
+        actions = self._act({name: values[rows] for name, values in obs.items()}, noise[rows])
         if self._unproven[size] > 0:
             expected = self._in_lanes(obs, noise, lanes)
-            if torch.equal(found, expected[rows]):
+            if torch.equal(actions, expected[rows]):
                 self._unproven[size] -= expected.unique().numel()
             else:
                 del self._unproven[size]
             return expected
-        return found[: len(lanes)]
+        return actions[: len(lanes)]
 
     def _in_lanes(self, obs: Mapping[str, Tensor], noise: Tensor, lanes: Sequence[int]) -> Tensor:
-        found: list[Tensor | None] = [None] * len(lanes)
+        chunks: list[Tensor | None] = [None] * len(lanes)
         for members in apart(lanes):
             rows = [lanes[member] for member in members]
-            seen = {name: scattered(values[members], rows) for name, values in obs.items()}
-            actions = self._act(seen, scattered(noise[members], rows))
+            block = {name: scattered(values[members], rows) for name, values in obs.items()}
+            actions = self._act(block, scattered(noise[members], rows))
             for member, row in zip(members, rows, strict=True):
-                found[member] = actions[row]
-        return torch.stack([chunk for chunk in found if chunk is not None])
+                chunks[member] = actions[row]
+        return torch.stack([chunk for chunk in chunks if chunk is not None])
 
 
 def scattered(values: Tensor, lanes: Sequence[int]) -> Tensor:

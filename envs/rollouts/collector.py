@@ -68,27 +68,27 @@ class Collector:
     def collect(self, actor: Actor, num_steps: int, reset: bool) -> dict[str, Any]:
         """Act for `num_steps` chunks; see `RolloutPool.collect`."""
         obs = self.begin(num_steps, reset)
-        every, told = max(num_steps // _REPORTS, 1), 0
+        every, reported = max(num_steps // _REPORTS, 1), 0
         for t in range(num_steps):
             with torch.no_grad():
                 actions, record = actor.act(map_leaves(obs, torch.from_numpy), self._generator)
             obs = self.execute(actions.detach().cpu().numpy(), record)
             if (t + 1) % every == 0 and t + 1 < num_steps:
-                self.notify((t + 1 - told) * len(self._rows))
-                told = t + 1
+                self.notify((t + 1 - reported) * len(self._rows))
+                reported = t + 1
         return self.read()
 
     def begin(self, num_steps: int, reset: bool, keeps_obs: bool = True) -> dict[str, Array]:
         """Begin a collection of `num_steps` chunks and return the observations, (n, ...).
 
-        Without `keeps_obs`, who asked keeps the observations: `read` returns none of before the chunks.
+        Without `keeps_obs` the caller keeps them, and `read` returns no observations of before the chunks.
         """
         if reset or self._obs is None:
             self._restart()
         assert self._obs is not None
         self._buffer, self._episodes, self._keeps_obs = _RolloutBuffer(num_steps), [], keeps_obs
-        self._seen = self._observation(self._obs)
-        return self._seen
+        self._latest = self._observation(self._obs)
+        return self._latest
 
     def execute(self, actions: Array, record: Mapping[str, Tensor] | None = None) -> dict[str, Array]:
         """Execute chunks (n, Ta, Da) and return the observations after them; none after the last ones.
@@ -99,7 +99,7 @@ class Collector:
         step = self._vector.step_chunk(actions)
         first = self._tracker.length == 0
         self._tracker.add(step)
-        buffer.write(self._seen if self._keeps_obs else {}, first, step, record or {})
+        buffer.write(self._latest if self._keeps_obs else {}, first, step, record or {})
         if self._records_path:
             buffer.write_path(t, step.path)
         if len(rows := np.flatnonzero(step.truncated)):
@@ -108,8 +108,8 @@ class Collector:
             buffer.last = self._observation(step.obs)
         self._episodes += self._finish(step)
         assert self._obs is not None
-        self._seen = {} if is_last else self._observation(self._obs)
-        return self._seen
+        self._latest = {} if is_last else self._observation(self._obs)
+        return self._latest
 
     def read(self) -> dict[str, Any]:
         """Return what was collected since `begin`."""
@@ -117,10 +117,10 @@ class Collector:
 
     def _observation(self, state: Array, rows: Array | None = None) -> dict[str, Array]:
         """Return the present observations of rows (default: all) with state histories (n, To, Do)."""
-        beside = self._vector.goals(rows) | self._vector.images(rows)
+        obs = {"state": state} | self._vector.goals(rows) | self._vector.images(rows)
         if self._records_simulator:
-            beside |= self._vector.simulator(rows)
-        return {name: _single(value) for name, value in ({"state": state} | beside).items()}
+            obs |= self._vector.simulator(rows)
+        return {name: _float32(value) for name, value in obs.items()}
 
     def state(self) -> dict[str, Any]:
         can_save = self._vector.can_save and self._obs is not None
@@ -153,6 +153,7 @@ class Collector:
         rows = np.arange(len(self._rows))
         self._tracker.reset(rows)
         if self._same_starts > 1:
+            # Environments of a group count from the same number again, whose seeds are new.
             self._next_episode[:] = (self._next_episode.max() // _SINCE_RESET + 1) * _SINCE_RESET
         self._obs = self._begin(rows)
 
@@ -234,7 +235,7 @@ class _RolloutBuffer:
         }
 
 
-def _single(values: Array) -> Array:
+def _float32(values: Array) -> Array:
     """Return floating-point values as float32; images are unchanged."""
     return values.astype(np.float32) if values.dtype.kind == "f" else values
 

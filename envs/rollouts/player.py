@@ -77,7 +77,7 @@ class EpisodeRunner:
     sampling_noise: str
     keep: bool
     warm_start: WarmStart = field(default_factory=WarmStart)
-    noise_span: int | None = None  # episodes of one root of noise: the next ones have that of the next seed
+    noise_span: int | None = None  # episodes that share a noise seed; the next ones have the seed after it
 
     @cached_property
     def replanner(self) -> Replanner | None:
@@ -86,14 +86,15 @@ class EpisodeRunner:
 
     def generator(self, episode: int) -> torch.Generator:
         """Return the generator of the noise of an episode."""
-        root, place = self._place(episode)
-        return seeded_generator(self.noise_seed + root, "evaluation", place)
+        span, number = self._span_and_number(episode)
+        return seeded_generator(self.noise_seed + span, "evaluation", number)
 
     def lane(self, episode: int) -> int:
         """Return the row of its blocks that an episode occupies."""
-        return self._place(episode)[1] % BLOCK_ROWS
+        return self._span_and_number(episode)[1] % BLOCK_ROWS
 
-    def _place(self, episode: int) -> tuple[int, int]:
+    def _span_and_number(self, episode: int) -> tuple[int, int]:
+        """Return which span of `noise_span` episodes an episode belongs to, and its number within it."""
         return (0, episode) if self.noise_span is None else divmod(episode, self.noise_span)
 
     def noise(self, generator: torch.Generator) -> Tensor:
@@ -151,10 +152,10 @@ class EpisodeRunner:
         """Compute chunks from previous plans; first decisions, which have none, are in other blocks."""
         out: list[Array] = [np.empty(0)] * len(lanes)
         is_first = [memory.plan is None for memory in memories]
-        for wanted in (True, False):
-            kind = [i for i, found in enumerate(is_first) if found == wanted]
-            for group in apart([lanes[i] for i in kind]):
-                members = [kind[i] for i in group]
+        for first in (True, False):
+            alike = [i for i, value in enumerate(is_first) if value == first]
+            for group in apart([lanes[i] for i in alike]):
+                members = [alike[i] for i in group]
                 rows = [lanes[i] for i in members]
                 plans = [plan for i in members if (plan := memories[i].plan) is not None]
                 decision = replanner.decide(

@@ -23,7 +23,7 @@ from envs.spec import Array, EnvConfig
 from policies.errors import CheckpointError, ConfigError
 from policies.networks.recorded import Recorded
 
-_WORTH_RECORDING = 8  # decisions of a collection, from which on their kernels are recorded, anew for each
+_WORTH_RECORDING = 8  # decisions of a collection from which on it pays to record their kernels
 
 
 class Movable(Protocol):
@@ -141,9 +141,11 @@ class RolloutPool:
         self.num_envs = num_envs
         self._rows = np.array_split(np.arange(num_envs), per_process * world)
         first = self._processes.rank * per_process
-        self._own = slice(first, first + per_process)
+        self._own_workers = slice(first, first + per_process)
         options = (obs_steps, seed, records_simulator, records_path, starts, same_starts)
-        arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(self._rows)][self._own]
+        arguments = [(env, part.tolist(), i, *options) for i, part in enumerate(self._rows)][
+            self._own_workers
+        ]
         self._versions: dict[int, int] = {}  # of the actor, by worker
         self._workers = fleet.start(Collector, arguments, processes=num_workers > 0)
         self._device = acts_on
@@ -183,17 +185,17 @@ class RolloutPool:
                 on_progress(done)
 
         if self._device is not None:
-            return self._collect_at_once(actor, num_steps, reset, self._device, count)
+            return self._collect_centrally(actor, num_steps, reset, self._device, count)
         arguments = [(actor, num_steps, reset)] * len(self._workers)
-        return _join(self._gathered(self._workers.call("collect", arguments, on_message=count)))
+        return _rollout_of(self._of_all_processes(self._workers.call("collect", arguments, on_message=count)))
 
-    def _collect_at_once(
+    def _collect_centrally(
         self, actor: Actor, num_steps: int, reset: bool, device: torch.device, count: Callable[[int], None]
     ) -> Rollout:
         """Collect with one decision for all environments of this process, computed on a device."""
-        workers, own = self._workers, self._rows[self._own]
-        ends = np.cumsum([len(part) for part in own])[:-1]
-        kept: list[dict[str, dict[str, Tensor]]] = []
+        workers, widths = self._workers, [len(rows) for rows in self._rows[self._own_workers]]
+        ends = np.cumsum(widths)[:-1]  # of all workers but the last
+        decisions: list[dict[str, dict[str, Tensor]]] = []
         act = Recorded(
             lambda obs: actor.act(obs, self._generator),
             is_on=num_steps >= _WORTH_RECORDING,
@@ -202,25 +204,28 @@ class RolloutPool:
         parts = workers.call("begin", [(num_steps, reset, False)] * len(workers))
         for _ in range(num_steps):
             obs = {
-                name: _joined([part[name] for part in parts], axis=0).to(device, non_blocking=True)
+                name: _tensor_of([part[name] for part in parts], axis=0).to(device, non_blocking=True)
                 for name in parts[0]
             }
             with torch.no_grad():
                 actions, record = act(obs)
-            kept.append({"obs": obs, "record": {name: part.clone() for name, part in record.items()}})
+            copies = {name: part.clone() for name, part in record.items()}  # a replay overwrites the record
+            decisions.append({"obs": obs, "record": copies})
             chunks = np.split(actions.cpu().numpy(), ends)
             parts = workers.call("execute", [(part,) for part in chunks])
-            count(sum(map(len, own)))
-        found = workers.call("read", [()] * len(workers))
+            count(sum(widths))
+        results = workers.call("read", [()] * len(workers))
         columns = {
-            group: {name: torch.stack([one[group][name] for one in kept]) for name in kept[0][group]}
+            group: {
+                name: torch.stack([made[group][name] for made in decisions]) for name in decisions[0][group]
+            }
             for group in ("obs", "record")
         }
         if self._processes.world == 1:
-            return replace(_join(found), obs=columns["obs"], record=columns["record"])
-        for part, start, stop in zip(found, [0, *ends], [*ends, sum(map(len, own))], strict=True):
+            return replace(_rollout_of(results), obs=columns["obs"], record=columns["record"])
+        for part, start, stop in zip(results, [0, *ends], [*ends, sum(widths)], strict=True):
             part |= map_leaves(columns, lambda values: values[:, start:stop].cpu().numpy())  # noqa: B023
-        return _join(self._gathered(found))
+        return _rollout_of(self._of_all_processes(results))
 
     def collect_free(self, actor: Actor, num_steps: int, version: int) -> Rollout:
         """Return the chunks of those workers that are done, at least of one; see `RayFleet.mode`.
@@ -237,12 +242,12 @@ class RolloutPool:
             for index in idle:
                 self._versions[index] = version
                 workers.submit(index, "collect", stored)
-        found = dict([workers.next()])
+        results = dict([workers.next()])  # by worker
         while len(workers.idle) < len(self._workers) and (more := workers.ready()) is not None:
-            found |= dict([more])
-        parts = [(index, found[index]) for index in sorted(found)]
-        rollout = _join([part for _, part in parts])
-        counts = torch.tensor([len(self._rows[self._own][index]) for index, _ in parts])
+            results |= dict([more])
+        parts = [(index, results[index]) for index in sorted(results)]
+        rollout = _rollout_of([part for _, part in parts])
+        counts = torch.tensor([len(self._rows[self._own_workers][index]) for index, _ in parts])
         rollout.version = torch.tensor([self._versions[index] for index, _ in parts]).repeat_interleave(
             counts
         )
@@ -253,10 +258,10 @@ class RolloutPool:
         """The oldest version with which a worker acts at present; None without any."""
         workers = self._workers
         idle = workers.idle if isinstance(workers, FreeWorkers) else range(len(workers))
-        return min((seen for index, seen in self._versions.items() if index not in idle), default=None)
+        return min((version for index, version in self._versions.items() if index not in idle), default=None)
 
-    def _gathered(self, own: list[Any]) -> list[Any]:
-        """Return the results of the workers of all processes."""
+    def _of_all_processes(self, own: list[Any]) -> list[Any]:
+        """Return the results of the workers of all processes, given those of this one."""
         return [part for parts in self._processes.gather(own) for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,13 +269,13 @@ class RolloutPool:
 
         Simulators that cannot save their state start new episodes on loading.
         """
-        states = self._gathered(self._workers.call("state", [()] * len(self._workers)))
+        states = self._of_all_processes(self._workers.call("state", [()] * len(self._workers)))
         shared: dict[str, Any] = {}
         if self._processes.world > 1:
             shared["processes"] = self._processes.world
         if self._device is not None:
-            states_of = self._processes.gather([self._generator.get_state()])
-            shared["generators"] = [one for (one,) in states_of]
+            generators = self._processes.gather([self._generator.get_state()])
+            shared["generators"] = [generator for (generator,) in generators]
         return {"num_envs": self.num_envs, "workers": map_leaves(states, _to_tensor), **shared}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -289,25 +294,26 @@ class RolloutPool:
                     f"the saved rollout had (num_envs, workers) = {saved}; this one has {present}. Resume "
                     "with the saved numbers."
                 )
-            workers = _dealt_again(workers, self._rows)
-        self._workers.call("load", [(part,) for part in workers[self._own]])
+            workers = _redistributed(workers, self._rows)
+        self._workers.call("load", [(part,) for part in workers[self._own_workers]])
         generators = state.get("generators", [])
         if len(generators) == self._processes.world:
-            saved = generators[self._processes.rank]
-            if saved.shape == self._generator.get_state().shape:  # else of another device
-                self._generator.set_state(saved)
+            generator = generators[self._processes.rank]
+            if generator.shape == self._generator.get_state().shape:  # else of another device
+                self._generator.set_state(generator)
 
     def close(self) -> None:
         self._workers.close()
 
 
-def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
+def _rollout_of(parts: Sequence[dict[str, Any]]) -> Rollout:
+    """Return the results of workers as one rollout, their environments side by side."""
     widths = [part["step"]["length"].shape[1] for part in parts]
     offsets = np.cumsum([0, *widths[:-1]])
 
-    def beside(group: str, axis: int = 1) -> dict[str, Tensor]:
-        groups = [part[group] for part in parts]
-        return {name: _joined([one[name] for one in groups], axis) for name in groups[0]}
+    def beside(name_of_group: str, axis: int = 1) -> dict[str, Tensor]:
+        groups = [part[name_of_group] for part in parts]
+        return {name: _tensor_of([group[name] for group in groups], axis) for name in groups[0]}
 
     index = [part["final_index"] + [0, offset] for part, offset in zip(parts, offsets, strict=True)]
     return Rollout(
@@ -323,42 +329,46 @@ def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
 
 
 def in_a_row(parts: Sequence[Rollout]) -> Rollout:
-    """Return consecutive rollouts of the same environments as one; without paths."""
+    """Return consecutive rollouts of the same environments as one."""
     first, last = parts[0], parts[-1]
     begins = np.cumsum([0, *(len(part.length) for part in parts[:-1])])
 
-    def of(values: Callable[[Rollout], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def joined(values: Callable[[Rollout], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.cat([values(part)[name] for part in parts]) for name in values(first)}
 
     steps = ("rewards", "length", "terminated", "truncated", "first")
     index = [part.final_index + torch.tensor([begin, 0]) for part, begin in zip(parts, begins, strict=True)]
     return Rollout(
         **{name: torch.cat([getattr(part, name) for part in parts]) for name in steps},
-        obs=of(lambda part: part.obs),
+        obs=joined(lambda part: part.obs),
         next_obs_last=last.next_obs_last,
-        final_obs=of(lambda part: part.final_obs),
+        final_obs=joined(lambda part: part.final_obs),
         final_index=torch.cat(index),
-        record=of(lambda part: part.record),
+        record=joined(lambda part: part.record),
         episodes=[row for part in parts for row in part.episodes],
         path=None
         if first.path is None
         else torch.cat([part.path for part in parts if part.path is not None]),
-        metrics=of(lambda part: part.metrics),
+        metrics=joined(lambda part: part.metrics),
     )
 
 
-def _dealt_again(workers: Sequence[Mapping[str, Any]], rows: Sequence[Array]) -> list[dict[str, Any]]:
-    """Return states of other workers: episodes are counted on, and start anew, as do leaders.
+def _redistributed(workers: Sequence[Mapping[str, Any]], rows: Sequence[Array]) -> list[dict[str, Any]]:
+    """Return the states of workers for another number of them, each with the environments `rows`.
 
-    None stands for the own generator.
+    Episodes start anew, with the seeds after those that were begun, and so do leaders. A generator None: a
+    worker keeps its own.
     """
-    counted = np.concatenate([worker["next_episode"] for worker in workers])
-    known = [worker["generator"] for worker in workers] + [None] * len(rows)
+    next_episode = np.concatenate([worker["next_episode"] for worker in workers])
+    generators = [worker["generator"] for worker in workers] + [None] * len(rows)
     fresh = {"vector": None, "obs": None, "tally": None}
-    return [{"generator": known[i], "next_episode": counted[part], **fresh} for i, part in enumerate(rows)]
+    return [
+        {"generator": generators[i], "next_episode": next_episode[part], **fresh}
+        for i, part in enumerate(rows)
+    ]
 
 
-def _joined(arrays: Sequence[Array], axis: int) -> Tensor:
+def _tensor_of(arrays: Sequence[Array], axis: int) -> Tensor:
     return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis))
 
 

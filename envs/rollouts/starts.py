@@ -143,7 +143,7 @@ class Leader:
         self.led, self.reward, self.stage = np.zeros(n, np.int64), np.zeros(n), np.zeros(n, np.int64)
         self.returns: list[float] = []
         self.guided: list[float] = []  # returns of episodes that the guide ended, until they are the measure
-        self._way, self._shares = self._snapshots()
+        self._snapshots, self._shares = self._find_snapshots()
         guide = starts.guide
         if guide is not None and guide.chunk.obs_steps != vector.obs_steps:
             raise ConfigError(
@@ -158,20 +158,20 @@ class Leader:
         room = min(len(data.actions[chosen]), self.vector.spec.max_episode_steps) - 1
         return room if most is None else min(room, most)
 
-    def _snapshots(self) -> tuple[Array, Array | None]:
+    def _find_snapshots(self) -> tuple[Array, Array | None]:
         """Return starts (S, 2), episode and led steps of every stage of it, and how often each is drawn."""
         data, stages = self.starts.recorded, self.starts.settings.stages
         if data is None or self.starts.settings.order != "values":
             return np.zeros((0, 2), np.int64), None
-        way = np.array(
+        snapshots = np.array(
             [
                 (chosen, self._room(chosen) * part // stages)
                 for chosen in range(len(data.seeds))
                 for part in range(stages + 1)
             ]
         )
-        values = np.array([data.values[chosen][steps] for chosen, steps in way])
-        return way, even_shares(value_clusters(values, CLUSTERS))
+        values = np.array([data.values[chosen][steps] for chosen, steps in snapshots])
+        return snapshots, even_shares(value_clusters(values, CLUSTERS))
 
     def lead(self, rows: Array, seeds: Sequence[int]) -> Array:
         """Start episodes in rows (n,) from their seeds and lead them; returns observations (n, To, Do)."""
@@ -198,21 +198,21 @@ class Leader:
             chosen = int(draw.integers(len(data.seeds)))
             steps = self._room(chosen) * parts // self.starts.settings.stages
         else:
-            chosen, steps = self._way[draw.choice(len(self._way), p=self._shares)].tolist()
+            chosen, steps = self._snapshots[draw.choice(len(self._snapshots), p=self._shares)].tolist()
         actions = data.actions[chosen]
         if not steps:
             return obs
         self.vector.reset([data.seeds[chosen]], [row])
         step = self._step(actions[None, :steps], np.array([row]))
-        seen, wanted = step.obs[row], data.observations[chosen][steps]
-        reach = _TOLERANCE * max(1.0, float(np.abs(wanted).max()))
-        if step.done[row] or float(np.abs(seen[-1] - wanted).max()) > reach:
+        history, recorded = step.obs[row], data.observations[chosen][steps]
+        tolerance = _TOLERANCE * max(1.0, float(np.abs(recorded).max()))
+        if step.done[row] or float(np.abs(history[-1] - recorded).max()) > tolerance:
             raise ConfigError(
                 f"start.dataset={data.source} cannot be repeated in env={self.vector.spec.name}: the episode "
                 f"of seed {data.seeds[chosen]} differs after {steps} steps. Record it in the task as it is "
                 "configured here, or use start.guide."
             )
-        return seen
+        return history
 
     def _guided(self, rows: Array, seeds: Sequence[int], steps: Array, obs: Array) -> Array:
         """Let the guide act for `steps` (n,), rounded up to whole chunks of it."""
@@ -222,18 +222,18 @@ class Leader:
         ended: dict[int, float] = {}  # returns of the first episode of rows that the guide ended
         while len(going := np.flatnonzero(left)):
             index = rows[going]
-            seen = {"state": torch.from_numpy(out[going]).float(), **self._beside(index)}
-            step = self._step(guide.act(seen, generator=generator).numpy(), index)
+            guide_obs = {"state": torch.from_numpy(out[going]).float(), **self._goals_and_images(index)}
+            step = self._step(guide.act(guide_obs, generator=generator).numpy(), index)
             out[going], left[going] = step.obs[index], left[going] - 1
             for i in going[step.done[index]].tolist():
                 ended.setdefault(i, float(self.reward[rows[i]]))
                 chunks[i] = left[i] = chunks[i] // 2
                 self.led[rows[i]], self.reward[rows[i]] = 0, 0.0
                 out[i] = self.vector.reset([seeds[i]], [rows[i]])[0]
-        self._measure([ended[i] for i in sorted(ended)])
+        self._note_guided([ended[i] for i in sorted(ended)])
         return out
 
-    def _measure(self, returns: Sequence[float]) -> None:
+    def _note_guided(self, returns: Sequence[float]) -> None:
         """Note the mean return of the guide's first own episodes, with which the learner is compared."""
         if self.hand_over.stage or np.isfinite(self.hand_over.best):
             return
@@ -242,17 +242,17 @@ class Leader:
             self.hand_over.note(float(np.mean(self.guided)))
             self.returns = []
 
-    def _beside(self, index: Array) -> dict[str, torch.Tensor]:
+    def _goals_and_images(self, index: Array) -> dict[str, torch.Tensor]:
         goals, images = self.vector.goals(index), self.vector.images(index)
         tensors = {name: torch.from_numpy(goal).float() for name, goal in goals.items()}
         return tensors | {camera: torch.from_numpy(seen) for camera, seen in images.items()}
 
     def _step(self, actions: Array, index: Array) -> ChunkStep:
         """Execute chunks (n, Ta, Da) in rows (n,); counts steps and rewards."""
-        every = np.zeros((self.vector.num_envs, *actions.shape[1:]), np.float32)
+        chunks = np.zeros((self.vector.num_envs, *actions.shape[1:]), np.float32)
         active = np.zeros(self.vector.num_envs, bool)
-        every[index], active[index] = actions, True
-        step = self.vector.step_chunk(every, active)
+        chunks[index], active[index] = actions, True
+        step = self.vector.step_chunk(chunks, active)
         self.led += step.length
         self.reward += step.rewards.sum(axis=1)
         return step

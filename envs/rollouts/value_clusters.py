@@ -20,7 +20,7 @@ def value_clusters(values: Array, k: int) -> Array:
     n, k = len(values), min(k, len(np.unique(values)))
     sums, squares = (np.concatenate([[0.0], np.cumsum(part)]) for part in (sorted_values, sorted_values**2))
 
-    def spread(begin: Array, end: int) -> Array:
+    def squared_distance(begin: Array, end: int) -> Array:
         """Return the squared distances of values [begin, end) from their means."""
         total = sums[end] - sums[begin]
         return squares[end] - squares[begin] - total**2 / (end - begin)
@@ -31,9 +31,9 @@ def value_clusters(values: Array, k: int) -> Array:
     for count in range(1, k + 1):
         for end in range(count, n + 1):
             begins = np.arange(count - 1, end)
-            found = cost[count - 1, begins] + spread(begins, end)
-            best = int(found.argmin())
-            cost[count, end], last[count, end] = found[best], begins[best]
+            total = cost[count - 1, begins] + squared_distance(begins, end)
+            best = int(total.argmin())
+            cost[count, end], last[count, end] = total[best], begins[best]
     labels, end = np.zeros(n, np.int64), n
     for count in range(k, 0, -1):
         begin = int(last[count, end])

@@ -116,7 +116,7 @@ def test_starts_by_value_follow_from_the_seeds_and_reach_every_value_alike() -> 
     assert one._shares is not None and one._shares.sum() == pytest.approx(1.0)
     data = dataset(7, 8, 9)
     values = data.returns_to_go(DISCOUNT).numpy()
-    np.testing.assert_allclose(np.array(one._way)[:, 1], np.tile(np.arange(LIMIT), 3))
+    np.testing.assert_allclose(np.array(one._snapshots)[:, 1], np.tile(np.arange(LIMIT), 3))
     labels = value_clusters(values, CLUSTERS)
     np.testing.assert_allclose(one._shares, even_shares(labels))
     begun = [np.abs(data.observations.numpy() - seen).sum(axis=1).argmin() for seen in obs[one.led > 0, -1]]

@@ -91,11 +91,12 @@ def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str
     """
     written = [with_home(text) for text in overrides]
     for key in DATASETS & set(values):
-        given = values[key] if isinstance(values[key], list) else [values[key]]
-        if not given or not all(isinstance(one, (str, os.PathLike, type(None))) for one in given):
+        items = values[key] if isinstance(values[key], list) else [values[key]]
+        if not items or not all(isinstance(item, (str, os.PathLike, type(None))) for item in items):
             values = values | {key: stored_dataset(values[key])}
     if "env" in values and not isinstance(values["env"], (str, dict, type(None))):
-        values = values_of_task(values["env"]) | {key: one for key, one in values.items() if key != "env"}
+        others = {key: value for key, value in values.items() if key != "env"}
+        values = values_of_task(values["env"]) | others
     for key, value in values.items():
         if isinstance(value, dict):
             written += overrides_of((), {f"{key}.{inner}": item for inner, item in value.items()})
@@ -193,14 +194,15 @@ def train_seeds(
     """
     if isinstance(seeds, int | str):
         raise ConfigError(f"seeds must be a list of seeds, such as [0, 1, 2]; got {seeds!r}.")
-    more = {} if seeds is None else {"seeds": list(seeds)}
-    results = train_command.train_seeds(*_composed(overrides, directory, more | values))
+    given = {} if seeds is None else {"seeds": list(seeds)}
+    results = train_command.train_seeds(*_composed(overrides, directory, given | values))
     return [Run(result.directory.path) for result in results]
 
 
 def _composed(
     overrides: tuple[str, ...], directory: str | Path | None, values: dict[str, Any]
 ) -> tuple[Any, RunContext]:
+    """Return the configuration of `train` and its run directory; for a resumed run, that of the run."""
     if wrong := [text for text in overrides if not isinstance(text, str)]:
         raise ConfigError(
             f"overrides are text such as 'algo=iql'; got {wrong[0]!r}. Give values by name, such as "
@@ -208,11 +210,10 @@ def _composed(
         )
     if directory is not None and not isinstance(values.get("dataset"), (str, os.PathLike, type(None))):
         values = values | {"dataset": stored_dataset(values["dataset"], Path(directory).expanduser().parent)}
-    given = Overrides.parse(overrides_of(overrides, values))
-    if (folder := given.value("hydra.run.dir")) is not None:
+    typed = Overrides.parse(overrides_of(overrides, values))
+    if (folder := typed.value("hydra.run.dir")) is not None:
         raise ConfigError(f"hydra.run.dir={folder} is a key of commands; in Python give directory=.")
-    typed = with_resumed_parts(given)
-    composed = compose_command("train", typed.texts)
+    composed = compose_command("train", with_resumed_parts(typed).texts)
     config = composed.config
     if directory is not None and config.resume is not None:
         raise resume_directory_error(config.resume, f"directory={directory}")

@@ -41,8 +41,8 @@ class Command:
 
     def config_class(self) -> type:
         home = importlib.import_module(self.config_module) if self.config_module else self.load()
-        found: type = getattr(home, str(self.schema))
-        return found
+        schema: type = getattr(home, str(self.schema))
+        return schema
 
 
 _COMMANDS = (

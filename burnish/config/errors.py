@@ -54,15 +54,15 @@ def listed(problem: str, hint: str, choices: str) -> str:
 def unknown_key(key: str, owner: type) -> str:
     """Return the message for an unknown key of a dataclass, with its known keys."""
     names, name = [field.name for field in fields(owner)], key.rsplit(".", 1)[-1]
-    present = former_names(owner).get(name)
-    hint = closest(name, names) if present is None else f" It is called '{present}' now."
+    renamed = former_names(owner).get(name)
+    hint = closest(name, names) if renamed is None else f" It is called '{renamed}' now."
     return listed(f"unknown key '{key}'", hint, f"{owner.__name__} has: {', '.join(names)}")
 
 
 def _invalid(error: ValidationError) -> str:
     key = str(error.full_key or "configuration")
-    if found := _NO_LIST.search(str(error)):
-        return f"{key} must be a list, written {key}=[a,b]; got one value ({found[1]})."
+    if value := _NO_LIST.search(str(error)):
+        return f"{key} must be a list, written {key}=[a,b]; got one value ({value[1]})."
     return f"{key}: {_first_line(error)}."
 
 

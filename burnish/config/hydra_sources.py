@@ -74,27 +74,27 @@ class _Installed(ImportlibResourcesConfigSource):
         return replace(result, config=copy.deepcopy(result.config), header=dict(result.header))
 
     def is_group(self, config_path: str) -> bool:
-        found: bool = self._once("is_group", config_path)
-        return found
+        is_group: bool = self._once("is_group", config_path)
+        return is_group
 
     def is_config(self, config_path: str) -> bool:
-        found: bool = self._once("is_config", config_path)
-        return found
+        is_config: bool = self._once("is_config", config_path)
+        return is_config
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return [*self._once("list", config_path, results_filter)]
 
     def _once(self, method: str, *arguments: Any) -> Any:
-        return _asked(self.provider, self.path, method, *arguments)
+        return _packaged(self.provider, self.path, method, *arguments)
 
 
 @cache
-def _asked(provider: str, path: str, method: str, *arguments: Any) -> Any:
+def _packaged(provider: str, path: str, method: str, *arguments: Any) -> Any:
     source = ImportlibResourcesConfigSource(provider, f"{ImportlibResourcesConfigSource.scheme()}://{path}")
     return getattr(source, method)(*arguments)
 
 
-# processes of launchers register Hydra's again: equal names are one
+# Processes of launchers register Hydra's own source again, which it refuses unless the class names agree.
 _Installed.__name__ = ImportlibResourcesConfigSource.__name__
 
 

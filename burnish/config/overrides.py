@@ -143,15 +143,15 @@ def readable(override: str) -> str:
 def _parse(text: str) -> Override:
     text = readable(text)
     try:
-        found = OverridesParser.create().parse_override(text)
+        parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
         key = text.partition("=")[0]
         hint = f""" Special characters need quotes: {key}="'…'", in a list {key}="['…','…']"."""
         problem = f"cannot read '{text}': {error_message(error).rstrip('.')}."
         raise ConfigError(problem + (hint if key.isascii() else "")) from error
-    is_plain = not (found.is_add() or found.is_delete() or found.is_sweep_override() or found.package)
-    value = None if found.is_delete() or found.is_sweep_override() else found.value()
-    return Override(text, str(found.key_or_group), value, is_plain, found.package is not None)
+    is_plain = not (parsed.is_add() or parsed.is_delete() or parsed.is_sweep_override() or parsed.package)
+    value = None if parsed.is_delete() or parsed.is_sweep_override() else parsed.value()
+    return Override(text, str(parsed.key_or_group), value, is_plain, parsed.package is not None)
 
 
 def check_overrides(command: str, texts: Sequence[str]) -> Overrides:
@@ -163,7 +163,7 @@ def check_overrides(command: str, texts: Sequence[str]) -> Overrides:
     if bare := [text for text in texts if "=" not in text and not text.startswith("~")]:
         raise ConfigError(f"'{bare[0]}' is not key=value; write {_key_for(command, bare[0])}={bare[0]}.")
     overrides = Overrides.parse(texts)
-    every_group = {group for name, one in COMMANDS.items() if one.schema for group in groups_of(name)}
+    every_group = {group for name, other in COMMANDS.items() if other.schema for group in groups_of(name)}
     for item in overrides.items:
         if item.key in every_group and item.key not in groups_of(command) and not item.has_package:
             known = ", ".join(keys_of(command))
@@ -237,16 +237,16 @@ def quoted(value: Any, key: str = "") -> str:
 
 
 def _refused_object(key: str, value: Any) -> str:
-    wanted, kind = "text, a path, a number, or a list of these", type(value).__name__
-    given = f"{key or 'a key'}= must be {wanted}; got an object {kind}."
+    accepted, kind = "text, a path, a number, or a list of these", type(value).__name__
+    problem = f"{key or 'a key'}= must be {accepted}; got an object {kind}."
     names = {cls.__name__ for cls in type(value).__mro__}
     if "Policy" in names:
-        return f"{given} Give a run or a directory; burnish.save_policy writes one."
+        return f"{problem} Give a run or a directory; burnish.save_policy writes one."
     if "EpisodeDataset" in names:
-        return f"{given} Give the file or the folder that it was read from."
+        return f"{problem} Give the file or the folder that it was read from."
     if is_dataclass(value):
-        return f"{given} Give the name of a part, and its keys as '{key}.<key>'."
-    return f"{given} Give what the command line takes."
+        return f"{problem} Give the name of a part, and its keys as '{key}.<key>'."
+    return f"{problem} Give what the command line takes."
 
 
 def _unknown_option(command: str, option: str, arguments: Sequence[str]) -> str:

@@ -54,12 +54,12 @@ def compose_command(command: str, overrides: Sequence[str]) -> Composed:
     """
     register_configs()
     name = COMMANDS[command].config_name
-
     typed = check_overrides(command, overrides)
-    without = [] if any(item.key.startswith("hydra") for item in typed.items) else _WITHOUT_HYDRA
+    sets_hydra = any(item.key.startswith("hydra") for item in typed.items)
+    all_texts = [*typed.texts, *([] if sets_hydra else _WITHOUT_HYDRA)]
     try:
         with _hydra():
-            return Composed(to_command(compose(config_name=name, overrides=[*typed.texts, *without])), typed)
+            return Composed(to_command(compose(config_name=name, overrides=all_texts)), typed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(error_message(error)) from error
 

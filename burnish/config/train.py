@@ -23,14 +23,9 @@ def _shape_schema() -> type:
     hints, kept = get_type_hints(PolicyConfig), []
     for f in fields(PolicyConfig):
         if f.name not in PART_GROUPS:
-            own = {k: getattr(f, k) for k in ("default", "default_factory")}
-            kept.append(
-                (
-                    f.name,
-                    hints[f.name],
-                    field(**{k: v for k, v in own.items() if v is not dataclasses.MISSING}),
-                )
-            )
+            default = {k: getattr(f, k) for k in ("default", "default_factory")}
+            default = {k: value for k, value in default.items() if value is not dataclasses.MISSING}
+            kept.append((f.name, hints[f.name], field(**default)))
     schema = make_dataclass("PolicyShape", kept)
     schema.__module__ = __name__
     return schema

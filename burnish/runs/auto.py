@@ -40,7 +40,7 @@ _ITERATIONS = 60  # of on-policy learning
 _MINIBATCHES = 4  # per epoch
 _LEARNED_EPISODES = 300  # of off-policy learning, at full length
 _SECONDS = 0.1  # duration of a chunk [s]
-_REPLACES = {"algo.env_steps": "algo.iterations", "algo.steps": "algo.epochs"}
+_REPLACES = {"algo.env_steps": "algo.iterations", "algo.steps": "algo.epochs"}  # key -> the same budget
 
 _log = logging.getLogger(__name__)
 
@@ -91,18 +91,17 @@ def with_choices(config: TrainConfig, typed: Overrides, init: Located | None) ->
         DatasetError: If the dataset cannot be read.
     """
     fixed = set(typed.keys)
-    choices = [
-        one for one in choose(config.algo, facts_of(config, init, fixed), fixed) if _is_open(one, fixed)
-    ]
-    for one in choices:
-        _log.info("auto: %s=%s: %s.", one.key, quoted(one.value), one.reason)
-    chosen = Overrides.parse(f"{one.key}={quoted(one.value)}" for one in choices)
+    facts = facts_of(config, init, fixed)
+    choices = [choice for choice in choose(config.algo, facts, fixed) if _is_open(choice, fixed)]
+    for choice in choices:
+        _log.info("auto: %s=%s: %s.", choice.key, quoted(choice.value), choice.reason)
+    chosen = Overrides.parse(f"{choice.key}={quoted(choice.value)}" for choice in choices)
     return chosen + typed.without("experiment")
 
 
-def _is_open(one: Choice, fixed: Collection[str]) -> bool:
+def _is_open(choice: Choice, fixed: Collection[str]) -> bool:
     """Return whether a key was not typed, nor another one that it would replace."""
-    return one.key not in fixed and _REPLACES.get(one.key) not in fixed
+    return choice.key not in fixed and _REPLACES.get(choice.key) not in fixed
 
 
 def facts_of(config: TrainConfig, init: Located | None, fixed: Collection[str] = ()) -> Facts:
@@ -130,7 +129,7 @@ def facts_of(config: TrainConfig, init: Located | None, fixed: Collection[str] =
 
 
 def choose(algo: Any, facts: Facts, fixed: Collection[str] = ()) -> list[Choice]:
-    """Return the choices for an algorithm's configuration, in the order in which they are told.
+    """Return the choices for an algorithm's configuration, in the order in which they are logged.
 
     Choices that depend on others use the value of a key in `fixed`.
     """
@@ -170,8 +169,8 @@ def _new_policy(facts: Facts) -> Iterator[Choice]:
     if not facts.is_new:
         return
     chunk = _chunk(facts) if facts.act_steps is None else facts.act_steps
-    at = "an unknown rate" if facts.hz is None else f"{facts.hz:.4g} Hz"
-    reason = f"about {_SECONDS} s at {at}, 4 to 8 actions" if chunk > 1 else "nothing shows longer actions"
+    rate = "an unknown rate" if facts.hz is None else f"{facts.hz:.4g} Hz"
+    reason = f"about {_SECONDS} s at {rate}, 4 to 8 actions" if chunk > 1 else "nothing shows longer actions"
     yield Choice("policy.horizon", chunk, reason)
     yield Choice("policy.act_steps", chunk, "the whole chunk is executed, as RL on chunks needs")
 

@@ -47,17 +47,17 @@ def best_evaluation(directory: RunDirectory) -> BestEvaluation | None:
 
     Counted are evaluations during training with the protocol of the last one.
     """
-    found = [_read(one) for one in directory.evals() if one.is_of_training]
-    if not found:
+    evaluations = [_read(file) for file in directory.evals() if file.is_of_training]
+    if not evaluations:
         return None
-    found.sort(key=lambda one: one.step)
-    last = found[-1]
-    alike = [one for one in found if one.summary["protocol_hash"] == last.summary["protocol_hash"]]
+    evaluations.sort(key=lambda evaluation: evaluation.step)
+    last = evaluations[-1]
+    protocol = last.summary["protocol_hash"]
+    alike = [one for one in evaluations if one.summary["protocol_hash"] == protocol]
     return BestEvaluation(last, max(alike, key=lambda one: one.value), len(alike))
 
 
-def _read(one: EvalFile) -> CheckpointEvaluation:
-    content = json.loads(one.path.read_text())
-    return CheckpointEvaluation(
-        one.step, content["summary"], judged_by(content["protocol"]["env"]["success_rule"])
-    )
+def _read(file: EvalFile) -> CheckpointEvaluation:
+    content = json.loads(file.path.read_text())
+    quantity = judged_by(content["protocol"]["env"]["success_rule"])
+    return CheckpointEvaluation(file.step, content["summary"], quantity)

@@ -101,8 +101,8 @@ def _dataset(run: ResolvedRun) -> EpisodeDataset:
     if config.env is not None:
         return config.curation(with_task_observations(config.env, dataset))
     known = interface_of(dataset.meta, dataset.obs_dim, dataset.action_dim)
-    given = {"action_low": config.action_low, "action_high": config.action_high}
-    run.interface.update(with_given(known, dataset.action_dim, control_hz=config.control_hz, **given))
+    bounds = {"action_low": config.action_low, "action_high": config.action_high}
+    run.interface.update(with_given(known, dataset.action_dim, control_hz=config.control_hz, **bounds))
     if "action_low" in run.interface:
         warn_of_actions_outside(dataset, run.interface["action_low"], run.interface["action_high"])
     return config.curation(dataset)
@@ -115,10 +115,10 @@ def _starts(config: TrainConfig) -> Starts:
         dataset = read_dataset(start.dataset)
         dataset = dataset if env is None else with_task_observations(env, dataset)
         return Starts(start, recorded=Recorded.from_dataset(dataset))
-    found = locate(start.guide, "start.guide")
+    guide = locate(start.guide, "start.guide")
     if env is not None:
-        require_task_of(found, env, "start.guide", allow_other_task=config.allow_other_task)
-    return Starts(start, guide=found.load().on_cpu().eval())
+        require_task_of(guide, env, "start.guide", allow_other_task=config.allow_other_task)
+    return Starts(start, guide=guide.load().on_cpu().eval())
 
 
 def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:

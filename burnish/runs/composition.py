@@ -82,10 +82,10 @@ class CompositionResult:
     def sections(self) -> Iterator[Section]:
         names = tuple(self.members)
         if self.search is not None:
-            yield _searched(names, self.search)
+            yield _search_section(names, self.search)
         if self.estimate:
-            yield _estimated(names, self.estimate)
-        yield _measured(self)
+            yield _estimate_section(names, self.estimate)
+        yield _result_section(self)
 
     def __str__(self) -> str:
         """Return the tables as text, and the comparisons."""
@@ -101,16 +101,16 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     Raises:
         ConfigError: If the configuration is inconsistent.
     """
-    found = _members(config)
+    located = _located_members(config)
     target = dated_folder("compose") if config.out is None else Path(config.out)
     check_folder_to_fill(target)
     require_writable(target / FACTS, "out")
-    members = {name: one.load() for name, one in found.items()}
-    first = next(iter(found.values()))
-    env = config.env if config.env is not None else task_of(first, " Give env=<name>.")
-    for one in found.values():
-        require_task_of(one, env, "compose", allow_other_task=config.allow_other_task)
-    policy = _start(config, list(members.values()))
+    members = {name: member.load() for name, member in located.items()}
+    lead = next(iter(located.values()))
+    env = config.env if config.env is not None else task_of(lead, " Give env=<name>.")
+    for member in located.values():
+        require_task_of(member, env, "compose", allow_other_task=config.allow_other_task)
+    policy = _initial_composition(config, list(members.values()))
     estimate = _estimate(config, policy, env)
     search = None
     if config.weights is None:
@@ -119,20 +119,20 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     elif config.weights == ESTIMATE:
         policy = policy.with_weights(*estimate[0].weights)
     evaluation = _play("composition", policy, env, config)
-    alone = {name: _play(name, member, env, config) for name, member in members.items()}
-    comparisons = {name: compare(one, evaluation) for name, one in alone.items()}
-    result = CompositionResult(policy, search, estimate, evaluation, alone, comparisons, target)
+    by_member = {name: _play(name, member, env, config) for name, member in members.items()}
+    comparisons = {name: compare(own, evaluation) for name, own in by_member.items()}
+    result = CompositionResult(policy, search, estimate, evaluation, by_member, comparisons, target)
     try:
         if config.out is None:
             result = replace(result, path=new_folder(target))
-        _write(config, result, found, env)
+        _write(config, result, located, env)
     except OSError:  # what was played is not lost
         output().print(str(result), markup=False)
         raise
     return result
 
 
-def _members(config: EvalConfig) -> dict[str, Located]:
+def _located_members(config: EvalConfig) -> dict[str, Located]:
     paths = config.compose
     if not isinstance(paths, list) or len(paths) < 2:
         raise ConfigError(f"compose needs a list of two or more policies, compose=[a,b]; got {paths}.")
@@ -140,21 +140,21 @@ def _members(config: EvalConfig) -> dict[str, Located]:
         raise ConfigError("compose=[a,b] compares with every member; leave policy and baseline out.")
     if config.weights == ESTIMATE and config.dataset is None:
         raise ConfigError(f"weights={ESTIMATE} needs dataset=<held-out demonstrations>.")
-    _require_used(config)
+    _refuse_unused(config)
     if config.weights is None and config.search.overlaps(config.first_seed, config.episodes):
         raise ConfigError(
             f"first_seed={config.first_seed} must start other episodes than those of the search "
             f"(search.first_seed={config.search.first_seed}). Choose other seeds."
         )
-    found: dict[str, Located] = {}
+    members: dict[str, Located] = {}
     for path in paths:
-        one = locate(str(path), "compose")
-        name = one.label if one.label not in found else f"{one.label} ({len(found) + 1})"
-        found[name] = one
-    return found
+        member = locate(str(path), "compose")
+        label = member.label
+        members[label if label not in members else f"{label} ({len(members) + 1})"] = member
+    return members
 
 
-def _require_used(config: EvalConfig) -> None:
+def _refuse_unused(config: EvalConfig) -> None:
     default = type(config)()
     unused = {
         "search": ("weights are given", config.weights is not None),
@@ -166,7 +166,7 @@ def _require_used(config: EvalConfig) -> None:
             raise ConfigError(f"{name} has no effect here: {reason}. Leave it out.")
 
 
-def _start(config: EvalConfig, members: list[Policy]) -> AnyComposition:
+def _initial_composition(config: EvalConfig, members: list[Policy]) -> AnyComposition:
     weights = config.weights
     if weights is None or weights == ESTIMATE:
         weights = config.search.weights(len(members), config.operator)[0]
@@ -183,8 +183,9 @@ def _estimate(config: EvalConfig, policy: AnyComposition, env: Any) -> list[Weig
 
 
 def _search(config: EvalConfig, policy: AnyComposition, env: Any) -> Search:
-    settings, kept = config.search, len(config.search.weights(len(policy.fields), config.operator))
-    rounds = (kept, *(min(kept, n) for n in settings.keep))
+    settings = config.search
+    candidates = len(settings.weights(len(policy.fields), config.operator))
+    rounds = (candidates, *(min(candidates, n) for n in settings.keep))
     total = sum(n * episodes for n, episodes in zip(rounds, settings.episodes, strict=True))
     done = 0
     with Counting("searching weights", total) as counting:
@@ -222,18 +223,18 @@ def _play(name: str, policy: Policy, env: Any, config: EvalConfig) -> Evaluation
 # -- report ---------------------------------------------------------------------------------------------
 
 
-def _searched(names: Sequence[str], search: Search) -> Section:
+def _search_section(names: Sequence[str], search: Search) -> Section:
     rows = []
     for trial in search.trials:
         is_behind = trial.round == search.trials[-1].round and trial.weights != search.best
         behind = _difference(search.compare_with_best(trial)) if is_behind else ""
-        found, count = _headline(trial.evaluation), str(len(trial.evaluation.rows))
-        rows.append((str(trial.round + 1), *_numbers(trial.weights), count, *found, behind))
+        result, count = _headline(trial.evaluation), str(len(trial.evaluation.rows))
+        rows.append((str(trial.round + 1), *_numbers(trial.weights), count, *result, behind))
     head = ("round", *names, "episodes", search.trials[0].evaluation.quantity, "95 %", "winner − this")
     return Section("Search", head, tuple(rows))
 
 
-def _estimated(names: Sequence[str], estimate: Sequence[WeightEstimate]) -> Section:
+def _estimate_section(names: Sequence[str], estimate: Sequence[WeightEstimate]) -> Section:
     rows = []
     for one in estimate:
         intervals = zip(one.weights, one.low, one.high, strict=True)
@@ -244,12 +245,12 @@ def _estimated(names: Sequence[str], estimate: Sequence[WeightEstimate]) -> Sect
     return Section("Estimate from demonstrations (weights with 95 % intervals)", head, tuple(rows))
 
 
-def _measured(result: CompositionResult) -> Section:
+def _result_section(result: CompositionResult) -> Section:
     rows: list[tuple[str, ...]] = [("composition", "", *_headline(result.evaluation), "", "")]
     for name, weight in zip(result.members, result.policy.composition.weights, strict=True):
         comparison = result.comparisons[name]
-        found = (*_numbers([weight]), *_headline(result.members[name]))
-        rows.append((name, *found, _difference(comparison), comparison.verdict))
+        own = (*_numbers([weight]), *_headline(result.members[name]))
+        rows.append((name, *own, _difference(comparison), comparison.verdict))
     head = ("policy", "weight", result.evaluation.quantity, "95 %", "composition − this", "")
     return Section(f"Fresh episodes ({len(result.evaluation.rows)}, the same for all)", head, tuple(rows))
 
@@ -270,14 +271,14 @@ def _numbers(weights: Iterable[Any]) -> tuple[str, ...]:
 # -- files ----------------------------------------------------------------------------------------------
 
 
-def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Located], env: Any) -> None:
+def _write(config: EvalConfig, result: CompositionResult, members: dict[str, Located], env: Any) -> None:
     target, composition = result.path, asdict(result.policy.composition)
     (target / "eval").mkdir(parents=True, exist_ok=True)
     write_text(target / "eval" / "composition.json", result.evaluation.to_json() + "\n")
     for number, evaluation in enumerate(result.members.values()):
         write_text(target / "eval" / f"member-{number}.json", evaluation.to_json() + "\n")
     facts = {
-        "members": list(found),
+        "members": list(members),
         "composition": composition,
         "weights_from": _origin(config),
         "search": [
@@ -290,12 +291,12 @@ def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Locat
         "comparisons": {name: asdict(one) for name, one in result.comparisons.items()},
     }
     write_text(target / FACTS, json.dumps(facts, indent=1) + "\n")
-    title = f"# Composition of {', '.join(found)}"
+    title = f"# Composition of {', '.join(members)}"
     operator, weights = composition["operator"], json.dumps(composition["weights"])
     about = f"`operator={operator}`, weights {weights}: {_origin(config)}."
     page = [title, "", about, "", *(section.markdown() for section in result.sections())]
     write_text(target / PAGE, "\n".join(page))
-    provenance = {"name": "composition", "members": ", ".join(found), "weights_from": _origin(config)}
+    provenance = {"name": "composition", "members": ", ".join(members), "weights_from": _origin(config)}
     save_policy(result.policy, target / POLICY, provenance={**provenance, "env": describe_part("env", env)})
 
 

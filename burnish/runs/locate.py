@@ -61,9 +61,9 @@ class LocatedExport(Located):
         return read_signature(self.path).provenance
 
 
-def identified(one: Located) -> dict[str, str]:
+def identified(policy: Located) -> dict[str, str]:
     """Return the name of a policy and the SHA-256 of its weights."""
-    return {"name": one.label, "sha256": sha256(one.path / WEIGHTS)}
+    return {"name": policy.label, "sha256": sha256(policy.path / WEIGHTS)}
 
 
 def load_policy(policy: str | os.PathLike[str]) -> Policy:
@@ -183,15 +183,15 @@ def seed_folders(place: str | Path | None) -> list[Path]:
     """Return the run folders in a folder by seed; empty for a single run."""
     if place is None or not Path(place).is_dir() or (Path(place) / RUN_CONFIG).is_file():
         return []
-    found = [(_SEED_FOLDER.fullmatch(item.name), item) for item in Path(place).iterdir()]
-    runs = [(int(name[1]), item) for name, item in found if name and (item / RUN_CONFIG).is_file()]
+    names = [(_SEED_FOLDER.fullmatch(item.name), item) for item in Path(place).iterdir()]
+    runs = [(int(name[1]), item) for name, item in names if name and (item / RUN_CONFIG).is_file()]
     return [item for _, item in sorted(runs)]
 
 
 def runs_below(folder: str | Path) -> list[Path]:
     """Return the run directories below a folder, such as those of a sweep, by path."""
-    found = Path(folder).rglob(RUN_CONFIG) if Path(folder).is_dir() else ()
-    return sorted(path.parent for path in found if (path.parent / "checkpoints").is_dir())
+    configs = Path(folder).rglob(RUN_CONFIG) if Path(folder).is_dir() else ()
+    return sorted(path.parent for path in configs if (path.parent / "checkpoints").is_dir())
 
 
 def _perhaps_on_hub(given: Path) -> str:

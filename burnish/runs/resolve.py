@@ -121,10 +121,10 @@ def with_resumed_parts(overrides: Overrides) -> Overrides:
     Raises:
         CheckpointError: If there is no such folder.
     """
-    given = overrides.value("resume")
-    if given in (None, ""):
+    resume = overrides.value("resume")
+    if resume in (None, ""):
         return overrides
-    run = Path(str(given)).expanduser()
+    run = Path(str(resume)).expanduser()
     if not run.exists():
         RunDirectory.open(run)  # says so
     run = next(iter(seed_folders(run)), run)
@@ -162,19 +162,18 @@ def _new(config: TrainConfig, context: RunContext, **facts: Any) -> ResolvedRun:
 def _continued(
     runs: Sequence[RunDirectory], context: RunContext, *, has_folders: bool = False
 ) -> ResolvedRun:
-    found, policies = [], []
+    resumed, policies = [], []
     for run in runs:
-        known = [(part.key, part.value) for part in parts_of(run).items]
-        given = context.overrides.without("resume").items
-        typed = [item for item in given if (item.key, item.value) not in known]
-        changes = Overrides(tuple(typed))
+        parts = [(part.key, part.value) for part in parts_of(run).items]  # added by `with_resumed_parts`
+        overrides = context.overrides.without("resume").items
+        changes = Overrides(tuple(item for item in overrides if (item.key, item.value) not in parts))
         config, *located = _with_absolute_paths(at_home(restore(TrainConfig, run.config, changes)), run)
         _require_its_task(config, run)
         require_known_code(config.env, run.path, f"the run {run.path}")
-        found.append((config, changes))
+        resumed.append((config, changes))
         policies.append(located)
     folder = runs[0].path.parent if has_folders else runs[0].path
-    return _checked(found, *policies[0], folder=folder, has_folders=has_folders, continued=tuple(runs))
+    return _checked(resumed, *policies[0], folder=folder, has_folders=has_folders, continued=tuple(runs))
 
 
 def _checked(
@@ -195,10 +194,10 @@ def _runs_below(config: TrainConfig) -> list[RunDirectory]:
             f"resume={config.resume} must be a folder with runs seed-<n>; there are none. Continue a single "
             f"run with burnish.train."
         )
-    there = [folder.name for folder in folders]
-    if config.seeds is not None and sorted(f"seed-{seed}" for seed in config.seeds) != sorted(there):
+    present = [folder.name for folder in folders]
+    if config.seeds is not None and sorted(f"seed-{seed}" for seed in config.seeds) != sorted(present):
         raise ConfigError(
-            f"resume={config.resume} continues the seeds that are there, {', '.join(there)}; got "
+            f"resume={config.resume} continues the seeds that are there, {', '.join(present)}; got "
             f"seeds={config.seeds}. Leave it out."
         )
     require_complete(str(config.resume))
@@ -227,8 +226,8 @@ def _with_absolute_paths(
     if guide is not None:
         config = replace(config, start=replace(config.start, guide=str(guide.path.resolve())))
     if config.start.dataset is not None:
-        found = str(find_dataset(config.start.dataset).absolute())
-        config = replace(config, start=replace(config.start, dataset=found))
+        recorded = str(find_dataset(config.start.dataset).absolute())
+        config = replace(config, start=replace(config.start, dataset=recorded))
     fixed = replace(
         config,
         dataset=None if config.dataset is None else str(find_dataset(config.dataset).absolute()),
@@ -245,17 +244,17 @@ def _with_task(config: TrainConfig, init: Located | None, teacher: Located | Non
         config = replace(config, env=known_task(init))
         if config.env is not None:
             _log.info("the task is that of init: %s.", task_text(config.env))
-    for key, found in (("init", init), ("algo.teacher", teacher)):
-        if config.env is not None and found is not None:
-            require_task_of(found, config.env, key, allow_other_task=config.allow_other_task)
+    for key, policy in (("init", init), ("algo.teacher", teacher)):
+        if config.env is not None and policy is not None:
+            require_task_of(policy, config.env, key, allow_other_task=config.allow_other_task)
     return config
 
 
 def _require_its_task(config: TrainConfig, run: RunDirectory) -> None:
     """Refuse to resume a run on another task; the error names both."""
-    before = run.section("env")
-    if before and config.env is not None:
-        own, allow = restore_part("env", before), config.allow_other_task
+    section, allow = run.section("env"), config.allow_other_task
+    if section and config.env is not None:
+        own = restore_part("env", section)
         require_same_task("this command", config.env, f"resume={run.path}", own, allow_other_task=allow)
 
 
@@ -278,12 +277,8 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
         raise ConfigError(f"reader={config.reader} needs dataset=<file>, whose reader has these options.")
     if config.curation != Curation() and config.dataset is None:
         raise ConfigError("curation chooses among the episodes of a dataset; give dataset=<file>.")
-    given = {
-        "control_hz": config.control_hz,
-        "action_low": config.action_low,
-        "action_high": config.action_high,
-    }
-    if config.env is not None and (named := [key for key, value in given.items() if value is not None]):
+    keys = ("control_hz", "action_low", "action_high")
+    if config.env is not None and (named := [key for key in keys if getattr(config, key) is not None]):
         raise ConfigError(f"{named[0]} is known of env; leave it out, or train without env.")
     _warn_of_unused_evaluation(config, typed)
     if config.requires_init and config.init is None:

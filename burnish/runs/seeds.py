@@ -79,8 +79,8 @@ def require_alike(configs: Sequence[TrainConfig]) -> None:
 
 
 def _settings_of(config: TrainConfig) -> dict[str, Any]:
-    found = settings_of("", describe(config))
-    return {key.removeprefix("."): value for key, value in found.items() if key[1:] not in _MAY_DIFFER}
+    settings = settings_of("", describe(config))
+    return {key.removeprefix("."): value for key, value in settings.items() if key[1:] not in _MAY_DIFFER}
 
 
 def require_together(config: TrainConfig) -> None:

@@ -119,8 +119,8 @@ def description_of(found: Located) -> dict[str, Any] | None:
 
 def options_that_differ(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the options that differ between two task descriptions; unknown options are skipped."""
-    one, two = own["options"], other["options"]
-    return [name for name in one if name in two and one[name] != two[name]]
+    ours, theirs = own["options"], other["options"]
+    return [name for name in ours if name in theirs and ours[name] != theirs[name]]
 
 
 def require_task_of(found: Located, env: Any, key: str, *, allow_other_task: bool) -> None:

@@ -3,8 +3,8 @@
 The exported policy wraps the frozen one with an actor that chooses its noise
 (`policies.wrappers.noise_policy`). SAC learns over the noise, in two variants.
 
-Legend: as in `algos.offpolicy.sac_update`; w = b u the noise, a(s, w) the chunk of the frozen policy, QA
-values of chunks, QW values of latents::
+Legend: as in `algos.offpolicy.sac_update`; w = b u the noise of a latent u, b its bound, a(s, w) the chunk
+of the frozen policy, QA values of chunks, QW values of latents::
 
     sac   Q(s, u) is learned on recorded latents; the frozen policy is not evaluated
     na    y = r + discount (C_i QA_i_bar(s', a(s', b u')) - alpha log pi(u' | s'))       QA of executed chunks

@@ -87,8 +87,7 @@ class TransitionTable:
     """All transitions, one row each, on one device; shapes as in `Batch`, M rows.
 
     Args:
-        blocks: Transitions whose `row` is their place in the table; each is copied when it is drawn, and then
-            free.
+        blocks: Transitions whose `row` is their place in the table; each is copied before the next is made.
         num: M.
         frame: (M,), start frames of the transitions in the dataset, if any.
         weight: (M,), proportional to how often a row is drawn; None: all alike.

@@ -51,15 +51,17 @@ class Policy(nn.Module):
     Args:
         config: Complete configuration (no part is None).
         obs_dim: Do, width of one observation.
-        action_dim: Da.
+        action_dim: Da, width of one action.
         goal_dim: Dg, 0 without goals.
         images: Image shapes (H, W, 3) by camera.
     """
 
     noise_sensitive = True
+    """Whether the chunk depends on the noise."""
     provenance: Mapping[str, Any] = MappingProxyType({})
     """Facts of the directory that it was loaded from (task, algorithm, data); views and copies keep them."""
     can_drop_goals: ClassVar[bool] = False
+    """Whether it can learn without goal too, for classifier-free guidance."""
 
     def __init__(
         self,

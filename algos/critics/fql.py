@@ -1,9 +1,10 @@
 """Flow Q-learning: a one-step student imitates the chunks of a cloned policy and climbs a critic.
 
-Legend: as in `algos.critics.learner`; teacher a(s, z) the cloned policy, mu(s, z) the student, z noise::
+Legend: as in `algos.critics.learner`; teacher a(s, z) the cloned policy, mu(s, z) the student, z noise, clip
+to the bound `clip_action` of the teacher's sampler, if any::
 
     y       = r + discount C_i Q_i_bar(s', clip mu(s', z'))
-    student = alpha mean (mu(s, z) - a(s, z))^2 - lambda mean Q_i(s, clip mu(s, z))      one z for both
+    loss    = alpha mean (mu(s, z) - a(s, z))^2 - lambda mean Q_i(s, clip mu(s, z))      one z for both
     lambda  = 1, or 1 / mean |mean_i Q_i(s, clip mu)| with `normalize_value`, constant
 
 The mean over critics maximised by the student is plain, whatever `aggregate` says. The teacher learns from
@@ -41,12 +42,12 @@ from policies.samplers.ode import Euler
 def student_of(teacher: DenoisingPolicy, seed: int) -> DenoisingPolicy:
     """Return a trainable flow of one Euler step: a copy of a flow, or a new flow beside another process."""
     clip = getattr(teacher.sampler, "clip_action", None)
-    student = teacher.clone()
-    if type(teacher.process) is not RectifiedFlow:
+    if type(teacher.process) is RectifiedFlow:
+        student: Policy = teacher.clone()
+    else:
         config = replace(teacher.config, process=RectifiedFlow(), sampler=Euler(steps=1))
-        fresh = policy_beside(teacher, config, seed, "student")
-        assert isinstance(fresh, DenoisingPolicy)
-        student = fresh
+        student = policy_beside(teacher, config, seed, "student")
+    assert isinstance(student, DenoisingPolicy)
     student = student.with_sampler(Euler(steps=1, clip_action=clip))
     student.train().requires_grad_(True)
     cast(nn.Module, student.encoder).requires_grad_(False)

@@ -291,7 +291,7 @@ def acting(learner: Learner) -> Policy:
 
 @dataclass(frozen=True)
 class Probes:
-    """Conditions (P, C), actions (P, A) and discounted returns to go (P,) of rows of the data."""
+    """Rows of the data whose return is known: conditions (P, C), actions (P, A), returns to go (P,)."""
 
     cond: Tensor
     action: Tensor
@@ -408,11 +408,11 @@ def limits_of(
         advice: How to stay closer to the data.
     """
     gamma, ends = rewarding.gamma, dataset.terminated[dataset.episode_start[1:] - 1]
-    weight = 1 / (1 - gamma) if gamma < 1 else math.inf
+    weight = 1 / (1 - gamma) if gamma < 1 else math.inf  # return of a reward of 1 in every step
     if bool(ends.all()) and "masks" not in dataset.extras:
         steps = max(int(dataset.lengths.max()), episode_steps or 0)
         weight = (1 - gamma**steps) / (1 - gamma) if gamma < 1 else float(steps)
-    least, most = (rewarding.scale * float(one) + rewarding.shift for one in dataset.rewards.aminmax())
+    least, most = (rewarding.scale * float(reward) + rewarding.shift for reward in dataset.rewards.aminmax())
     parts = table.action.split(65_536)
     at_bound = sum(int((part.abs() > AT_BOUND).sum()) for part in parts) / table.action.numel()
     return Limits(weight * least if least < 0 else 0.0, weight * most if most > 0 else 0.0, at_bound, advice)

@@ -126,29 +126,17 @@ class OffPolicyRun:
         limit = f"at most algo.total_steps={config.total_steps}, or nothing is learned"
         config.require("warmup_steps", config.warmup_steps <= config.total_steps, limit)
         self.config, self.learner, self._check = config, learner, check
-        policy, chunk = learner.policy, learner.policy.chunk
+        policy = learner.policy
         if policy.dtype != torch.float32:
             raise CapabilityError(
                 f"algo={name_of('algo', config)} learns in torch.float32; the policy computes in "
                 f"{policy.dtype}. Call .float() on it first."
             )
-        rows = config.total_steps + config.num_envs * config.steps_per_iteration
-        rows = min(config.buffer_size, rows * (1 + config.hindsight))
         self._trains_encoder = trains = config.encoder == "trained"
-        flat, history = chunk.obs_steps * policy.obs_dim + policy.goal_dim, chunk.obs_steps
-        shapes = {camera: (history, *shape) for camera, shape in policy.images.items()}
-        self.replay = Replay(
-            rows,
-            cond=flat if trains else policy.encoder.cond_dim,
-            latent=learner.actor.latent_dim,
-            action=chunk.width,
-            steps=chunk.act_steps,
-            images=shapes if trains else None,
-            device=setup.device,
-        )
+        self.replay = self._new_replay(setup.device)
         ratio, offset = config.offline_ratio, config.value_offset
-        read = ImageEncoding(policy, config.image_shift) if trains else None
-        self.source = Mixture(self.replay, config.discounting, offline, ratio, offset, read)
+        encode = ImageEncoding(policy, config.image_shift) if trains else None
+        self.source = Mixture(self.replay, config.discounting, offline, ratio, offset, encode)
         self.pool = setup.pool(policy, config.num_envs, records_path=config.hindsight > 0)
         self._fleet, self._lags = setup.fleet, list[Tensor]()  # updates behind, a tensor per collection
         self._hindsight: Hindsight | None = None
@@ -176,6 +164,22 @@ class OffPolicyRun:
         self._recorded = Recorded(self._learner_step, writes_weights=True)
         self._rollout_actor: LatentActor | None = None  # acts: the actor, or a copy of it on the CPU
         self._rollout_actor_steps = 0  # updates after which that copy was made
+
+    def _new_replay(self, device: torch.device) -> Replay:
+        """Return an empty buffer, for features, or for states, goals and images of a trained encoder."""
+        config, policy, chunk = self.config, self.learner.policy, self.learner.policy.chunk
+        chunks = config.total_steps + config.num_envs * config.steps_per_iteration  # at most
+        flat = chunk.obs_steps * policy.obs_dim + policy.goal_dim
+        shapes = {camera: (chunk.obs_steps, *shape) for camera, shape in policy.images.items()}
+        return Replay(
+            min(config.buffer_size, chunks * (1 + config.hindsight)),
+            cond=flat if self._trains_encoder else policy.encoder.cond_dim,
+            latent=self.learner.actor.latent_dim,
+            action=chunk.width,
+            steps=chunk.act_steps,
+            images=shapes if self._trains_encoder else None,
+            device=device,
+        )
 
     @property
     def total(self) -> int:

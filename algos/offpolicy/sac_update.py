@@ -170,7 +170,7 @@ class SacUpdate:
 
     @torch.no_grad()
     def target(self, batch: ChunkBatch, draws: Draws, alpha: Tensor) -> Tensor:
-        """Return y (B,)."""
+        """Return y (B,) of the module docstring."""
         latent, log_prob = self.actor.draw(batch.next_cond, draws["next_eps"])
         value = self._aggregated(self.next_values(batch.next_cond, latent), self.config.aggregate, draws)
         if self.config.entropy_in_target:
@@ -231,7 +231,7 @@ class SacUpdate:
     def finish_round(
         self, count: int, size: int, source: Mixture, generator: torch.Generator
     ) -> list[Quantities]:
-        """Run the updates after a round of `count` steps; none by default."""
+        """Run updates after a round of `count` steps, on `size` rows of `source` each; none by default."""
         return []
 
     _parts = ("policy", "critic", "target_critic", "temperature", "actor_optimizer", "critic_optimizer")

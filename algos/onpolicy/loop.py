@@ -104,7 +104,7 @@ class OnPolicy:
         bc_term: Behaviour-cloning term towards the initial policy; None: off.
         export_policy: Returns an independent copy of the policy with its evaluation sampler.
         moments: Running observation statistics, if the normaliser is fitted during training.
-        sampling: Collects in parts, with a policy that corrects sampling errors; None: `ratio` acts.
+        sampling: Collects in parts, with a policy that corrects sampling errors (PROPS); None: `ratio` acts.
     """
 
     policy: Policy

@@ -24,6 +24,7 @@ from policies import registry
 from policies.errors import ConfigError
 
 HELP_WIDTH = 110  # columns of help pages
+_MOST_ENTRIES = 256  # of an array as a value: longer ones are data
 
 
 @cache
@@ -203,9 +204,6 @@ def keys_of(command: str) -> tuple[str, ...]:
     """Return the top-level keys of a command's configuration, including its groups."""
     names = [field.name for field in fields(COMMANDS[command].config_class())]
     return (*names, *(group for group in groups_of(command) if group not in names))
-
-
-_MOST_ENTRIES = 256  # of an array as a value: longer ones are data
 
 
 def quoted(value: Any, key: str = "") -> str:

@@ -1,10 +1,10 @@
 """Blocks of rows in which a policy decides, so that a decision depends on its own row alone.
 
-Shapes of matrices, and the place of a row in them, affect rounding. So a policy is called with BLOCK_ROWS
-rows, of which every episode has a fixed one, its lane. Blocks of another size, with rows as they come, cost
-less per decision. They serve where they give the same numbers to the last bit: the first of each size are
-computed both ways. A policy that compares candidates, whose actions show another rounding only where two are
-nearly alike, stays in its lanes.
+The number of rows of a matrix, and the place of a row among them, affect rounding. So a policy is called with
+BLOCK_ROWS rows, and every episode keeps one of them, its lane. Blocks of other sizes, with rows as they come,
+cost less per decision. They replace lanes where they give the same numbers to the last bit: the first blocks
+of each size are computed both ways. Policies that compare candidates stay in lanes, for their actions show
+another rounding only where two candidates are nearly alike.
 
 Legend: M rows to decide, Ta executed steps, Da width of actions.
 """
@@ -20,7 +20,7 @@ from envs.engine.lanes import apart
 
 BLOCK_ROWS = 8
 SIZES = (4, 8, 16, 32)
-ENOUGH = 100  # different numbers that have to agree; in another order of summation most differ
+ENOUGH = 100  # different numbers that have to agree: of other orders of summation most would differ
 
 
 class Blocks:

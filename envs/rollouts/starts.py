@@ -1,9 +1,10 @@
 """Where training episodes begin: after steps of a guide policy, or inside recorded episodes.
 
 A start is reached by acting from the task's own reset: the guide acts, or recorded actions are repeated from
-the seed of their episode. That works in every deterministic task, whatever its simulator keeps, and time
-limits count these steps. The share of the way that is led falls stage by stage from 1 to 0 while episodes
-succeed, or is drawn per episode, or starts are drawn such that all values are as frequent.
+the seed of their episode; these steps are *led*. That works in every deterministic task, whatever its
+simulator can save, and time limits count led steps. How much of an episode is led (`order`): `back`, less
+from stage to stage, all of it at first and nothing at last, while returns stay as high; `random`, drawn for
+every episode; `values`, starts drawn such that low and high values are equally frequent.
 
 Legend: N environments, n of them led, To observation history, Ta executed steps, T steps of a recorded
 episode, h led steps.
@@ -135,7 +136,13 @@ class HandOver:
 
 
 class Leader:
-    """Leads the episodes of one worker's environments to their starts."""
+    """Leads the episodes of one worker's environments to their starts.
+
+    Attributes:
+        led, reward: Led steps of the running episodes and their rewards, (N,).
+        stage: Of the hand-over when the running episodes began, (N,).
+        returns: Of episodes of the present stage, until they decide about the next one.
+    """
 
     def __init__(self, starts: Starts, vector: VectorEnv) -> None:
         self.starts, self.vector, n = starts, vector, vector.num_envs

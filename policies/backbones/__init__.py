@@ -44,8 +44,9 @@ class Backbone(Protocol):
 
         Returns:
             `bound(k, x)`, equal to the network at x (B, Th, Da) and time `times[k]`; valid until the weights
-            change. A backbone that has a `bind_packed` too returns there the same for the loop in C: a list
-            of `policies.networks.packed.PackedSteps`, or None. Who overrides one overrides both.
+            change. A backbone may also have `bind_packed`, with the same arguments, for the loop in C: it
+            returns a list of `policies.networks.packed.PackedSteps`, or None where `bind` has to serve. A
+            subclass that overrides one of the two overrides both.
         """
 
     def features(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Features:

@@ -21,13 +21,13 @@ class Inpaint(Hook):
     """Inpainting: fix a part of the chunk to known values.
 
     The known values replace x0, so the next state holds them at its noise level. After the last step they are
-    exact, also with final noise, unless `clip_action` bounds them.
+    exact, even if it adds noise, unless `clip_action` bounds them.
 
     Source: RePaint, arXiv 2201.09865, without resampling.
     """
 
     known: Tensor  # (B, Th, Da) or broadcastable, normalised
-    mask: Tensor  # as `known`; 1 pins, 0 leaves free, values between blend
+    mask: Tensor  # as `known`; 1 fixes, 0 leaves free, values between blend
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         return x0 + self.mask * (self.known - x0), eps
@@ -38,9 +38,9 @@ class Inpaint(Hook):
 
 @dataclass(frozen=True, eq=False)
 class Overwrite(Hook):
-    """Known values stand clean in every state, for networks that were trained on such states.
+    """Write known values without noise into every state, for networks that were trained on such states.
 
-    `Inpaint` pins the clean estimate instead, so that known values have the noise of their step.
+    `Inpaint` replaces the clean estimate instead, so that known values have the noise of their step.
 
     Source: Diffuser, arXiv 2205.09991.
     """

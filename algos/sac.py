@@ -85,7 +85,10 @@ class SacConfig(OffPolicyConfig):
     def check_policy(self, policy: Policy) -> TanhGaussianPolicy:
         """Return the policy if it is a squashed Gaussian (else CapabilityError)."""
         checked: TanhGaussianPolicy = require(
-            policy, name_of("algo", self), lambda found: isinstance(found, TanhGaussianPolicy), self.requires
+            policy,
+            name_of("algo", self),
+            lambda candidate: isinstance(candidate, TanhGaussianPolicy),
+            self.requires,
         )
         return checked
 

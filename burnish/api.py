@@ -194,8 +194,9 @@ def train_seeds(
     """
     if isinstance(seeds, int | str):
         raise ConfigError(f"seeds must be a list of seeds, such as [0, 1, 2]; got {seeds!r}.")
-    given = {} if seeds is None else {"seeds": list(seeds)}
-    results = train_command.train_seeds(*_composed(overrides, directory, given | values))
+    if seeds is not None:
+        values = {"seeds": list(seeds)} | values
+    results = train_command.train_seeds(*_composed(overrides, directory, values))
     return [Run(result.directory.path) for result in results]
 
 

@@ -57,9 +57,9 @@ class EditConfig(ChunkCriticConfig):
         """
         shift = math.log(self.edit_scale) if self.edit_scale else 0.0
         target = width * (shift - 0.5) if self.target_entropy is None else self.target_entropy
-        most = width * (highest_entropy() + shift)
-        rule = f"below {most:.4g}, the largest entropy of {width} edits of scale {self.edit_scale:g}"
-        self.require("target_entropy", not self.learn_alpha or target < most, rule)
+        highest = width * (highest_entropy() + shift)
+        rule = f"below {highest:.4g}, the largest entropy of {width} edits of scale {self.edit_scale:g}"
+        self.require("target_entropy", not self.learn_alpha or target < highest, rule)
         return target
 
     def wrapper(self, **values: Any) -> Candidates:

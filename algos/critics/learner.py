@@ -248,17 +248,17 @@ class ChunkCriticLearner:
         self.steps += 1
         with torch.no_grad():
             target = self.target(batch, draws)
-        out: Quantities = {}
+        metrics: Quantities = {}
         if updates_actor and not self.critic_first:
-            out |= self.update_actor(batch, draws) | self.update_base(batch, draws)
+            metrics |= self.update_actor(batch, draws) | self.update_base(batch, draws)
         if self.moves_first:
             self.follow()
-        out |= self.update_critic(batch, target, draws)
+        metrics |= self.update_critic(batch, target, draws)
         if not self.moves_first:
             self.follow()
         if updates_actor and self.critic_first:
-            out |= self.update_base(batch, draws) | self.update_actor(batch, draws)
-        return out
+            metrics |= self.update_base(batch, draws) | self.update_actor(batch, draws)
+        return metrics
 
     def follow(self) -> None:
         """Move the target copies towards the critics, or the chain of critics."""
@@ -274,7 +274,7 @@ class ChunkCriticLearner:
 
     def update_critic(self, batch: Batch, target: Tensor, draws: Draws | None = None) -> Quantities:
         """Take one step of the critics; those of quantiles need the draws of the step."""
-        critic, config, optimizer, out = self.critic, self.config, self.critic_optimizer, {}
+        critic, config, optimizer, metrics = self.critic, self.config, self.critic_optimizer, {}
         if critic.centres is None:
             evaluation = critic.evaluate(batch.cond, batch.action, weights_of(optimizer))
             values, loss = (
@@ -286,8 +286,8 @@ class ChunkCriticLearner:
             probs = histogram(target, critic.centres, config.bin_sigma)
             values, loss = critic.mean(logits.detach()), descend(optimizer, cross_entropy(logits, probs))
             outside = (target < config.value_min) | (target > config.value_max)
-            out["critic/clipped_fraction"] = outside.float().mean()
-        return {"critic/loss": loss, "critic/value": values.mean(), "critic/target": target.mean()} | out
+            metrics["critic/clipped_fraction"] = outside.float().mean()
+        return {"critic/loss": loss, "critic/value": values.mean(), "critic/target": target.mean()} | metrics
 
     def update_base(self, batch: Batch, draws: Draws) -> Quantities:
         """Take one step of the policy on its matching loss, if it is trained."""

@@ -74,7 +74,7 @@ class Hindsight:
         place = t * rollout.length.shape[1] + n
         row: dict[str, Any] = {name: transitions[name][place] for name in _KEPT}
         row |= {
-            name: {camera: seen[place] for camera, seen in transitions[name].items()}
+            name: {camera: images[place] for camera, images in transitions[name].items()}
             for name in ("images", "next_images")
             if name in transitions
         }

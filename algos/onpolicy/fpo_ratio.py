@@ -79,11 +79,11 @@ class Matching:
     def difference(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         """Return clamped differences (P,) of old and new losses, and whether the gradient vanishes."""
         raw = self.scale * (old - new)
-        out = raw if self.difference_range is None else raw.clamp(*self.difference_range)
-        stopped = _changed(raw, out)
+        clamped = raw if self.difference_range is None else raw.clamp(*self.difference_range)
+        stopped = _changed(raw, clamped)
         if self.max_difference is not None:  # straight-through: the value is clamped, the gradient kept
-            out = out + (out.detach().clamp(max=self.max_difference) - out.detach())
-        return out, stopped
+            clamped = clamped + (clamped.detach().clamp(max=self.max_difference) - clamped.detach())
+        return clamped, stopped
 
 
 class Comparison(NamedTuple):

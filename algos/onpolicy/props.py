@@ -57,8 +57,8 @@ def move_away(
     steps = 0
     for _ in range(epochs):
         for index in draws.permutation(rows).split(-(-rows // minibatches)):
-            found = log_ratio(index)
-            ratio = found.exp()
+            log_ratios = log_ratio(index)
+            ratio = log_ratios.exp()
             loss = torch.maximum(ratio, ratio.clamp(1.0 - clip, 1.0 + clip)).mean()
             grads = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
             for weight, grad in zip(weights, grads, strict=True):  # a trained encoder's are 0: it is not read
@@ -66,7 +66,7 @@ def move_away(
             torch.nn.utils.clip_grad_norm_(weights, max_grad_norm)
             optimizer.step()
             steps += 1
-            if bound is not None and float(approx_kl(found.detach()).mean()) > bound:
+            if bound is not None and float(approx_kl(log_ratios.detach()).mean()) > bound:
                 return steps
     return steps
 
@@ -98,15 +98,15 @@ class AdaptiveSampling:
             on_progress(before + chunks)
 
         parts: list[Rollout] = []
-        seen: list[Experience] = []
+        experiences: list[Experience] = []
         for begin in range(0, steps, self.every):
             actor, size = pool.acting(collecting), min(self.every, steps - begin)
             part = pool.collect(actor, size, reset=reset and not parts, on_progress=count)
             before += latest
             parts.append(part)
-            seen.append(self.scored(part, self._joint))
+            experiences.append(self.scored(part, self._joint))
             if begin + self.every < steps:
-                collecting = self.corrected(seen, draws)
+                collecting = self.corrected(experiences, draws)
         for part in parts:
             part.record["log_prob"] = self.scored(part, self.ratio).record["log_prob"].to(part.rewards.device)
         return in_a_row(parts)
@@ -118,30 +118,30 @@ class AdaptiveSampling:
         obs = mapped(rollout.obs, lambda part: part.flatten(0, 1))
         record = {name: value.flatten(0, 1).to(policy.device) for name, value in rollout.record.items()}
         record["log_prob"] = torch.zeros_like(record["log_prob"])
-        none = torch.zeros(len(record["log_prob"]), device=policy.device)
-        experience = Experience(encode(policy, obs), record, none, none, none)
-        pieces = torch.arange(none.numel() * ratio.inner_steps, device=policy.device).split(PIECE)
-        found = [
+        zeros = torch.zeros(len(record["log_prob"]), device=policy.device)
+        experience = Experience(encode(policy, obs), record, zeros, zeros, zeros)
+        pieces = torch.arange(zeros.numel() * ratio.inner_steps, device=policy.device).split(PIECE)
+        log_probs = [
             ratio.score(experience, Rows.sorted_from(piece, ratio.inner_steps)).log_ratio for piece in pieces
         ]
         shape = (*rollout.length.shape, ratio.inner_steps)
-        return replace(experience, record=record | {"log_prob": torch.cat(found).view(shape)})
+        return replace(experience, record=record | {"log_prob": torch.cat(log_probs).view(shape)})
 
-    def corrected(self, seen: Sequence[Experience], draws: GeneratorDraws) -> ChainRatio:
+    def corrected(self, experiences: Sequence[Experience], draws: GeneratorDraws) -> ChainRatio:
         """Return a copy of the policy in training that has moved away from the rows seen."""
         moved = copy.deepcopy(self._joint)
         weights = [weight for weight in moved.policy.parameters() if weight.requires_grad]
-        sizes = [part.record["log_prob"].numel() for part in seen]
+        sizes = [part.record["log_prob"].numel() for part in experiences]
         ends = torch.tensor(sizes).cumsum(0)
 
         def log_ratio(index: Tensor) -> Tensor:
-            found = []
-            for k, part in enumerate(seen):
+            log_ratios = []
+            for k, part in enumerate(experiences):
                 inside = index[(index < ends[k]) & (index >= ends[k] - sizes[k])] - (ends[k] - sizes[k])
                 for piece in inside.sort().values.to(moved.policy.device).split(PIECE):
                     rows = Rows.sorted_from(piece, moved.inner_steps)
-                    found.append(moved.score(part, rows).log_ratio)
-            return torch.cat(found)
+                    log_ratios.append(moved.score(part, rows).log_ratio)
+            return torch.cat(log_ratios)
 
         move_away(log_ratio, weights, sum(sizes), draws, bound=self.bound, lr=self.lr)
         return moved

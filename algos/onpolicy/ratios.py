@@ -239,8 +239,8 @@ class ChainRatio(RatioEstimator):
         """Clamp and reduce (..., Th, Da); return (reduced, fraction clamped), each (...)."""
         executed = log_prob[..., self.policy.chunk.executed, :]
         if self.log_prob_range is None:
-            none = torch.zeros(executed.shape[:-2], device=executed.device)
-            return reduce_log_prob(executed, self.reduction), none
+            zeros = torch.zeros(executed.shape[:-2], device=executed.device)
+            return reduce_log_prob(executed, self.reduction), zeros
         clamped = executed.clamp(*self.log_prob_range)
         with torch.no_grad():
             saturated = (clamped != executed).to(executed.dtype).mean(dim=(-2, -1))

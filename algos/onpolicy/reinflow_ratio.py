@@ -109,9 +109,9 @@ class NoiseNet(nn.Module):
         parts = [cond_features.unsqueeze(1).expand(-1, steps, -1)]
         if self.config.input == "state_time":
             parts.insert(0, time_features.detach().unsqueeze(0).expand(batch, -1, -1))
-        out = self.layers(torch.cat(parts, dim=-1))
+        raw = self.layers(torch.cat(parts, dim=-1))
         low, span = math.log(self.config.min_std), math.log(self.max_std / self.config.min_std)
-        return torch.exp(low + span * (out.tanh() + 1) / 2).view(batch, steps, *self.chunk_shape)
+        return torch.exp(low + span * (raw.tanh() + 1) / 2).view(batch, steps, *self.chunk_shape)
 
 
 class ReinflowRatio(NoisyFlowRatio):

@@ -26,12 +26,12 @@ def describe(config: Any) -> dict[str, Any]:
         ConfigError: If the part of a group is not registered.
     """
     hints = type_hints(type(config))
-    out: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
         is_part = f.name in GROUPS and hints[f.name] is Any and is_dataclass(value)
-        out[f.name] = describe_part(f.name, value) if is_part else _plain(value)
-    return out
+        description[f.name] = describe_part(f.name, value) if is_part else _plain(value)
+    return description
 
 
 def describe_part(group: str, part: Any) -> dict[str, Any]:

@@ -213,12 +213,12 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
     )
     yield Choice("algo.update_epochs", 10, "few iterations, used well")
     yield Choice("algo.gamma", _discount(decisions, 0.99), f"{decisions} decisions")
-    rate, least, reason = 1e-4, 1e-5, "a task without success"
+    rate, final, reason = 1e-4, 1e-5, "a task without success"
     if facts.is_new or facts.has_success:
-        rate, least = 3e-4, 3e-5
+        rate, final = 3e-4, 3e-5
         reason = "a new policy" if facts.is_new else "a task with success"
     yield Choice("algo.actor_lr", rate, reason)
-    yield Choice("algo.actor_min_lr", least, "the rate falls to a tenth")
+    yield Choice("algo.actor_min_lr", final, "the rate falls to a tenth")
     yield Choice("algo.actor_lr_cycle", iterations + 5, "iterations, about the length of the run")
     if type(algo) is PpoConfig and facts.is_new:
         yield Choice("process", "gaussian", "an action is one draw, with its density")
@@ -262,9 +262,9 @@ def _off_policy(algo: OffPolicyConfig, facts: Facts) -> Iterator[Choice]:
         yield Choice("algo.steering.hidden_dims", [128, 128, 128], "small networks on a processor")
 
 
-def _discount(steps: int, least: float) -> float:
-    """Return a discount whose horizon is an episode of `steps`, from `least` to 0.999."""
-    return round(min(max(1.0 - 1.0 / steps, least), 0.999), 4)
+def _discount(steps: int, lowest: float) -> float:
+    """Return a discount whose horizon is an episode of `steps`, from `lowest` to 0.999."""
+    return round(min(max(1.0 - 1.0 / steps, lowest), 0.999), 4)
 
 
 def _rounded(value: float) -> int:

@@ -144,21 +144,21 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
     """
     if is_on_hub(path):
         return Located(fetch(str(path)))
-    given = Path(path)
-    if not given.exists():
+    place = Path(path)
+    if not place.exists():
         raise CheckpointError(
             f"{key}={path} does not exist; give a policy directory or a run directory."
-            f"{interrupted_replacement(given)}{_perhaps_on_hub(given)}"
+            f"{interrupted_replacement(place)}{_perhaps_on_hub(place)}"
         )
-    if (given / RUN_CONFIG).is_file():
-        run = RunDirectory.open(given)
+    if (place / RUN_CONFIG).is_file():
+        run = RunDirectory.open(place)
         step = run.latest()
-        return Located(run.policy_path(step), given, step)
-    if (given / POLICY_CONFIG).is_file():
-        return _with_run(given)
-    if (given / "policy" / POLICY_CONFIG).is_file():
-        return _with_run(given / "policy")
-    if runs := seed_folders(given):
+        return Located(run.policy_path(step), place, step)
+    if (place / POLICY_CONFIG).is_file():
+        return _with_run(place)
+    if (place / "policy" / POLICY_CONFIG).is_file():
+        return _with_run(place / "policy")
+    if runs := seed_folders(place):
         raise CheckpointError(
             f"{key}={path} holds the runs of {len(runs)} seeds; give one of them, for example {runs[0]}."
         )
@@ -194,9 +194,9 @@ def runs_below(folder: str | Path) -> list[Path]:
     return sorted(path.parent for path in configs if (path.parent / "checkpoints").is_dir())
 
 
-def _perhaps_on_hub(given: Path) -> str:
-    looks_so = len(given.parts) == 2 and not given.is_absolute() and not given.parent.exists()
-    return f" One on the hub is written {PREFIX}{given.as_posix()}." if looks_so else ""
+def _perhaps_on_hub(place: Path) -> str:
+    looks_so = len(place.parts) == 2 and not place.is_absolute() and not place.parent.exists()
+    return f" One on the hub is written {PREFIX}{place.as_posix()}." if looks_so else ""
 
 
 def _with_run(policy: Path) -> Located:

@@ -151,9 +151,9 @@ def _new(config: TrainConfig, context: RunContext, **facts: Any) -> ResolvedRun:
         return _new(compose_config("train", context.overrides.texts), context, **facts)
     runs = [(config, context.overrides)]
     if config.seeds is not None:  # sorted, as when resumed: the order in a stack affects the last bits
-        rest = context.overrides.without("seeds")
+        others = context.overrides.without("seeds")
         runs = [
-            (replace(config, seed=seed, seeds=None), rest + Overrides.parse([f"seed={seed}"]))
+            (replace(config, seed=seed, seeds=None), others + Overrides.parse([f"seed={seed}"]))
             for seed in sorted(config.seeds)
         ]
     return _checked(runs, *policies, folder=context.directory, is_proposed=context.is_proposed, **facts)
@@ -295,9 +295,9 @@ def _require_parallel(config: TrainConfig) -> None:
         raise ConfigError(f"seeds are trained in one process; got {world}. Leave seeds or torchrun out.")
     online = getattr(config.algo, "online_steps", None)
     if online or not getattr(config.algo, "splits_batches", False):
-        given = " with algo.online_steps" if online else ""
+        what = " with algo.online_steps" if online else ""
         raise ConfigError(
-            f"algo={algo}{given} is trained in one process; got {world}. Leave torchrun out; num_workers "
+            f"algo={algo}{what} is trained in one process; got {world}. Leave torchrun out; num_workers "
             "are processes that act."
         )
     size = config.algo.batch_size

@@ -23,20 +23,20 @@ from policies.storage.atomic_write import write_text
 _log = logging.getLogger(__name__)
 
 
-def task_of(found: Located, remedy: str = "") -> Any:
+def task_of(policy: Located, remedy: str = "") -> Any:
     """Return the task configuration of a policy.
 
     Raises:
         ConfigError: If its provenance names no task, which ends with `remedy`, or names one that runs code
             and the policy is not in a run.
     """
-    env = _recorded_task(found)
+    env = _recorded_task(policy)
     if env is None:
         raise ConfigError(
-            f"the policy {found.path} names no task: it was trained without env=<name>, or saved without its "
-            f"provenance.{remedy}"
+            f"the policy {policy.path} names no task: it was trained without env=<name>, or saved without "
+            f"its provenance.{remedy}"
         )
-    require_known_code(env, found.run, f"the policy {found.path}")
+    require_known_code(env, policy.run, f"the policy {policy.path}")
     return env
 
 
@@ -63,16 +63,16 @@ def require_known_code(env: Any, run: Path | None, whose: str) -> None:
         )
 
 
-def _recorded_task(found: Located) -> Any:
+def _recorded_task(policy: Located) -> Any:
     """Return the task of a policy without running any of it; None if its provenance names none."""
-    description = found.provenance().get("env")
+    description = policy.provenance().get("env")
     return restore_part("env", description) if isinstance(description, Mapping) else None
 
 
-def known_task(found: Located) -> Any:
+def known_task(policy: Located) -> Any:
     """Return the task of a policy; None if its provenance names none that is known here."""
     try:
-        return _recorded_task(found)
+        return _recorded_task(policy)
     except ConfigError:
         return None
 
@@ -106,13 +106,13 @@ def values_of_task(env: Any) -> dict[str, Any]:
     return values | ({"num_workers": 0} if factory.startswith(HERE) else {})
 
 
-def description_of(found: Located) -> dict[str, Any] | None:
+def description_of(policy: Located) -> dict[str, Any] | None:
     """Return the task description of a policy, in the protocols' format.
 
     None if its provenance names no task, or a file of the task is missing.
     """
     try:
-        return describe_task(task_of(found))
+        return describe_task(task_of(policy))
     except (ConfigError, OSError):
         return None
 
@@ -123,13 +123,13 @@ def options_that_differ(own: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     return [name for name in ours if name in theirs and ours[name] != theirs[name]]
 
 
-def require_task_of(found: Located, env: Any, key: str, *, allow_other_task: bool) -> None:
+def require_task_of(policy: Located, env: Any, key: str, *, allow_other_task: bool) -> None:
     """Refuse a policy that was made for another task; log the conditions that differ.
 
     Policies without a known task pass.
 
     Args:
-        found: The policy.
+        policy: The policy.
         env: The requested task.
         key: Configuration key of the policy.
         allow_other_task: Warn instead.
@@ -137,15 +137,15 @@ def require_task_of(found: Located, env: Any, key: str, *, allow_other_task: boo
     Raises:
         ConfigError: If name or options of the tasks differ; names both.
     """
-    own = known_task(found)
+    own = known_task(policy)
     if own is None:
         return
     names = require_same_task(
-        "this command", env, f"{key}={found.label}", own, allow_other_task=allow_other_task
+        "this command", env, f"{key}={policy.label}", own, allow_other_task=allow_other_task
     )
     if names:
         _log.warning(
-            "%s was made with other options: %s.", found.label,
+            "%s was made with other options: %s.", policy.label,
             ", ".join(f"env.{n}={getattr(own, n)}, here {getattr(env, n)}" for n in names),
         )  # fmt: skip
 

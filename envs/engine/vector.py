@@ -206,14 +206,14 @@ class ChunkVector:
         over = self._terminated(step)  # (M, Ta), as all of these
         ended = over | limited
         executed = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, num_steps)
-        kept, last = count <= executed[:, None], (np.arange(len(rows)), executed - 1)
+        is_kept, last = count <= executed[:, None], (np.arange(len(rows)), executed - 1)
         rewards, path = np.zeros((n, num_steps)), np.zeros((n, num_steps, self.spec.obs_dim))
         length, flags = np.zeros(n, np.int64), np.zeros((3, n), bool)
-        rewards[rows], length[rows] = np.where(kept, step.reward, 0.0), executed
-        path[rows] = np.where(kept[:, :, None], step.obs, 0.0)
+        rewards[rows], length[rows] = np.where(is_kept, step.reward, 0.0), executed
+        path[rows] = np.where(is_kept[:, :, None], step.obs, 0.0)
         self._require_finite("observation", path)
         self._require_finite("reward", rewards)
-        flags[:, rows] = over[last], limited[last], (step.success & kept).any(axis=1)
+        flags[:, rows] = over[last], limited[last], (step.success & is_kept).any(axis=1)
         terminated, truncated, success = flags
         observed = np.concatenate([self._history[rows], step.obs], axis=1)  # (M, To + Ta, Do)
         window = executed[:, None] + np.arange(self.obs_steps)

@@ -128,12 +128,12 @@ class EpisodeRunner:
         Returns:
             (M, Ta, Da) physical actions.
         """
-        seen = {name: _to_tensor(values) for name, values in obs.items()}
+        tensors = {name: _to_tensor(values) for name, values in obs.items()}
         starts = torch.stack(list(noise))
         with torch.inference_mode():
             if self.replanner is None:
-                return self._blocks.actions(seen, starts, lanes).cpu().numpy()
-            return self._replan(self.replanner, seen, starts, lanes, memories)
+                return self._blocks.actions(tensors, starts, lanes).cpu().numpy()
+            return self._replan(self.replanner, tensors, starts, lanes, memories)
 
     @cached_property
     def _blocks(self) -> Blocks:
@@ -150,7 +150,7 @@ class EpisodeRunner:
         memories: Sequence[Memory],
     ) -> Array:
         """Compute chunks from previous plans; first decisions, which have none, are in other blocks."""
-        out: list[Array] = [np.empty(0)] * len(lanes)
+        chunks: list[Array] = [np.empty(0)] * len(lanes)
         is_first = [memory.plan is None for memory in memories]
         for first in (True, False):
             alike = [i for i, value in enumerate(is_first) if value == first]
@@ -165,8 +165,8 @@ class EpisodeRunner:
                 )
                 for i, row in zip(members, rows, strict=True):
                     memories[i].remember(decision.plan[row], decision.calls)
-                    out[i] = decision.actions[row].cpu().numpy()
-        return np.stack(out)
+                    chunks[i] = decision.actions[row].cpu().numpy()
+        return np.stack(chunks)
 
 
 class Evaluator:

@@ -160,10 +160,10 @@ class Leader:
 
     def _room(self, chosen: int) -> int:
         """Return the most steps of a recorded episode that can be repeated."""
-        data, most = self.starts.recorded, self.starts.settings.steps
+        data, limit = self.starts.recorded, self.starts.settings.steps
         assert data is not None
         room = min(len(data.actions[chosen]), self.vector.spec.max_episode_steps) - 1
-        return room if most is None else min(room, most)
+        return room if limit is None else min(room, limit)
 
     def _find_snapshots(self) -> tuple[Array, Array | None]:
         """Return starts (S, 2), episode and led steps of every stage of it, and how often each is drawn."""
@@ -225,20 +225,20 @@ class Leader:
         """Let the guide act for `steps` (n,), rounded up to whole chunks of it."""
         guide, generator = self.starts.guide, torch.Generator().manual_seed(seeds[0])
         chunks = -(-steps // guide.chunk.act_steps)
-        left, out = chunks.copy(), obs
+        left, history = chunks.copy(), obs
         ended: dict[int, float] = {}  # returns of the first episode of rows that the guide ended
         while len(going := np.flatnonzero(left)):
             index = rows[going]
-            guide_obs = {"state": torch.from_numpy(out[going]).float(), **self._goals_and_images(index)}
+            guide_obs = {"state": torch.from_numpy(history[going]).float(), **self._goals_and_images(index)}
             step = self._step(guide.act(guide_obs, generator=generator).numpy(), index)
-            out[going], left[going] = step.obs[index], left[going] - 1
+            history[going], left[going] = step.obs[index], left[going] - 1
             for i in going[step.done[index]].tolist():
                 ended.setdefault(i, float(self.reward[rows[i]]))
                 chunks[i] = left[i] = chunks[i] // 2
                 self.led[rows[i]], self.reward[rows[i]] = 0, 0.0
-                out[i] = self.vector.reset([seeds[i]], [rows[i]])[0]
+                history[i] = self.vector.reset([seeds[i]], [rows[i]])[0]
         self._note_guided([ended[i] for i in sorted(ended)])
-        return out
+        return history
 
     def _note_guided(self, returns: Sequence[float]) -> None:
         """Note the mean return of the guide's first own episodes, with which the learner is compared."""
@@ -252,7 +252,7 @@ class Leader:
     def _goals_and_images(self, index: Array) -> dict[str, torch.Tensor]:
         goals, images = self.vector.goals(index), self.vector.images(index)
         tensors = {name: torch.from_numpy(goal).float() for name, goal in goals.items()}
-        return tensors | {camera: torch.from_numpy(seen) for camera, seen in images.items()}
+        return tensors | {camera: torch.from_numpy(pictures) for camera, pictures in images.items()}
 
     def _step(self, actions: Array, index: Array) -> ChunkStep:
         """Execute chunks (n, Ta, Da) in rows (n,); counts steps and rewards."""
@@ -276,11 +276,13 @@ class Leader:
                 if np.isfinite(self.hand_over.best) or not self.guided:
                     self.hand_over.note(float(np.mean(self.returns)))
                 self.returns = []
-        led = [
+        metrics_of = [
             {**episode.metrics, LED: float(self.led[row])}
             for row, episode in zip(rows, episodes, strict=True)
         ]
-        return [replace(episode, metrics=more) for episode, more in zip(episodes, led, strict=True)]
+        return [
+            replace(episode, metrics=metrics) for episode, metrics in zip(episodes, metrics_of, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         rule = {name: getattr(self.hand_over, name) for name in ("stage", "best", "tolerated")}

@@ -196,11 +196,11 @@ class DpTransformer(nn.Module):
         return self._denoise(x, self._keys_and_values(torch.cat(tokens, dim=1)))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        given = (times,) if second_times is None else (times, second_times)
+        net_times = (times,) if second_times is None else (times, second_times)
         observations = self._obs_tokens(cond)
         if self._is_tokenwise:
-            sources = (*self._memory_weights(), *given)
-            table = self._cache.get(sources, lambda: self._keys_and_values(self._time_token(*given)))
+            sources = (*self._memory_weights(), *net_times)
+            table = self._cache.get(sources, lambda: self._keys_and_values(self._time_token(*net_times)))
             of_obs = self._keys_and_values(observations)
             sizes = (-1, -1, of_obs.shape[2], -1, -1, -1)
 
@@ -209,7 +209,7 @@ class DpTransformer(nn.Module):
                 return self._denoise(x, torch.cat([of_time, of_obs], dim=-2))
 
             return bound
-        tokens = self._time_token(*given)
+        tokens = self._time_token(*net_times)
 
         def bound_and_encoded(k: int, x: Tensor) -> Tensor:
             time = tokens.narrow(0, k, 1).expand(observations.shape[0], -1, -1)

@@ -206,11 +206,11 @@ class MlpBackbone(nn.Module):
         return FirstLayer(inputs, weights, tuple(tables))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        given = (cond, times) if second_times is None else (cond, times, second_times)
+        inputs = (cond, times) if second_times is None else (cond, times, second_times)
         if torch.is_grad_enabled() or not native.serves(cond.vec):
-            return self._bind_plain(*given)
-        packed = functools.cache(lambda: self.bind_packed(*given))  # each is prepared at its first use
-        plain = functools.cache(lambda: self._bind_plain(*given))
+            return self._bind_plain(*inputs)
+        packed = functools.cache(lambda: self.bind_packed(*inputs))  # each is prepared at its first use
+        plain = functools.cache(lambda: self._bind_plain(*inputs))
 
         def bound(k: int, x: Tensor) -> Tensor:
             fits = 0 <= k < len(times) and x.shape[1:] == self.chunk_shape and len(x) > 0
@@ -256,9 +256,9 @@ class MlpBackbone(nn.Module):
 
     def _first(self, times: Tensor, second_times: Tensor | None) -> _Bound:
         """Return the first layer at bound times, computed anew when a weight has changed."""
-        given = (times,) if second_times is None else (times, second_times)
+        net_times = (times,) if second_times is None else (times, second_times)
         weights = () if self._cache.sealed else weights_of(self)
-        return self._cache.get((*weights, *given), lambda: self._compute_first(*given))
+        return self._cache.get((*weights, *net_times), lambda: self._compute_first(*net_times))
 
     def _compute_first(self, times: Tensor, second_times: Tensor | None = None) -> _Bound:
         fold = self.trunk.fold()

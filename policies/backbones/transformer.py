@@ -203,10 +203,10 @@ class TransformerBackbone(nn.Module):
         return self._denoise(x, per_action + of_cond.unsqueeze(1), memory)
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        given = (times,) if second_times is None else (times, second_times)
+        net_times = (times,) if second_times is None else (times, second_times)
         embeddings = (self.time_embedding, self.second_embedding, self.modulation.time)
         weights = [weight for part in embeddings if part is not None for weight in part.parameters()]
-        table = self._cache.get((*weights, *given), lambda: self._of_time(*given)).unbind(0)
+        table = self._cache.get((*weights, *net_times), lambda: self._of_time(*net_times)).unbind(0)
         of_cond, memory = self._of_cond(cond)
         return lambda k, x: self._denoise(x, (table[k] + of_cond).unsqueeze(1), memory)
 

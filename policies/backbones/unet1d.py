@@ -156,9 +156,9 @@ class Unet1dBackbone(nn.Module):
         return self._evaluate()(x, self._modulations(times, conds))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        given = (times,) if second_times is None else (times, second_times)
-        sources = (*self.parameters(), *given)
-        tables, evaluate = self._cache.get(sources, lambda: (self._time_parts(*given), self._evaluate()))
+        net_times = (times,) if second_times is None else (times, second_times)
+        sources = (*self.parameters(), *net_times)
+        tables, evaluate = self._cache.get(sources, lambda: (self._time_parts(*net_times), self._evaluate()))
         modulations = self._modulations_of_steps(tables, self._cond_parts(cond))
         return lambda k, x: evaluate(x, modulations(k))
 

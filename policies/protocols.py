@@ -25,7 +25,7 @@ Reduction = Literal["none", "step", "sample", "mean"]
 """(B, Th, Da) | (B, Th) | (B,) | scalar."""
 
 Observation = Mapping[str, Tensor]
-"""`state` (B, To, Do) and, for goal-conditioned policies, `goal` (B, Dg); physical units."""
+"""`state` (B, To, Do), physical; of some policies `goal` (B, Dg) and images (B, To, H, W, 3) by camera."""
 
 Rng = torch.Generator | None
 Device = torch.device | str | None
@@ -65,7 +65,7 @@ class Cond:
         return self._map(lambda part: part.index_select(0, index))
 
     def joined(self, other: Cond) -> Cond:
-        """Append the rows of another condition; without their goal-free versions."""
+        """Append the rows of another condition, without the goal-free versions of both."""
         return Cond.concatenated([replace(self, free=None), replace(other, free=None)])
 
     @classmethod

@@ -62,7 +62,7 @@ class DDPM(StepRules):
 
     def table(self, process: Any) -> StepTable:
         path = _LevelPath.of(self, process, levels=self.levels)
-        kept = path.bar / path.bar_next  # alpha of the step in the paper's notation, 1 - beta
+        kept = path.bar / path.bar_next  # product of the paper's alphas = 1 - beta over the step
         to_x0 = path.bar_next.sqrt() * (1 - kept) / path.var
         to_x = kept.sqrt() * path.var_next / path.var
         posterior = path.var_next / path.var * (1 - kept)

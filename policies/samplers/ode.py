@@ -209,8 +209,8 @@ class Midpoint(SmoothRules):
 class DPMpp2M(SmoothRules):
     """Second order by extrapolation from the previous evaluation; first and last step are first order.
 
-    With h the step in lambda and h_prev the step before it, x0 is replaced by x0 + c (x0 - x0_prev), where
-    c = h / (2 h_prev) for `midpoint`: x' = sigma' eps + alpha' x0 + push (x0 - x0_prev).
+    x' = sigma' eps + alpha' x0 + push (x0 - x0_prev), for `midpoint` with push = alpha' (1 - exp(-h)) h /
+    (2 h_prev); h is the step in lambda, h_prev the one before it.
 
     Source: DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
     """

@@ -42,8 +42,9 @@ class CorrectionLearner:
         self._policy, self.config, self.steps = policy, config, 0
         policy.mean.copy_(table.cond.double().mean(dim=0))
         policy.std.copy_(deviations(table.cond))
-        rows = torch.linspace(0, len(table) - 1, min(_PROBES, len(table)), device=table.device).long()
-        self._probes = table.gather(rows)
+        last = len(table) - 1
+        rows = torch.linspace(0, last, min(_PROBES, len(table)), device=table.device).long()
+        self._probes = table.gather(rows.clamp(max=last))  # above 2^24 the last one may be rounded up
         self._trained = [*policy.score.parameters(), *policy.inverse.parameters()]
         self.optimizer = torch.optim.AdamW(self._trained, lr=config.lr, weight_decay=0.0, fused=True)
         self._sigmas = torch.tensor(policy.wrapper.sigmas, device=table.device, dtype=policy.dtype)

@@ -166,7 +166,7 @@ class OfflineRun:
             problems, self._excess = self._limits.broken(measured), excess
             if excess <= before:
                 problems.pop("values", None)
-        self._warn_once(problems | clipped(measured))
+        self._warn_once(problems | clipped_targets(measured))
 
     def _warn_once(self, problems: Mapping[str, str]) -> None:
         for text in (text for kind, text in problems.items() if kind not in self._warned):
@@ -185,7 +185,7 @@ class OfflineRun:
                     if self._ema is not None:
                         self._ema.update(self.learner.policy)
             measured = means.read()
-        self._warn_once(clipped(measured))
+        self._warn_once(clipped_targets(measured))
         metrics = measured | summary(episodes, bool(online.pool.env.spec.success_rule))
         rate = (online.progress - before) / (time.perf_counter() - start)
         return metrics | {"replay/rows": float(len(online.experience)), "time/env_steps_per_s": rate}
@@ -306,29 +306,41 @@ def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Reward
     """Return evenly spaced rows whose return-to-go is known up to `_CUT_WEIGHT`; None without such rows."""
     if table.frame is None or "masks" in dataset.extras:  # with masks, returns continue after the task's end
         return None
-    steps = torch.arange(int(dataset.lengths.max()) + 1, device=table.device)
-    is_short = rewarding.gamma ** steps.double() < _CUT_WEIGHT  # what follows is worth nothing
-
-    def known(frame: Tensor) -> Tensor:
-        end = dataset.episode_start[torch.searchsorted(dataset.episode_start, frame, right=True)]
-        return dataset.terminated[end - 1] | is_short[end - frame]
-
-    is_known = torch.cat([known(block) for block in table.frame.split(_BLOCK)])
-    counts = torch.stack([block.sum() for block in is_known.split(_BLOCK)])
-    if not (total := int(counts.sum())):
+    row = _evenly_spaced(_has_known_return(table.frame, dataset, rewarding.gamma), _PROBES)
+    if not len(row):
         return None
-    # The chosen ones by their number among known rows; found block by block, as tables may be large.
-    places = torch.linspace(0, total - 1, min(_PROBES, total), device=table.device).long()
-    ends = counts.cumsum(0)
-    inside = torch.searchsorted(ends, places, right=True)  # the block of each
-    rows = []
-    for block in inside.unique().tolist():
-        known_rows = is_known[block * _BLOCK : (block + 1) * _BLOCK].nonzero().squeeze(1)
-        rows.append(block * _BLOCK + known_rows[places[inside == block] - ends[block] + counts[block]])
-    row = torch.cat(rows)
     to_go = torch.stack([_return_to_go(dataset, rewarding, int(frame)) for frame in table.frame[row]])
     batch = table.gather(row)
     return Probes(batch.cond.contiguous(), batch.action.contiguous(), to_go.to(batch.reward))
+
+
+def _has_known_return(frames: Tensor, dataset: EpisodeDataset, gamma: float) -> Tensor:
+    """Return whether returns from frames (M,) are known: to the task's end, or to what is worth nothing."""
+    steps = torch.arange(int(dataset.lengths.max()) + 1, device=frames.device)
+    is_worthless = gamma ** steps.double() < _CUT_WEIGHT  # the reward so many steps later
+
+    def known(frame: Tensor) -> Tensor:
+        end = dataset.episode_start[torch.searchsorted(dataset.episode_start, frame, right=True)]
+        return dataset.terminated[end - 1] | is_worthless[end - frame]
+
+    return torch.cat([known(block) for block in frames.split(_BLOCK)])
+
+
+def _evenly_spaced(is_known: Tensor, most: int) -> Tensor:
+    """Return the indices of at most `most` true entries of (M,), evenly spaced; found block by block."""
+    counts = torch.stack([block.sum() for block in is_known.split(_BLOCK)])
+    if not (total := int(counts.sum())):
+        return counts[:0]
+    number = torch.linspace(0, total - 1, min(most, total), device=is_known.device).long()  # of true entries
+    number = number.clamp(max=total - 1)  # above 2^24 the last one may be rounded up
+    ends = counts.cumsum(0)
+    block_of = torch.searchsorted(ends, number, right=True)
+    index = []
+    for block in block_of.unique().tolist():
+        known = is_known[block * _BLOCK : (block + 1) * _BLOCK].nonzero().squeeze(1)
+        before = ends[block] - counts[block]  # true entries in earlier blocks
+        index.append(block * _BLOCK + known[number[block_of == block] - before])
+    return torch.cat(index)
 
 
 def _return_to_go(dataset: EpisodeDataset, rewarding: Rewarding, frame: int) -> Tensor:
@@ -338,7 +350,7 @@ def _return_to_go(dataset: EpisodeDataset, rewarding: Rewarding, frame: int) -> 
     return (rewards * rewarding.gamma ** torch.arange(len(rewards), device=rewards.device).double()).sum()
 
 
-def clipped(measured: Mapping[str, Any]) -> dict[str, str]:
+def clipped_targets(measured: Mapping[str, Any]) -> dict[str, str]:
     """Return what the metrics say of targets outside the range of critics, by kind."""
     if not (share := float(measured.get("critic/clipped_fraction", 0.0))):
         return {}

@@ -18,7 +18,7 @@ from torch import Tensor
 from algos.a2pr import A2prConfig, ActionVae
 from algos.base import Setup
 from algos.iql import IqlConfig, expectile_loss
-from algos.offline.loop import Limits, OfflineRun, limits_of
+from algos.offline.loop import Limits, OfflineRun, _evenly_spaced, limits_of
 from algos.offline.td3_update import Actor, ConstrainedTd3Config, Td3Learner
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
@@ -311,6 +311,11 @@ def test_overestimation_is_zero_for_returns_and_a_shift_for_shifted_ones() -> No
 
     assert float(probes.overestimation(critic)) == pytest.approx(4.0, abs=1e-5)  # type: ignore[arg-type]
     assert "critic/overestimation" in run.advance()
+
+
+def test_probes_are_found_where_a_float_rounds_the_last_row_up() -> None:
+    rows = 2**24 + 4
+    assert _evenly_spaced(torch.ones(rows, dtype=torch.bool), 3).tolist()[::2] == [0, rows - 1]
 
 
 def test_values_and_actions_beyond_limits_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

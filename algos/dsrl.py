@@ -39,7 +39,7 @@ from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
 from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.onpolicy.loop import check_setup
-from algos.onpolicy.requirements import ways
+from algos.onpolicy.requirements import algorithms_for
 from algos.onpolicy.samplers import NOISE_FREE, replaced
 from algos.optim import load_parts, regress, save_parts, weights_of
 from policies.bounds import bounded
@@ -288,7 +288,9 @@ class DsrlConfig(OffPolicyConfig):
             return steerable
         except CapabilityError as error:
             algo = name_of("algo", self)
-            raise CapabilityError(f"algo={algo}: {error} Without steering, use {ways(policy)}.") from None
+            raise CapabilityError(
+                f"algo={algo}: {error} Without steering, use {algorithms_for(policy)}."
+            ) from None
 
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; a steered policy keeps its actor."""

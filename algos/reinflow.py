@@ -31,7 +31,7 @@ import torch
 
 from algos.base import Setup
 from algos.onpolicy import samplers
-from algos.onpolicy.field_config import tuning
+from algos.onpolicy.field_config import tuning_run
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoiseConfig, ReinflowRatio
@@ -96,7 +96,7 @@ class ReinFlowConfig(PpoConfig):
         explore, evaluate = self.samplers(init)
         policy = self.exploring(init, explore).to(setup.device)
         ratio, frozen = self.noisy_chain(policy, setup.seed), self.frozen(setup, init)
-        return tuning(self, setup, ratio, frozen, explore, evaluate, moments)
+        return tuning_run(self, setup, ratio, frozen, explore, evaluate, moments)
 
     def exploring(self, init: DenoisingPolicy, sampler: Any) -> DenoisingPolicy:
         """Return a copy of the policy with a trainable network for its exploring last steps."""

@@ -204,6 +204,7 @@ def tabulate(
             f"Use longer episodes or {fewer}."
         )
     _require_memory(dataset, policy, len(start), steps)
+    # Of a trained encoder: where the image histories before and after a chunk end.
     ends = [(start, False), (Segments.of(dataset, start, steps).last, True)] if trains_encoder else []
     frames = (
         histories(dataset, newest, policy.chunk.obs_steps, successor=after)[1] for newest, after in ends

@@ -33,7 +33,7 @@ from algos.base import Metrics, Setup, dataset_of, goal_dim_of, require_one_poli
 from algos.bc import THREADS, Bc, BcConfig
 from algos.cloning.advantage_labels import advantages, is_positive, require_unequal, step_rewards, two_hot
 from algos.cloning.batches import WindowSampler
-from algos.onpolicy.requirements import ways
+from algos.onpolicy.requirements import algorithms_for
 from algos.optim import descend, load_parts, save_parts
 from algos.training.observations import encode
 from algos.training.ranks import current
@@ -140,7 +140,7 @@ def _require_guidance(policy: Policy | None, algo: str, found: Any, process: Any
         raise CapabilityError(
             f"algo={algo} guides a denoiser by a label; got process={name_of('process', process)}"
             f"{'' if policy is None else f' ({type(policy).__name__})'}. Use process=flow or diffusion"
-            f"{'' if policy is None else f', or {ways(policy)} for this policy'}."
+            f"{'' if policy is None else f', or {algorithms_for(policy)} for this policy'}."
         )
 
 

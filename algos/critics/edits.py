@@ -22,7 +22,7 @@ from torch import Tensor
 
 from algos.base import AT_BOUND, Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner
-from algos.onpolicy.requirements import ways
+from algos.onpolicy.requirements import algorithms_for
 from algos.optim import descend
 from algos.transitions import Batch
 from policies.bounds import bounded
@@ -72,7 +72,7 @@ class EditConfig(ChunkCriticConfig):
         if math.prod(policy.noise_shape) < width:
             raise CapabilityError(
                 f"algo={algo} takes the noise of edits from that of the policy, {width} numbers; this one "
-                f"has {math.prod(policy.noise_shape)}. Use {ways(policy)} for this policy."
+                f"has {math.prod(policy.noise_shape)}. Use {algorithms_for(policy)} for this policy."
             )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChainConfig, ChunkCriticConfig, ChunkCriticLearner, policy_beside
-from algos.onpolicy.requirements import ways
+from algos.onpolicy.requirements import algorithms_for
 from algos.optim import descend
 from algos.training.ranks import current
 from algos.transitions import Batch
@@ -143,7 +143,7 @@ class FqlConfig(ChainConfig, StudentConfig):
                 f"algo={algo} distils a policy that is determined by its start noise, and this "
                 f"{type(policy).__name__} (process={process}, sampler="
                 f"{type(getattr(policy, 'sampler', None)).__name__}) is not. Use "
-                f"sampler=euler or ddim (eta 0) where the process has one, or {ways(policy)}."
+                f"sampler=euler or ddim (eta 0) where the process has one, or {algorithms_for(policy)}."
             )
 
     def learner_of(self, policy: Policy, seed: int) -> FqlLearner:

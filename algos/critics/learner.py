@@ -30,7 +30,7 @@ from algos.base import Draws, Quantities, Setup, goal_dim_of, require_condition_
 from algos.critics.losses import cross_entropy, histogram
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import Statistics, TransitionsConfig, warn_of_clipped_actions
-from algos.onpolicy.requirements import ways
+from algos.onpolicy.requirements import algorithms_for
 from algos.optim import descend, load_parts, regress, save_parts, weights_of
 from algos.training.observations import encoder_module
 from algos.transitions import Batch, TransitionTable
@@ -130,14 +130,14 @@ class ChunkCriticConfig(TransitionsConfig):
         if self.needs_noise and not policy.noise_sensitive:
             raise CapabilityError(
                 f"algo={algo} chooses among different chunks, and this policy (process={process}) acts the "
-                f"same from every noise. Use {ways(policy)} for this policy."
+                f"same from every noise. Use {algorithms_for(policy)} for this policy."
             )
         is_trained = isinstance(policy, MatchingLoss) and not isinstance(policy, ComposedPolicy)
         if self.refit and not is_trained:
             without = "Set algo.refit=false, or use" if self.may_keep else "Use"
             raise CapabilityError(
                 f"algo={algo} trains the policy by its matching loss, and {type(policy).__name__} "
-                f"(process={process}) has none. {without} {ways(policy)}."
+                f"(process={process}) has none. {without} {algorithms_for(policy)}."
             )
 
     def initial_policy(self, setup: Setup, dataset: EpisodeDataset, statistics: Statistics) -> Policy:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, choosing
-from algos.onpolicy.requirements import has_straight_paths, ways
+from algos.onpolicy.requirements import algorithms_for, has_straight_paths
 from algos.optim import average_gradients
 from algos.transitions import Batch
 from policies.bounds import bounded
@@ -196,7 +196,8 @@ class QamConfig(ChunkCriticConfig):
             process = name_of("process", policy.config.process)
             raise CapabilityError(
                 f"algo={algo} matches velocities of a deterministic flow, and this {type(policy).__name__} "
-                f"(process={process}) has none. Use process=flow with sampler=euler, or {ways(policy)}."
+                f"(process={process}) has none. Use process=flow with sampler=euler, or "
+                f"{algorithms_for(policy)}."
             )
 
     def learner_of(self, policy: Policy, seed: int) -> QamLearner:

@@ -39,18 +39,18 @@ class FieldConfig(OnPolicyConfig):
             CapabilityError: If the policy does not fit.
         """
         init, moments = starting_policy(self, setup)
-        own = samplers.on_even_times(init.sampler)
-        steps = self.denoising_steps
-        evaluate = own if steps is None else samplers.with_steps(own, init, steps)
+        evaluate = samplers.on_even_times(init.sampler)
+        if self.denoising_steps is not None:
+            evaluate = samplers.with_steps(evaluate, init, self.denoising_steps)
         explore = replace(evaluate, clip_action=None)  # clipping would change recorded actions
         policy = init.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
         policy.field.requires_grad_(True)
-        return tuning(
+        return tuning_run(
             self, setup, self.estimator(policy), self.frozen(setup, init), explore, evaluate, moments
         )
 
 
-def tuning(
+def tuning_run(
     config: OnPolicyConfig, setup: Setup, ratio: Any, frozen: Any, explore: Any, evaluate: Any, moments: Any
 ) -> OnPolicy:
     """Return the run that tunes the policy of a ratio estimator.

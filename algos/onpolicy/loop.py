@@ -140,11 +140,7 @@ class OnPolicy:
             recorded=self._recorded_values(setup),
             num_threads=setup.threads(THREADS),
         )
-        sets = Sets(config.set_size) if config.set_size else None
-        if sets is not None:
-            kinds = setup.env.spec.episode_metrics
-            rule = f"0 in env={setup.env.spec.name}, whose episodes have no metric '{LABEL}', their kind"
-            config.require("set_size", LABEL in kinds, rule)
+        sets = self._sets(setup.env)
         self.steps_per_iteration = steps_within_budget(config, policy.chunk.act_steps)
         warn_of_warmup(config, self.steps_per_iteration * config.num_envs * policy.chunk.act_steps)
         self.pool = setup.pool(
@@ -221,6 +217,14 @@ class OnPolicy:
             return experience
         frozen, obs = self._bc_term.frozen, mapped(rollout.obs, lambda part: part.flatten(0, 1))
         return replace(experience, initial_cond=encode(frozen, obs))
+
+    def _sets(self, env: EnvConfig) -> Sets | None:
+        """Return the sets of rollouts that are judged together; None: every step by itself."""
+        if not self.config.set_size:
+            return None
+        rule = f"0 in env={env.spec.name}, whose episodes have no metric '{LABEL}', their kind"
+        self.config.require("set_size", LABEL in env.spec.episode_metrics, rule)
+        return Sets(self.config.set_size)
 
     def _demonstrations(self, setup: Setup) -> Demonstrations | None:
         weight = self.config.demo_weight

@@ -67,6 +67,6 @@ class Sets:
         label[number[t, env], env], is_whole[number[t, env], env] = last[t, env], True
         grouped = (part.unflatten(1, (-1, self.group)).flatten(0, 1) for part in (returns, label, is_whole))
         returns, label, is_whole = grouped  # (K G, N)
-        found = set_advantages(returns, label, self.size).view(shape)
+        of_episodes = set_advantages(returns, label, self.size).view(shape)
         usable = is_whole.all(dim=1, keepdim=True).expand_as(is_whole).reshape(shape)
-        return torch.where(usable.gather(0, number), found.gather(0, number), advantage)
+        return torch.where(usable.gather(0, number), of_episodes.gather(0, number), advantage)

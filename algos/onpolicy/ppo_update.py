@@ -63,7 +63,7 @@ def of_step(values: Tensor, step: Tensor) -> Tensor:
     return values if len(values) == 1 else values.index_select(0, step)
 
 
-def named(sums: Tensor) -> Quantities:
+def named_metrics(sums: Tensor) -> Quantities:
     """Return the metrics that `PpoUpdate.surrogate` sums, by name; the spread is a root mean square."""
     metrics = {f"policy/{name}": value for name, value in zip(SURROGATE_METRICS, sums, strict=False)}
     return metrics | {"policy/ratio_spread": metrics["policy/ratio_spread"].sqrt()}
@@ -251,7 +251,7 @@ class PpoUpdate:
         }
         grads, sums = self.threads.sum(sum(terms.values(), tasks))
         extra = {name: sums[TERMS.index(name)] for name, present in terms.items() if present}
-        return grads, named(sums) | extra
+        return grads, named_metrics(sums) | extra
 
     def surrogates(self, experience: Experience, index: Tensor) -> list[Callable[[], tuple[Tensor, Tensor]]]:
         """Return the microbatches' losses and metrics at ordered rows (B,), as functions."""

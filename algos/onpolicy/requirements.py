@@ -20,8 +20,8 @@ def has_straight_paths(policy: Any) -> bool:
     return has_field(policy) and policy.process.kind == "velocity" and policy.is_deterministic
 
 
-def ways(policy: Any) -> str:
-    """Return the algorithms that improve this policy."""
+def algorithms_for(policy: Any) -> str:
+    """Return the algorithms that improve this policy, as text for an error."""
     if isinstance(policy, ComposedPolicy):
         return "the algorithms of its members"
     if has_steps(policy):
@@ -44,6 +44,6 @@ def require(policy: Policy, algo: str, fits: Callable[[Any], bool], why: str) ->
     if not fits(policy):
         raise CapabilityError(
             f"algo={algo} {why}; got {type(policy).__name__} with process "
-            f"'{type(policy.config.process).__name__}'. Use {ways(policy)} for this policy."
+            f"'{type(policy.config.process).__name__}'. Use {algorithms_for(policy)} for this policy."
         )
     return policy

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from algos.base import Quantities
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.config import OnPolicyConfig
-from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate, named
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate, named_metrics
 from algos.onpolicy.ratios import ChainRatio, RatioEstimator, Score
 from algos.training.ranks import current
 from policies.networks.activations import ACTIVATIONS
@@ -128,7 +128,7 @@ class ShortUpdate(PpoUpdate):
         if isinstance(head.log_var, nn.Parameter):
             of_log_var = 0.5 * (of_log_prob * (error.square() - 1.0)).sum(dim=(0, 1))
             gradients[head.log_var] = of_log_var * head.config.is_free(head.log_var)
-        return [gradients[parameter] for parameter in self.actor], named(sums)
+        return [gradients[parameter] for parameter in self.actor], named_metrics(sums)
 
     @torch.no_grad()
     def critic_gradient(self, experience: Experience, index: Tensor) -> tuple[list[Tensor], Tensor]:

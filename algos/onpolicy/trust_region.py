@@ -29,7 +29,7 @@ from torch import Tensor
 from algos.base import Quantities
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.losses import approx_kl
-from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate, Task, named
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate, Task, named_metrics
 from algos.onpolicy.ratios import Rows, Score
 from algos.optim import clipped, take_step
 from algos.training.ranks import current
@@ -211,7 +211,7 @@ class TrpoUpdate(TrustRegionUpdate):
             self.set_weights(old + share * reach.sqrt() * direction)
             with torch.no_grad():
                 parts = [loss()[1] for loss in self.surrogates(experience, every)]
-            moved = named(torch.stack(parts).sum(0))
+            moved = named_metrics(torch.stack(parts).sum(0))
             mean_divergence = float(self.divergences(experience).mean())
             if mean_divergence < self.bound and float(moved["policy/loss"]) < float(before["policy/loss"]):
                 return before | moved | {"policy/step": old.new_tensor(share)}

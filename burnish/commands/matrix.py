@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from algos.dsrl import DsrlConfig
-from algos.onpolicy.requirements import ways
+from algos.onpolicy.requirements import algorithms_for
 from burnish.console import output
 from policies import registry
 from policies.backbones.mlp import MlpConfig
@@ -141,7 +141,7 @@ def page() -> str:
 def _ways() -> Iterator[tuple[str, str]]:
     found: dict[str, list[str]] = {}
     for process in registry.names("process"):
-        found.setdefault(ways(policy_of(process)), []).append(f"`{process}`")
+        found.setdefault(algorithms_for(policy_of(process)), []).append(f"`{process}`")
     for way, processes in found.items():
         yield ", ".join(processes), re.sub(r"(\w+=\S+)", r"`\1`", way)
 

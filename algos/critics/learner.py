@@ -262,7 +262,8 @@ class ChunkCriticLearner:
 
     def follow(self) -> None:
         """Move the target copies towards the critics, or the chain of critics."""
-        chain, updates = self.iterated, self.steps - self.moves_first  # that the critics have taken
+        chain = self.iterated
+        updates = self.steps - 1 if self.moves_first else self.steps  # that the critics have taken
         if chain is None:
             polyak(self.target_critic, self.critic, self.config.tau)
         elif updates:

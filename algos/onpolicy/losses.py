@@ -61,8 +61,8 @@ def gae(
 
     Source: Schulman et al., arXiv 1506.02438, equation 16.
     """
-    alive = 1.0 - terminated.to(value.dtype)
-    carry = alive if paper_compat else alive * (1.0 - truncated.to(value.dtype))
+    alive = 1.0 - terminated.to(value.dtype)  # bootstraps
+    carry = alive if paper_compat else alive * (1.0 - truncated.to(value.dtype))  # continues the sum
     delta = reward + gamma * next_value * alive - value
     advantage = torch.empty_like(delta)
     running = torch.zeros_like(delta[0])

@@ -88,8 +88,9 @@ def test_an_energy_chooses_the_chunk_of_the_lowest(process: Any) -> None:
 
 
 SCORED = [
-    ("density", MIXTURE),
+    ("density", (Edm(), Euler(steps=1))),
     ("density", (RectifiedFlow(), Euler(steps=1))),
+    ("density", MIXTURE),
     ("energy", (EBT[0], Descent(steps=1))),
 ]
 

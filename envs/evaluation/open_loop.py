@@ -123,7 +123,7 @@ def open_loop(
         if on_progress is not None:
             on_progress(made, len(index))
     every, da = torch.cat(found).numpy(), dataset.action_dim
-    parts = [every[every[:, 0] == place, 1:] for place in generators]
+    parts = np.split(every[:, 1:], np.flatnonzero(np.diff(every[:, 0])) + 1)
     squared = np.stack([part[:, :da].mean(axis=0) for part in parts])
     mean = np.mean([part[:, da:].mean(axis=0) for part in parts], axis=0)
     deviation = np.sqrt(np.mean([((part[:, da:] - mean) ** 2).mean(axis=0) for part in parts], axis=0))

@@ -46,7 +46,7 @@ from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from policies.bounds import Checked, bounded
 from policies.build import build_policy
-from policies.errors import CheckpointError
+from policies.errors import CapabilityError, CheckpointError
 from policies.networks.recorded import Recorded
 from policies.paths import path_field
 from policies.policy import Policy
@@ -54,6 +54,7 @@ from policies.protocols import TE, Cond
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
+from policies.wrappers.planner import PlannerPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -107,8 +108,13 @@ class BcConfig(Checked):
             ConfigError: If the dataset is missing, sizes or cameras of dataset, environment and policy
                 differ, or the policy does not support distillation.
             DatasetError: If the dataset has no window.
-            CapabilityError: If `init` has no matching loss, or is a composition.
+            CapabilityError: If `init` has no matching loss, or is a composition or a planner.
         """
+        if isinstance(setup.init, PlannerPolicy):
+            raise CapabilityError(
+                "algo=bc clones chunks of actions; init is a planner, whose plans hold states. Use the "
+                "algorithm that made it, algo=diffuser or algo=decision_diffuser."
+            )
         with torch_threads(setup.threads(THREADS)):
             return Bc(self, setup)
 

@@ -58,6 +58,8 @@ class Policy(nn.Module):
 
     noise_sensitive = True
     """Whether the chunk depends on the noise."""
+    chooses: Any = False
+    """Whether one of several chunks is executed, which differ by their noise."""
     provenance: Mapping[str, Any] = MappingProxyType({})
     """Facts of the directory that it was loaded from (task, algorithm, data); views and copies keep them."""
     can_drop_goals: ClassVar[bool] = False

@@ -46,6 +46,7 @@ from policies.protocols import MatchingLoss
 from policies.registry import name_of
 from policies.seeds import derive_seed
 from policies.wrappers.candidates import CandidatePolicy, Candidates
+from policies.wrappers.planner import PlannerPolicy
 
 NORM_EPS = 1e-6
 
@@ -132,7 +133,8 @@ class ChunkCriticConfig(TransitionsConfig):
                 f"algo={algo} chooses among different chunks, and this policy (process={process}) acts the "
                 f"same from every noise. Use {algorithms_for(policy)} for this policy."
             )
-        is_trained = isinstance(policy, MatchingLoss) and not isinstance(policy, ComposedPolicy)
+        others = ComposedPolicy | PlannerPolicy  # the loss of a planner is one of states
+        is_trained = isinstance(policy, MatchingLoss) and not isinstance(policy, others)
         if self.refit and not is_trained:
             without = "Set algo.refit=false, or use" if self.may_keep else "Use"
             raise CapabilityError(

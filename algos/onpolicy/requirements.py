@@ -13,6 +13,7 @@ from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import has_density, has_field, has_steps
+from policies.wrappers.base import WrappedPolicy
 
 
 def has_straight_paths(policy: Any) -> bool:
@@ -30,7 +31,7 @@ def algorithms_for(policy: Any) -> str:
         return "algo=ppo"
     if policy.noise_sensitive and getattr(policy, "is_deterministic", False):
         return "algo=dsrl"
-    return "algo=td3_bc with dataset=<file>"
+    return f"algo={'residual' if isinstance(policy, WrappedPolicy) else 'td3_bc'} with dataset=<file>"
 
 
 def require(policy: Policy, algo: str, fits: Callable[[Any], bool], why: str) -> Any:

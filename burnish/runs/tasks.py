@@ -143,6 +143,7 @@ def require_task_of(policy: Located, env: Any, key: str, *, allow_other_task: bo
     names = require_same_task(
         "this command", env, f"{key}={policy.label}", own, allow_other_task=allow_other_task
     )
+    names = [name for name in names if name not in ("cameras", "image_size")]  # the policy's, or refused
     if names:
         _log.warning(
             "%s was made with other options: %s.", policy.label,

@@ -134,7 +134,8 @@ def _check_cameras(env: HasCameras, images: Mapping[str, ImageShape]) -> None:
     if not set(images) <= set(env.cameras):
         raise ConfigError(
             f"the policy needs the cameras {', '.join(images)}; env.cameras has "
-            f"{', '.join(env.cameras)}. Leave env.cameras out, or name those of the policy."
+            f"{', '.join(env.cameras)}. Leave env.cameras out, name those of the policy, or give a new "
+            f"one encoder.cameras=[{','.join(env.cameras)}]."
         )
     for camera, shape in images.items():
         if tuple(shape) != env.images[camera]:

@@ -36,7 +36,6 @@ from envs.spec import Array, EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
 from policies.policy import Policy
 from policies.wrappers.best_of_n import BestOfN
-from policies.wrappers.candidates import CandidatePolicy
 
 _USUAL = EvaluationSettings()
 
@@ -172,13 +171,6 @@ def evaluate(
     if episodes < 1 or num_workers < 0:
         raise ConfigError(
             f"episodes must be at least 1 and num_workers at least 0; got {episodes} and {num_workers}."
-        )
-    chooses = isinstance(policy, CandidatePolicy) and policy.wrapper.num_candidates > 1
-    makes_alike = "zero" in noises if isinstance(policy, BestOfN) else chooses and noises[0] == "zero"
-    if makes_alike:
-        raise ConfigError(
-            f"start_noise and sampling_noise must be random where a policy chooses between candidates, which "
-            f"differ by their noise; got {noises[0]} and {noises[1]}."
         )
     task = prepare_eval(env, policy)
     if getattr(task, "is_local", False):

@@ -15,7 +15,7 @@ The mean action reaches 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.windows import Windows
+from envs.datasets.goals import with_goals_in_states
+from envs.datasets.windows import DECISION, Windows
 from envs.evaluation.comparison import Comparison
 from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference
 from envs.evaluation.protocol import with_settings
@@ -94,7 +95,7 @@ def open_loop(
     """
     if settings.warm_start.is_on or settings.steer.is_on:
         raise ConfigError("warm_start and steer need episodes that are played. Leave them out with dataset.")
-    require_fit("the policy", policy, dataset.source, dataset, advice="Use data of the same robot.")
+    dataset = _as_seen(policy, dataset)
     view = with_settings(policy, settings)
     runner = EpisodeRunner(
         view, settings.first_seed, settings.noise_seed, settings.start_noise, settings.sampling_noise, False
@@ -103,7 +104,9 @@ def open_loop(
     decides = windows.steps % view.chunk.act_steps == 0
     episode = torch.searchsorted(dataset.episode_start, windows.frames, right=True) - 1
     index = (decides & (episode < settings.episodes)).nonzero().squeeze(1)
-    episode, goal = episode[index], _goals(policy, dataset, windows.frames[index])
+    episode, goal = episode[index], None
+    if getattr(policy, "goal_dim", 0):
+        goal = dataset.storage.take(dataset.extras["goal"], windows.frames[index]).float()
     found: list[Tensor] = []
     made = 0
     generators = {place: runner.generator(place) for place in episode.unique().tolist()}
@@ -120,7 +123,7 @@ def open_loop(
         if on_progress is not None:
             on_progress(made, len(index))
     every, da = torch.cat(found).numpy(), dataset.action_dim
-    parts = [every[every[:, 0] == place, 1:] for place in generators]
+    parts = np.split(every[:, 1:], np.flatnonzero(np.diff(every[:, 0])) + 1)
     squared = np.stack([part[:, :da].mean(axis=0) for part in parts])
     mean = np.mean([part[:, da:].mean(axis=0) for part in parts], axis=0)
     deviation = np.sqrt(np.mean([((part[:, da:] - mean) ** 2).mean(axis=0) for part in parts], axis=0))
@@ -136,11 +139,18 @@ def compare_open_loop(before: OpenLoop, after: OpenLoop) -> Comparison:
     return Comparison(QUANTITY, float(a.mean()), float(b.mean()), paired_difference(a, b), len(a), True)
 
 
-def _goals(policy: Any, dataset: EpisodeDataset, frames: Tensor) -> Tensor | None:
-    if not getattr(policy, "goal_dim", 0):
-        return None
-    if "goal" not in dataset.extras:
+def _as_seen(policy: Any, dataset: EpisodeDataset) -> EpisodeDataset:
+    """Return the dataset in the policy's observations, deciding anywhere; goals may end the states."""
+    extras = {key: value for key, value in dataset.extras.items() if key != DECISION}
+    goals, width = extras.get("goal"), getattr(policy, "goal_dim", 0)
+    dataset = replace(dataset, extras=extras)
+    if not width and goals is not None and goals.shape[1:] == (policy.obs_dim - dataset.obs_dim,):
+        dataset = with_goals_in_states(dataset)
+    require_fit("the policy", policy, dataset.source, dataset, advice="Use data of the same robot.")
+    if width and (goals is None or goals.shape[1:] != (width,)):
+        found = "none" if goals is None else f"goals of shape {tuple(goals.shape[1:])}"
         raise ConfigError(
-            f"{dataset.source} has no goals, which the policy reads: give every frame a 'goal'."
+            f"the policy reads goals of width {width}, but {dataset.source} has {found}: give every frame "
+            f"a 'goal' ({width},)."
         )
-    return dataset.storage.take(dataset.extras["goal"], frames).float()
+    return dataset

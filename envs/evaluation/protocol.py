@@ -17,12 +17,13 @@ from envs.rollouts.blocks import BLOCK_ROWS
 from envs.rollouts.player import EvaluatedPolicy
 from envs.spec import EnvConfig, options_of
 from policies.encoders import ImageShape
-from policies.errors import CapabilityError
+from policies.errors import CapabilityError, ConfigError
 from policies.execution.replanning import Replanner, with_act_steps
 from policies.extras import installed_version
 from policies.paths import with_paths
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import WEIGHTS, policy_in
+from policies.wrappers.candidates import CandidatePolicy
 from policies.wrappers.sketch_guidance import describe_steering, steered
 
 _VERSIONS = ("mujoco", "gymnasium", "burnish")
@@ -110,9 +111,17 @@ def with_settings(policy: EvaluatedPolicy, settings: EvaluationSettings) -> Eval
     """Return the policy with the settings' steps, guidance, warm start and sketch guidance.
 
     Raises:
-        ConfigError: If a number of steps, a weight, a short run or a sketch does not fit the policy.
+        ConfigError: If a number of steps, a weight, a short run or a sketch does not fit the policy, or it
+            chooses between candidates that would have the same noise.
         CapabilityError: If the policy lacks such an option.
     """
+    noises = (settings.start_noise, settings.sampling_noise)
+    makes_alike = noises[0] == "zero" if isinstance(policy, CandidatePolicy) else "zero" in noises
+    if makes_alike and getattr(policy, "chooses", False):
+        raise ConfigError(
+            f"start_noise and sampling_noise must be random where a policy chooses between candidates, which "
+            f"differ by their noise; got {noises[0]} and {noises[1]}."
+        )
     guided = with_guidance(with_steps(policy, settings.steps), settings.guidance)
     view = with_act_steps(guided, settings.act_steps)
     if settings.warm_start.is_on:

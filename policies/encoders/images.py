@@ -23,7 +23,10 @@ def chosen(sizes: ObservationSizes, cameras: Sequence[str]) -> dict[str, ImageSh
     """Return the image shapes of the selected cameras, in order; empty selection: all, sorted by name."""
     there = ", ".join(sorted(sizes.images)) or "none"
     if not sizes.images:
-        raise ConfigError("this encoder needs images; got none. Use data with cameras, or encoder=state.")
+        raise ConfigError(
+            "this encoder needs images; got none. Use data with cameras, env.cameras=[…] of a task, or "
+            "encoder=state."
+        )
     if len(set(cameras)) < len(cameras) or not set(cameras) <= set(sizes.images):
         raise ConfigError(
             f"encoder.cameras must be distinct cameras that there are ({there}); got {', '.join(cameras)}."

@@ -194,7 +194,8 @@ class Executor:
     def _deliver(self, lane: _Lane) -> None:
         if lane.track.is_pending and lane.plan is not None and lane.track.step >= lane.arrives:
             source: Any = self._replanner or self._policy
-            chunk = source.chunk_of(lane.plan[None]) if hasattr(source, "chunk_of") else lane.plan[None]
+            decodes = isinstance(source, PlanDecoder | Replanner)
+            chunk = source.chunk_of(lane.plan[None]) if decodes else lane.plan[None]
             plan = source.physical(chunk[:, self._start :])[0].float().cpu().numpy()
             lane.is_sound = bool(np.isfinite(plan).all())
             lane.track.deliver(plan)

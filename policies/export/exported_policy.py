@@ -33,6 +33,8 @@ class ExportedPolicy:
         self.chunk, self.noise_shape = self.description.chunk, self.description.noise_shape
         self.obs_dim, self.goal_dim = self.description.obs_dim, self.description.goal_dim
         self.images = self.description.images
+        kinds = ("is_deterministic", "chooses")  # exports of earlier versions lack them
+        self.is_deterministic, self.chooses = (self.signature.get(name) is True for name in kinds)
         try:
             for name in MODELS:
                 own_file(self.folder / name)

@@ -108,6 +108,8 @@ def signature(policy: Policy | BestOfN, around: Surroundings, *, graph: str = "w
         "action_start": chunk.action_start,
         "act_steps": chunk.act_steps,
         "noise_changes_action": policy.noise_sensitive,
+        "is_deterministic": bool(getattr(policy, "is_deterministic", False)),  # given where it starts
+        "chooses": policy.chooses,
         "opset": OPSET,
         "provenance": dict(around.provenance),
     }

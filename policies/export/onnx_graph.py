@@ -258,7 +258,7 @@ def _free_batch(path: Path, fixed: frozenset[str]) -> None:
 
 
 def _free_shapes(onnx: Any, graph: Any, source: str) -> None:
-    """Let constant shapes, and constants with equal rows, follow the first dimension of input `source`."""
+    """Let constant shapes, and constants that repeat for every row of a batch, follow the input `source`."""
     make, to_array = onnx.helper.make_node, onnx.numpy_helper.to_array
     constants = {one.name: one for one in graph.initializer}
     constants |= {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
@@ -292,12 +292,12 @@ def _free_shapes(onnx: Any, graph: Any, source: str) -> None:
         shape = np.array(constant.dims, dtype=np.int64)
         if _follows(shape).sum() == 1:
             values, axis = to_array(constant), int(_follows(shape).argmax())
-            one = values.take([0], axis)
+            one = np.split(values, _FIXED_BATCH, axis)[0]
             rounding = 1e-5 if values.dtype.kind == "f" else 0.0  # a product rounds equal rows differently
-            if np.allclose(values, one, rtol=rounding, atol=rounding):
-                name, size = constant.name, following(shape)
+            if np.allclose(values, np.concatenate([one] * _FIXED_BATCH, axis), rtol=rounding, atol=rounding):
+                name, times = constant.name, following(np.where(_follows(shape), _FIXED_BATCH, 1))
                 constant.CopyFrom(onnx.numpy_helper.from_array(one, f"{name}_one"))
-                added[name] = [make("Expand", [f"{name}_one", size], [name])]
+                added[name] = [make("Tile", [f"{name}_one", times], [name])]
     nodes = [*(node for made in added.values() for node in made), *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)

@@ -71,7 +71,7 @@ class Consistency(Edm):
     def scalings(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of x and F in f, shaped like t; x = sd c_in y."""
         above = (1.0 - t - self.noise_min * t).clamp(min=0.0)  # t (s - m)
-        norm = torch.hypot(1.0 - t, self.data_std * t)
+        norm = self.norm(t)
         signal = self.data_std * t
         return signal * norm / (above.square() + signal.square()), self.data_std * above / norm
 

@@ -63,12 +63,16 @@ class Edm(Checked, GaussianPath):
     def kind(self) -> Kind:
         return "edm"
 
+    def norm(self, t: Tensor) -> Tensor:
+        """Return t times the deviation of the data with their noise; ONNX has no `hypot`."""
+        return ((1.0 - t).square() + (self.data_std * t).square()).sqrt()
+
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        scale = self.data_std / torch.hypot(1.0 - t, self.data_std * t)
+        scale = self.data_std / self.norm(t)
         return scale * t, scale * (1.0 - t)
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        norm = torch.hypot(1.0 - t, self.data_std * t)
+        norm = self.norm(t)
         norm_rate = (self.data_std**2 * t - (1.0 - t)) / norm
         cubic = self.data_std / norm.square()
         return cubic * (norm - t * norm_rate), -cubic * (norm + (1.0 - t) * norm_rate)

@@ -162,8 +162,8 @@ class StepTable:
 
     def to_device(self, name: str, like: Tensor) -> Tensor:
         """Return a tensor of the table with the device and dtype of `like`; the copy is cached."""
-        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        if torch.compiler.is_compiling() or is_transformed:  # such tensors must not enter the cache
+        is_plain = type(like) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
+        if torch.compiler.is_compiling() or not is_plain:  # such tensors must not enter the cache
             return getattr(self, name).to(device=like.device, dtype=like.dtype)
         key = (name, like.device, like.dtype)
         if key not in self._copies:

@@ -38,6 +38,8 @@ class WrappedPolicy(Policy):
     normalizer: Any = _of_base("normalizer")
     noise_sensitive: Any = _of_base("noise_sensitive")
     noise_shape: Any = _of_base("noise_shape")
+    goal_dim: Any = _of_base("goal_dim")
+    chooses: Any = _of_base("chooses")
 
     @property
     def process(self) -> Any:

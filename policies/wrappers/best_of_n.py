@@ -80,7 +80,7 @@ class BestOfN(nn.Module):
     provenance: Any = _of_policy("provenance")
     device: Any = _of_policy("device")
     dtype: Any = _of_policy("dtype")
-    noise_sensitive = True
+    noise_sensitive = chooses = True
 
     @property
     def noise_shape(self) -> tuple[int, ...]:

@@ -171,6 +171,8 @@ class CandidatePolicy(WrappedPolicy):
         """(N + M, *noise of the inner policy)."""
         return (self.wrapper.num_candidates + self.wrapper.num_edited, *self.base.noise_shape)
 
+    chooses: Any = property(lambda self: self.wrapper.num_candidates > 1)
+
     @property
     def noise_sensitive(self) -> bool:  # type: ignore[override]
         has_draws = self.wrapper.num_edited > 0 and self.wrapper.stochastic

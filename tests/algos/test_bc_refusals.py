@@ -11,10 +11,12 @@ import torch
 from messages import mentions
 from point_steering import composed
 from point_steering import dataset as demonstrations
+from small_algorithms import setup, small
 from small_cloning import finish, tiny
 from two_modes import two_mode_dataset, two_mode_setup
 
 from algos.base import Setup
+from algos.cloning.planners import DiffuserConfig
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError, DatasetError
 from policies.policy_config import ChunkSpec
@@ -102,6 +104,12 @@ def test_a_composition_is_not_cloned_on() -> None:
         CapabilityError, match=r"algo=bc trains one policy; init is a composition\. Train its mem"
     ):
         tiny().build(Setup(dataset=demonstrations(), init=composed()))
+
+
+def test_a_planner_is_not_cloned_on() -> None:
+    planner = small(DiffuserConfig).build(setup("diffusion", init=None)).snapshot()
+    with pytest.raises(CapabilityError, match=mentions("algo=bc planner algo=diffuser")):
+        tiny().build(setup("diffusion", init=planner))
 
 
 @pytest.mark.parametrize(

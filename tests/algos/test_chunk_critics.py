@@ -548,10 +548,11 @@ def test_a_residual_of_scale_zero_is_its_policy_after_training() -> None:
 
 @pytest.mark.parametrize("algo", ["qc", "residual", "pa_rl", "dqc"])
 def test_black_boxes_are_chosen_from_and_corrected(algo: str) -> None:
-    """A composition and a steered policy, which have no matching loss, are improved without refit."""
+    """Policies without a matching loss of chunks are improved without refit."""
     composed = ComposedPolicy([init("flow"), init("flow")], Composition(weights=(0.5, 0.5)))
+    planner = small(registry.lookup("algo", "diffuser")).build(setup("diffusion", init=None)).snapshot()
     config = replace(small(registry.lookup("algo", algo)), refit=False)
-    for black_box in (composed, Steering(hidden_dims=(8,)).wrap(init("flow"))):
+    for black_box in (composed, planner, Steering(hidden_dims=(8,)).wrap(init("flow"))):
         run = begin(config, init=black_box)
         run.advance()
         assert run.snapshot().act(observed()).shape == (5, 2, 2)

@@ -21,6 +21,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.balance import Balance, BalancedPolicy
+from policies.wrappers.candidates import Candidates
 
 
 def begin(process: str = "flow", config: Famo2oConfig | None = None, **changes: Any) -> OfflineRun:
@@ -45,6 +46,7 @@ def noise_of(policy: Any, rows: int = 5) -> Tensor:
 def test_a_new_coefficient_changes_nothing(process: str) -> None:
     policy, base = begin(process).snapshot(), init(process)
     assert isinstance(policy, BalancedPolicy) and policy.goal_dim == 0
+    assert Candidates(num_candidates=1).wrap(policy).goal_dim == 0
     noise = noise_of(base)
     found = policy.act(observed(), noise=noise)
     torch.testing.assert_close(found, base.act(observed(), noise=noise), rtol=0, atol=1e-5)

@@ -23,12 +23,13 @@ from policies.policy_config import ChunkSpec
 LENGTHS = (7, 12)
 
 
-def recorded(lengths: tuple[int, ...] = LENGTHS) -> EpisodeDataset:
+def recorded(lengths: tuple[int, ...] = LENGTHS, **extras: Any) -> EpisodeDataset:
     """Return episodes whose observation is the number of the frame, and actions (f, -2 f, 3)."""
     frames = np.arange(sum(lengths), dtype=np.float32)
     actions = np.stack([frames, -2 * frames, np.full_like(frames, 3)], axis=1)
     no, start = np.zeros(len(frames), bool), np.cumsum([0, *lengths])
-    return EpisodeDataset.from_arrays(frames[:, None], actions, np.zeros(len(frames)), no, None, start)
+    values = (frames[:, None], actions, np.zeros(len(frames)), no, None, start)
+    return EpisodeDataset.from_arrays(*values, extras=extras)
 
 
 class Known:
@@ -56,6 +57,32 @@ def test_one_that_does_what_was_done_has_no_error(obs_steps: int, action_start: 
     found = open_loop(policy, recorded(), EvaluationSettings())
     assert found.squared.shape == (2, 3) and not found.squared.any()
     assert policy.seen == [0, 4, 7, 11, 15], "it decides at every fourth frame of each episode"
+
+
+def test_it_decides_at_its_own_frames_wherever_the_recording_policy_did() -> None:
+    policy = Known(ChunkSpec(horizon=4, action_dim=3, act_steps=3, obs_steps=1))
+    decision = np.arange(sum(LENGTHS)) % 2 == 1
+    found = open_loop(policy, recorded(decision=decision), EvaluationSettings())
+    assert policy.seen == [0, 3, 6, 7, 10, 13, 16] and not found.squared.any()
+
+
+@pytest.mark.parametrize("goal_dim", [0, 2])
+def test_goals_stand_where_the_policy_reads_them(goal_dim: int) -> None:
+    goals = np.arange(2 * sum(LENGTHS), dtype=np.float32).reshape(-1, 2)
+
+    class Led(Known):
+        def act(self, obs: Any, *, noise: Tensor | None = None) -> Tensor:
+            state = obs["state"]
+            goal = obs["goal"] if goal_dim else state[:, -1, 1:]
+            np.testing.assert_array_equal(goal, goals[state[:, -1, 0].int()])
+            return super().act({"state": state[..., :1]})
+
+    policy: Any = Led(ChunkSpec(horizon=4, action_dim=3, act_steps=2, obs_steps=1))
+    policy.goal_dim, policy.obs_dim = goal_dim, 1 if goal_dim else 3
+    assert not open_loop(policy, recorded(goal=goals), EvaluationSettings()).squared.any()
+    expected = "goals of width 2 dataset (1,) give every frame" if goal_dim else "observation width 3 1"
+    with pytest.raises(ConfigError, match=mentions(expected)):
+        open_loop(policy, recorded(goal=goals[:, :1]), EvaluationSettings())
 
 
 def test_errors_and_shares_are_those_of_the_closed_form() -> None:

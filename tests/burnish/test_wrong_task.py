@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from messages import mentions
 
 import burnish
 from burnish.api import Run
+from burnish.runs.locate import locate
+from burnish.runs.tasks import require_task_of, task_of
 from policies.errors import ConfigError
 
 QUIET = {"num_workers": 0, "progress": False, "num_threads": 1, "evaluation": {"episodes": 0}}
@@ -70,3 +73,12 @@ def test_a_resumed_run_keeps_its_task(run: Run) -> None:
 def test_a_report_names_the_variant(run: Run, tmp_path: Path) -> None:
     page = burnish.report(run, episodes=0, out=tmp_path / "page").read_text()
     assert "hopper env.version=v4" in page
+
+
+def test_cameras_that_follow_from_the_policy_are_no_other_options(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = locate(run)
+    shown = {"cameras": ("track",), "image_size": (32, 32), "image_samples": 0}
+    require_task_of(found, replace(task_of(found), **shown), "policy", allow_other_task=False)
+    assert "image_samples" in caplog.text and not any(name in caplog.text for name in ("image_size", "track"))

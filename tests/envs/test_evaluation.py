@@ -158,6 +158,8 @@ def test_zero_noise_is_refused_where_it_makes_candidates_alike() -> None:
     with pytest.raises(ConfigError, match=mentions("start_noise random candidates zero")):
         evaluate(chooser, TASK, Settings(episodes=1, start_noise="zero"))
     assert evaluate(chooser, TASK, Settings(episodes=1)).rows
+    with pytest.raises(ConfigError, match=mentions("start_noise random candidates zero")):
+        protocol.with_settings(chooser, Settings(start_noise="zero"))  # also of open-loop evaluations
     alone = Candidates(num_candidates=1).wrap(small())
     assert evaluate(alone, TASK, Settings(episodes=1, start_noise="zero")).rows
 

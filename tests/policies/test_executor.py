@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from small_policies import ACTION_DIM, observations, small_policy
 from torch import Tensor
 
@@ -323,11 +324,14 @@ def test_a_decision_depends_on_its_noise_only() -> None:
     assert torch.equal(act(0), act(0)) and not torch.equal(act(0), act(1))
 
 
-def test_a_policy_that_does_not_denoise_is_executed_too() -> None:
+@pytest.mark.parametrize("is_steered", [False, True])
+def test_a_policy_that_does_not_denoise_is_executed_too(is_steered: bool) -> None:
     policy = small_policy(GaussianProcess(), horizon=TH, act_steps=2)
-    executor = Executor(policy, Execution(latency=1))
-    actions = [executor.act(observations(B)) for _ in range(3)]
-    torch.testing.assert_close(torch.stack(actions[:2], dim=1), policy.act(observations(B)))
+    policy = Steering().wrap(policy_of("ddim")) if is_steered else policy
+    executor, noise = Executor(policy, Execution(latency=1)), policy.sample_noise(B)
+    actions = [executor.act(observations(B), noise=noise) for _ in range(3)]
+    expected = policy.act(observations(B), noise=noise)
+    torch.testing.assert_close(torch.stack(actions[:2], dim=1), expected)
     assert executor.calls == [1] * B
 
 
@@ -354,7 +358,7 @@ def test_policies_around_a_policy_execute_other_rows_too() -> None:
     assert few.chunk.act_steps == 1 and few.act(observations(B)).shape[1] == 1
     assert steered.chunk.act_steps == 3
     assert with_act_steps(corrected, 3) is corrected
-    with pytest.raises(CapabilityError, match="trained for 3 executed steps; got act_steps=1"):
+    with pytest.raises(CapabilityError, match=mentions("trained 3 executed steps act_steps=1")):
         with_act_steps(corrected, 1)
     composed = compose([base, base], [0.5, 0.5])
     few = with_act_steps(composed, 1)

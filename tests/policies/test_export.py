@@ -351,14 +351,15 @@ def test_a_policy_that_rounding_decides_about_is_told_from_a_wrong_graph(
         export_onnx(policy, tmp_path / "b", tolerance=own * 2)
 
 
-def test_rows_of_a_constant_are_equal_up_to_rounding_if_they_are_no_integers() -> None:
+def test_rows_of_a_constant_repeat_up_to_rounding_if_they_are_no_integers() -> None:
     place = np.arange(onnx_graph._FIXED_BATCH)
     values = {
         "rounded": (1 + 2e-7 * (place % 2)).astype(np.float32),
         "other": (1 + 1e-4 * place).astype(np.float32),
         "counted": 200_000_000 + place,
+        "repeated": np.tile([0, 1], len(place)),
     }
     constants = [onnx.numpy_helper.from_array(array, name) for name, array in values.items()]
     graph = onnx.helper.make_graph([], "constants", [], [], constants)
     onnx_graph._free_shapes(onnx, graph, "state")
-    assert [node.output[0] for node in graph.node if node.op_type == "Expand"] == ["rounded"]
+    assert [node.output[0] for node in graph.node if node.op_type == "Tile"] == ["rounded", "repeated"]

@@ -13,9 +13,12 @@ from small_policies import observations, small_policy
 from torch import Tensor
 
 import burnish
+from envs.evaluation.protocol import with_settings
+from envs.evaluation.settings import EvaluationSettings
 from policies.composition.compose import compose
 from policies.errors import CapabilityError, ConfigError
 from policies.export.export import export_onnx
+from policies.export.exported_policy import ExportedPolicy
 from policies.policy import Policy
 from policies.processes import Edm, RectifiedFlow, Regression, VPDiffusion
 from policies.processes.deterministic import DeterministicProcess
@@ -88,8 +91,9 @@ def test_an_energy_chooses_the_chunk_of_the_lowest(process: Any) -> None:
 
 
 SCORED = [
-    ("density", MIXTURE),
+    ("density", (Edm(), Euler(steps=1))),
     ("density", (RectifiedFlow(), Euler(steps=1))),
+    ("density", MIXTURE),
     ("energy", (EBT[0], Descent(steps=1))),
 ]
 
@@ -117,6 +121,8 @@ def test_a_ranked_policy_is_a_graph(score: str, parts: Any, tmp_path: Path) -> N
     policy = ranked(score, *parts, count=2, score_draws=2).eval()
     report = export_onnx(policy, tmp_path / "exported", batch_sizes=(1, 5), latency_batches=())
     assert report.worst < 1e-5
+    with pytest.raises(ConfigError, match=mentions("start_noise random candidates zero")):
+        with_settings(ExportedPolicy(tmp_path / "exported"), EvaluationSettings(start_noise="zero"))
 
 
 def test_more_rows_may_be_executed_unless_critics_value_them() -> None:

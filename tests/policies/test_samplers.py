@@ -14,6 +14,7 @@ from diffusers import DDIMScheduler
 from messages import mentions
 from pairwise import everything
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from policies.errors import ConfigError
 from policies.networks.distributions import gaussian_log_prob
@@ -143,6 +144,13 @@ def test_ddpm_defaults_are_the_evaluation_of_dppo() -> None:
     explore = DDPM(min_std=0.1, final_std=None).table(VPDiffusion(20))
     assert explore.std[-1] == 0.1
     assert torch.equal(explore.std, table.schedule_std.clamp(min=0.1))
+
+
+def test_a_table_keeps_no_tensor_of_a_trace() -> None:
+    table = DDPM(steps=3, spacing="trailing").table(VPDiffusion(num_levels=5))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        table.to_device("std", torch.zeros(1))
+    assert type(table.to_device("std", torch.zeros(1))) is torch.Tensor
 
 
 def test_a_table_travels_without_its_copies_on_devices() -> None:

@@ -447,7 +447,7 @@ def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run) -> N
 @pytest.mark.parametrize(
     ("key", "value"),
     [("operator", "or"), ("temperature", 2.0), ("search.keep", [2]), ("estimate.levels", 3),
-     ("weights", [0.5, 0.5]), ("dataset", "x.hdf5")],
+     ("weights", [0.5, 0.5])],
 )  # fmt: skip
 def test_keys_of_a_composition_are_refused_beside_a_single_policy(base: Run, key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=mentions(f"{key.partition('.')[0]} compose=")):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from messages import mentions
-from point_env import PointEnv
 from small_policies import observations, small_policy
 from torch import Tensor
 
-from envs.evaluation.evaluate import evaluate
+from envs.evaluation.protocol import with_settings
 from envs.evaluation.settings import EvaluationSettings
 from policies.errors import ConfigError
 from policies.processes import RectifiedFlow, VPDiffusion
@@ -79,7 +78,7 @@ def test_the_same_noise_gives_the_same_actions_and_a_generator_is_all_that_draws
 def test_an_evaluation_does_not_take_the_noise_from_candidates(switch: str) -> None:
     best = BestOfN(small_policy(), far_from_observed, Selection(candidates=3))
     with pytest.raises(ConfigError, match=mentions("start_noise sampling_noise")):
-        evaluate(best, PointEnv(), EvaluationSettings(episodes=1, **{switch: "zero"}))  # type: ignore[arg-type]
+        with_settings(best, EvaluationSettings(episodes=1, **{switch: "zero"}))  # type: ignore[arg-type]
 
 
 def test_a_temperature_draws_in_proportion_to_the_softmax() -> None:

@@ -15,7 +15,7 @@ from benchmarks import pages
 from benchmarks.speed import page as speed_page
 from benchmarks.speed import products
 from benchmarks.speed.__main__ import CASES
-from benchmarks.studies import offline_page, table, table_page, verify
+from benchmarks.studies import learning_page, offline_page, table, table_page, verify
 from envs.evaluation.intervals import conditional_value_at_risk, success_rate, wilson
 
 
@@ -125,6 +125,12 @@ class Everything(verify.History):
 
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_summary_of_learning_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    block = "\n".join([f"<!-- results: {learning_page.BLOCK} -->", *learning_page.summary(), ""])
+    assert block in Path(learning_page.SUMMARY).read_text()
 
 
 def test_a_page_is_that_of_its_rows_and_a_number_changed_by_hand_is_found(tmp_path: Path) -> None:

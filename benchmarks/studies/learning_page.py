@@ -18,6 +18,24 @@ from benchmarks.studies.sight import FRAMES
 from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference, success_rate
 
 RESULTS = pages.RESULTS
+SUMMARY, BLOCK = "docs/results.md", "learning"
+SUMMARISED = {
+    "hopper": "Hopper-v5, return, cloned from medium data",
+    "avoid": "`avoid`, success, cloned from 20 demonstrations",
+    "cube-single": "`cube-single`, success, cloned from 9 demonstrations",
+    "lift": "`lift`, success, cloned from 4 demonstrations",
+    "lift-varied": "`lift`, success, cloned from 15 demonstrations with noise",
+    "cube-single-varied": "`cube-single`, success, cloned from 60 demonstrations with noise",
+    "can-varied": "`can`, success, cloned from 40 demonstrations with noise",
+}
+"""Studies in the summary, and how it calls their tasks."""
+METHODS = {
+    "dppo": "DPPO", "reinflow-r": "ReinFlow, rectified flow", "reinflow-s": "ReinFlow, shortcut model",
+    "fpo++": "FPO++", "dsrl": "DSRL, rectified flow", "dsrl-diffusion": "DSRL, diffusion",
+    "dsrl-sac": "DSRL by SAC, rectified flow", "qc": "Q-chunking, rectified flow",
+    "idql": "IDQL, rectified flow", "rlpd": "RLPD, from scratch with the data", "ppo": "Gaussian PPO",
+}  # fmt: skip
+"""Methods in the summary, in its order, and how it calls them."""
 
 
 def load(name: str) -> dict[str, list[dict[str, Any]]]:
@@ -69,6 +87,25 @@ def report(name: str) -> Path:
     path = RESULTS / f"{name}.md"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def summary() -> list[str]:
+    """Return the table of docs/results.md: methods of several studies that have three seeds."""
+    lines = ["| task | algorithm | before | after | environment steps |", "|---|---|---|---|---|"]
+    for name, task in SUMMARISED.items():
+        study, rows = STUDIES[name], load(name)
+        shown = [algo for algo in METHODS if len(rows.get(algo, ())) >= 3]
+        for algo in shown:
+            before, after = (
+                _interval(study, np.array([row[when][study.quantity] for row in rows[algo]]))
+                if all(when in row for row in rows[algo])
+                else "–"
+                for when in ("before", "after")
+            )
+            steps = np.mean([row["curve"][-1]["step"] for row in rows[algo]]) / 1e6
+            cells = (task if algo == shown[0] else "", METHODS[algo], before, after, f"{steps:.2f} M")
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:

@@ -176,23 +176,29 @@ def iterations(case: str, rounds: int) -> Iterator[Mapping[str, float]]:
     run.close()
 
 
+def rounds_of(watch: Stopwatch, work: Callable[[], object], rounds: int) -> Iterator[Mapping[str, float]]:
+    """Yield the seconds of each round of some work by part, after one that warms up."""
+    for turn in range(rounds + 1):
+        watch.read()
+        work()
+        if turn:
+            yield watch.read()
+
+
 def evaluations(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
-    """Yield the seconds of evaluations by part, after one that warms up."""
+    """Return the seconds of evaluations by part."""
     net, task = cloned(argparse.Namespace(dataset=dataset)), make_env("hopper")
     policy = our_policy(net, noise_clip=None)
     watch = Stopwatch()
     watch.times(policy, "act", "deciding")
     watch.times(EpisodeRunner, "noise", "drawing noise")
     watch.times(ChunkVector, "step_chunk", "simulation")
-    for turn in range(rounds + 1):
-        watch.read()
-        evaluate(policy, task, EvaluationSettings(episodes=EPISODES, first_seed=SEED, num_envs=EPISODES))
-        if turn:
-            yield watch.read()
+    settings = EvaluationSettings(episodes=EPISODES, first_seed=SEED, num_envs=EPISODES)
+    return rounds_of(watch, lambda: evaluate(policy, task, settings), rounds)
 
 
 def offline_steps(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
-    """Yield the seconds of steps of PRDC by part, near the data and with all lists made."""
+    """Return the seconds of steps of PRDC by part, near the data and with all lists made."""
     run = PrdcConfig().build(Setup(dataset=dataset_of(argparse.Namespace(dataset=dataset)), seed=0))
     pool = torch.randperm(len(run.table), generator=torch.Generator().manual_seed(5))[:POOL]
     list_search_of(run).make_lists(pool)
@@ -207,12 +213,12 @@ def offline_steps(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
     watch.times(ListSearch, "nearest", "search")
     watch.times(TransitionTable, "gather", "gathering")
     watch.times(run.learner, "draw", "drawing")
-    for turn in range(rounds + 1):
-        watch.read()
+
+    def steps() -> None:
         for _ in range(1000 // BLOCK):
             block()
-        if turn:
-            yield watch.read()
+
+    return rounds_of(watch, steps, rounds)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from algos.optim import descend, descend_along, load_parts, regress, save_parts,
 from algos.training.ranks import current
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
-from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
+from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, aggregate_with_slopes, polyak
 from policies.networks.heads import GaussianHead
 from policies.networks.mlp_blocks import PlainTrunk
 from policies.networks.native import Evaluation
@@ -255,17 +255,18 @@ class Td3Learner:
         if found is not None:
             actor, (values, along) = found
             action = actor.values.requires_grad_()
+            value, slopes = aggregate_with_slopes(values, "mean" if self._leading == 1 else "min")
         else:
             with self._precision(batch):
                 action = self.actor(batch.cond, draws["start"]).to(batch.action)
                 values = self.critic(batch.cond, action, members=self._leading, frozen=True)
-        value = values[0] if self._leading == 1 else aggregate(values, "min")
+            value = values[0] if self._leading == 1 else aggregate(values, "min")
         scale = self.config.alpha / current().mean(value.detach().abs().mean(dim=-1))  # lambda
         value_loss = -scale * value.mean(dim=-1)
         penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
         if found is not None:
             (of_action,) = torch.autograd.grad(penalty, action)
-            of_action = of_action + along(self._shares(values, value) * (-scale / value.shape[-1]))
+            of_action = of_action + along(slopes * (-scale / value.shape[-1]))
             descend_along(self.actor_optimizer, actor.gradients(of_action))
         else:
             descend(self.actor_optimizer, value_loss + penalty)
@@ -291,13 +292,6 @@ class Td3Learner:
             None if actor is None else self.critic.evaluate_along(batch.cond, actor.values, self._leading)
         )
         return None if actor is None or critic is None else (actor, critic)
-
-    def _shares(self, values: Tensor, value: Tensor) -> Tensor:
-        """Return the slopes (E, B) of the value (B,) that the actor maximises."""
-        if self._leading == 1:
-            return torch.ones_like(values)
-        is_least = (values == value).to(values.dtype)
-        return is_least / is_least.sum(dim=0)
 
     @property
     def _leading(self) -> int | None:

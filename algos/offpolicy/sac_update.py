@@ -39,7 +39,7 @@ from algos.optim import (
     weights_of,
 )
 from algos.training.ranks import current
-from policies.networks.critics import Ensemble, aggregate, polyak
+from policies.networks.critics import Ensemble, aggregate, aggregate_with_slopes, polyak
 from policies.networks.distributions import Drawn
 from policies.policy import Policy
 
@@ -187,19 +187,24 @@ class SacUpdate:
         return self.critic
 
     def climb(self, cond: Tensor, latent: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Return C_i Q_i (B,) of latents (B, L), and its gradient (B, L).
-
-        Critics with a gradient in closed form leave only the aggregate C_i to autograd.
-        """
+        """Return C_i Q_i (B,) of latents (B, L), and its gradient (B, L), if possible without a graph."""
         evaluated = self.climbed.evaluate_along(cond, latent)
-        leaf = (latent if evaluated is None else evaluated[0]).detach().requires_grad_(True)
-        values = self.climbed(cond, leaf, frozen=True) if evaluated is None else leaf
+        if evaluated is not None:
+            values, along = evaluated
+            how, options = self.config.actor_aggregate, self._options(draws)
+            value, slopes = aggregate_with_slopes(values, how, **options)
+            return value, along(slopes)
+        leaf = latent.detach().requires_grad_(True)
+        values = self.climbed(cond, leaf, frozen=True)
         value = self._aggregated(values, self.config.actor_aggregate, draws)
         (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
-        return value.detach(), slope if evaluated is None else evaluated[1](slope)
+        return value.detach(), slope
 
     def _aggregated(self, values: Tensor, how: str, draws: Draws) -> Tensor:
-        return aggregate(values, how, subset=draws["subset"], pessimism=self.config.pessimism)
+        return aggregate(values, how, **self._options(draws))
+
+    def _options(self, draws: Draws) -> dict[str, Any]:
+        return {"subset": draws["subset"], "pessimism": self.config.pessimism}
 
     def _update_critic(self, batch: ChunkBatch, draws: Draws, alpha: Tensor) -> Quantities:
         target = self.target(batch, draws, alpha)

@@ -415,6 +415,27 @@ def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimi
     )
 
 
+def aggregate_with_slopes(
+    values: Tensor, how: str, *, subset: Tensor | None = None, pessimism: float = 0.5
+) -> tuple[Tensor, Tensor]:
+    """Return `aggregate` of values (E, ...) without a graph, and its gradient with respect to them, (E, ...).
+
+    Equal least values share the gradient, as in PyTorch.
+    """
+    values = values.detach()
+    if how not in ("min", "mean"):
+        with torch.enable_grad():
+            leaf = values.requires_grad_()
+            value = aggregate(leaf, how, subset=subset, pessimism=pessimism)
+        (slopes,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+        return value.detach(), slopes
+    value = aggregate(values, how)
+    if how == "mean":
+        return value, torch.full_like(values, 1 / len(values))
+    is_least = (values == value).to(values.dtype)
+    return value, is_least / is_least.sum(dim=0)
+
+
 def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
     """Update `target` towards `online` with Polyak coefficient `tau`."""
     with torch.no_grad():

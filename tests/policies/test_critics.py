@@ -11,7 +11,14 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.networks import native
-from policies.networks.critics import Ensemble, EnsembleConfig, polyak
+from policies.networks.critics import (
+    AGGREGATES,
+    Ensemble,
+    EnsembleConfig,
+    aggregate,
+    aggregate_with_slopes,
+    polyak,
+)
 
 COND, ACTION = 5, 3
 
@@ -119,6 +126,20 @@ def test_weights_begin_as_those_of_pytorch_unless_told_otherwise() -> None:
 def test_settings_without_meaning_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EnsembleConfig(**config)
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+@pytest.mark.parametrize("members", [1, 2, 5])
+def test_slopes_of_an_aggregate_are_those_of_autograd(how: str, members: int) -> None:
+    values = torch.randn(members, 3, 7, generator=torch.Generator().manual_seed(0))
+    values[:, :, 0] = 0.5  # members agree
+    options: dict[str, Any] = {"subset": torch.arange(members)[:3], "pessimism": 0.7}
+    leaf = values.clone().requires_grad_()
+    expected = aggregate(leaf, how, **options)
+    value, slopes = aggregate_with_slopes(values, how, **options)
+    assert not value.requires_grad and torch.equal(value, expected.detach())
+    (of_leaf,) = torch.autograd.grad(expected.sum(), leaf)
+    torch.testing.assert_close(slopes, of_leaf)
 
 
 def test_a_target_goes_a_share_of_the_way() -> None:

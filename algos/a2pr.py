@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from algos.base import Draws, Quantities, Setup
 from algos.offline.loop import precision
-from algos.offline.td3_update import Actor, Backup, ConstrainedTd3Config, Regulariser
+from algos.offline.td3_update import Actor, Backup, ConstrainedTd3Config, Penalty, Regulariser
 from algos.optim import descend, load_parts, regress, save_parts, weights_of
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
@@ -158,9 +158,7 @@ class AdvantageGuide(Regulariser):
             fresh = aggregate(critic(batch.next_cond, backup.next_action), "min")
         return torch.minimum(backup.target, torch.addcmul(batch.reward, batch.discount, fresh))
 
-    def penalty(
-        self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
-    ) -> tuple[Tensor, Quantities]:
+    def penalty(self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws) -> Penalty:
         with self._precision():
             self.vae.requires_grad_(False)  # gradients with respect to the input only
             rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
@@ -168,10 +166,11 @@ class AdvantageGuide(Regulariser):
         follows, weight = self.judged(batch, rebuilt, critic)
         guide = torch.where(follows[..., None], rebuilt, batch.action)
         penalty = (weight[..., None] * (action - guide).square()).mean(dim=(-2, -1))
-        return penalty, {
+        told = {
             "guide/followed_fraction": follows.to(weight.dtype).mean(dim=-1),
             "guide/active_fraction": (weight > 0).to(weight.dtype).mean(dim=-1),
         }
+        return Penalty(penalty, metrics=told)  # the guide depends on the action too
 
     @torch.no_grad()
     def judged(self, batch: Batch, rebuilt: Tensor, critic: Ensemble) -> tuple[Tensor, Tensor]:

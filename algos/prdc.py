@@ -27,10 +27,10 @@ from typing import Any
 
 from torch import Tensor
 
-from algos.base import Draws, Quantities, Setup
+from algos.base import Draws, Setup
 from algos.offline.neighbor_autotune import SEARCHES, Load, Rows, build_search
 from algos.offline.neighbors import Search, usual_length
-from algos.offline.td3_update import Actor, ConstrainedTd3Config, Regulariser, mean_square
+from algos.offline.td3_update import Actor, ConstrainedTd3Config, Penalty, Regulariser, mean_square, towards
 from algos.training.ranks import current
 from algos.transitions import Batch, TransitionTable, deviations
 from policies.bounds import bounded
@@ -62,19 +62,18 @@ class NearestRow(Regulariser):
         self.search, self._action, self._other = search, action, other
         self._scale, self._state = scale, state
 
-    def penalty(
-        self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
-    ) -> tuple[Tensor, Quantities]:
+    def penalty(self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws) -> Penalty:
         state = batch.cond if self._scale is None else batch.cond / self._scale
         query = action.detach()
         found = self.search.nearest(batch.row, state, query)
         neighbour = self._action[found.row]
         own = self._is_own(batch, state, found.row, neighbour)
-        return mean_square(action, neighbour), {
+        told = {
             "constraint/own_row": own.float().mean(dim=-1),
             "constraint/certified": found.certified.float().mean(dim=-1),
             "constraint/own_distance": mean_square(neighbour, batch.action).sqrt(),
         }
+        return towards(action, neighbour)._replace(metrics=told)
 
     def _is_own(self, batch: Batch, state: Tensor, found: Tensor, neighbour: Tensor) -> Tensor:
         """Return a mask (B,) bool: found row equals the batch row in index, or in state and action."""

@@ -26,8 +26,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from algos.base import Draws, Quantities, Setup
-from algos.offline.td3_update import Actor, ConstrainedTd3Config, Regulariser, Td3Learner
+from algos.base import Draws, Setup
+from algos.offline.td3_update import Actor, ConstrainedTd3Config, Penalty, Regulariser, Td3Learner, towards
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.networks.critics import Ensemble, EnsembleConfig
@@ -45,10 +45,8 @@ class BothActions(Regulariser):
     def __init__(self, actor_weight: float, critic_weight: float) -> None:
         self.actor_weight, self.critic_weight = actor_weight, critic_weight
 
-    def penalty(
-        self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
-    ) -> tuple[Tensor, Quantities]:
-        return self.actor_weight * (action - batch.action).square().sum(dim=-1).mean(dim=-1), {}
+    def penalty(self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws) -> Penalty:
+        return towards(action, batch.action, self.actor_weight * action.shape[-1])  # the sum over entries
 
     def next_penalty(self, batch: Batch, action: Tensor) -> Tensor:
         distance = (action - batch.next_action).square().sum(dim=-1)

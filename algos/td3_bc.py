@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algos.base import Draws, Quantities, Setup
+from algos.base import Draws, Setup
 from algos.cloning.validation import masked_mean
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.loop import precision
-from algos.offline.td3_update import Actor, ConstrainedTd3Config, Regulariser, mean_square
+from algos.offline.td3_update import Actor, ConstrainedTd3Config, Penalty, Regulariser, towards
 from algos.transitions import Batch, TransitionTable
 from policies.networks.critics import Ensemble
 from policies.policy import Policy
@@ -25,10 +25,8 @@ from policies.registry import register
 class OwnAction(Regulariser):
     """Penalty mean (pi - a)^2 over rows and entries, for a deterministic policy."""
 
-    def penalty(
-        self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
-    ) -> tuple[Tensor, Quantities]:
-        return mean_square(action, batch.action), {}
+    def penalty(self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws) -> Penalty:
+        return towards(action, batch.action)
 
 
 class OwnLikelihood(Regulariser):
@@ -40,12 +38,10 @@ class OwnLikelihood(Regulariser):
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         return self._cloning.draw(n, generator)
 
-    def penalty(
-        self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
-    ) -> tuple[Tensor, Quantities]:
+    def penalty(self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws) -> Penalty:
         with precision(self._autocast, batch.plan.device):
             loss = self._cloning(batch, draws)
-        return masked_mean(loss.to(batch.real), batch.real), {}
+        return Penalty(masked_mean(loss.to(batch.real), batch.real))
 
 
 @register("algo", "td3_bc")

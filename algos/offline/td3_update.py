@@ -25,7 +25,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,25 @@ def mean_square(action: Tensor, other: Tensor) -> Tensor:
     return (action - other).square().mean(dim=(-2, -1))
 
 
+class Penalty(NamedTuple):
+    """A penalty on actions (B, A), its gradient with respect to them, and metrics.
+
+    `slope` (B, A) None: only the graph of `value` gives it.
+    """
+
+    value: Tensor
+    slope: Tensor | None = None
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def towards(action: Tensor, other: Tensor, weight: float = 1.0) -> Penalty:
+    """Return the penalty weight * mean (a - b)^2 of actions (B, A) over rows and entries."""
+    apart = action - other
+    slope = apart.detach() * (2 * weight / (apart.shape[-2] * apart.shape[-1]))
+    value = apart.square().mean(dim=(-2, -1))
+    return Penalty(value if weight == 1.0 else weight * value, slope)
+
+
 class Regulariser(ABC):
     """Penalty that keeps the actor near the data."""
 
@@ -76,10 +96,8 @@ class Regulariser(ABC):
         return {}
 
     @abstractmethod
-    def penalty(
-        self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
-    ) -> tuple[Tensor, Quantities]:
-        """Return the penalty on actor actions (B, A), and metrics.
+    def penalty(self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws) -> Penalty:
+        """Return the penalty on actor actions (B, A).
 
         Its gradient reaches the weights of a deterministic actor through these actions alone.
         """
@@ -263,16 +281,18 @@ class Td3Learner:
             value = values[0] if self._leading == 1 else aggregate(values, "min")
         scale = self.config.alpha / current().mean(value.detach().abs().mean(dim=-1))  # lambda
         value_loss = -scale * value.mean(dim=-1)
-        penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
+        penalty, of_action, told = self.regulariser.penalty(batch, action, self.critic, draws)
         if found is not None:
-            (of_action,) = torch.autograd.grad(penalty, action)
+            if of_action is None:
+                (of_action,) = torch.autograd.grad(penalty, action)
             of_action = of_action + along(slopes * (-scale / value.shape[-1]))
             descend_along(self.actor_optimizer, actor.gradients(of_action))
         else:
             descend(self.actor_optimizer, value_loss + penalty)
         with torch.no_grad():
             saturated = action.abs() > AT_BOUND * self.actor.limit
-            out |= {
+            out = {
+                **told,
                 "actor/value": value.mean(dim=-1),
                 "actor/value_loss": value_loss,
                 "actor/constraint": penalty,

@@ -25,6 +25,7 @@ from benchmarks.pages import processor
 from benchmarks.speed import page
 from benchmarks.speed.cases_acting import exported, rollout, sampling, transformer, unet
 from benchmarks.speed.cases_critics import critics
+from benchmarks.speed.cases_d3rlpy import d3rlpy
 from benchmarks.speed.cases_dsrl import dsrl_sac
 from benchmarks.speed.cases_evaluating import evaluate
 from benchmarks.speed.cases_flows import flow, reinflow
@@ -63,16 +64,17 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
         ppo,
         dsrl_sac,
         lerobot,
+        d3rlpy,
         released,
     )
 }
-PEERS = ("ppo", "dsrl_sac", "lerobot", "released")
+PEERS = ("ppo", "dsrl_sac", "lerobot", "d3rlpy", "released")
 """Cases whose peer is another program, to be installed or cloned beside ours."""
 
 
-ON_A_FILE = ("offline", "neighbours", "seeds", "released", "evaluate")
+ON_A_FILE = ("offline", "neighbours", "seeds", "d3rlpy", "released", "evaluate")
 """Cases that read `--dataset`."""
-ON_ROWS = ("offline", "neighbours", "seeds", "released", "replay", "dsrl")
+ON_ROWS = ("offline", "neighbours", "seeds", "d3rlpy", "released", "replay", "dsrl")
 """Cases whose synthetic data have `--rows`."""
 ROWS, THREADS = 1_000_000, 2
 

@@ -27,7 +27,7 @@ THEMES = {
     "Offline": ("offline", "neighbours"),
     "Off-policy and critics": ("replay", "ensembles", "dsrl", "critics"),
     "Several seeds": ("seeds",),
-    PROGRAMS: ("ppo", "dsrl_sac", "lerobot", "released"),
+    PROGRAMS: ("ppo", "dsrl_sac", "lerobot", "d3rlpy", "released"),
 }
 """Title of a table -> its cases."""
 

@@ -117,7 +117,7 @@ def test_actions_that_are_not_finite_reach_the_check_of_the_loss(how: str, bad: 
     query = action[row].clone()
     query[3] = bad
     critic = EnsembleConfig(hidden_dims=(8,)).build(3, 2)
-    loss, _ = penalty.penalty(batch, query, critic, {})
+    loss = penalty.penalty(batch, query, critic, {}).value
     assert not loss.isfinite()
     others = row != 3
     assert torch.equal(penalty.search.nearest(row, state[row], query).row[others], row[others])

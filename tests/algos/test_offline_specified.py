@@ -139,7 +139,7 @@ def test_prdc_next_to_the_data_is_td3_bc_and_says_so() -> None:
     run = run_of(PrdcConfig(steps=4, beta=50.0))
     batch = run.table.gather(torch.arange(20))
     action = (batch.action + 0.01).requires_grad_()
-    penalty, told = run.learner.regulariser.penalty(batch, action, run.learner.critic, {})
+    penalty, _, told = run.learner.regulariser.penalty(batch, action, run.learner.critic, {})
     assert float(told["constraint/own_row"]) == 1.0 and float(told["constraint/certified"]) == 1.0
     assert float(told["constraint/own_distance"]) == 0.0
     torch.testing.assert_close(penalty, F.mse_loss(action, batch.action))
@@ -151,7 +151,7 @@ def test_prdc_follows_the_nearest_row_and_counts_how_often_that_is_the_own() -> 
     run = run_of(PrdcConfig(steps=4, beta=0.05))
     batch = run.table.gather(torch.arange(20))
     action = -batch.action
-    penalty, told = run.learner.regulariser.penalty(batch, action, run.learner.critic, {})
+    penalty, _, told = run.learner.regulariser.penalty(batch, action, run.learner.critic, {})
     rows = run.table.gather(torch.arange(len(run.table)))
     cost = 0.05**2 * torch.cdist(batch.cond.double(), rows.cond.double()).square()
     cost = cost + torch.cdist(action.double(), rows.action.double()).square()
@@ -168,13 +168,13 @@ def test_a_copy_of_a_row_is_the_own_row_and_another_action_of_its_state_is_not(s
     twice = once.select([*range(once.num_episodes)] * 2)
     run = PrdcConfig(steps=4, beta=50.0, search=search).build(Setup(dataset=twice, seed=1))
     batch = run.table.gather(torch.arange(len(run.table)))
-    _, told = run.learner.regulariser.penalty(batch, batch.action + 0.01, run.learner.critic, {})
+    *_, told = run.learner.regulariser.penalty(batch, batch.action + 0.01, run.learner.critic, {})
     assert float(told["constraint/own_row"]) == 1.0, "half of the numbers are those of copies"
     second = torch.arange(twice.num_frames) >= once.num_frames
     apart = replace(twice, actions=torch.where(second[:, None], -twice.actions, twice.actions))
     run = PrdcConfig(steps=4, beta=50.0, search=search).build(Setup(dataset=apart, seed=1))
     batch = run.table.gather(torch.arange(len(run.table)))
-    _, told = run.learner.regulariser.penalty(batch, -batch.action, run.learner.critic, {})
+    *_, told = run.learner.regulariser.penalty(batch, -batch.action, run.learner.critic, {})
     assert float(told["constraint/own_row"]) == 0.0, "the other row of the state has that action"
 
 
@@ -286,7 +286,7 @@ def test_prdc_keeps_sampled_chunks_near_recorded_ones_through_all_denoising_step
     cost = cost + torch.cdist(sampled.detach().double(), rows.action.double()).square()
     expected = F.mse_loss(sampled, rows.action[cost.argmin(1)])
     action = learner.actor(batch.cond, noise)
-    penalty, _ = learner.regulariser.penalty(batch, action, learner.critic, {})
+    penalty = learner.regulariser.penalty(batch, action, learner.critic, {}).value
     torch.testing.assert_close(penalty, expected)
     assert_same_gradients(learner.policy, penalty, expected)
 
@@ -303,7 +303,7 @@ def test_the_guide_of_a2pr_rebuilds_sampled_chunks_and_passes_gradients_back(pro
     v = guide.value(batch.cond, torch.zeros(12, 0))[0].detach()  # before its step
     guide.learn(batch, learner.backup(batch, draws), learner.critic, draws)
     action = learner.actor(batch.cond, learner.actor.draw(12, generator))
-    penalty, told = guide.penalty(batch, action, learner.critic, draws)
+    penalty, _, told = guide.penalty(batch, action, learner.critic, draws)
     rebuilt = guide.vae(batch.cond, action, draws["vae_policy"])[0]
     first = [learner.critic(batch.cond, one)[0].detach() for one in (rebuilt, batch.action)]
     follows, active = first[0] >= first[1], (first[0] >= v) | (first[1] > v)

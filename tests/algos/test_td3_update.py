@@ -19,7 +19,7 @@ from algos.a2pr import A2prConfig, ActionVae
 from algos.base import Setup
 from algos.iql import IqlConfig, expectile_loss
 from algos.offline.loop import Limits, OfflineRun, _evenly_spaced, limits_of
-from algos.offline.td3_update import Actor, ConstrainedTd3Config, Td3Learner
+from algos.offline.td3_update import Actor, ConstrainedTd3Config, Td3Learner, towards
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
@@ -154,6 +154,16 @@ def test_actor_gradients_without_graphs_are_those_of_autograd(
 
 
 @pytest.mark.skipif(native.library() is None, reason="there is no program in C")
+@pytest.mark.parametrize("weight", [1.0, 0.03])
+def test_the_slope_of_a_distance_is_that_of_autograd(weight: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    action, other = (torch.randn(2, 6, 3, generator=generator) for _ in range(2))
+    value, slope, _ = towards(action.requires_grad_(), other, weight)
+    torch.testing.assert_close(value, weight * (action - other).square().mean(dim=(1, 2)))
+    assert slope is not None and not slope.requires_grad
+    torch.testing.assert_close(slope, torch.autograd.grad(value.sum(), action)[0])
+
+
 def test_weights_that_are_frozen_tied_or_another_networks_have_graphs() -> None:
     x, other = torch.randn(5, 3), PlainTrunk((3, 8, 8, 2), "relu")
 

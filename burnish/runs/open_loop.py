@@ -19,7 +19,8 @@ from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.comparison import Comparison, format_interval
 from envs.evaluation.intervals import stated
-from envs.evaluation.open_loop import QUANTITY, OpenLoop, compare_open_loop, open_loop
+from envs.evaluation.open_loop import QUANTITY, OpenLoop, as_seen, compare_open_loop, open_loop
+from envs.evaluation.protocol import with_settings
 from policies.errors import ConfigError
 from policies.storage.atomic_write import write_errors, write_text
 
@@ -86,10 +87,15 @@ def measure(config: EvalConfig) -> OpenLoopResult:
         require_no_other_file(Path(config.out))
     mine = locate_actor(config.policy, "policy")
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
+    policies = [(one.label, one.load()) for one in (mine, other) if one is not None]
+    for _, policy in policies:  # before data are read, which may take long
+        with_settings(policy, config)
     dataset = read_dataset(config.dataset, **config.reader)
     _warn_of_training_data(mine, config.dataset)
-    errors = _errors(mine, dataset, config)
-    baseline = None if other is None else _errors(other, dataset, config)
+    for _, policy in policies[1:]:  # before the policy itself is compared
+        as_seen(policy, dataset)
+    errors, *others = (_errors(*one, dataset, config) for one in policies)
+    baseline = others[0] if others else None
     compared = None if baseline is None else compare_open_loop(baseline, errors)
     names = _names(mine.provenance(), dataset)
     path = None if config.out is None else Path(config.out)
@@ -103,9 +109,9 @@ def measure(config: EvalConfig) -> OpenLoopResult:
     return result
 
 
-def _errors(one: Located, dataset: EpisodeDataset, config: EvalConfig) -> OpenLoop:
-    with Counting(f"comparing {one.label}", 1) as counting:
-        return open_loop(one.load(), dataset, config, on_progress=lambda n, of: counting.show(n, total=of))
+def _errors(label: str, policy: Any, dataset: EpisodeDataset, config: EvalConfig) -> OpenLoop:
+    with Counting(f"comparing {label}", 1) as counting:
+        return open_loop(policy, dataset, config, on_progress=lambda n, of: counting.show(n, total=of))
 
 
 def _names(provenance: Any, dataset: EpisodeDataset) -> tuple[str, ...]:

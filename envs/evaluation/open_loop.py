@@ -95,7 +95,7 @@ def open_loop(
     """
     if settings.warm_start.is_on or settings.steer.is_on:
         raise ConfigError("warm_start and steer need episodes that are played. Leave them out with dataset.")
-    dataset = _as_seen(policy, dataset)
+    dataset = as_seen(policy, dataset)
     view = with_settings(policy, settings)
     runner = EpisodeRunner(
         view, settings.first_seed, settings.noise_seed, settings.start_noise, settings.sampling_noise, False
@@ -139,8 +139,12 @@ def compare_open_loop(before: OpenLoop, after: OpenLoop) -> Comparison:
     return Comparison(QUANTITY, float(a.mean()), float(b.mean()), paired_difference(a, b), len(a), True)
 
 
-def _as_seen(policy: Any, dataset: EpisodeDataset) -> EpisodeDataset:
-    """Return the dataset in the policy's observations, deciding anywhere; goals may end the states."""
+def as_seen(policy: Any, dataset: EpisodeDataset) -> EpisodeDataset:
+    """Return the dataset in the policy's observations, deciding anywhere; goals may end the states.
+
+    Raises:
+        ConfigError: If policy and data do not fit.
+    """
     extras = {key: value for key, value in dataset.extras.items() if key != DECISION}
     goals, width = extras.get("goal"), getattr(policy, "goal_dim", 0)
     dataset = replace(dataset, extras=extras)

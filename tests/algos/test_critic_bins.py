@@ -168,7 +168,9 @@ def test_every_algorithm_learns_such_critics_is_resumed_and_ships_them(algo: str
         ("dqc", {"critic_bins": 0}, {"value_max": 5.0}, "algo.value_max 6 5"),
     ],
 )
-def test_a_run_goes_on_with_the_range_it_began_with(algo: str, first: Any, changes: Any, message: str) -> None:
+def test_a_run_goes_on_with_the_range_it_began_with(
+    algo: str, first: Any, changes: Any, message: str
+) -> None:
     state, other = saved(begin(algo, **first)), begin(algo, **first | changes)
     with pytest.raises(CheckpointError, match=mentions(message)):
         other.load_state_dict(state)

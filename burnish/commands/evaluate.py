@@ -80,6 +80,8 @@ def run(config: EvalConfig, context: RunContext) -> float:
         output().print(compared.shown())
         if compared.comparison is not None:
             output().print(str(compared.comparison), markup=False)
+        if compared.path is not None:
+            output().print(f"written: {compared.path}", markup=False, soft_wrap=True)
         return compared.errors.summary().value
     result = evaluate(config)
     _print_numbers(config, result.label, result.evaluation, result.baseline, result.comparison)

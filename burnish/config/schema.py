@@ -83,9 +83,16 @@ def to_command(node: DictConfig) -> Any:
     defaults.
 
     Raises:
-        ConfigError: See `to_object`.
+        ConfigError: See `to_object`; if keys of a group are set of which no option is chosen.
     """
-    return at_home(to_object(node if node.get("resume") is None else _without_parts(node)))
+    config = to_object(node if node.get("resume") is None else _without_parts(node))
+    for group in GROUPS:
+        if isinstance(keys := getattr(config, group, None), dict):
+            raise ConfigError(
+                f"no {group} is chosen, but keys of one are set: {', '.join(map(str, keys))}. Give "
+                f"{group}=<name>, or leave out what sets them."
+            )
+    return at_home(config)
 
 
 def _without_parts(node: DictConfig) -> DictConfig:

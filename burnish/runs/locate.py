@@ -164,8 +164,8 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
         )
     if is_exported(place):
         raise CheckpointError(
-            f"{key}={path} is an exported folder: graphs that act, without weights to train, merge or compose. "
-            "Give the run or the policy directory that it was exported from."
+            f"{key}={path} is an exported folder: graphs that act, without weights to train, merge or "
+            "compose. Give the run or the policy directory that it was exported from."
         )
     raise CheckpointError(
         f"{key}={path} is neither a policy directory (no {POLICY_CONFIG}) nor a run (no {RUN_CONFIG}); "

@@ -19,8 +19,14 @@ from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.comparison import Comparison, format_interval
 from envs.evaluation.intervals import stated
-from envs.evaluation.open_loop import QUANTITY, OpenLoop, as_seen, compare_open_loop, open_loop
-from envs.evaluation.protocol import with_settings
+from envs.evaluation.open_loop import (
+    QUANTITY,
+    OpenLoop,
+    as_seen,
+    compare_open_loop,
+    open_loop,
+    with_recorded,
+)
 from policies.errors import ConfigError
 from policies.storage.atomic_write import write_errors, write_text
 
@@ -89,7 +95,7 @@ def measure(config: EvalConfig) -> OpenLoopResult:
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
     policies = [(one.label, one.load()) for one in (mine, other) if one is not None]
     for _, policy in policies:  # before data are read, which may take long
-        with_settings(policy, config)
+        with_recorded(policy, config)
     dataset = read_dataset(config.dataset, **config.reader)
     _warn_of_training_data(mine, config.dataset)
     for _, policy in policies[1:]:  # before the policy itself is compared
@@ -141,7 +147,7 @@ def _write(path: Path, config: EvalConfig, result: OpenLoopResult) -> None:
         "actions": result.names,
         "rmse": result.errors.rmse.tolist(),
         "deviation": result.errors.deviation.tolist(),
-        "unexplained_variance": asdict(result.errors.summary()),
+        "unexplained_variance": stated(result.errors.summary(), len(result.errors.squared)),
         "episodes": result.errors.by_episode().tolist(),
     }
     if result.comparison is not None:

@@ -93,10 +93,8 @@ def open_loop(
             policy reads, or a setting needs episodes that are played.
         DatasetError: If the data lack a camera that the policy reads.
     """
-    if settings.warm_start.is_on or settings.steer.is_on:
-        raise ConfigError("warm_start and steer need episodes that are played. Leave them out with dataset.")
+    view = with_recorded(policy, settings)
     dataset = as_seen(policy, dataset)
-    view = with_settings(policy, settings)
     runner = EpisodeRunner(
         view, settings.first_seed, settings.noise_seed, settings.start_noise, settings.sampling_noise, False
     )
@@ -131,6 +129,17 @@ def open_loop(
     if not (deviation > 0).any():
         raise ConfigError(f"{dataset.source}: no entry of the recorded actions varies; nothing to compare.")
     return OpenLoop(squared, deviation)
+
+
+def with_recorded(policy: Any, settings: EvaluationSettings) -> Any:
+    """Return the policy with the settings' steps and guidance; see `envs.evaluation.protocol.with_settings`.
+
+    Raises:
+        ConfigError: If a setting does not fit the policy, or needs episodes that are played.
+    """
+    if settings.warm_start.is_on or settings.steer.is_on:
+        raise ConfigError("warm_start and steer need episodes that are played. Leave them out with dataset.")
+    return with_settings(policy, settings)
 
 
 def compare_open_loop(before: OpenLoop, after: OpenLoop) -> Comparison:

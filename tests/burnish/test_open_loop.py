@@ -15,6 +15,8 @@ from torch import Tensor
 
 import burnish
 from burnish.commands import evaluate as evaluate_command
+from burnish.config.evaluate import EvalConfig
+from burnish.config.overrides import RunContext
 from burnish.runs import open_loop as open_loop_command
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.open_loop import open_loop
@@ -156,6 +158,19 @@ def test_a_policy_without_a_task_is_judged_by_held_out_episodes(
     assert "was trained on a file named" in caplog.text
 
 
+def test_one_episode_alone_has_no_interval_in_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = PolicyConfig(horizon=2, act_steps=2, backbone=MlpConfig(width=8, time_dim=4))
+    save_policy(build_policy(parts, obs_dim=4, action_dim=2), tmp_path / "policy")
+    np.savez(tmp_path / "data.npz", observations=np.zeros((9, 4)), actions=np.eye(9)[:, :2])
+    places = {"policy": tmp_path / "policy", "dataset": tmp_path / "data.npz", "out": tmp_path / "one.json"}
+    config = EvalConfig(**{key: str(place) for key, place in places.items()})
+    value = evaluate_command.run(config, RunContext(tmp_path))
+    assert json.loads(places["out"].read_text())["unexplained_variance"] == {"value": value}
+    assert f"written: {places['out']}" in capsys.readouterr().out
+
+
 def test_a_baseline_that_does_not_fit_is_refused_before_the_policy_acts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,8 +183,11 @@ def test_a_baseline_that_does_not_fit_is_refused_before_the_policy_acts(
     np.savez(tmp_path / "data.npz", observations=zeros, actions=np.eye(9)[:, :2])
     for where, name in ((open_loop_command, "open_loop"), (evaluate_command, "run_episodes")):
         monkeypatch.setattr(where, name, lambda *_, **__: pytest.fail("acts"))
+    missing = tmp_path / "missing.npz"
     with pytest.raises(ConfigError, match=mentions("act_steps 3 2")):
-        burnish.open_loop(path["long"], tmp_path / "missing.npz", baseline=path["short"], act_steps=3)
+        burnish.open_loop(path["long"], missing, baseline=path["short"], act_steps=3)
+    with pytest.raises(ConfigError, match=mentions("warm_start episodes that are played")):
+        burnish.open_loop(path["long"], missing, **{"warm_start.steps": 1})
     with pytest.raises(ConfigError, match=mentions("action width 3 2")):
         burnish.open_loop(path["long"], tmp_path / "data.npz", baseline=path["wide"])
     task: dict[str, Any] = {"env": "avoid", "out": tmp_path / "eval.json"}

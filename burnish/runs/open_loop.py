@@ -15,6 +15,7 @@ from burnish.config.evaluate import OF_COMPOSE, EvalConfig
 from burnish.console import Counting, output, table
 from burnish.runs.evaluation import require_no_other_file
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
+from burnish.runs.tasks import require_recording_of
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.comparison import Comparison, format_interval
@@ -33,7 +34,7 @@ from policies.storage.atomic_write import write_errors, write_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-_OF_TASK = ("env", "allow_other_task", "videos", "fleet", "first_seed", "num_envs")  # have no use here
+_OF_TASK = ("env", "videos", "fleet", "first_seed", "num_envs")  # have no use here
 _log = logging.getLogger(__name__)
 _COLUMNS = ("policy", "action", "RMSE", "deviation of the data", QUANTITY, "95 % interval")
 
@@ -93,10 +94,13 @@ def measure(config: EvalConfig) -> OpenLoopResult:
         require_no_other_file(Path(config.out))
     mine = locate_actor(config.policy, "policy")
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
-    policies = [(one.label, one.load()) for one in (mine, other) if one is not None]
+    found = {"policy": mine} | ({} if other is None else {"baseline": other})
+    policies = [(one.label, one.load()) for one in found.values()]
     for _, policy in policies:  # before data are read, which may take long
         with_recorded(policy, config)
     dataset = read_dataset(config.dataset, **config.reader)
+    for key, one in found.items():
+        require_recording_of(one, dataset, key, allow_other=config.allow_other_task)
     _warn_of_training_data(mine, config.dataset)
     for _, policy in policies[1:]:  # before the policy itself is compared
         as_seen(policy, dataset)

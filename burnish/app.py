@@ -21,7 +21,15 @@ from omegaconf import DictConfig, flag_override
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import USER_ERRORS, error_message
 from burnish.config.hydra_sources import register_configs
-from burnish.config.overrides import Overrides, RunContext, check_arguments, quoted, readable, with_home
+from burnish.config.overrides import (
+    Overrides,
+    RunContext,
+    check_arguments,
+    quoted,
+    readable,
+    with_home,
+    with_no_option,
+)
 from burnish.config.schema import to_command
 from policies.errors import ConfigError
 from policies.extras import require
@@ -77,7 +85,8 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
         ConfigError: If an argument is refused before Hydra starts.
     """
     register_configs()
-    words = [readable(with_home(text)) for text in with_main_key(command, arguments)]
+    given = [readable(with_home(text)) for text in with_main_key(command, arguments)]
+    words = with_no_option(command, given)
     typed = check_arguments(command, words)
     launcher = str(typed.value("hydra/launcher"))
     if launcher in _LAUNCHERS:

@@ -22,6 +22,7 @@ that leave an episode are not drawn.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,32 +69,34 @@ class DqcLearner(ChunkCriticLearner):
         return self.value(cond)[0]
 
     def target(self, batch: Batch, draws: Draws) -> Tensor:
-        """Return y (B,) in [0, 1]."""
+        """Return y (B,), a share of the range; beyond 0 and 1 it is yet to be clipped."""
         low, span = self.config.value_min, self.config.value_span
         following = low + span * self.value_logit(batch.next_cond).sigmoid()
-        return ((torch.addcmul(batch.reward, batch.discount, following) - low) / span).clamp(0, 1)
+        return (torch.addcmul(batch.reward, batch.discount, following) - low) / span
 
-    def losses(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
+    def losses(self, batch: Batch, draws: Draws, y: Tensor) -> dict[str, Tensor]:
         """Return the losses of critics of long and executed chunks and of V, for long chunks (B, h Da)."""
         config, executed = self.config, batch.action[:, : self.base.chunk.width]
         with torch.no_grad():
-            y = self.target(batch, draws)
             worth = self.aggregated(self.target_critic(batch.cond, executed).sigmoid(), draws["subset"])
         logit = self.chunk_critic(batch.cond, batch.action)
         partial, taught = self.critic(batch.cond, executed), logit.detach().sigmoid()
         distill = implicit_loss(partial, taught, config.distill_loss, config.distill_expectile)
         value = implicit_loss(self.value_logit(batch.cond), worth, config.value_loss, config.value_expectile)
-        return {"chunk": bce(logit, y).mean(), "distill": distill.mean(), "value": value.mean()}
+        return {"chunk": bce(logit, y.clamp(0, 1)).mean(), "distill": distill.mean(), "value": value.mean()}
 
     def step(self, batch: Batch, draws: Draws) -> Quantities:
         updates_actor = self.updates_actor
         self.steps += 1
-        losses = self.losses(batch, draws)
+        with torch.no_grad():
+            y = self.target(batch, draws)
+        losses = self.losses(batch, draws, y)
         polyak(self.target_critic, self.critic, self.config.tau)
         optimizers = (self.chunk_optimizer, self.critic_optimizer, self.value_optimizer)
         pairs = zip(optimizers, losses.values(), strict=True)
         chunk, distill, value = (descend(optimizer, loss) for optimizer, loss in pairs)
         found = {"critic/loss": chunk, "critic/distillation": distill, "value/loss": value}
+        found["critic/clipped_fraction"] = ((y < 0) | (y > 1)).float().mean()
         return found | (self.update_base(batch, draws) if updates_actor else {})
 
     def probed(self, cond: Tensor, action: Tensor) -> Tensor:
@@ -131,6 +134,10 @@ class DqcConfig(ChunkCriticConfig):
 
     def backup_steps(self, policy: Policy) -> int:
         return self.critic_horizon
+
+    def resume_invariants(self) -> dict[str, Any]:
+        names = ("critic_horizon", "value_min", "value_max")
+        return super().resume_invariants() | {f"algo.{name}": getattr(self, name) for name in names}
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)

@@ -38,7 +38,7 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.bounds import bounded
 from policies.build import build_policy
 from policies.composition.policy import ComposedPolicy
-from policies.errors import CapabilityError
+from policies.errors import CapabilityError, ConfigError
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.critics import AGGREGATES, Ensemble, EnsembleConfig, aggregate, polyak
 from policies.policy import Policy, PolicyConfig
@@ -74,7 +74,7 @@ class ChunkCriticConfig(TransitionsConfig):
     """Settings shared by algorithms with critics of chunks."""
 
     needs_noise: ClassVar[bool] = True  # the policy must sample different chunks
-    may_keep: ClassVar[bool] = True  # whether the policy may stay as it is, by refit=false
+    may_keep: ClassVar[bool] = True  # whether one without matching loss may stay as it is, by refit=false
 
     steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
@@ -123,6 +123,11 @@ class ChunkCriticConfig(TransitionsConfig):
         self.require("steps", self.steps + self.online_steps > 0, "above 0 without algo.online_steps")
         if setup.init is not None:
             self.require_policy(setup.init, algo)
+        elif not self.refit:
+            raise ConfigError(
+                f"algo={algo} with algo.refit=false leaves its policy as it is, and without init that is a "
+                "new one of random weights. Give init=<run> or set algo.refit=true."
+            )
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         """Refuse a policy that this algorithm cannot train (CapabilityError)."""

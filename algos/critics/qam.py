@@ -182,6 +182,8 @@ class QamConfig(ChunkCriticConfig):
         QAM, released code.
     """
 
+    may_keep: ClassVar[bool] = False  # what has no matching loss has no velocity either
+
     critics: int = bounded(10, ge=1)  # E, size of the critic ensemble
     aggregate: str = bounded("mean_std", choices=AGGREGATES)  # reduction over critics in targets
     num_candidates: int = bounded(1, ge=1)  # N, chunks to choose from

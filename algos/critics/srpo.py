@@ -183,9 +183,9 @@ class SrpoConfig(ChunkCriticConfig):
         self.require("online_steps", not self.online_steps, "0: values are fitted first, then kept")
 
     def require_trainable(self, setup: Setup, algo: str) -> None:
-        super().require_trainable(setup, algo)
         if setup.init is None:
             raise ConfigError(f"algo={algo} follows the score of a cloned policy; give init=<run>.")
+        super().require_trainable(setup, algo)
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)

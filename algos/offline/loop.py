@@ -355,7 +355,7 @@ def clipped_targets(measured: Mapping[str, Any]) -> dict[str, str]:
     if not (share := float(measured.get("critic/clipped_fraction", 0.0))):
         return {}
     return {
-        "range": f"{100 * share:.2g} % of the targets of the critics lie outside their range and are clipped "
+        "range": f"{100 * share:.3g} % of the targets of the critics lie outside their range and are clipped "
         "(critic/clipped_fraction). Widen it by algo.value_min and algo.value_max."
     }
 

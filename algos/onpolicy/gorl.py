@@ -114,7 +114,9 @@ class GorlConfig(OnPolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("bc_weight", self.bc_weight == 0, "0: latents are near the clone by algo.latent_weight")
+        for name in ("bc_weight", "demo_weight"):
+            is_unset = getattr(self, name) == 0
+            self.require(name, is_unset, "0: latents are near the clone by algo.latent_weight")
         self.require("encoder", self.encoder == "frozen", "frozen")
 
     @staticmethod

@@ -26,6 +26,7 @@ from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.evaluate import evaluate as run_episodes
+from envs.evaluation.protocol import require_playable
 from envs.rollouts.fleet import LOCAL
 from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import BurnishError, ConfigError
@@ -79,6 +80,8 @@ def run(config: EvalConfig, context: RunContext) -> float:
         output().print(compared.shown())
         if compared.comparison is not None:
             output().print(str(compared.comparison), markup=False)
+        if compared.path is not None:
+            output().print(f"written: {compared.path}", markup=False, soft_wrap=True)
         return compared.errors.summary().value
     result = evaluate(config)
     _print_numbers(config, result.label, result.evaluation, result.baseline, result.comparison)
@@ -163,8 +166,13 @@ def evaluate(config: EvalConfig) -> Result:
     found = resolve(config)
     if config.videos:
         try_drawing(found.env)
-    evaluation = _play(found.policy, found.env, config)
-    baseline = None if found.baseline is None else _play(found.baseline, found.env, config)
+    policy, other = found.policy.load(), None if found.baseline is None else found.baseline.load()
+    if other is not None:  # before the episodes of the policy, which may take long
+        require_playable(other, found.env, config)
+    evaluation = _play(found.policy.label, policy, found.env, config)
+    baseline = None
+    if found.baseline is not None:
+        baseline = _play(found.baseline.label, other, found.env, config)
     comparison = None if baseline is None else compare(baseline, evaluation)
     videos: Iterable[Path] = ()
     try:
@@ -197,10 +205,10 @@ def summary_rows(evaluations: Iterable[tuple[str, Evaluation]]) -> list[tuple[ob
     return rows
 
 
-def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:
-    with Counting(f"evaluating {one.label}", config.episodes) as counting:
+def _play(label: str, policy: Any, env: Any, config: EvalConfig) -> Evaluation:
+    with Counting(f"evaluating {label}", config.episodes) as counting:
         return run_episodes(
-            one.load(),
+            policy,
             env,
             config,
             num_workers=config.num_workers,

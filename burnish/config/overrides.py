@@ -140,6 +140,23 @@ def readable(override: str) -> str:
     return override if value.isascii() or not is_plain else key + equals + quoted(value.strip())
 
 
+def with_no_option(command: str, texts: Sequence[str]) -> list[str]:
+    """Write `group=null` as `group=[]`: Hydra takes null as the default of a group, and not as typed.
+
+    Raises:
+        ConfigError: If the command needs an option of the group.
+    """
+    written = []
+    for text in texts:
+        group, _, value = text.partition("=")
+        is_none = group in groups_of(command) and value.strip() == "null"
+        if is_none and default_options(command)[group] is not None:
+            choices = f"choose one of: {', '.join(options_of(group))}"
+            raise ConfigError(f"burnish {command} needs an option of {group}; {choices}.")
+        written.append(f"{group}=[]" if is_none else text)
+    return written
+
+
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Override:
     text = readable(text)

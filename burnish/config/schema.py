@@ -24,7 +24,7 @@ from burnish.config.commands import COMMANDS
 from burnish.config.errors import error_message, unknown_key
 from burnish.config.hydra_sources import register_configs
 from burnish.config.nodes import GROUPS
-from burnish.config.overrides import Overrides, check_overrides
+from burnish.config.overrides import Overrides, check_overrides, with_no_option
 from policies.errors import ConfigError
 from policies.paths import at_home
 from policies.storage.strict_json import type_hints
@@ -54,7 +54,7 @@ def compose_command(command: str, overrides: Sequence[str]) -> Composed:
     """
     register_configs()
     name = COMMANDS[command].config_name
-    typed = check_overrides(command, overrides)
+    typed = check_overrides(command, with_no_option(command, overrides))
     sets_hydra = any(item.key.startswith("hydra") for item in typed.items)
     all_texts = [*typed.texts, *([] if sets_hydra else _WITHOUT_HYDRA)]
     try:
@@ -83,9 +83,16 @@ def to_command(node: DictConfig) -> Any:
     defaults.
 
     Raises:
-        ConfigError: See `to_object`.
+        ConfigError: See `to_object`; if keys of a group are set of which no option is chosen.
     """
-    return at_home(to_object(node if node.get("resume") is None else _without_parts(node)))
+    config = to_object(node if node.get("resume") is None else _without_parts(node))
+    for group in GROUPS:
+        if isinstance(keys := getattr(config, group, None), dict):
+            raise ConfigError(
+                f"no {group} is chosen, but keys of one are set: {', '.join(map(str, keys))}. Give "
+                f"{group}=<name>, or leave out what sets them."
+            )
+    return at_home(config)
 
 
 def _without_parts(node: DictConfig) -> DictConfig:

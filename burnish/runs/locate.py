@@ -162,6 +162,11 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
         raise CheckpointError(
             f"{key}={path} holds the runs of {len(runs)} seeds; give one of them, for example {runs[0]}."
         )
+    if is_exported(place):
+        raise CheckpointError(
+            f"{key}={path} is an exported folder: graphs that act, without weights to train, merge or "
+            "compose. Give the run or the policy directory that it was exported from."
+        )
     raise CheckpointError(
         f"{key}={path} is neither a policy directory (no {POLICY_CONFIG}) nor a run (no {RUN_CONFIG}); "
         f"give one of these, for example runs/<date>/<name>."

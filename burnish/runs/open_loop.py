@@ -15,18 +15,26 @@ from burnish.config.evaluate import OF_COMPOSE, EvalConfig
 from burnish.console import Counting, output, table
 from burnish.runs.evaluation import require_no_other_file
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
+from burnish.runs.tasks import require_recording_of
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.comparison import Comparison, format_interval
 from envs.evaluation.intervals import stated
-from envs.evaluation.open_loop import QUANTITY, OpenLoop, compare_open_loop, open_loop
+from envs.evaluation.open_loop import (
+    QUANTITY,
+    OpenLoop,
+    as_seen,
+    compare_open_loop,
+    open_loop,
+    with_recorded,
+)
 from policies.errors import ConfigError
 from policies.storage.atomic_write import write_errors, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_OF_TASK = ("env", "allow_other_task", "videos", "fleet", "first_seed", "num_envs")  # have no use here
+_OF_TASK = ("env", "videos", "fleet", "first_seed", "num_envs")  # have no use here
 _log = logging.getLogger(__name__)
 _COLUMNS = ("policy", "action", "RMSE", "deviation of the data", QUANTITY, "95 % interval")
 
@@ -86,10 +94,18 @@ def measure(config: EvalConfig) -> OpenLoopResult:
         require_no_other_file(Path(config.out))
     mine = locate_actor(config.policy, "policy")
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
+    found = {"policy": mine} | ({} if other is None else {"baseline": other})
+    policies = [(one.label, one.load()) for one in found.values()]
+    for _, policy in policies:  # before data are read, which may take long
+        with_recorded(policy, config)
     dataset = read_dataset(config.dataset, **config.reader)
+    for key, one in found.items():
+        require_recording_of(one, dataset, key, allow_other=config.allow_other_task)
     _warn_of_training_data(mine, config.dataset)
-    errors = _errors(mine, dataset, config)
-    baseline = None if other is None else _errors(other, dataset, config)
+    for _, policy in policies[1:]:  # before the policy itself is compared
+        as_seen(policy, dataset)
+    errors, *others = (_errors(*one, dataset, config) for one in policies)
+    baseline = others[0] if others else None
     compared = None if baseline is None else compare_open_loop(baseline, errors)
     names = _names(mine.provenance(), dataset)
     path = None if config.out is None else Path(config.out)
@@ -103,9 +119,9 @@ def measure(config: EvalConfig) -> OpenLoopResult:
     return result
 
 
-def _errors(one: Located, dataset: EpisodeDataset, config: EvalConfig) -> OpenLoop:
-    with Counting(f"comparing {one.label}", 1) as counting:
-        return open_loop(one.load(), dataset, config, on_progress=lambda n, of: counting.show(n, total=of))
+def _errors(label: str, policy: Any, dataset: EpisodeDataset, config: EvalConfig) -> OpenLoop:
+    with Counting(f"comparing {label}", 1) as counting:
+        return open_loop(policy, dataset, config, on_progress=lambda n, of: counting.show(n, total=of))
 
 
 def _names(provenance: Any, dataset: EpisodeDataset) -> tuple[str, ...]:
@@ -135,7 +151,7 @@ def _write(path: Path, config: EvalConfig, result: OpenLoopResult) -> None:
         "actions": result.names,
         "rmse": result.errors.rmse.tolist(),
         "deviation": result.errors.deviation.tolist(),
-        "unexplained_variance": asdict(result.errors.summary()),
+        "unexplained_variance": stated(result.errors.summary(), len(result.errors.squared)),
         "episodes": result.errors.by_episode().tolist(),
     }
     if result.comparison is not None:

@@ -14,8 +14,11 @@ from typing import Any
 from algos.training.run_directory import RunDirectory
 from burnish.config.saved import describe_part, restore_part
 from burnish.runs.locate import Located
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.recorded_task import recorded_env, recorded_task
 from envs.evaluation.protocol import describe_task
 from envs.fit import require_same_task, task_text
+from envs.spec import task_name
 from policies import registry
 from policies.errors import ConfigError
 from policies.storage.atomic_write import write_text
@@ -149,6 +152,27 @@ def require_task_of(policy: Located, env: Any, key: str, *, allow_other_task: bo
             "%s was made with other options: %s.", policy.label,
             ", ".join(f"env.{n}={getattr(own, n)}, here {getattr(env, n)}" for n in names),
         )  # fmt: skip
+
+
+def require_recording_of(policy: Located, dataset: EpisodeDataset, key: str, *, allow_other: bool) -> None:
+    """Refuse recorded episodes of another task than the policy's; unknown tasks pass.
+
+    Args:
+        policy: The policy.
+        dataset: The episodes; a file that names its task without options agrees with any of them.
+        key: Configuration key of the policy.
+        allow_other: Warn instead.
+
+    Raises:
+        ConfigError: If name or options of the tasks differ; names both.
+    """
+    own, found = known_task(policy), recorded_task(dataset.meta)
+    recorded = None if found is None else recorded_env(*found)
+    if own is None or found is None or recorded is None:
+        return
+    if found[1] is not None or found[0] != task_name(own):
+        name = f"{key}={policy.label}"
+        require_same_task(name, own, dataset.source, recorded, allow_other_task=allow_other)
 
 
 def task_label(run: RunDirectory) -> str:

@@ -137,6 +137,8 @@ def _of_arrays(
     images |= _cameras(found.get("images", {}), source)
     actions = _array(found["actions"], f"{source}: key 'actions'")
     count = len(actions)
+    if not count:
+        raise DatasetError(f"{source}: key 'actions' is empty; expected at least one frame.")
     if len(observations) == count + 1:  # one episode with its last observation
         found.setdefault("next_observations", observations[1:])
         observations = observations[:-1]

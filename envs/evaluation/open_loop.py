@@ -93,10 +93,8 @@ def open_loop(
             policy reads, or a setting needs episodes that are played.
         DatasetError: If the data lack a camera that the policy reads.
     """
-    if settings.warm_start.is_on or settings.steer.is_on:
-        raise ConfigError("warm_start and steer need episodes that are played. Leave them out with dataset.")
-    dataset = _as_seen(policy, dataset)
-    view = with_settings(policy, settings)
+    view = with_recorded(policy, settings)
+    dataset = as_seen(policy, dataset)
     runner = EpisodeRunner(
         view, settings.first_seed, settings.noise_seed, settings.start_noise, settings.sampling_noise, False
     )
@@ -133,14 +131,29 @@ def open_loop(
     return OpenLoop(squared, deviation)
 
 
+def with_recorded(policy: Any, settings: EvaluationSettings) -> Any:
+    """Return the policy with the settings' steps and guidance; see `envs.evaluation.protocol.with_settings`.
+
+    Raises:
+        ConfigError: If a setting does not fit the policy, or needs episodes that are played.
+    """
+    if settings.warm_start.is_on or settings.steer.is_on:
+        raise ConfigError("warm_start and steer need episodes that are played. Leave them out with dataset.")
+    return with_settings(policy, settings)
+
+
 def compare_open_loop(before: OpenLoop, after: OpenLoop) -> Comparison:
     """Compare two policies on the same recorded episodes."""
     a, b = before.by_episode(), after.by_episode()
     return Comparison(QUANTITY, float(a.mean()), float(b.mean()), paired_difference(a, b), len(a), True)
 
 
-def _as_seen(policy: Any, dataset: EpisodeDataset) -> EpisodeDataset:
-    """Return the dataset in the policy's observations, deciding anywhere; goals may end the states."""
+def as_seen(policy: Any, dataset: EpisodeDataset) -> EpisodeDataset:
+    """Return the dataset in the policy's observations, deciding anywhere; goals may end the states.
+
+    Raises:
+        ConfigError: If policy and data do not fit.
+    """
     extras = {key: value for key, value in dataset.extras.items() if key != DECISION}
     goals, width = extras.get("goal"), getattr(policy, "goal_dim", 0)
     dataset = replace(dataset, extras=extras)

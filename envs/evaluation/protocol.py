@@ -107,6 +107,16 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
     return task
 
 
+def require_playable(policy: Any, env: EnvConfig, settings: EvaluationSettings) -> None:
+    """Refuse a policy that does not fit a task or settings, without an episode.
+
+    Raises:
+        BurnishError: See `prepare_eval` and `with_settings`.
+    """
+    prepare_eval(env, policy)
+    with_settings(policy, settings)
+
+
 def with_settings(policy: EvaluatedPolicy, settings: EvaluationSettings) -> EvaluatedPolicy:
     """Return the policy with the settings' steps, guidance, warm start and sketch guidance.
 

@@ -76,6 +76,8 @@ def merge(
             else:
                 found = spherical(tensors, shares, base, name)
             weight.copy_(found if scale == 1 or base is None else base + scale * (found - base))
+            if not weight.isfinite().all():
+                raise ConfigError(f"scale={scale:g} gives '{name}' numbers beyond {weight.dtype}; lower it.")
     return merged
 
 
@@ -127,11 +129,12 @@ def _shares(policies: Sequence[Policy], weights: Sequence[float] | None) -> list
     if not policies:
         raise ConfigError("policies must name at least one policy.")
     given = [1.0] * len(policies) if weights is None else [float(weight) for weight in weights]
-    if len(given) != len(policies) or not all(math.isfinite(w) and w >= 0 for w in given) or not sum(given):
+    if len(given) != len(policies) or not all(math.isfinite(w) and w >= 0 for w in given) or not any(given):
         raise ConfigError(
             f"weights must be {len(policies)} numbers of at least 0, one each, not all 0; got {weights}."
         )
-    return [weight / sum(given) for weight in given]
+    shares = [weight / max(given) for weight in given]  # their sum is finite
+    return [share / sum(shares) for share in shares]
 
 
 def _require_alike(first: Policy, other: Policy, key: str) -> None:

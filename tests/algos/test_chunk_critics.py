@@ -560,6 +560,21 @@ def test_black_boxes_are_chosen_from_and_corrected(algo: str) -> None:
             begin(replace(config, refit=True), init=black_box)
 
 
+@pytest.mark.parametrize("algo", ["qc", "residual", "qam", "cfpi"])
+def test_a_policy_that_nothing_trains_must_be_given(algo: str) -> None:
+    config = replace(small(registry.lookup("algo", algo)), refit=False)
+    with pytest.raises(ConfigError, match=mentions(f"algo={algo} algo.refit=false init=<run>")):
+        begin(config, "gaussian" if algo == "cfpi" else "flow", init=None)
+
+
+@pytest.mark.parametrize("algo", QAMS)
+def test_no_flow_is_no_flow_without_refit_either(algo: str) -> None:
+    black_box = Steering(hidden_dims=(8,)).wrap(init("flow"))
+    with pytest.raises(CapabilityError, match=mentions(f"algo={algo} matching loss")) as refused:
+        begin(small(registry.lookup("algo", algo)), init=black_box)
+    assert "algo.refit" not in str(refused.value)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not everything, reason="with --all: without it another method prefers it")
 def test_qc_prefers_the_better_of_two_modes_that_the_policy_keeps() -> None:

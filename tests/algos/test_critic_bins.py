@@ -161,11 +161,17 @@ def test_every_algorithm_learns_such_critics_is_resumed_and_ships_them(algo: str
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"critic_bins": 0}, "algo.critic_bins 20 0"), ({"value_max": 5.0}, "algo.value_max 6 5")],
+    ("algo", "first", "changes", "message"),
+    [
+        ("idql", {}, {"critic_bins": 0}, "algo.critic_bins 20 0"),
+        ("idql", {}, {"value_max": 5.0}, "algo.value_max 6 5"),
+        ("dqc", {"critic_bins": 0}, {"value_max": 5.0}, "algo.value_max 6 5"),
+    ],
 )
-def test_a_run_goes_on_with_the_bins_it_began_with(changes: dict[str, Any], message: str) -> None:
-    state, other = saved(begin("idql")), begin("idql", **changes)
+def test_a_run_goes_on_with_the_range_it_began_with(
+    algo: str, first: Any, changes: Any, message: str
+) -> None:
+    state, other = saved(begin(algo, **first)), begin(algo, **first | changes)
     with pytest.raises(CheckpointError, match=mentions(message)):
         other.load_state_dict(state)
 
@@ -198,15 +204,18 @@ def test_a_critic_finds_the_returns_of_its_data() -> None:
     assert float(error) < 0.1 * float(batch.reward.var())
 
 
-def test_targets_outside_the_range_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    config = replace(small(QcConfig), critic_bins=5, value_min=-9.0, value_max=0.5, gamma=0.0)
+@pytest.mark.parametrize("part", [replace(small(QcConfig), critic_bins=5), small(DqcConfig)])
+def test_targets_outside_the_range_are_counted_and_said_once(
+    part: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(part, value_min=-9.0, value_max=0.5, gamma=0.0)
     run: OfflineRun = config.build(setup("flow"))
     rewards = run.table.gather(torch.arange(len(run.table))).reward
     with caplog.at_level(logging.WARNING):
         found = [run.advance()["critic/clipped_fraction"] for _ in range(2)]
     assert min(found) > 0.2 and bool((rewards > 0.5).any() & (rewards <= 0.5).any()) and max(found) < 0.9
     said = [record.getMessage() for record in caplog.records if "clipped" in record.getMessage()]
-    assert len(said) == 1 and said[0].startswith(f"{100 * found[0]:.2g} % of the targets")
+    assert len(said) == 1 and said[0].startswith(f"{100 * found[0]:.3g} % of the targets")
 
 
 def test_targets_are_counted_in_the_task_too(caplog: pytest.LogCaptureFixture) -> None:

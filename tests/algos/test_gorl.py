@@ -121,6 +121,6 @@ def test_a_run_is_resumed_bit_by_bit_before_and_after_a_refit(after: int) -> Non
 def test_what_has_no_latent_is_refused() -> None:
     with pytest.raises(CapabilityError, match=mentions("algo=gorl GaussianPolicy algo=ppo")):
         begin("gaussian")
-    for name, value in (("bc_weight", 0.1), ("encoder", "trained")):
+    for name, value in (("bc_weight", 0.1), ("demo_weight", 0.1), ("encoder", "trained")):
         with pytest.raises(ConfigError, match=mentions(f"algo.{name}")):
             replace(small(GorlConfig), **{name: value})

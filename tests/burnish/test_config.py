@@ -16,6 +16,7 @@ from hydra.core.singleton import Singleton
 from messages import mentions
 from omegaconf import OmegaConf
 
+from burnish import cli
 from burnish.config.hydra_sources import register_configs
 from burnish.config.nodes import GROUPS
 from burnish.config.overrides import Overrides
@@ -108,12 +109,23 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
         ("avoid_bc", "avoid_bc key=value experiment=avoid_bc"),
         ("avoid.hdf5", "avoid.hdf5 key=value dataset=avoid.hdf5"),
         ("name=a(b", "name=a(b"),
+        ("process=null", "process flow diffusion"),
+        ("env={image_size: [8, 8]}", "no env image_size env=<name>"),
     ],
 )
 def test_mistakes_are_refused_while_composing_in_one_line(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=mentions(message)) as caught:
         compose_config("train", [override])
     assert "\n" not in str(caught.value)
+
+
+def test_a_group_whose_default_is_none_may_be_given_none() -> None:
+    assert compose_config("train", ["sampler=ddim", "sampler=null", "env=null"]).sampler is None
+    with pytest.raises(ConfigError, match=mentions("no sampler steps sampler=<name>")):
+        compose_config("train", ["experiment=hopper_trajectories", "sampler=null"])
+    with pytest.raises(SystemExit) as left:
+        cli.main(["eval", "policy=nowhere", "env=null"])
+    assert left.value.code == 2
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,18 @@ from messages import mentions
 from torch import Tensor
 
 import burnish
+from burnish.commands import evaluate as evaluate_command
+from burnish.config.evaluate import EvalConfig
+from burnish.config.overrides import RunContext
+from burnish.runs import open_loop as open_loop_command
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.open_loop import open_loop
 from envs.evaluation.settings import EvaluationSettings
+from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import ConfigError
-from policies.policy_config import ChunkSpec
+from policies.policy_config import ChunkSpec, PolicyConfig
+from policies.storage.policy_folder import save_policy
 
 LENGTHS = (7, 12)
 
@@ -149,6 +156,45 @@ def test_a_policy_without_a_task_is_judged_by_held_out_episodes(
     with caplog.at_level(logging.WARNING):
         burnish.open_loop(run, data)
     assert "was trained on a file named" in caplog.text
+
+
+def test_one_episode_alone_has_no_interval_in_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = PolicyConfig(horizon=2, act_steps=2, backbone=MlpConfig(width=8, time_dim=4))
+    save_policy(build_policy(parts, obs_dim=4, action_dim=2), tmp_path / "policy")
+    np.savez(tmp_path / "data.npz", observations=np.zeros((9, 4)), actions=np.eye(9)[:, :2])
+    places = {"policy": tmp_path / "policy", "dataset": tmp_path / "data.npz", "out": tmp_path / "one.json"}
+    config = EvalConfig(**{key: str(place) for key, place in places.items()})
+    value = evaluate_command.run(config, RunContext(tmp_path))
+    assert json.loads(places["out"].read_text())["unexplained_variance"] == {"value": value}
+    assert f"written: {places['out']}" in capsys.readouterr().out
+
+
+def test_a_baseline_that_does_not_fit_is_refused_before_the_policy_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {"long": (4, 4, 2), "short": (2, 4, 2), "wide": (4, 4, 3)}  # horizon, Do, Da
+    for name, (horizon, obs_dim, action_dim) in shapes.items():
+        parts = PolicyConfig(horizon=horizon, act_steps=2, backbone=MlpConfig(width=8, time_dim=4))
+        policy = build_policy(parts, obs_dim=obs_dim, action_dim=action_dim)
+        save_policy(policy, tmp_path / name)
+    path, zeros = {name: str(tmp_path / name) for name in shapes}, np.zeros((9, 4))
+    np.savez(tmp_path / "data.npz", observations=zeros, actions=np.eye(9)[:, :2])
+    for where, name in ((open_loop_command, "open_loop"), (evaluate_command, "run_episodes")):
+        monkeypatch.setattr(where, name, lambda *_, **__: pytest.fail("acts"))
+    missing = tmp_path / "missing.npz"
+    with pytest.raises(ConfigError, match=mentions("act_steps 3 2")):
+        burnish.open_loop(path["long"], missing, baseline=path["short"], act_steps=3)
+    with pytest.raises(ConfigError, match=mentions("warm_start episodes that are played")):
+        burnish.open_loop(path["long"], missing, **{"warm_start.steps": 1})
+    with pytest.raises(ConfigError, match=mentions("action width 3 2")):
+        burnish.open_loop(path["long"], tmp_path / "data.npz", baseline=path["wide"])
+    task: dict[str, Any] = {"env": "avoid", "out": tmp_path / "eval.json"}
+    with pytest.raises(ConfigError, match=mentions("act_steps 3 2")):
+        burnish.evaluate(path["long"], baseline=path["short"], act_steps=3, **task)
+    with pytest.raises(ConfigError, match=mentions("action width 2 3")):
+        burnish.evaluate(path["long"], baseline=path["wide"], **task)
 
 
 def test_what_needs_a_task_is_refused(tmp_path: Path) -> None:

@@ -50,6 +50,17 @@ def test_training_from_a_policy_takes_its_task(run: Run, recording: Path, tmp_pa
         burnish.clone(recording, init=run, env="hopper", directory=tmp_path / "other", **more)
 
 
+def test_recorded_episodes_are_of_the_task_of_policy_and_baseline(
+    run: Run, recording: Path, tmp_path: Path
+) -> None:
+    other = clone(recording, tmp_path / "v5", env="hopper", allow_other_task=True)
+    assert burnish.open_loop(run, recording, episodes=1).errors.squared.shape == (1, 3)
+    for policy, baseline in ((other, None), (run, other)):
+        with pytest.raises(ConfigError, match=BOTH):
+            burnish.open_loop(policy, recording, baseline=baseline, episodes=1)
+    assert burnish.open_loop(other, recording, episodes=1, allow_other_task=True).label.startswith("v5")
+
+
 def test_policy_baseline_and_members_belong_to_the_evaluated_task(
     run: Run, recording: Path, tmp_path: Path
 ) -> None:

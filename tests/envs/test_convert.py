@@ -110,6 +110,7 @@ def test_an_episode_with_cameras_may_have_one_observation_more_than_actions(fram
         (3, "int"),
         ("text", "str"),
         ([], "list of episodes empty"),
+        ([(OBS, ACTIONS), {"obs": OBS[:1], "actions": ACTIONS[:0], "rewards": []}], "[1] actions empty"),
         ({"obs": OBS, "actions": ACTIONS, "images": PICTURES}, "'images' by camera name (9, 4, 5, 3)"),
         (pictured(np.zeros((9, 8, 9, 3), np.float32)), "'eye' float32 (9, 8, 9, 3) uint8 (N, H, W, 3)"),
         (pictured(np.zeros((9, 8, 9), np.uint8)), "'eye' uint8 (9, 8, 9) flatten"),

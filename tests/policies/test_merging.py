@@ -19,8 +19,9 @@ from burnish.config.overrides import RunContext
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.composition.merging import merge, spherical
-from policies.errors import ConfigError
+from policies.errors import CheckpointError, ConfigError
 from policies.policy import Policy
+from policies.runner import SIGNATURE
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.advantage import Advantage
 
@@ -52,6 +53,7 @@ def test_one_policy_and_equal_policies_are_themselves_bit_by_bit(method: str) ->
 def test_linear_means_are_those_of_the_weights() -> None:
     policies = [trained(seed) for seed in range(3)]
     found = merge(policies, weights=(1, 2, 1)).state_dict()
+    assert equal(merge(policies, weights=(5e307, 1e308, 5e307)), merge(policies, weights=(1, 2, 1)))
     for name, value in found.items():
         a, b, c = (policy.state_dict()[name] for policy in policies)
         torch.testing.assert_close(value, 0.25 * a + 0.5 * b + 0.25 * c)
@@ -109,6 +111,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         merge(two, scale=0.5)
     with pytest.raises(ConfigError, match=mentions("scale -1")):
         merge(two, init=init("flow"), scale=-1.0)
+    with pytest.raises(ConfigError, match=mentions("scale=1e+40")):
+        merge(two, init=init("flow"), scale=1e40)
     with pytest.raises(ConfigError, match=mentions("method linear spherical cubic")):
         merge(two, method="cubic")
 
@@ -147,6 +151,10 @@ def test_the_command_writes_a_policy_that_records_its_parents(tmp_path: Path) ->
         run(config, RunContext(tmp_path))
     with pytest.raises(ConfigError, match=mentions("policies=[a,b")):
         run(MergeConfig(policies=None), RunContext(tmp_path))
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs" / SIGNATURE).write_text("{}")
+    with pytest.raises(CheckpointError, match=mentions("policies= exported folder Give")):
+        run(MergeConfig(policies=[str(tmp_path / "graphs")]), RunContext(tmp_path))
 
 
 def test_a_mean_is_finite_where_a_change_is_zero() -> None:

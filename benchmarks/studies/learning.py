@@ -26,7 +26,15 @@ from algos.training.provenance import describe_environment
 from benchmarks import pages
 from benchmarks.studies import once
 from benchmarks.studies.definitions import STUDIES, Study
-from benchmarks.studies.learning_page import BLOCK, SUMMARY, report, summary
+from benchmarks.studies.learning_page import (
+    BLOCK,
+    CRITICS_BLOCK,
+    CRITICS_PAGE,
+    SUMMARY,
+    critics,
+    report,
+    summary,
+)
 from benchmarks.studies.once import trained, with_own_episodes
 from benchmarks.studies.rows import EPISODES, busy, curve, describe_dataset, episode_columns
 from benchmarks.studies.sight import FRAMES, Blindfolded
@@ -283,6 +291,7 @@ def main() -> int:
                 print(f"written: {path}", flush=True)
     print(f"written: {report(options.study)}")
     pages.replace_block(SUMMARY, BLOCK, summary())
+    pages.replace_block(CRITICS_PAGE, CRITICS_BLOCK, critics())
     return 0
 
 

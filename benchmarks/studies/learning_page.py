@@ -36,6 +36,18 @@ METHODS = {
     "idql": "IDQL, rectified flow", "rlpd": "RLPD, from scratch with the data", "ppo": "Gaussian PPO",
 }  # fmt: skip
 """Methods in the summary, in its order, and how it calls them."""
+CRITICS_PAGE, CRITICS_BLOCK = "docs/algorithms/critics.md", "critics"
+COMPARED = {
+    "avoid": "`avoid`", "lift-varied": "`lift`", "cube-single-varied": "`cube-single`",
+    "cube-single-play": "`cube-single`, from play",
+}  # fmt: skip
+"""Studies in which critics of chunks are compared, and how their table calls the tasks."""
+CRITICS = {
+    "qam": "[QAM](qam.md#measured)", "qam_fql": "QAM with a student", "qam_edit": "QAM with edits",
+    "trqam": "TRQAM", "pa_rl": "PA-RL", "dqc": "DQC", "idql": "IDQL", "qc": "Q-chunking",
+    "residual": "`residual`", "expo": "EXPO", "famo2o": "FamO2O", "fql": "QC-FQL",
+}  # fmt: skip
+"""Methods of that table, in its order, and how it calls them."""
 
 
 def load(name: str) -> dict[str, list[dict[str, Any]]]:
@@ -106,6 +118,25 @@ def summary() -> list[str]:
             cells = (task if algo == shown[0] else "", METHODS[algo], before, after, f"{steps:.2f} M")
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def critics() -> list[str]:
+    """Return the table of docs/algorithms/critics.md: clones and what became of them, by method and task."""
+    found = {name: load(name) for name in COMPARED}
+    rows = [
+        (call, *(_raised(name, found[name].get(algo)) for name in COMPARED)) for algo, call in CRITICS.items()
+    ]
+    return pages.table(("", *COMPARED.values()), rows)
+
+
+def _raised(name: str, runs: Sequence[dict[str, Any]] | None) -> str:
+    """Write success before and after, bold where it is clearly better, and how many seeds if not three."""
+    if not runs:
+        return ""
+    before, after = (np.array([c[when]["success"] for c in runs]) for when in ("before", "after"))
+    told = f"{100 * before.mean():.0f} % → {_interval(STUDIES[name], after)}"
+    told = f"**{told}**" if paired_difference(before, after).low > 0 else told
+    return told if len(runs) >= 3 else f"{told}, {len(runs)} of 3 seeds"
 
 
 def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:

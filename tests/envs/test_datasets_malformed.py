@@ -142,7 +142,7 @@ CHANGES: dict[str, Change] = {
     "no rows": lambda old: old[:0],
 }
 REFUSALS = {
-    "arrays": ("rewards 23 (24,)", "actions (24, Da) (24,)", "actions S4", "observations 0 (24, 3)"),
+    "arrays": ("rewards 23 (24,)", "actions (24, Da) (24,)", "actions S4", "actions empty frame"),
     "d4rl": (
         "actions 24 (23, 2)",
         "actions (24, Da) (24,)",

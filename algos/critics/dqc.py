@@ -75,7 +75,7 @@ class DqcLearner(ChunkCriticLearner):
         return (torch.addcmul(batch.reward, batch.discount, following) - low) / span
 
     def losses(self, batch: Batch, draws: Draws, y: Tensor) -> dict[str, Tensor]:
-        """Return the losses of critics of long and executed chunks and of V, for long chunks (B, h Da)."""
+        """Return the losses of critics of long and executed chunks and of V: chunks (B, h Da), y (B,)."""
         config, executed = self.config, batch.action[:, : self.base.chunk.width]
         with torch.no_grad():
             worth = self.aggregated(self.target_critic(batch.cond, executed).sigmoid(), draws["subset"])

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +16,14 @@ from algos.offline.loop import OfflineRun
 from algos.td3_bc import Td3BcConfig
 from benchmarks.speed.cases_offline import BATCH, arrays_of, dataset_of
 from benchmarks.speed.cases_released import figure, require_equal_steps
+from benchmarks.speed.peers import program
 from benchmarks.speed.peers_released import Released, Sampled
 from benchmarks.speed.timing import Figure
-from policies.extras import require
-
-TOLD: dict[str, Any] = {"extra": "dev", "what": "the peer of `d3rlpy`"}
 
 
-def program(run: OfflineRun) -> Released:
+def learner(run: OfflineRun) -> Released:
     """Return d3rlpy's TD3+BC at its defaults, with its own buffer."""
-    d3rlpy, tools = require("d3rlpy", **TOLD), require("d3rlpy.torch_utility", **TOLD)
+    d3rlpy, tools = (program(name, "d3rlpy") for name in ("d3rlpy", "d3rlpy.torch_utility"))
     rows = arrays_of(run)
     ends = rows["discount"][:, 0] == 0
     follows = (rows["next_state"][:-1] == rows["state"][1:]).all(axis=1)
@@ -65,6 +62,6 @@ def program(run: OfflineRun) -> Released:
 def d3rlpy(options: argparse.Namespace) -> Iterator[Figure]:
     """A step of TD3+BC at d3rlpy's defaults, which are the published ones; CPU time."""
     run = Td3BcConfig().build(Setup(dataset=dataset_of(options), seed=0))
-    peer = program(run)
+    peer = learner(run)
     require_equal_steps(run, peer)
     yield figure(options, run, peer, ("TD3+BC step", "d3rlpy", 1.25))

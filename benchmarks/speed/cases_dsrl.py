@@ -21,10 +21,10 @@ from algos.dsrl import DsrlConfig
 from algos.offpolicy.loop import OffPolicyRun
 from benchmarks.speed import peers
 from benchmarks.speed.cases_offpolicy import BATCH, LATENT, steered_policy
+from benchmarks.speed.cases_peers import SB3
 from benchmarks.speed.sides import CHUNK, OBS, plain_nets, require_close
 from benchmarks.speed.timing import Figure, interleave
 from envs.make import env as make_env
-from policies.extras import require
 from policies.wrappers.noise_policy import Steering
 
 ENVS, UPDATES, ROUNDS, WIDTHS = 4, 10, 32, (128, 128, 128)
@@ -53,9 +53,7 @@ def our_run() -> OffPolicyRun:
 
 def sb3_sac(bound: float) -> Any:
     """Return Stable-Baselines3's SAC over the noise of the frozen policy."""
-    told: dict[str, Any] = {"extra": "dev", "what": "the peer of `dsrl_sac`"}
-    sb3 = require("stable_baselines3", **told)
-    vectors = require("stable_baselines3.common.vec_env", **told)
+    sb3, vectors = (peers.program(name, "stable-baselines3") for name in (SB3, f"{SB3}.common.vec_env"))
 
     class Denoised(vectors.VecEnvWrapper):  # type: ignore[misc, name-defined]
         """Actions are the noise of the frozen policy's chunks."""

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.bc import Bc, BcConfig
+from benchmarks.speed.peers import program
 from benchmarks.speed.sides import require_close
 from benchmarks.speed.timing import Figure, interleave
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.unet1d import Unet1dConfig
 from policies.denoising import DenoisingPolicy
-from policies.extras import require
 from policies.importing.importing import import_policy
 from policies.importing.lerobot import LerobotSource
 from policies.policy import PolicyConfig
@@ -74,9 +74,8 @@ def lerobot_policy(widths: tuple[int, ...]) -> Any:
     """Return LeRobot's policy of states with random weights, sampled by ten DDIM steps."""
     if find_spec("torchvision") is None:
         sys.meta_path.append(StandIns("torchvision"))
-    told: dict[str, Any] = {"extra": "dev", "what": "the peer of `lerobot`"}
-    modeling = require("lerobot.policies.diffusion.modeling_diffusion", **told)
-    types = require("lerobot.configs.types", **told)
+    modeling = program("lerobot.policies.diffusion.modeling_diffusion", "lerobot")
+    types = program("lerobot.configs.types", "lerobot")
     torch.manual_seed(0)
     kinds = {STATE: types.FeatureType.STATE, ENV: types.FeatureType.ENV}
     config = modeling.DiffusionConfig(

@@ -13,15 +13,16 @@ from torch import Tensor
 from algos.base import Setup
 from algos.onpolicy.loop import OnPolicy
 from algos.ppo import PpoConfig
+from benchmarks.speed.peers import program
 from benchmarks.speed.sides import require_close
 from benchmarks.speed.timing import Figure, interleave
 from envs.make import env as make_env
 from policies.backbones.mlp import MlpConfig
-from policies.extras import require
 from policies.networks.heads import CriticConfig
 from policies.policy import PolicyConfig
 from policies.processes.gaussian import GaussianProcess, Mean
 
+SB3 = "stable_baselines3"
 ENVS, STEPS = 8, 256
 """Environments and their steps per iteration; all else is Stable-Baselines3's default."""
 
@@ -93,9 +94,7 @@ def require_equal_networks(run: OnPolicy, peer: Any) -> None:
 
 def ppo(options: argparse.Namespace) -> Iterator[Figure]:
     """A whole iteration of PPO at Stable-Baselines3's defaults: 64 x 64, minibatches of 64; CPU time."""
-    needs: dict[str, Any] = {"extra": "dev", "what": "the peer of `ppo`"}
-    sb3 = require("stable_baselines3", **needs)
-    tools = require("stable_baselines3.common.env_util", **needs)
+    sb3, tools = (program(name, "stable-baselines3") for name in (SB3, f"{SB3}.common.env_util"))
     peer = sb3.PPO("MlpPolicy", tools.make_vec_env("Hopper-v5", n_envs=ENVS), n_steps=STEPS, device="cpu")
     run, total = ppo_run(), 0
     require_equal_networks(run, peer)

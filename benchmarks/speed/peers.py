@@ -7,8 +7,10 @@ gymnasium's own vector environments, a per-item DataLoader.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import gymnasium
 import numpy as np
@@ -16,6 +18,14 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+
+def program(module: str, package: str) -> ModuleType:
+    """Return a module of another program; ends with the package to install where it cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SystemExit(f"a peer cannot be imported ({error}): pip install {package}") from error
 
 
 class SinusoidalTime(nn.Module):

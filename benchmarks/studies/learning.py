@@ -28,6 +28,7 @@ from benchmarks.studies import once
 from benchmarks.studies.definitions import STUDIES, Study
 from benchmarks.studies.learning_page import (
     BLOCK,
+    CRITICS,
     CRITICS_BLOCK,
     CRITICS_PAGE,
     SUMMARY,
@@ -53,14 +54,9 @@ OWN_EPISODES = 600
 """Episodes of its base, from which a run of `FROM_EPISODES` learns: about 30,000 control steps on `avoid`."""
 FROM_EPISODES = ("recap",)
 """Runs that end with the data: the demonstrations of their base and its own episodes."""
-CRITICS = (
-    *("qc", "idql", "fql", "expo", "residual", "pa_rl", "dqc", "famo2o"),
-    *("qam", "qam_edit", "qam_fql", "trqam"),
-    *FROM_EPISODES,
-)
-FROM_DATA = ("demonstrations", *CRITICS)
+FROM_DATA = ("demonstrations", *CRITICS, *FROM_EPISODES)
 """Runs that learn from the demonstrations of their base too."""
-OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS)
+OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS, *FROM_EPISODES)
 """Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
 
 

@@ -334,8 +334,10 @@ STUDIES = {
                 algo: f"avoid_{algo} env=cube-single algo.gamma=0.99 algo.reward_scale=0.1"
                 for algo in CRITICS_OF_AVOID
             },
-            **{algo: f"cube_single_play_{algo} algo.online_steps=30000" for algo in CRITICS_OF_PLAY},
-            "dqc": "cube_single_play_dqc algo.online_steps=30000 algo.critic_horizon=12",
+            "dqc": "avoid_dqc env=cube-single algo.gamma=0.99 algo.reward_scale=0.1 "
+            "algo.value_min=-10 algo.value_max=0",
+            "qam": "avoid_qam env=cube-single algo.gamma=0.99 algo.reward_scale=0.1 "
+            "algo.inverse_temperature=10",  # as from play: values are ten times those of avoid
         },
         "success",
         (0.8, 0.9),

@@ -20,13 +20,13 @@ import numpy as np
 from envs.engine.ray_tracing import RayTracer
 from envs.engine.rendering import OffscreenRenderer
 from envs.engine.vector import ChunkVector
+from envs.spec import Array
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
     from policies.encoders import ImageShape
 
-Array = np.ndarray
 AnyEnv = TypeVar("AnyEnv")
 
 FREE = "free"

@@ -10,7 +10,14 @@ from envs.spec import Array, Stepper
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
+
 _FIRST = np.zeros(1, np.int64)
+_EXPERT_STREAM = 1  # separates the random numbers of an expert from those of the task
+
+
+def expert_rng(seed: int) -> np.random.Generator:
+    """Return the random numbers of an expert in the episode of a seed."""
+    return np.random.default_rng((seed, _EXPERT_STREAM))
 
 
 class Recording:

@@ -41,14 +41,7 @@ TASKS = (
     *("reacher-easy", "reacher-hard", "stacker-stack_2", "stacker-stack_4", "swimmer-swimmer6"),
     *("swimmer-swimmer15", "walker-stand", "walker-walk", "walker-run"),
 )
-_IN_MODEL = (
-    "body_pos",
-    "body_quat",
-    "geom_pos",
-    "geom_size",
-    "geom_rgba",
-    "site_pos",
-)  # drawn, set by starts
+_IN_MODEL = ("body_pos", "body_quat", "geom_pos", "geom_size", "geom_rgba", "site_pos")  # set by starts
 
 
 class SuiteStepper(MujocoStepper):

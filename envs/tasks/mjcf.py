@@ -35,7 +35,7 @@ import numpy as np
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras, cameras_of, check_camera_names
 from envs.engine.vector import named_errors
-from envs.rollouts.recording import Recording
+from envs.rollouts.recording import Recording, expert_rng
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 REQUIRED = ("MODEL", "reset", "observe", "reward")
 _DEFAULTS = {"CONTROL_HZ": 20.0, "MAX_EPISODE_STEPS": 200, "ACTIONS": (), "OBSERVATIONS": ()}
 _OPTIONAL = ("success", "failure", "act", "expert")
-_EXPERT_STREAM = 1  # separates the expert's random numbers from those of the start
 
 
 @lru_cache(maxsize=8)
@@ -188,7 +187,7 @@ class Mjcf(HasCameras):
         code, stepper = self.code, self.stepper(1)
         if code.expert is None:
             raise CapabilityError(f"env.file={self.file} has no expert(model, data, rng) to record.")
-        rng, limit = np.random.default_rng((seed, _EXPERT_STREAM)), self.spec.max_episode_steps
+        rng, limit = expert_rng(seed), self.spec.max_episode_steps
         with named_errors(self.spec.name, "a demonstration"):
             record = Recording(stepper, seed)
             while not record.ended and len(record) < limit:

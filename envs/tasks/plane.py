@@ -59,10 +59,8 @@ class Plane:
         Raises:
             ConfigError: If it has fewer than two different points.
         """
-        from policies.wrappers.sketches import (
-            PositionSketch,
-            WaypointSketch,
-        )  # tasks are listed without torch
+        # Imported here, because tasks are listed without torch.
+        from policies.wrappers.sketches import PositionSketch, WaypointSketch
 
         if self.reach is None:
             return WaypointSketch(tuple(points), self.pace, self.observed)

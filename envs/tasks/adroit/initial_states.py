@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from envs.spec import Array
 from policies.errors import DatasetError
-
-Array = np.ndarray
 
 _OBS_DIM, _NUM_POSITIONS = 39, 30
 _JOINTS = slice(0, 27)  # indices in an observation: all joints of arm and hand but the slide

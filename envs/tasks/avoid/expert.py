@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
+from envs.rollouts.recording import Recording, expert_rng
 from envs.spec import Array, Stepper
 from envs.tasks.avoid.scene import AvoidScene
 from policies.bounds import Checked, bounded
@@ -19,8 +20,6 @@ from policies.errors import ConfigError
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
-
-_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 WOBBLE_M = 0.01  # standard deviation of the sideways wobble far from the rows, at noise = 1
 AIM_M = 0.004  # standard deviation of the aim inside a gap [m], at noise = 1, truncated at two of them
@@ -134,9 +133,7 @@ def demonstrate_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert, *, 
     Extras are the physics state before each action (`states`: time, positions, velocities) and the mode
     (`mode`, constant over the episode, -1 if the disc did not pass all rows).
     """
-    from envs.rollouts.recording import Recording
-
-    rng = np.random.default_rng((seed, _NOISE_STREAM))
+    rng = expert_rng(seed)
     record = Recording(stepper, seed)
     scene = stepper.scene_of(0)
     modes = options.selected_modes(scene.num_direct)
@@ -155,7 +152,7 @@ def take_over_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert) -> Ca
 
     It drives through the nearest gap of the next row; the others are drawn among the direct modes.
     """
-    rng = np.random.default_rng((seed, _NOISE_STREAM))
+    rng = expert_rng(seed)
     scene, (position, _) = stepper.scene_of(0), stepper.motion(0)
     row = int(np.searchsorted(scene.row_y, position[1]))
     modes = [scene.modes[mode] for mode in options.selected_modes(scene.num_direct)]

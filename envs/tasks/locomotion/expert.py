@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from envs.rollouts.recording import Recording
+from envs.rollouts.recording import Recording, expert_rng
 from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ MEDIUM_EXPERT = ("medium", "expert")
 """Actors of even and odd seeds, for `medium-expert`."""
 EXPERTS = (*SINGLE, "medium-expert", "mixed")
 MIXED_NOISE = 0.3  # largest additional noise scale of `mixed`
-_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def demonstrate_locomotion(
     Recorded are the executed actions, noise included, and the physics state before each (`states`: time,
     positions, velocities).
     """
-    rng = np.random.default_rng((seed, _NOISE_STREAM))
+    rng = expert_rng(seed)
     low, high = (np.asarray(side, np.float32) for side in (spec.action_low, spec.action_high))
     act, noise = _select_actor(spec.name, seed, options, rng, high)
     record = Recording(stepper, seed)

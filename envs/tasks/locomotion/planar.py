@@ -13,9 +13,9 @@ import numpy as np
 from envs.engine.engines import HasEngines, exactly
 from envs.engine.pixels import HasCameras
 from envs.evaluation.scores import reference
-from envs.spec import EnvSpec, symmetric_spec
+from envs.spec import Array, EnvSpec, symmetric_spec
 from envs.tasks.locomotion.expert import LocomotionExpert, demonstrate_locomotion
-from envs.tasks.locomotion.stepper import Array, RobotStepper, States
+from envs.tasks.locomotion.stepper import RobotStepper, States
 from policies.bounds import bounded
 from policies.registry import register
 

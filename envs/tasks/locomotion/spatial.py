@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from envs.spec import EnvSpec
+from envs.spec import Array, EnvSpec
 from envs.tasks.locomotion.planar import (
     VERSIONS,
     UprightRobot,
     angles_and_rates,
     describe,
 )
-from envs.tasks.locomotion.stepper import Array, States
+from envs.tasks.locomotion.stepper import States
 from policies.bounds import bounded
 from policies.registry import register
 

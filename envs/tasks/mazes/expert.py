@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from envs.rollouts.recording import Recording, expert_rng
+from envs.spec import Array
 from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
@@ -27,15 +29,11 @@ if TYPE_CHECKING:
     from envs.tasks.mazes.layouts import Cell, Layout
     from envs.tasks.mazes.stepper import MazeTask
 
-Array = np.ndarray
-
 KP, KD = 10.0, 1.0  # force of 1 per 10 cm of distance, and per m/s of speed
-# standard deviation of the path's corners around centres of cells [cells], at noise = 1, cut at two
-BEND = 0.08
+BEND = 0.08  # standard deviation of the path's corners around cell centres [cells], at noise = 1, cut at two
 WOBBLE = 0.04  # standard deviation of the target's wobble [cells], at noise = 1
 WOBBLE_S = 0.3  # its correlation time [s]
 PACE_SPREAD = 0.15  # relative spread of the pace between episodes, at noise = 1
-_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 
 @dataclass(frozen=True)
@@ -202,10 +200,8 @@ def demonstrate_maze(
     Extras are the physics state before each action (`states`: time, positions, velocities) and, with a
     separate goal, the goal (2,) of every step (`goal`).
     """
-    from envs.rollouts.recording import Recording
-
     stepper, max_steps = task.stepper(1), task.max_episode_steps
-    rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
+    rng, record = expert_rng(seed), Recording(stepper, seed)
     start, goal = stepper.start_and_goal(0)
     follower = PathFollower(
         task.layout, start, goal, options=options, lag_s=control.lag_s, step_s=step_s, rng=rng

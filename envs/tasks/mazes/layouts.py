@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from envs.spec import Array
+
 if TYPE_CHECKING:
     import mujoco
 
-Array = np.ndarray
 Cell = tuple[int, int]
 
 NOISE = 0.25  # half-width of the uniform noise on starts and goals, in cells

@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from envs.rollouts.recording import Recording
+from envs.rollouts.recording import Recording, expert_rng
 from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
     from envs.engine.physics import MujocoStepper
     from envs.spec import EnvSpec
-
-Array = np.ndarray
-
-_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ def demonstrate(
     """
     from metaworld.policies import ENV_POLICY_MAP
 
-    policy, rng = ENV_POLICY_MAP[f"{task}-v3"](), np.random.default_rng((seed, _NOISE_STREAM))
+    policy, rng = ENV_POLICY_MAP[f"{task}-v3"](), expert_rng(seed)
     record = Recording(stepper, seed, terminate_on_success=spec.terminate_on_success)
     left = spec.max_episode_steps
     while left > 0 and not record.ended:

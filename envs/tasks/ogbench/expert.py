@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from envs.rollouts.recording import Recording
-from envs.tasks.ogbench.plans import Array, Subtask, next_subtask, record_step
+from envs.rollouts.recording import Recording, expert_rng
+from envs.spec import Array
+from envs.tasks.ogbench.plans import Subtask, next_subtask, record_step
 from envs.tasks.ogbench.stepper import OgbenchStepper
 from policies.bounds import Checked, bounded
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from envs.datasets.episode import Episode
 
 MODES = ("task", "play", "noisy")
-_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 _FREE_HEIGHT_M = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}  # of a free gripper
 _TOLERANCE_M = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # tolerance of finished subtasks [m]
 
@@ -55,7 +55,7 @@ def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_
         from envs.tasks.ogbench.play import play
 
         return play(world, task, seed, noisy=options.mode == "noisy", length=options.length)
-    stepper, rng = OgbenchStepper(world, task, 1), np.random.default_rng((seed, _NOISE_STREAM))
+    stepper, rng = OgbenchStepper(world, task, 1), expert_rng(seed)
     record = Recording(stepper, seed)
     runner: SubtaskRunner | None = None
     while not record.ended and len(record) < max_steps:

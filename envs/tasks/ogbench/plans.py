@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from envs.rollouts.recording import Recording
+from envs.spec import Array
 from envs.tasks.ogbench.stepper import OgbenchStepper
-
-Array = np.ndarray
 
 _CUBE_TOLERANCE = 0.035  # success tolerance of a cube [m]; OGBench: 0.04
 _CUBE = 0.04  # edge of a cube [m]

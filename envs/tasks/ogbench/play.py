@@ -22,13 +22,13 @@ import numpy as np
 
 from envs.engine.seeding import seeded_globally
 from envs.rollouts.recording import Recording
+from envs.spec import Array
 from envs.tasks.ogbench.plans import record_step
 from envs.tasks.ogbench.stepper import OgbenchStepper
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
 
-Array = np.ndarray
 
 _STREAM = 2  # separates these draws from those of task and expert noise
 _KINDS = {"cube": ("cube",), "scene": ("cube", "button", "drawer", "window"), "puzzle": ("button",)}
@@ -37,10 +37,8 @@ _P_STACK_DEFAULT = (0.5, 0.5)
 _NOISE_SHAPE = np.array([1.0, 1.0, 1.0, 3.0, 10.0])
 _MAX_NOISE, _P_RANDOM = 0.1, 0.1
 _CUBE_Y, _CUBE_Z = 15, 16  # entries of qpos: the first cube lies behind 14 joints of the arm
-_TABLE_Y, _DRAWER_Z = (
-    (-0.3, 0.29),
-    (0.06, 0.08),
-)  # where a cube stays visible, in y; inside the drawer, in z [m]
+_TABLE_Y = (-0.3, 0.29)  # where a cube stays visible [m]
+_DRAWER_Z = (0.06, 0.08)  # where it lies inside the drawer [m]
 
 
 def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episode:

@@ -13,7 +13,7 @@ import mujoco
 import numpy as np
 from gymnasium.spaces import Box
 
-Array = np.ndarray
+from envs.spec import Array
 
 _ROW_VARIABLES = ("_cur_button_states", "_target_button_states", "_target_drawer_pos", "_target_window_pos")
 _LOCKED_JOINTS = ("drawer_slide", "window_slide")

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from envs.rollouts.recording import Recording
+from envs.rollouts.recording import Recording, expert_rng
+from envs.spec import Array
 from envs.tasks.robosuite.expert_arm import CLOSED, OPEN, ArmObservation, Target, heading
 from policies.bounds import Checked, bounded
 
@@ -25,11 +26,9 @@ if TYPE_CHECKING:
     from envs.tasks.robosuite.fast_stepper import FastStepper
     from envs.tasks.robosuite.reference_stepper import RobosuiteStepper
 
-Array = np.ndarray
 Moves = Iterator[Array]
 """Actions (7,) of a program."""
 
-_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 _LINGER = 5  # control steps recorded after the success
 
 
@@ -53,7 +52,7 @@ def demonstrate(
     executed actions, noise included, and the physics state before each (`states`: time, positions,
     velocities).
     """
-    rng = np.random.default_rng((seed, _NOISE_STREAM))
+    rng = expert_rng(seed)
     record = Recording(stepper, seed, terminate_on_success=spec.terminate_on_success)
     arm = ArmObservation(stepper.named_env(0), stepper.datas[0], pace=options.pace)
     moves = PROGRAMS[spec.name](arm, rng, options.spread)

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from envs.engine.physics import recorded_physics
-
-Array = np.ndarray
+from envs.spec import Array
 
 OPEN, CLOSED = -1.0, 1.0
 GAIN = 25.0  # command per metre of distance

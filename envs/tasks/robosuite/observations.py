@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray
+from envs.spec import Array
+
 Read = Callable[[Any], Array]
 """Reads one entry of an observation out of an `MjData`."""
 

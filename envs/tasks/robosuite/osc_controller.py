@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray
+from envs.spec import Array
 
 STIFFNESS = 150.0  # of the hand [1/s²], both of translation and rotation
 DAMPING = 2.0 * np.sqrt(STIFFNESS)  # [1/s], critical

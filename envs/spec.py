@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -268,27 +268,3 @@ class SimulatorStepper(Protocol):
     def simulator(self) -> Array:
         """Return the states (N, Ds), scaled to about [-1, 1]."""
         ...
-
-
-class ImageHistory(Protocol):
-    """Images of the last To steps of every environment."""
-
-    def begin(self, row: int) -> None:
-        """Start an episode in a row; its first images fill the history."""
-        ...
-
-    def add(self, rows: Iterable[int]) -> None: ...
-
-    def renew(self, row: int) -> None:
-        """Replace the newest images of a row, whose simulator was changed between steps."""
-        ...
-
-    def images(self, rows: Iterable[int]) -> dict[str, Array]:
-        """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
-        ...
-
-    def get_state(self) -> Any: ...
-
-    def set_state(self, state: Any) -> None: ...
-
-    def close(self) -> None: ...

@@ -10,12 +10,12 @@ a world of frames the task observes the first part of the state; the rest is dra
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from envs.engine.image_history import ImageHistory
 from envs.engine.lanes import apart
 from envs.spec import Array, JudgedTask, StepResult
 from policies.errors import ConfigError
@@ -126,50 +126,18 @@ class LearnedStepper:
         """Do nothing: there are no resources to release."""
 
 
-class ImaginedFrames:
-    """The frames of the last To steps of every environment; each is drawn by itself, where it is asked for.
-
-    Args:
-        stepper: In a world of frames.
-        cameras: Those that are observed.
-        obs_steps: To.
-    """
+class ImaginedFrames(ImageHistory[Array]):
+    """The frames of a world of frames, each drawn by itself; see `ImageHistory` for the arguments."""
 
     def __init__(self, stepper: LearnedStepper, cameras: Sequence[str], *, obs_steps: int) -> None:
-        self._stepper, self._cameras = stepper, tuple(cameras)
-        self._latents: list[deque[Array]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
-        self._steps = obs_steps
+        super().__init__(stepper.num_envs, cameras, obs_steps)
+        self._stepper = stepper
 
-    def begin(self, row: int) -> None:
-        self._latents[row].extend([self._stepper.latent(row)] * self._steps)
+    def capture(self, row: int) -> Array:
+        return self._stepper.latent(row)
 
-    def add(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self._latents[row].append(self._stepper.latent(row))
-
-    def renew(self, row: int) -> None:
-        self._latents[row][-1] = self._stepper.latent(row)
-
-    def images(self, rows: Iterable[int]) -> dict[str, Array]:
-        drawn = [[self._draw(latent) for latent in self._latents[row]] for row in rows]
-        return {
-            camera: np.stack([np.stack([images[camera] for images in history]) for history in drawn])
-            for camera in self._cameras
-        }
-
-    def _draw(self, latent: Array) -> dict[str, Array]:
+    def draw(self, state: Array) -> dict[str, Array]:
         coder = self._stepper.world.coder
         assert coder is not None
-        images = coder.draw(torch.from_numpy(latent[None]).float())
+        images = coder.draw(torch.from_numpy(state[None]).float())
         return {camera: image[0].numpy() for camera, image in images.items()}
-
-    def get_state(self) -> list[list[Array]]:
-        return [[latent.copy() for latent in history] for history in self._latents]
-
-    def set_state(self, state: Iterable[Iterable[Array]]) -> None:
-        for history, saved in zip(self._latents, state, strict=True):
-            history.clear()
-            history.extend(np.array(latent) for latent in saved)
-
-    def close(self) -> None:
-        """Do nothing: there are no resources to release."""

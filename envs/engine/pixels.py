@@ -3,13 +3,12 @@
 Images are rendered on request. Each step stores only what determines them: positions, and the task's changes
 to its model (targets, colours). Rendering uses copies of model and simulator, so it changes no state.
 
-Legend: N environments, M of them addressed, To observation history, H and W height and width.
+Legend: N environments, H and W height and width.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_chec
 
 import numpy as np
 
+from envs.engine.image_history import ImageHistory
 from envs.engine.ray_tracing import RayTracer
 from envs.engine.rendering import OffscreenRenderer
 from envs.engine.vector import ChunkVector
@@ -189,10 +189,6 @@ class CameraRenderer:
             self._open = partial(RayTracer, self._model, **drawing)
             self._renderer = self._open()
 
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        return tuple(self._images)
-
     def capture(self, row: int) -> SceneState:
         """Return the current appearance of a row."""
         import mujoco
@@ -233,51 +229,31 @@ class CameraRenderer:
         return image
 
 
-class FrameHistory:
-    """The last To scene states of every environment; see `CameraRenderer` for the arguments."""
+class FrameHistory(ImageHistory[SceneState]):
+    """The rendered frames of a simulator; `drawing` are options of `CameraRenderer`."""
 
     def __init__(
-        self,
-        stepper: Any,
-        images: Mapping[str, ImageShape],
-        *,
-        obs_steps: int,
-        **drawing: Any,
+        self, stepper: Any, images: Mapping[str, ImageShape], *, obs_steps: int, **drawing: Any
     ) -> None:
+        super().__init__(stepper.num_envs, images, obs_steps)
         self._renderer = CameraRenderer(stepper, images, **drawing)
-        self._states: list[deque[SceneState]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
 
-    def begin(self, row: int) -> None:
-        """Start an episode in a row; its first state fills the history."""
-        states = self._states[row]
-        assert states.maxlen is not None
-        states.extend([self._renderer.capture(row)] * states.maxlen)
+    def capture(self, row: int) -> SceneState:
+        return self._renderer.capture(row)
 
-    def add(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self._states[row].append(self._renderer.capture(row))
-
-    def renew(self, row: int) -> None:
-        self._states[row][-1] = self._renderer.capture(row)
-
-    def images(self, rows: Iterable[int]) -> dict[str, Array]:
-        """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
-        histories = [[self._renderer.render(state) for state in self._states[row]] for row in rows]
-        return {
-            camera: np.stack([np.stack([images[camera] for images in history]) for history in histories])
-            for camera in self._renderer.cameras
-        }
+    def draw(self, state: SceneState) -> dict[str, Array]:
+        return self._renderer.render(state)
 
     def get_state(self) -> list[list[dict[str, Any]]]:
         return [
-            [{"positions": state.positions.copy(), "look": dict(state.appearance)} for state in states]
-            for states in self._states
+            [{"positions": one.positions.copy(), "look": dict(one.appearance)} for one in history]
+            for history in super().get_state()
         ]
 
     def set_state(self, state: Iterable[Iterable[Mapping[str, Any]]]) -> None:
-        for states, saved in zip(self._states, state, strict=True):
-            states.clear()
-            states.extend(SceneState(np.array(one["positions"]), dict(one["look"])) for one in saved)
+        super().set_state(
+            [SceneState(np.array(one["positions"]), dict(one["look"])) for one in saved] for saved in state
+        )
 
     def close(self) -> None:
         self._renderer.close()

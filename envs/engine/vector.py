@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.engine.image_history import ImageHistory
 from envs.engine.mujoco_warnings import log_warnings
 from envs.spec import (
     Array,
@@ -23,7 +24,6 @@ from envs.spec import (
     ChunkStepper,
     EnvSpec,
     GoalStepper,
-    ImageHistory,
     SimulatorStepper,
     Stepper,
     StepResult,
@@ -74,7 +74,7 @@ class ChunkVector:
         *,
         obs_steps: int = 1,
         paper_compat: bool = False,
-        image_history: ImageHistory | None = None,
+        image_history: ImageHistory[Any] | None = None,
     ) -> None:
         if obs_steps < 1:
             raise ConfigError(f"obs_steps must be at least 1; got {obs_steps}.")

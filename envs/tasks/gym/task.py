@@ -23,7 +23,7 @@ from envs.engine.pixels import HasCameras, check_camera_names
 from envs.engine.vector import ChunkVector, named_errors
 from envs.spec import Array, EnvSpec
 from envs.tasks.gym.factories import HERE, factory_at, without_number
-from envs.tasks.gym.pictures import RENDER, Images, picture
+from envs.tasks.gym.pictures import RENDER, PictureHistory, picture
 from envs.tasks.gym.spaces import (
     action_limits,
     flattened,
@@ -108,7 +108,7 @@ class Gym(HasCameras):
             observe=lambda obs: flattened(obs, keys),
             succeeded=lambda info: any([holds(info, key, self.title) for key in self._success_keys()]),
         )
-        history = Images(stepper, self.images, obs_steps) if self.cameras else None
+        history = PictureHistory(stepper, self.images, obs_steps) if self.cameras else None
         return ChunkVector(self.spec, stepper, obs_steps=obs_steps, image_history=history)
 
     def render_frames(self, seed: int, actions: Array, *, every: int = 10, **_: Any) -> Array:

@@ -30,7 +30,7 @@ from algos.onpolicy.losses import approx_kl
 from algos.onpolicy.ppo_update import GeneratorDraws
 from algos.onpolicy.ratios import ChainRatio, Rows
 from algos.training.observations import encode, mapped
-from envs.rollouts.rollout import Rollout, RolloutPool, in_a_row
+from envs.rollouts.rollout import Rollout, RolloutPool, concatenated
 from policies.policy import Policy
 
 PIECE = 2048  # rows per forward pass
@@ -109,7 +109,7 @@ class AdaptiveSampling:
                 collecting = self.corrected(experiences, draws)
         for part in parts:
             part.record["log_prob"] = self.scored(part, self.ratio).record["log_prob"].to(part.rewards.device)
-        return in_a_row(parts)
+        return concatenated(parts)
 
     @torch.no_grad()
     def scored(self, rollout: Rollout, ratio: ChainRatio) -> Experience:

@@ -20,6 +20,7 @@ from burnish.lab.views import rounded, view_of
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.protocol import prepare_eval
 from envs.evaluation.settings import EvaluationSettings, check_seeds
+from envs.rollouts.observations import observe, to_tensors
 from envs.spec import Array, ChunkStep
 from envs.tasks.plane import Plane, PlaneStepper, SlidingStepper
 from policies.denoising import DenoisingPolicy
@@ -219,10 +220,7 @@ class Session:
         }
 
     def _observation(self) -> Observation:
-        goals, images = self._vector.goals(), self._vector.images()
-        numbers = {"state": self._obs, **goals}
-        seen = {name: torch.from_numpy(value).float() for name, value in numbers.items()}
-        return seen | {name: torch.from_numpy(value) for name, value in images.items()}
+        return to_tensors(observe(self._vector, self._obs))
 
     def _drawn(self, actions: Array) -> Any:
         return self.view.drawn(self._obs, actions[:, self._ahead])

@@ -1,12 +1,12 @@
-"""Groups of rows that have a place of their own in a block."""
+"""Rows that have a place of their own in a block."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
 
-def apart(places: Iterable[Hashable]) -> list[list[int]]:
-    """Return the members of the fewest groups in which no place occurs twice."""
+def distinct_groups(places: Iterable[Hashable]) -> list[list[int]]:
+    """Split members 0, 1, … by their places into the fewest groups in which no place occurs twice."""
     groups: list[list[int]] = []
     used: dict[Hashable, int] = {}
     for member, place in enumerate(places):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from envs.engine.image_history import ImageHistory
-from envs.engine.lanes import apart
+from envs.engine.lanes import distinct_groups
 from envs.spec import Array, JudgedTask, StepResult
 from policies.errors import ConfigError
 from policies.networks.weight_cache import seal
@@ -56,7 +56,9 @@ class LearnedStepper:
         self._num_members = len(world.members)
         self._states = np.zeros((num_envs, world.state_dim))
         self._seeds, self._elapsed, self._member = np.zeros((3, num_envs), np.int64)
-        nobody = np.zeros(0, np.int64)
+        nobody = np.zeros(
+            0, np.int64
+        )  # one call, since caches of weights must be full before they are sealed
         self._answers(nobody, nobody, np.zeros((0, world.obs_dim - world.state_dim)))
         seal(world)
 
@@ -77,7 +79,7 @@ class LearnedStepper:
         actions, lanes = np.asarray(actions, np.float64), self._seeds[rows] % BLOCK_ROWS
         reached, (reward, doubt) = np.empty((len(rows), self.world.state_dim)), np.empty((2, len(rows)))
         terminated, success = np.empty((2, len(rows)), bool)
-        for some in apart(lanes.tolist()):
+        for some in distinct_groups(lanes.tolist()):
             answers = self._answers(rows[some], lanes[some], actions[some])
             own = (torch.from_numpy(self._member[rows[some]]), torch.from_numpy(lanes[some]))
             reached[some], reward[some] = answers.states[own].numpy(), answers.rewards[own].numpy()

@@ -15,6 +15,7 @@ from envs.engine.pixels import HasAppearance
 from envs.evaluation.protocol import prepare_eval, with_settings
 from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
+from envs.rollouts.observations import observe
 from envs.rollouts.player import EpisodeRunner, EvaluatedPolicy, Memory
 from envs.spec import EnvConfig
 from policies.errors import CapabilityError
@@ -113,8 +114,9 @@ class _Watched:
         tracker.begin(_ROW, [seed], [episode])
         due, period = self._clock(), 1.0 / vector.spec.control_hz
         while True:
-            seen = {"state": obs} | vector.goals() | vector.images()
-            chunk = runner.act(seen, [runner.noise(generator)], [runner.lane(episode)], [memory])
+            chunk = runner.act(
+                observe(vector, obs), [runner.noise(generator)], [runner.lane(episode)], [memory]
+            )
             for action in chunk[0]:
                 if not self._viewer.is_running():
                     return None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from envs.engine.lanes import apart
+from envs.engine.lanes import distinct_groups
 
 BLOCK_ROWS = 8
 SIZES = (4, 8, 16, 32)
@@ -80,7 +80,7 @@ class Blocks:
 
     def _in_lanes(self, obs: Mapping[str, Tensor], noise: Tensor, lanes: Sequence[int]) -> Tensor:
         chunks: list[Tensor | None] = [None] * len(lanes)
-        for members in apart(lanes):
+        for members in distinct_groups(lanes):
             rows = [lanes[member] for member in members]
             block = {name: scattered(values[members], rows) for name, values in obs.items()}
             actions = self._act(block, scattered(noise[members], rows))

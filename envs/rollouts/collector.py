@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
+from envs.rollouts.observations import observe
 from envs.rollouts.starts import Leader, Starts
 from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
 from policies.seeds import derive_seed, seeded_generator
@@ -18,7 +19,7 @@ _SINCE_RESET = 1_000_000  # more episodes than an environment begins between two
 _REPORTS = 20  # reports of progress per collection, about
 
 
-def exploration(seed: int, index: int, device: torch.device | str = "cpu") -> torch.Generator:
+def exploration_generator(seed: int, index: int, device: torch.device | str = "cpu") -> torch.Generator:
     """Return the generator of the noise of one actor, that of worker `index`."""
     return seeded_generator(seed, "exploration", index, device=device)
 
@@ -57,7 +58,7 @@ class Collector:
         self._rows, self._same_starts = rows, same_starts
         self._seed, self._records_simulator = seed, records_simulator
         self._vector: VectorEnv = env.make_vector(len(rows), obs_steps=obs_steps)
-        self._generator = exploration(seed, index)
+        self._generator = exploration_generator(seed, index)
         self._next_episode = np.zeros(len(rows), np.int64)
         self._tracker = EpisodeTracker(len(rows))
         self._leader = None if starts is None else Leader(starts, self._vector)
@@ -117,7 +118,7 @@ class Collector:
 
     def _observation(self, state: Array, rows: Array | None = None) -> dict[str, Array]:
         """Return the present observations of rows (default: all) with state histories (n, To, Do)."""
-        obs = {"state": state} | self._vector.goals(rows) | self._vector.images(rows)
+        obs = observe(self._vector, state, rows)
         if self._records_simulator:
             obs |= self._vector.simulator(rows)
         return {name: _float32(value) for name, value in obs.items()}

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from envs.engine.lanes import apart
+from envs.engine.lanes import distinct_groups
 from envs.rollouts.blocks import BLOCK_ROWS, SIZES, Blocks, scattered
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
+from envs.rollouts.observations import observe, to_tensors
 from envs.spec import Array, EnvConfig, VectorEnv
 from policies.execution.replanning import Replanner, WarmStart
 from policies.policy_config import ChunkSpec
@@ -128,7 +129,7 @@ class EpisodeRunner:
         Returns:
             (M, Ta, Da) physical actions.
         """
-        tensors = {name: _to_tensor(values) for name, values in obs.items()}
+        tensors = to_tensors(obs)
         starts = torch.stack(list(noise))
         with torch.inference_mode():
             if self.replanner is None:
@@ -154,7 +155,7 @@ class EpisodeRunner:
         is_first = [memory.plan is None for memory in memories]
         for first in (True, False):
             alike = [i for i, value in enumerate(is_first) if value == first]
-            for group in apart([lanes[i] for i in alike]):
+            for group in distinct_groups([lanes[i] for i in alike]):
                 members = [alike[i] for i in group]
                 rows = [lanes[i] for i in members]
                 plans = [plan for i in members if (plan := memories[i].plan) is not None]
@@ -220,8 +221,7 @@ class Evaluator:
         noise = [self._runner.noise(self._generators[i]) for i in playing.tolist()]
         lanes = [self._runner.lane(episode) for episode in self._episode[playing].tolist()]
         memories = [self._memories[i] for i in playing.tolist()]
-        state = {"state": self._obs[playing]}
-        obs = state | self._vector.goals(playing) | self._vector.images(playing)
+        obs = observe(self._vector, self._obs[playing], playing)
         chosen = self._runner.act(obs, noise, lanes, memories)
         actions = np.zeros((len(active), *chosen.shape[1:]), chosen.dtype)
         actions[playing] = chosen
@@ -283,9 +283,3 @@ def _with_network_calls(row: EpisodeRow, memory: Memory) -> EpisodeRow:
     if not memory.decisions:
         return row
     return replace(row, metrics={**row.metrics, NETWORK_CALLS: memory.calls / memory.decisions})
-
-
-def _to_tensor(values: Array) -> Tensor:
-    """Convert states to float32; images are unchanged."""
-    tensor = torch.from_numpy(values)
-    return tensor.float() if tensor.is_floating_point() else tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from envs.engine.workers import FreeWorkers
-from envs.rollouts.collector import Actor, Collector, exploration, map_leaves
+from envs.rollouts.collector import Actor, Collector, exploration_generator, map_leaves
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.starts import Starts
@@ -149,7 +149,7 @@ class RolloutPool:
         self._versions: dict[int, int] = {}  # of the actor, by worker
         self._workers = fleet.start(Collector, arguments, processes=num_workers > 0)
         self._device = acts_on
-        self._generator = exploration(seed, first, acts_on or "cpu")
+        self._generator = exploration_generator(seed, first, acts_on or "cpu")
         if acts_on is not None and fleet.is_free:
             raise ConfigError("rollout.device must be workers with fleet.mode=free; got learner.")
 
@@ -328,7 +328,7 @@ def _rollout_of(parts: Sequence[dict[str, Any]]) -> Rollout:
     )
 
 
-def in_a_row(parts: Sequence[Rollout]) -> Rollout:
+def concatenated(parts: Sequence[Rollout]) -> Rollout:
     """Return consecutive rollouts of the same environments as one."""
     first, last = parts[0], parts[-1]
     begins = np.cumsum([0, *(len(part.length) for part in parts[:-1])])

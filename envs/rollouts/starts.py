@@ -27,6 +27,7 @@ import torch
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.observations import observe, to_tensors
 from envs.rollouts.value_clusters import even_shares, value_clusters
 from envs.spec import Array, ChunkStep, VectorEnv
 from policies.bounds import Checked, bounded
@@ -158,12 +159,12 @@ class Leader:
                 f"{vector.obs_steps}. Use a guide with the same policy.obs_steps."
             )
 
-    def _room(self, chosen: int) -> int:
+    def _most_steps(self, chosen: int) -> int:
         """Return the most steps of a recorded episode that can be repeated."""
         data, limit = self.starts.recorded, self.starts.settings.steps
         assert data is not None
-        room = min(len(data.actions[chosen]), self.vector.spec.max_episode_steps) - 1
-        return room if limit is None else min(room, limit)
+        most = min(len(data.actions[chosen]), self.vector.spec.max_episode_steps) - 1
+        return most if limit is None else min(most, limit)
 
     def _find_snapshots(self) -> tuple[Array, Array | None]:
         """Return starts (S, 2), episode and led steps of every stage of it, and how often each is drawn."""
@@ -172,7 +173,7 @@ class Leader:
             return np.zeros((0, 2), np.int64), None
         snapshots = np.array(
             [
-                (chosen, self._room(chosen) * part // stages)
+                (chosen, self._most_steps(chosen) * part // stages)
                 for chosen in range(len(data.seeds))
                 for part in range(stages + 1)
             ]
@@ -203,7 +204,7 @@ class Leader:
         assert data is not None
         if self._shares is None:
             chosen = int(draw.integers(len(data.seeds)))
-            steps = self._room(chosen) * parts // self.starts.settings.stages
+            steps = self._most_steps(chosen) * parts // self.starts.settings.stages
         else:
             chosen, steps = self._snapshots[draw.choice(len(self._snapshots), p=self._shares)].tolist()
         actions = data.actions[chosen]
@@ -229,7 +230,7 @@ class Leader:
         ended: dict[int, float] = {}  # returns of the first episode of rows that the guide ended
         while len(going := np.flatnonzero(left)):
             index = rows[going]
-            guide_obs = {"state": torch.from_numpy(history[going]).float(), **self._goals_and_images(index)}
+            guide_obs = to_tensors(observe(self.vector, history[going], index))
             step = self._step(guide.act(guide_obs, generator=generator).numpy(), index)
             history[going], left[going] = step.obs[index], left[going] - 1
             for i in going[step.done[index]].tolist():
@@ -248,11 +249,6 @@ class Leader:
         if len(self.guided) >= self.starts.settings.episodes:
             self.hand_over.note(float(np.mean(self.guided)))
             self.returns = []
-
-    def _goals_and_images(self, index: Array) -> dict[str, torch.Tensor]:
-        goals, images = self.vector.goals(index), self.vector.images(index)
-        tensors = {name: torch.from_numpy(goal).float() for name, goal in goals.items()}
-        return tensors | {camera: torch.from_numpy(pictures) for camera, pictures in images.items()}
 
     def _step(self, actions: Array, index: Array) -> ChunkStep:
         """Execute chunks (n, Ta, Da) in rows (n,); counts steps and rewards."""
@@ -276,12 +272,9 @@ class Leader:
                 if np.isfinite(self.hand_over.best) or not self.guided:
                     self.hand_over.note(float(np.mean(self.returns)))
                 self.returns = []
-        metrics_of = [
-            {**episode.metrics, LED: float(self.led[row])}
-            for row, episode in zip(rows, episodes, strict=True)
-        ]
         return [
-            replace(episode, metrics=metrics) for episode, metrics in zip(episodes, metrics_of, strict=True)
+            replace(episode, metrics={**episode.metrics, LED: float(self.led[row])})
+            for row, episode in zip(rows, episodes, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 
 from envs.datasets.episode import Episode
 from envs.datasets.windows import DECISION
+from envs.rollouts.observations import observe, to_tensors
 from envs.rollouts.player import EvaluatedPolicy
 from envs.spec import Array, ChunkStep, EnvConfig, EnvSpec
 from policies import registry
@@ -91,7 +92,7 @@ class SupervisedPlayer:
     def _decide(self, obs: Array, generator: torch.Generator) -> Array:
         noise = self.policy.sample_noise(1, generator=generator)
         with torch.inference_mode():
-            return self.policy.act({"state": torch.from_numpy(obs).float()}, noise=noise).cpu().numpy()
+            return self.policy.act(to_tensors(observe(self._vector, obs)), noise=noise).cpu().numpy()
 
     def _fails(self, chunk: Array, generator: torch.Generator) -> bool:
         """Return whether the policy fails within `FORESIGHT` chunks, this one first; nothing changes."""

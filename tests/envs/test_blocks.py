@@ -9,7 +9,7 @@ import torch
 from small_policies import small_policy
 from torch import Tensor
 
-from envs.engine.lanes import apart
+from envs.engine.lanes import distinct_groups
 from envs.rollouts import blocks
 from envs.rollouts.blocks import BLOCK_ROWS, SIZES, Blocks
 from envs.rollouts.player import EpisodeRunner
@@ -110,5 +110,5 @@ def test_blocks_are_neither_too_many_nor_too_empty(rows: int, sizes: list[int]) 
 
 
 def test_members_of_a_place_are_in_different_groups() -> None:
-    assert apart([0, 1, 0, 2, 0, 1]) == [[0, 1, 3], [2, 5], [4]]
-    assert apart([]) == []
+    assert distinct_groups([0, 1, 0, 2, 0, 1]) == [[0, 1, 3], [2, 5], [4]]
+    assert distinct_groups([]) == []

@@ -15,10 +15,12 @@ from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.runs.locate import check_folder_to_write
 from envs.datasets.catalogue import Entry, RemoteFile, catalogue, download_folder, lookup
-from envs.datasets.download import fetch, file_sum
+from envs.datasets.download import fetch
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
+from policies.storage.atomic_write import write_text
+from policies.storage.checksums import sha256
 
 SUMS = "checksums.json"
 """File in the download folder: SHA-256 of every downloaded file, by path."""
@@ -124,9 +126,7 @@ def _remember(folder: Path, name: str, place: Path, *, is_new: bool) -> None:
     """Store the checksum of a file, to detect later damage; a new download replaces it."""
     known = _sums(folder)
     if is_new or name not in known:
-        draft = folder / f"{SUMS}.part"
-        draft.write_text(json.dumps(known | {name: file_sum(place)}, indent=1), encoding="utf-8")
-        draft.replace(folder / SUMS)
+        write_text(folder / SUMS, json.dumps(known | {name: sha256(place)}, indent=1))
 
 
 def _families() -> Iterator[tuple[object, ...]]:

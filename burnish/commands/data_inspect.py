@@ -23,7 +23,7 @@ from envs.datasets import quality as measure
 from envs.datasets.catalogue import find_dataset
 from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.interface import interface_of
-from envs.datasets.recorded_task import describe_task
+from envs.datasets.recorded_task import recorded_task_text
 from envs.evaluation.scores import normalized_score, reference
 from envs.evaluation.settings import check_seeds
 from policies.bounds import Checked, bounded
@@ -119,7 +119,7 @@ def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
     ends = {key: int(getattr(data, key)[last].sum()) for key in ("terminated", "truncated")}
     facts: dict[str, Any] = {
         "format": data.meta.get("format"),
-        "env": describe_task(data.meta, data.obs_dim, data.action_dim),
+        "env": recorded_task_text(data.meta, data.obs_dim, data.action_dim),
         "digest": data.digest(),
         "episodes": data.num_episodes,
         "frames": data.num_frames,

@@ -11,17 +11,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 130
+_COLUMNS = 6  # of a film strip
 
 
-def film_strip(frames: np.ndarray, *, title: str, columns: int = 6, rows: int = 2) -> bytes:
-    """Draw evenly spaced frames of (F, height, width, 3), in reading order."""
-    count = min(columns * rows, len(frames))
-    chosen = np.linspace(0, len(frames) - 1, count).round().astype(int)
-    rows = -(-count // columns)
-    figure = new_figure(2.1 * columns, 1.75 * rows + 0.3)
-    for place, index in enumerate(chosen):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        axes.imshow(frames[index])
+def film_strip(frames: np.ndarray, *, title: str) -> bytes:
+    """Draw frames (F, height, width, 3) in reading order."""
+    rows = -(-len(frames) // _COLUMNS)
+    figure = new_figure(2.1 * _COLUMNS, 1.75 * rows + 0.3)
+    for place, frame in enumerate(frames, 1):
+        axes = figure.add_subplot(rows, _COLUMNS, place)
+        axes.imshow(frame)
         axes.set_axis_off()
     figure.suptitle(title, fontsize=10)
     return to_png(figure)

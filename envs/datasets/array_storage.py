@@ -48,7 +48,7 @@ class ArrayStorage:
                 out[part] = values[part]
         return out
 
-    def taken(self, values: np.ndarray, rows: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
+    def take_array(self, values: np.ndarray, rows: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
         """Return rows (M,) of an array (N, ...), optionally as another dtype."""
         out = self.empty((len(rows), *values.shape[1:]), values.dtype if dtype is None else dtype)
         with np.errstate(over="ignore"):  # see `converted`
@@ -57,6 +57,7 @@ class ArrayStorage:
         return out
 
     def take(self, values: Tensor, rows: Tensor) -> Tensor:
+        """Return rows (M,) of a tensor (N, ...)."""
         return values[rows]
 
 
@@ -84,7 +85,7 @@ class Disk(ArrayStorage):
             ) from error
 
     def take(self, values: Tensor, rows: Tensor) -> Tensor:
-        return torch.from_numpy(self.taken(values.numpy(), rows.numpy()))
+        return torch.from_numpy(self.take_array(values.numpy(), rows.numpy()))
 
 
 MEMORY = ArrayStorage()

@@ -143,9 +143,11 @@ def _of_arrays(
         found.setdefault("next_observations", observations[1:])
         observations = observations[:-1]
         images = {key: one[:-1] if len(one) == count + 1 else one for key, one in images.items()}
-    _rows(observations, count, "observations", source)
-    columns = {key: _array(found[key], f"{source}: key '{key}'").reshape(count, -1) for key in _OF_FRAMES
-               if key in found and _rows(found[key], count, key, source)}  # fmt: skip
+    _require_rows(observations, count, "observations", source)
+    columns: dict[str, np.ndarray] = {}
+    for key in (key for key in _OF_FRAMES if key in found):
+        _require_rows(found[key], count, key, source)
+        columns[key] = _array(found[key], f"{source}: key '{key}'").reshape(count, -1)
     no = np.zeros(count, bool)
     flags = {key: columns.get(key, no).reshape(-1).astype(bool) for key in ("terminated", "truncated")}
     start = _starts(found, flags["terminated"] | flags["truncated"], source)
@@ -214,7 +216,8 @@ def _starts(found: Mapping[str, Any], ends: np.ndarray, source: str) -> np.ndarr
     values = np.asarray(found[given[0]]).reshape(-1).astype(np.int64)
     if given == ["episode_start"]:
         return values if values[-1:].tolist() == [count] else np.append(values, count)
-    if given == ["episode"] and _rows(values, count, "episode", source):
+    if given == ["episode"]:
+        _require_rows(values, count, "episode", source)
         return np.concatenate([[0], np.flatnonzero(np.diff(values)) + 1, [count]])
     starts = np.concatenate([[0], values if given == ["episode_ends"] else np.cumsum(values)])
     if starts[-1] != count:
@@ -224,11 +227,10 @@ def _starts(found: Mapping[str, Any], ends: np.ndarray, source: str) -> np.ndarr
     return starts
 
 
-def _rows(value: Any, count: int, key: str, source: str) -> bool:
+def _require_rows(value: Any, count: int, key: str, source: str) -> None:
     shape = np.shape(value)
     if shape[:1] != (count,):
         raise DatasetError(f"{source}: key '{key}' must have {count} rows, as actions; got shape {shape}.")
-    return True
 
 
 def _array(value: Any, where: str) -> np.ndarray:

@@ -9,7 +9,6 @@ and OGBench publish no checksums. Processes that request the same file wait for 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import http.client
 import json
 import logging
@@ -26,6 +25,7 @@ from envs.datasets.files.hdf5 import read_hdf5
 from envs.datasets.files.npz import peek_npz
 from policies.errors import DatasetError, WriteError
 from policies.storage.atomic_write import write_errors
+from policies.storage.checksums import sha256
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes received and their total (None if unknown)."""
@@ -191,15 +191,9 @@ def _read_metadata(part: Path) -> dict[str, Any]:
         return {}
 
 
-def file_sum(path: str | Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _check_sum(path: Path, expected: str | None, target: Path, url: str) -> None:
     """Refuse a file with another checksum; deletes an unfinished one."""
-    if expected is None or (got := file_sum(path)) == expected.lower():
+    if expected is None or (got := sha256(path)) == expected.lower():
         return
     if path != target:
         _remove(path)

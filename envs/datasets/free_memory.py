@@ -11,11 +11,11 @@ from policies.errors import DatasetError
 
 SHARE = 0.8
 """Share of the free memory that one dataset may take."""
-_LARGE = 2**30  # bytes from which on the required memory is logged
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _FACTS = Path("/proc/meminfo")
 _GIBI = 2**30
+_LARGE = _GIBI  # bytes from which on the required memory is logged
 
 _log = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from envs.spec import named_options
 from policies.bounds import with_present_names
 from policies.errors import ConfigError
 from policies.registry import lookup
@@ -38,7 +39,23 @@ def recorded_task(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None] 
     return found if found is not None and found[0] in list_envs() else None
 
 
-def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str | None:
+def meta_to_write(
+    meta: Mapping[str, Any], env: EnvConfig | None, left_out: Collection[str]
+) -> dict[str, Any]:
+    """Return what a writer stores of a dataset's metadata, in JSON types.
+
+    Args:
+        meta: Metadata of the dataset.
+        env: Task of the episodes, if given; it replaces the recorded one.
+        left_out: Keys that belong to the file that was read, or stand elsewhere in the new one.
+    """
+    kept = {key: value for key, value in meta.items() if key not in left_out}
+    kept |= {} if env is None else {"env": named_options(env)}
+    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return plain
+
+
+def recorded_task_text(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str | None:
     """Return the recorded task as `env=pointmaze-umaze env.hold=5`; None if unknown or of other widths."""
     found = recorded_task(meta)
     task = None if found is None else recorded_env(*found)

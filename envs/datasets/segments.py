@@ -13,7 +13,7 @@ from torch import Tensor
 from envs.datasets.episodes import EpisodeDataset
 from policies.policy_config import ChunkSpec
 
-_AT_ONCE = 16_384
+_AT_ONCE = 16_384  # frames, which bounds the memory of their segments
 
 
 @dataclass(frozen=True)

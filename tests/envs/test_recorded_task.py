@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from envs.datasets.recorded_task import describe_task, option_text
+from envs.datasets.recorded_task import option_text, recorded_task_text
 from envs.make import env
 
 
@@ -49,8 +49,8 @@ MAZE = {"id": "PointMaze_UMaze-v3", "max_episode_steps": 300}
 )
 def test_a_specification_names_our_task(spec: dict[str, Any], widths: tuple[int, int], expected: str) -> None:
     assert (
-        describe_task({"env_spec": spec}, *widths)
-        == describe_task({"env_spec": json.dumps(spec)}, *widths)
+        recorded_task_text({"env_spec": spec}, *widths)
+        == recorded_task_text({"env_spec": json.dumps(spec)}, *widths)
         == expected
     )
     assert (parsed(expected).spec.obs_dim, parsed(expected).spec.action_dim) == widths
@@ -69,7 +69,7 @@ def test_a_specification_names_our_task(spec: dict[str, Any], widths: tuple[int,
     ],
 )
 def test_what_is_no_task_of_ours_is_not_named(spec: Any, widths: tuple[int, int]) -> None:
-    assert describe_task({"env_spec": spec}, *widths) is None
+    assert recorded_task_text({"env_spec": spec}, *widths) is None
 
 
 def test_the_named_maze_is_the_recorded_one_step_by_step() -> None:
@@ -81,7 +81,7 @@ def test_the_named_maze_is_the_recorded_one_step_by_step() -> None:
     gymnasium.register_envs(gymnasium_robotics)
     peer = gymnasium.make("PointMaze_UMaze-v3", reward_type="dense", disable_env_checker=True)
     assert peer.spec is not None
-    text = describe_task({"env_spec": peer.spec.to_json()}, 4, 2)
+    text = recorded_task_text({"env_spec": peer.spec.to_json()}, 4, 2)
     assert text is not None
     vector = parsed(text).make_vector(1)
     seen, _ = peer.reset(seed=3)

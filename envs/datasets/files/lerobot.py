@@ -123,7 +123,7 @@ def read_frames(
     _check_total(path, info, "total_frames", len(rows.get("index", ())))
     order = np.argsort(rows["index"], kind="stable")
     if not (order[1:] > order[:-1]).all():
-        rows = {key: storage.taken(value, order) for key, value in rows.items()}
+        rows = {key: storage.take_array(value, order) for key, value in rows.items()}
     _check_counting(path, rows, "index", np.arange(len(order)), "all frames")
     return rows, {key: found.joined(order) for key, found in blobs.items()}
 

@@ -119,9 +119,9 @@ def qlearning_dataset(
     """
     rows, _ = _official_rows(arrays, terminate_on_end, max_episode_steps)
     return {
-        "observations": storage.taken(arrays["observations"], rows, np.float32),
-        "actions": storage.taken(arrays["actions"], rows, np.float32),
-        "next_observations": storage.taken(arrays["observations"], rows + 1, np.float32),
+        "observations": storage.take_array(arrays["observations"], rows, np.float32),
+        "actions": storage.take_array(arrays["actions"], rows, np.float32),
+        "next_observations": storage.take_array(arrays["observations"], rows + 1, np.float32),
         "rewards": arrays["rewards"][rows].astype(np.float32),
         "terminals": arrays["terminals"][rows].astype(bool),
     }
@@ -331,7 +331,7 @@ def _official_episodes(
     official = qlearning_dataset(arrays, max_episode_steps=limit, storage=storage)
     number = np.concatenate([[0], np.cumsum(ends)[:-1]])[rows]
     last = np.append(number[1:] != number[:-1], True)
-    goals = {"goal": storage.taken(arrays[GOAL], rows)} if _is_goal(arrays.get(GOAL)) else {}
+    goals = {"goal": storage.take_array(arrays[GOAL], rows)} if _is_goal(arrays.get(GOAL)) else {}
     return EpisodeDataset.from_arrays(
         official["observations"],
         official["actions"],

@@ -75,11 +75,11 @@ def regular_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
     ends = arrays["terminals"].astype(bool)
     kept, following = np.flatnonzero(~ends), np.flatnonzero(np.append(False, ~ends[:-1]))
     return {
-        "observations": storage.taken(arrays["observations"], kept, np.float32),
-        "actions": storage.taken(arrays["actions"], kept, np.float32),
+        "observations": storage.take_array(arrays["observations"], kept, np.float32),
+        "actions": storage.take_array(arrays["actions"], kept, np.float32),
         "terminals": np.append(ends[1:], True)[kept].astype(np.float32),
-        "next_observations": storage.taken(arrays["observations"], following, np.float32),
-        **{key: storage.taken(arrays[key], kept) for key in _INFOS if key in arrays},
+        "next_observations": storage.take_array(arrays["observations"], following, np.float32),
+        **{key: storage.take_array(arrays[key], kept) for key in _INFOS if key in arrays},
     }
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from envs.datasets.checks import refuse_images
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.files.hdf5 import write_hdf5
 from envs.datasets.formats.d4rl import OWN_ATTRIBUTE
-from envs.spec import named_options
+from envs.datasets.recorded_task import meta_to_write
 
 if TYPE_CHECKING:
     from envs.spec import EnvConfig
@@ -44,7 +44,8 @@ def write_d4rl(path: str | Path, dataset: EpisodeDataset, env: EnvConfig | None 
     with write_hdf5(path) as file:
         for key, value in arrays.items():
             file.create_dataset(key, data=value.numpy(), compression="gzip", compression_opts=4)
-        file.attrs[OWN_ATTRIBUTE] = json.dumps(names | {"meta": _meta(dataset, env)}, default=str)
+        meta = meta_to_write(dataset.meta, env, _OWN_META)
+        file.attrs[OWN_ATTRIBUTE] = json.dumps(names | {"meta": meta})
 
 
 def _key_paths(dataset: EpisodeDataset) -> dict[str, dict[str, str]]:
@@ -65,10 +66,3 @@ def _unused(place: str, taken: list[str]) -> str:
         place += "_"
     taken.append(place)
     return place
-
-
-def _meta(dataset: EpisodeDataset, env: EnvConfig | None) -> dict[str, Any]:
-    meta = {key: value for key, value in dataset.meta.items() if key not in _OWN_META}
-    if env is not None:
-        meta["env"] = named_options(env)
-    return meta

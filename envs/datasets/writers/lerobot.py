@@ -40,7 +40,7 @@ from envs.datasets.files.lerobot import (
     numbered_names,
 )
 from envs.datasets.interface import interface_of, interface_of_task
-from envs.spec import named_options
+from envs.datasets.recorded_task import meta_to_write
 from policies.errors import DatasetError
 from policies.extras import require
 from policies.storage.atomic_write import draft_folder, replace_folder, sync_tree
@@ -93,7 +93,7 @@ def write_lerobot(
         )
     with draft_folder(target) as draft:
         _Writing(draft, dataset, facts, video).write()
-        own = {"meta": _own_meta(dataset, env) | {"interface": facts}}
+        own = {"meta": meta_to_write(dataset.meta, env, _OWN_META) | {"interface": facts}}
         _write_json(draft / OWN, own)
         sync_tree(draft)
         replace_folder(draft, target)
@@ -424,14 +424,6 @@ def _write_tasks(path: Path, tasks: Sequence[str]) -> None:
     pandas = {"index_columns": [index], "column_indexes": [], "columns": described}
     table = pa.table({"task_index": np.arange(len(tasks)), index: list(tasks)})
     parquet.write_table(table.replace_schema_metadata({"pandas": json.dumps(pandas)}), path)
-
-
-def _own_meta(dataset: EpisodeDataset, env: EnvConfig | None) -> dict[str, Any]:
-    meta = {key: value for key, value in dataset.meta.items() if key not in _OWN_META}
-    if env is not None:
-        meta["env"] = named_options(env)
-    found: dict[str, Any] = json.loads(json.dumps(meta, default=str))
-    return found
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.files.hdf5 import write_hdf5
 from envs.datasets.files.minari import MAIN_FILE, METADATA, find_data
 from envs.datasets.formats.minari import ACHIEVED, GOAL, OWN_ATTRIBUTE, STATE
-from envs.spec import named_options
+from envs.datasets.recorded_task import meta_to_write
 from policies.errors import DatasetError
 from policies.storage.atomic_write import draft_folder, replace_folder, sync_tree
 
@@ -139,9 +139,6 @@ def _goal_part(dataset: EpisodeDataset, key: str) -> str:
 def _metadata(dataset: EpisodeDataset, env: EnvConfig | None, name: str) -> dict[str, Any]:
     """Describe the dataset as Minari does; what it does not know about stands under `burnish`."""
     low, high = (env.spec.action_low, env.spec.action_high) if env else (-np.inf, np.inf)
-    meta = {key: value for key, value in dataset.meta.items() if key not in _OWN_META}
-    if env is not None:
-        meta["env"] = named_options(env)
     return {
         "total_episodes": dataset.num_episodes,
         "total_steps": dataset.num_frames,
@@ -153,7 +150,7 @@ def _metadata(dataset: EpisodeDataset, env: EnvConfig | None, name: str) -> dict
         "algorithm_name": "",
         "minari_version": MINARI_VERSION,
         "burnish": {
-            "meta": json.loads(json.dumps(meta, default=str)),
+            "meta": meta_to_write(dataset.meta, env, _OWN_META),
             "extras": [f"infos/{key}" for key in dataset.extras if not _goal_part(dataset, key)],
             "successors_recorded": dataset.next_observations is not None,
         },

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset, split_episodes
 from envs.datasets.files.hdf5 import write_hdf5
+from envs.datasets.recorded_task import meta_to_write
 from envs.spec import options_of, task_name
 from policies.errors import ConfigError, DatasetError
 
@@ -62,8 +63,7 @@ def write_robomimic(
         data.attrs["env_args"] = json.dumps(_env_args(dataset, env))
         data.attrs["obs_layout"] = json.dumps(list(parts.items()))
         data.attrs["successors_recorded"] = dataset.next_observations is not None
-        meta = {key: value for key, value in dataset.meta.items() if key not in _OWN_META}
-        data.attrs["meta"] = json.dumps(meta, default=str)
+        data.attrs["meta"] = json.dumps(meta_to_write(dataset.meta, None, _OWN_META))
         for number in range(dataset.num_episodes):
             _write_demo(data.create_group(f"demo_{number}"), dataset, number, parts)
         if valid_fraction:

@@ -72,21 +72,7 @@ try:
 except metadata.PackageNotFoundError:  # checkout without installation
     __version__ = "0+checkout"
 
-_HOMES = {
-    "clone": "burnish.api",
-    "collect": "burnish.api",
-    "compose": "burnish.api",
-    "convert_data": "burnish.api",
-    "download_data": "burnish.api",
-    "evaluate": "burnish.api",
-    "export": "burnish.api",
-    "import_policy": "burnish.api",
-    "inspect_data": "burnish.api",
-    "open_loop": "burnish.api",
-    "rank": "burnish.api",
-    "report": "burnish.api",
-    "train": "burnish.api",
-    "train_seeds": "burnish.api",
+_OUTSIDE_API = {  # all other names are in `burnish.api`
     "load_policy": "burnish.runs.locate",
     "save_policy": "policies.storage.policy_folder",
     "from_pretrained": "policies.storage.hub",
@@ -102,11 +88,11 @@ def __getattr__(name: str) -> Any:
         ImportError: If another project's package shadows one of ours, or `MUJOCO_GL` names a library that is
             not installed; see `burnish.name_clashes`.
     """
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'burnish' has no attribute '{name}'")
     require_own_packages()
     require_graphics_library()
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_OUTSIDE_API.get(name, "burnish.api")), name)
 
 
 def __dir__() -> list[str]:

@@ -29,7 +29,7 @@ from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.locate import dated_folder, locate
 from burnish.runs.open_loop import OpenLoopResult
 from burnish.runs.open_loop import measure as measure_open_loop
-from burnish.runs.resolve import resume_directory_error, with_resumed_parts
+from burnish.runs.resolve import resume_directory_error, resumed_parts
 from burnish.runs.tasks import values_of_task
 from envs.datasets import write_dataset
 from envs.datasets.convert import as_dataset
@@ -214,7 +214,7 @@ def _composed(
     typed = Overrides.parse(overrides_of(overrides, values))
     if (folder := typed.value("hydra.run.dir")) is not None:
         raise ConfigError(f"hydra.run.dir={folder} is a key of commands; in Python give directory=.")
-    composed = compose_command("train", with_resumed_parts(typed).texts)
+    composed = compose_command("train", (resumed_parts(typed) + typed).texts)
     config = composed.config
     if directory is not None and config.resume is not None:
         raise resume_directory_error(config.resume, f"directory={directory}")

@@ -207,13 +207,12 @@ def _continuing(command: str, words: list[str], typed: Overrides) -> list[str]:
     resumed = typed.value("resume")
     if command != "train" or resumed in (None, ""):
         return words
-    from burnish.runs.resolve import resume_directory_error, with_resumed_parts
+    from burnish.runs.resolve import resume_directory_error, resumed_parts
 
     run, chosen = Path(str(resumed)).expanduser(), typed.value("hydra.run.dir")
     if chosen is not None and Path(str(chosen)).expanduser().absolute() != run.absolute():
         raise resume_directory_error(run, f"hydra.run.dir={chosen}")
-    known = with_resumed_parts(typed).texts
-    return [*known[: len(known) - len(typed.texts)], *words, f"hydra.run.dir={quoted(str(run))}"]
+    return [*resumed_parts(typed).texts, *words, f"hydra.run.dir={quoted(str(run))}"]
 
 
 def wants_traceback() -> bool:

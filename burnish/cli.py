@@ -97,14 +97,10 @@ def _dispatch(name: str, arguments: list[str]) -> int:
             code: int = command.load().main(arguments)
             return code
         run_app(name, arguments)
-    except USER_ERRORS as error:
-        if wants_traceback():
-            raise
-        return print_error(error)
     except BrokenPipeError:  # the reader, e.g. `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
+        return 141  # as a shell reports a process that SIGPIPE ended
+    except (*USER_ERRORS, OSError) as error:
         if wants_traceback():
             raise
         return print_error(error)

@@ -19,6 +19,7 @@ T = TypeVar("T")
 ENV = "avoid"
 DEMONSTRATIONS = 20  # few, so that the cloned policy is imperfect
 EPISODES = 100  # per evaluation
+STAGES = 6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="burnish-demo",
-        description=str(__doc__).replace(": what `make demo` runs", ""),
+        description=__doc__,
         epilog="It takes no arguments and a few minutes on two cores, and writes to runs/<date>/<time>-demo.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,36 +47,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     out, console = new_folder(dated_folder("demo")), output()
     workers = min(2, os.cpu_count() or 1)
-    started, seconds = time.perf_counter(), {}
+    started, seconds = time.perf_counter(), dict[str, float]()
 
     def stage(title: str, do: Callable[[], T]) -> T:
         begin = time.perf_counter()
-        console.rule(title)
+        console.rule(f"{len(seconds) + 1}/{STAGES}  {title}")
         result = do()
-        seconds[title[5:]] = round(time.perf_counter() - begin, 1)
-        console.print(f"  {seconds[title[5:]]:.0f} s")
+        seconds[title] = round(time.perf_counter() - begin, 1)
+        console.print(f"  {seconds[title]:.0f} s")
         return result
 
     demos = stage(
-        "1/6  record demonstrations",
+        "record demonstrations",
         lambda: burnish.collect(env=ENV, episodes=DEMONSTRATIONS, out=str(out / "demonstrations.hdf5")),
     )
     base = stage(
-        "2/6  clone a diffusion policy",
+        "clone a diffusion policy",
         lambda: burnish.clone(demos, "experiment=demo_bc", directory=out / "cloned"),
     )
     tuned = stage(
-        "3/6  fine-tune it with DPPO",
+        "fine-tune it with DPPO",
         lambda: burnish.train(
             "experiment=demo_dppo", init=base, directory=out / "tuned", num_workers=workers
         ),
     )
     result = stage(
-        "4/6  evaluate before and after on the same episodes",
+        "evaluate before and after on the same episodes",
         lambda: burnish.evaluate(tuned, baseline=base, episodes=EPISODES, num_workers=workers),
     )
-    page = stage("5/6  draw", lambda: burnish.report(tuned, num_workers=workers))
-    exported = stage("6/6  export to ONNX", lambda: burnish.export(tuned, out=str(out / "exported")))
+    page = stage("draw", lambda: burnish.report(tuned, num_workers=workers))
+    exported = stage("export to ONNX", lambda: burnish.export(tuned, out=str(out / "exported")))
     for picture in page.parent.glob("behaviour.*"):
         shutil.copy(picture, out)
 

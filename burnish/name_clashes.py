@@ -15,6 +15,8 @@ from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[1]
 OURS = ("burnish", "policies", "algos", "envs", "configs", "assets")
+GL_LIBRARIES = {"egl": ("EGL", "libegl1"), "osmesa": ("OSMesa", "libosmesa6")}
+"""Library, and the package of Debian that has it, by value of `MUJOCO_GL`."""
 
 
 def found_packages() -> Iterator[tuple[str, bool, str]]:
@@ -58,7 +60,7 @@ def require_graphics_library() -> None:
         ImportError: Names the library and the remedy.
     """
     name = os.environ.get("MUJOCO_GL", "").strip().lower()
-    library, package = {"egl": ("EGL", "libegl1"), "osmesa": ("OSMesa", "libosmesa6")}.get(name, ("", ""))
+    library, package = GL_LIBRARIES.get(name, ("", ""))
     if sys.platform == "linux" and library and ctypes.util.find_library(library) is None:
         raise ImportError(
             f"MUJOCO_GL={name} needs lib{library}, which is not installed. Install it (Debian: {package}), "

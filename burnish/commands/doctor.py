@@ -17,14 +17,13 @@ from packaging.requirements import Requirement
 
 import burnish
 from burnish.console import output, table
-from burnish.name_clashes import found_packages
+from burnish.name_clashes import GL_LIBRARIES, found_packages
 from envs.engine.rendering import gl_backends, has_library
 from policies.errors import ConfigError
 from policies.extras import SECOND_STEP, installed_version, second_command
 from policies.networks import native
 
 GL_BACKENDS = ("egl", "osmesa", "glfw")
-GL_LIBRARIES = {"egl": ("EGL", "Debian: libegl1"), "osmesa": ("OSMesa", "Debian: libosmesa6")}
 GL_TIMEOUT_S = 120
 _RENDER = """
 import mujoco
@@ -126,7 +125,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _second_step(extra: str) -> Iterator[Finding]:
-    """Check the packages of an extra that pip cannot install; see the README."""
+    """Check the packages of an extra that pip cannot install; see docs/install.md."""
     pins = [Requirement(text) for text in SECOND_STEP.get(extra, ())]
     missing = [problem for pin in pins if (problem := _problem(pin))]
     if pins:
@@ -207,7 +206,7 @@ def _try_renderer(backend: str) -> tuple[bool, str]:
 def _missing_for(backend: str) -> str | None:
     library, package = GL_LIBRARIES.get(backend, ("", ""))
     if library and not has_library(library):
-        return f"lib{library} is not installed ({package})"
+        return f"lib{library} is not installed (Debian: {package})"
     if backend == "glfw" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return "it needs a screen, and neither DISPLAY nor WAYLAND_DISPLAY is set"
     if backend == "egl":

@@ -12,22 +12,20 @@ from typing import Any
 from rich.table import Table
 
 from algos.training.run_directory import EVAL, RunDirectory, eval_name
-from burnish.config.evaluate import OF_COMPOSE, EvalConfig
+from burnish.config.evaluate import EvalConfig
 from burnish.config.overrides import RunContext
-from burnish.console import Counting, output, table
+from burnish.console import output, table
 from burnish.reports.html import render
 from burnish.reports.results import SUMMARISED
 from burnish.reports.videos import try_drawing, write_videos
 from burnish.runs import open_loop
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.evaluation import headline, require_no_other_file
+from burnish.runs.evaluation import means_of, play, require_no_other_file
 from burnish.runs.locate import Located, check_file_to_write, locate_actor, require_writable
 from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
-from envs.evaluation.evaluate import evaluate as run_episodes
 from envs.evaluation.protocol import require_playable
-from envs.rollouts.fleet import LOCAL
 from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import BurnishError, ConfigError
 from policies.storage.atomic_write import write_errors, write_text
@@ -115,7 +113,7 @@ def _print_result(result: CompositionResult) -> None:
 
 
 def _main_number(evaluation: Evaluation) -> float:
-    return headline(evaluation)[evaluation.quantity]
+    return means_of(evaluation)[evaluation.quantity]
 
 
 def shown_names(label: str, policy: str, baseline: str) -> tuple[str, str]:
@@ -143,9 +141,7 @@ def resolve(config: EvalConfig) -> ResolvedEval:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
     if config.dataset is not None:
         raise ConfigError("dataset=FILE compares with recorded episodes: burnish.open_loop(policy, dataset).")
-    default = EvalConfig()
-    if given := [name for name in OF_COMPOSE if getattr(config, name) != getattr(default, name)]:
-        raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
+    config.require_single()
     if config.out is not None:
         check_file_to_write(config.out)
         require_no_other_file(Path(config.out))
@@ -169,10 +165,11 @@ def evaluate(config: EvalConfig) -> Result:
     policy, other = found.policy.load(), None if found.baseline is None else found.baseline.load()
     if other is not None:  # before the episodes of the policy, which may take long
         require_playable(other, found.env, config)
-    evaluation = _play(found.policy.label, policy, found.env, config)
+    keeps = config.videos > 0
+    evaluation = play(found.policy.label, policy, found.env, config, keep_observations=keeps)
     baseline = None
     if found.baseline is not None:
-        baseline = _play(found.baseline.label, other, found.env, config)
+        baseline = play(found.baseline.label, other, found.env, config)
     comparison = None if baseline is None else compare(baseline, evaluation)
     videos: Iterable[Path] = ()
     try:
@@ -203,19 +200,6 @@ def summary_rows(evaluations: Iterable[tuple[str, Evaluation]]) -> list[tuple[ob
                 )
                 label = ""
     return rows
-
-
-def _play(label: str, policy: Any, env: Any, config: EvalConfig) -> Evaluation:
-    with Counting(f"evaluating {label}", config.episodes) as counting:
-        return run_episodes(
-            policy,
-            env,
-            config,
-            num_workers=config.num_workers,
-            fleet=config.fleet or LOCAL,
-            on_progress=lambda n, _: counting.show(n),
-            keep_observations=config.videos > 0,
-        )
 
 
 def _write(

@@ -51,12 +51,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def summary(thing: object) -> str:
-    """Return the first sentence of a docstring."""
-    return first_sentence(inspect.getdoc(thing) or "")
-
-
-def first_sentence(text: str) -> str:
     """Return the first paragraph of a docstring in one line."""
+    return first_paragraph(inspect.getdoc(thing) or "")
+
+
+def first_paragraph(text: str) -> str:
+    """Return the first paragraph of a text in one line."""
     return " ".join(text.split("\n\n")[0].split())
 
 
@@ -71,7 +71,7 @@ def _parts(group: str) -> Iterator[tuple[object, ...]]:
             yield name, summary(part), f"{part.__module__}.{part.__qualname__}"
             continue
         title, text = source.definition(group, name)
-        yield name, first_sentence(text) or summary(registry.lookup(group, name)), f"{source.module}.{title}"
+        yield name, first_paragraph(text) or summary(registry.lookup(group, name)), f"{source.module}.{title}"
 
 
 def _envs() -> Iterator[tuple[object, ...]]:

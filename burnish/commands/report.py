@@ -17,7 +17,7 @@ from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.reports.beside_data import beside_data
 from burnish.reports.curves import MEAN_COLOURS, Chart, learning_charts, run_colours
-from burnish.reports.facts import cost_of, facts_of, origin_of
+from burnish.reports.facts import cost_of, facts_of, origin_of, part_name
 from burnish.reports.html import render
 from burnish.reports.results import (
     Headline,
@@ -199,7 +199,7 @@ def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
     found: dict[tuple[str, str, str], dict[str, RunDirectory]] = {}
     for name, one in named.items():
         task = json.dumps(one.section("env"), sort_keys=True)
-        found.setdefault((_part(one, "algo"), task, _unit(one)), {})[name] = one
+        found.setdefault((part_name(one, "algo"), task, _unit(one)), {})[name] = one
     groups: dict[str, Group] = {}
     for (algo, task, unit), runs in found.items():
         env = task_label(next(iter(runs.values())))
@@ -208,11 +208,7 @@ def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
     return list(groups.values())
 
 
-def _part(directory: RunDirectory, group: str) -> str:
-    return str(directory.section(group).get("name", ""))
-
-
-class Comparison(NamedTuple):
+class SideBySide(NamedTuple):
     """Runs of a group side by side; settings in which they differ are `keys`."""
 
     title: str
@@ -227,7 +223,7 @@ def _comparisons(
     heads: Mapping[str, Headline | None],
     stored: Mapping[str, Stored],
     colours: Mapping[str, str],
-) -> list[Comparison]:
+) -> list[SideBySide]:
     """Lay the runs of every group side by side, best first; groups on one task share a scale."""
     found = []
     for group in groups:
@@ -250,12 +246,12 @@ def _comparisons(
     return [_comparison(group, keys, rows, on_task[group.task]) for group, keys, rows in found]
 
 
-def _comparison(group: Group, keys: Sequence[str], rows: Sequence[Row], beside: Sequence[Row]) -> Comparison:
+def _comparison(group: Group, keys: Sequence[str], rows: Sequence[Row], beside: Sequence[Row]) -> SideBySide:
     note = "Bars: 95 % intervals" + ("; pooled over seeds and episodes." if rows[-1].is_pooled else ".")
     if any(row.head.before is not None for row in rows):
         note += " Grey marks: the policy before training, or the baseline."
     quantity = rows[0].head.after.quantity
-    return Comparison(group.title, tuple(keys), quantity, whiskers(rows, beside), note)
+    return SideBySide(group.title, tuple(keys), quantity, whiskers(rows, beside), note)
 
 
 def _shown_keys(runs: Sequence[RunDirectory]) -> list[str]:
@@ -273,7 +269,7 @@ def _settings(run: RunDirectory, keys: Sequence[str]) -> tuple[object, ...]:
 def _overview(runs: Mapping[str, RunDirectory]) -> Table:
     rows = []
     for name, one in runs.items():
-        facts = _part(one, "algo"), task_label(one), one.config.get("seed"), origin_of(one), cost_of(one)
+        facts = part_name(one, "algo"), task_label(one), one.config.get("seed"), origin_of(one), cost_of(one)
         rows.append((name, *facts, one.latest() or "none"))
     return Table(("run", "algo", "task", "seed", "from", "cost", "last checkpoint"), tuple(rows))
 

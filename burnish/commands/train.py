@@ -27,7 +27,7 @@ from burnish.console import output, table
 from burnish.reports.beside_data import beside_data
 from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.build import build, opened_directories
-from burnish.runs.evaluation import headline
+from burnish.runs.evaluation import means_of
 from burnish.runs.resolve import ResolvedRun, has_seeds, resolve, resolve_seeds
 from envs.datasets.interface import interface_of_task
 from envs.evaluation.evaluate import evaluate as run_episodes
@@ -51,7 +51,7 @@ def run(config: TrainConfig, context: RunContext) -> float | None:
     """Train or resume, print the path; return the last success rate or return, averaged over seeds."""
     results = train_seeds(config, context) if has_seeds(config) else [train(config, context)]
     if current().rank == 0:
-        output().print(report_lines(results), "")
+        output().print(result_table(results), "")
     return main_number(results)
 
 
@@ -133,7 +133,7 @@ def _interface_of(config: TrainConfig) -> dict[str, Any] | None:
     return {key: value for key, value in found.items() if key != "obs_names"} or None
 
 
-def report_lines(results: Sequence[TrainResult]) -> Table:
+def result_table(results: Sequence[TrainResult]) -> Table:
     """Return the printed table of one or several runs."""
     if len(results) == 1:
         (one,) = results
@@ -192,7 +192,7 @@ def _evaluator(
         )
         directory.write_eval(eval_name(step), json.loads(evaluation.to_json()))
         last.clear()
-        last.update(headline(evaluation))
+        last.update(means_of(evaluation))
         return last
 
     return evaluate

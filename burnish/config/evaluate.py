@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,7 @@ from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.paths import path_field
 
-OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "search", "estimate")
-"""Keys that are unused for a single policy."""
+_OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "search", "estimate")
 
 
 @dataclass(frozen=True)
@@ -54,3 +54,13 @@ class EvalConfig(EvaluationSettings):
             raise ConfigError(f"reader={self.reader} needs dataset=<file>, whose reader has these options.")
         if self.num_workers < 0:
             raise ConfigError(f"num_workers must be 0 or more; got {self.num_workers}.")
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return which of some keys do not have their default."""
+        default = type(self)()
+        return [name for name in names if getattr(self, name) != getattr(default, name)]
+
+    def require_single(self) -> None:
+        """Refuse, with ConfigError, keys of compositions beside a single policy."""
+        if given := self.changed(_OF_COMPOSE):
+            raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")

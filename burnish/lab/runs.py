@@ -16,7 +16,7 @@ from typing import Any
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish.reports.curves import learning_charts
-from burnish.reports.facts import machine_of
+from burnish.reports.facts import machine_of, part_name
 from burnish.reports.html import render
 from burnish.reports.results import intervals_over
 from burnish.reports.rollouts import outcome
@@ -62,7 +62,7 @@ class RunFolder:
         rows: list[dict[str, Any]] = []
         for name, run in self.runs().items():
             with suppress(BurnishError, OSError, ValueError):
-                facts = {"algo": str(run.section("algo").get("name", "")), "task": task_label(run)}
+                facts = {"algo": part_name(run, "algo"), "task": task_label(run)}
                 age = max(self._clock() - _changed(run), 0.0)
                 rows.append({"name": name, **facts, "step": run.latest(), "age_s": round(age)})
         return sorted(rows, key=lambda row: row["age_s"])[:MOST_RUNS]

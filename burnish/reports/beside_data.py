@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 from algos.training.run_directory import RunDirectory
-from burnish.runs.best_evaluation import CheckpointEvaluation, best_evaluation
+from burnish.runs.best_evaluation import CheckpointEvaluation, alike_evaluations, best_evaluation
 from burnish.runs.locate import locate
 from envs.evaluation.comparison import format_interval
 
@@ -28,24 +25,19 @@ def beside_data(directory: RunDirectory) -> str | None:
         return None
     recorded, _ = format_interval(last.quantity, {"value": data[last.quantity]})
     own, around = format_interval(last.quantity, last.summary[last.quantity])
-    rises = any(is_above(last, one) for one in _halfway(directory, last))
+    halfway = _halfway(directory, last)
+    rises = halfway is not None and is_above(last, halfway)
     return (
         f"{last.quantity} of the data {recorded} (mean of {data['episodes']} episodes), of the policy {own} "
         f"({around}; {last.summary['episodes']} episodes){f'; {STILL_RISING}' if rises else ''}"
     )
 
 
-def _halfway(directory: RunDirectory, last: CheckpointEvaluation) -> Iterator[CheckpointEvaluation]:
-    """Yield the evaluation nearest to half of the steps of the last, by its protocol, if there is one."""
-    known: dict[int, Mapping[str, Any]] = {
-        one.step: json.loads(one.path.read_text())["summary"]
-        for one in directory.evals()
-        if one.is_of_training and 0.25 * last.step <= one.step <= 0.75 * last.step
-    }
-    alike = [step for step, one in known.items() if one["protocol_hash"] == last.summary["protocol_hash"]]
-    if alike:
-        step = min(alike, key=lambda one: abs(one - last.step / 2))
-        yield CheckpointEvaluation(step, dict(known[step]), last.quantity)
+def _halfway(directory: RunDirectory, last: CheckpointEvaluation) -> CheckpointEvaluation | None:
+    """Return the evaluation nearest to half of the steps of the last, by its protocol; None without one."""
+    low, high = 0.25 * last.step, 0.75 * last.step
+    between = [one for one in alike_evaluations(directory) if low <= one.step <= high]
+    return min(between, key=lambda one: abs(one.step - last.step / 2), default=None)
 
 
 def is_above(one: CheckpointEvaluation, other: CheckpointEvaluation) -> bool:

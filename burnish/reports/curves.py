@@ -175,7 +175,8 @@ def learning_charts(
         alone = [curve._replace(intervals={}) for curve in curves] if means_drawn else curves
         whole = [_thinned(curve, most) for curve in (*alone, *means_drawn)]
         repeated = [_thinned(curve, most) for curve in curves[:_MOST_MULTIPLES]]
-        charts.append(_chart(title, unit, whole, colours, level, repeats=repeated if not charts else ()))
+        axes = _Axes.around(whole, level, is_share=quantity == "success")
+        charts.append(_chart(title, unit, whole, colours, level, axes, () if charts else repeated))
     return charts
 
 
@@ -214,12 +215,10 @@ def _chart(
     curves: Sequence[Curve],
     colours: Mapping[str, str],
     level: float | None,
-    *,
-    repeats: Sequence[Curve] = (),
+    axes: _Axes,
+    repeats: Sequence[Curve],
 ) -> Chart:
-    is_share = title.startswith("success")
-    axes = _Axes.around(curves, level, is_share)
-
+    """Draw curves and, in charts of their own on the same axes, `repeats`."""
     of_means = dict(zip((one.label for one in curves if one.is_mean), cycle(MEAN_COLOURS), strict=False))
 
     def chart(heading: str, shown: Sequence[Curve], multiples: tuple[Chart, ...] = ()) -> Chart:
@@ -242,7 +241,7 @@ class _Axes:
     is_share: bool
 
     @classmethod
-    def around(cls, curves: Sequence[Curve], level: float | None, is_share: bool) -> _Axes:
+    def around(cls, curves: Sequence[Curve], level: float | None, *, is_share: bool) -> _Axes:
         left, right = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
         if is_share:
             return cls(left, max(right, left + 1), 0.0, 1.0, True)

@@ -34,7 +34,7 @@ def facts_of(directory: RunDirectory) -> Facts:
     if python := environment.get("python"):
         versions.append(f"Python {python}")
     rows = {
-        "algorithm": _name(directory, "algo"),
+        "algorithm": part_name(directory, "algo"),
         "task": task_label(directory),
         "policy": " · ".join(filter(None, (_part(directory, part) for part in _PARTS))),
         "from": origin_of(directory),
@@ -80,15 +80,15 @@ def repeating(directory: RunDirectory) -> str:
     return shlex.join(["burnish", "train", *typed])
 
 
-def _name(directory: RunDirectory, group: str) -> str:
-    value = directory.config.get(group)
-    return str(value.get("name") or "") if isinstance(value, dict) else ""
+def part_name(directory: RunDirectory, group: str) -> str:
+    """Return the registered name of a run's part; empty without one."""
+    return str(directory.section(group).get("name") or "")
 
 
 def _part(directory: RunDirectory, group: str) -> str:
     """Return the name of a part; of a process that can predict several kinds, with the kind."""
-    kind = section.get("prediction") if isinstance(section := directory.config.get(group), dict) else None
-    return f"{_name(directory, group)} ({kind})" if kind else _name(directory, group)
+    name, kind = part_name(directory, group), directory.section(group).get("prediction")
+    return f"{name} ({kind})" if kind else name
 
 
 def _environment(directory: RunDirectory) -> dict[str, Any]:

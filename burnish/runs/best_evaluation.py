@@ -47,14 +47,15 @@ def best_evaluation(directory: RunDirectory) -> BestEvaluation | None:
 
     Counted are evaluations during training with the protocol of the last one.
     """
-    evaluations = [_read(file) for file in directory.evals() if file.is_of_training]
-    if not evaluations:
-        return None
-    evaluations.sort(key=lambda evaluation: evaluation.step)
-    last = evaluations[-1]
-    protocol = last.summary["protocol_hash"]
-    alike = [one for one in evaluations if one.summary["protocol_hash"] == protocol]
-    return BestEvaluation(last, max(alike, key=lambda one: one.value), len(alike))
+    alike = alike_evaluations(directory)
+    return BestEvaluation(alike[-1], max(alike, key=lambda one: one.value), len(alike)) if alike else None
+
+
+def alike_evaluations(directory: RunDirectory) -> list[CheckpointEvaluation]:
+    """Return the evaluations during training with the protocol of the last one, by step."""
+    found = [_read(file) for file in directory.evals() if file.is_of_training]
+    found.sort(key=lambda evaluation: evaluation.step)
+    return [one for one in found if one.summary["protocol_hash"] == found[-1].summary["protocol_hash"]]
 
 
 def _read(file: EvalFile) -> CheckpointEvaluation:

@@ -18,6 +18,7 @@ from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_we
 from algos.training.run_directory import new_folder
 from burnish.config.saved import describe_part
 from burnish.console import Counting, output, table
+from burnish.runs.evaluation import play
 from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate, require_writable
 from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import read_dataset
@@ -118,8 +119,8 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
         policy = policy.with_weights(*search.best)
     elif config.weights == ESTIMATE:
         policy = policy.with_weights(*estimate[0].weights)
-    evaluation = _play("composition", policy, env, config)
-    by_member = {name: _play(name, member, env, config) for name, member in members.items()}
+    evaluation = play("composition", policy, env, config)
+    by_member = {name: play(name, member, env, config) for name, member in members.items()}
     comparisons = {name: compare(own, evaluation) for name, own in by_member.items()}
     result = CompositionResult(policy, search, estimate, evaluation, by_member, comparisons, target)
     try:
@@ -155,14 +156,13 @@ def _located_members(config: EvalConfig) -> dict[str, Located]:
 
 
 def _refuse_unused(config: EvalConfig) -> None:
-    default = type(config)()
     unused = {
         "search": ("weights are given", config.weights is not None),
         "estimate": ("there is no dataset to estimate from", config.dataset is None),
         "temperature": (f"operator={config.operator} has none", config.operator != "or"),
     }
     for name, (reason, is_unused) in unused.items():
-        if is_unused and getattr(config, name) != getattr(default, name):
+        if is_unused and config.changed([name]):
             raise ConfigError(f"{name} has no effect here: {reason}. Leave it out.")
 
 
@@ -190,7 +190,7 @@ def _search(config: EvalConfig, policy: AnyComposition, env: Any) -> Search:
     done = 0
     with Counting("searching weights", total) as counting:
 
-        def play(view: Policy, first_seed: int, episodes: int) -> Evaluation:
+        def run(view: Policy, first_seed: int, episodes: int) -> Evaluation:
             protocol = replace(config, first_seed=first_seed, episodes=episodes)
             return evaluate(
                 view,
@@ -205,19 +205,7 @@ def _search(config: EvalConfig, policy: AnyComposition, env: Any) -> Search:
             nonlocal done
             done += len(trial.evaluation.rows)
 
-        return search_weights(policy, settings, play, on_trial=count)
-
-
-def _play(name: str, policy: Policy, env: Any, config: EvalConfig) -> Evaluation:
-    with Counting(f"evaluating {name}", config.episodes) as counting:
-        return evaluate(
-            policy,
-            env,
-            config,
-            num_workers=config.num_workers,
-            fleet=config.fleet or LOCAL,
-            on_progress=lambda n, _: counting.show(n),
-        )
+        return search_weights(policy, settings, run, on_trial=count)
 
 
 # -- report ---------------------------------------------------------------------------------------------

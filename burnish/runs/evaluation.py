@@ -1,14 +1,36 @@
-"""Summary of an evaluation, and the file that it is written to."""
+"""Play an evaluation, sum it up, and the file that it is written to."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from envs.evaluation.evaluate import Evaluation
+from burnish.console import Counting
+from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.rollouts.fleet import LOCAL
 from policies.errors import ConfigError
 
+if TYPE_CHECKING:
+    from burnish.config.evaluate import EvalConfig
 
-def headline(evaluation: Evaluation) -> dict[str, float]:
+
+def play(
+    label: str, policy: Any, env: Any, config: EvalConfig, *, keep_observations: bool = False
+) -> Evaluation:
+    """Evaluate a policy by the protocol of a configuration, with a bar of progress."""
+    with Counting(f"evaluating {label}", config.episodes) as counting:
+        return evaluate(
+            policy,
+            env,
+            config,
+            num_workers=config.num_workers,
+            fleet=config.fleet or LOCAL,
+            on_progress=lambda done, _: counting.show(done),
+            keep_observations=keep_observations,
+        )
+
+
+def means_of(evaluation: Evaluation) -> dict[str, float]:
     """Return the defined means of an evaluation by name, with VaR and CVaR of the return."""
     summary = evaluation.summary()
     names = ("success", "return", "length", "d4rl_score", "return_value_at_risk", "return_cvar")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from burnish.config.evaluate import OF_COMPOSE, EvalConfig
+from burnish.config.evaluate import EvalConfig
 from burnish.console import Counting, output, table
 from burnish.runs.evaluation import require_no_other_file
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
@@ -81,10 +81,8 @@ def measure(config: EvalConfig) -> OpenLoopResult:
     """
     if config.policy is None or config.dataset is None:
         raise ConfigError("an open-loop evaluation needs policy=<run or policy> and dataset=<file>.")
-    default = EvalConfig()
-    if given := [name for name in OF_COMPOSE if getattr(config, name) != getattr(default, name)]:
-        raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
-    if given := [name for name in _OF_TASK if getattr(config, name) != getattr(default, name)]:
+    config.require_single()
+    if given := config.changed(_OF_TASK):
         raise ConfigError(
             f"{given[0]} belongs to episodes that are played; with dataset= the policy is compared with "
             "recorded ones. Leave one of them out."

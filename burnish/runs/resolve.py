@@ -18,7 +18,7 @@ from algos.base import device_of
 from algos.training.ranks import current
 from algos.training.run_directory import RunDirectory
 from burnish.config.nodes import GROUPS
-from burnish.config.overrides import Overrides, RunContext
+from burnish.config.overrides import NO_OVERRIDES, Overrides, RunContext
 from burnish.config.saved import restore, restore_part
 from burnish.config.schema import compose_config
 from burnish.config.train import TrainConfig
@@ -115,23 +115,22 @@ def resume_directory_error(run: str | Path, got: str) -> ConfigError:
     )
 
 
-def with_resumed_parts(overrides: Overrides) -> Overrides:
-    """Prepend the parts of the resumed run, so that their keys are known while composing.
+def resumed_parts(overrides: Overrides) -> Overrides:
+    """Return the parts of a resumed run that are not typed; composed first, so that their keys are known.
 
     Raises:
         CheckpointError: If there is no such folder.
     """
     resume = overrides.value("resume")
     if resume in (None, ""):
-        return overrides
+        return NO_OVERRIDES
     run = Path(str(resume)).expanduser()
     if not run.exists():
-        RunDirectory.open(run)  # says so
+        RunDirectory.open(run)  # raises the error
     run = next(iter(seed_folders(run)), run)
     if not (run / RUN_CONFIG).is_file():
-        return overrides
-    parts = parts_of(RunDirectory.open(run))
-    return parts.without(*overrides.keys) + overrides
+        return NO_OVERRIDES
+    return parts_of(RunDirectory.open(run)).without(*overrides.keys)
 
 
 def parts_of(directory: RunDirectory) -> Overrides:
@@ -164,7 +163,7 @@ def _continued(
 ) -> ResolvedRun:
     resumed, policies = [], []
     for run in runs:
-        parts = [(part.key, part.value) for part in parts_of(run).items]  # added by `with_resumed_parts`
+        parts = [(part.key, part.value) for part in parts_of(run).items]  # of `resumed_parts`
         overrides = context.overrides.without("resume").items
         changes = Overrides(tuple(item for item in overrides if (item.key, item.value) not in parts))
         config, *located = _with_absolute_paths(at_home(restore(TrainConfig, run.config, changes)), run)
@@ -263,11 +262,10 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.names('algo'))}.")
     device = device_of(config.device)
     _require_parallel(config)
+    algo = registry.name_of("algo", config.algo)
     if config.fleet is not None and config.fleet.is_free and not getattr(config.algo, "may_lag", False):
-        algo = registry.name_of("algo", config.algo)
         raise ConfigError(f"fleet.mode must be lockstep with algo={algo}; free is for sac, rlpd and dsrl.")
     check_seeds("seed", config.seed)
-    algo = registry.name_of("algo", config.algo)
     if config.dataset is not None and not getattr(config.algo, "takes_dataset", True):
         raise ConfigError(
             f"algo={algo} learns in an environment and takes no dataset; got dataset={config.dataset}. Clone "
@@ -291,7 +289,7 @@ def _require_parallel(config: TrainConfig) -> None:
     world, algo = current().world, registry.name_of("algo", config.algo)
     if world == 1:
         return
-    if config.seeds is not None or has_seeds(config):
+    if has_seeds(config):
         raise ConfigError(f"seeds are trained in one process; got {world}. Leave seeds or torchrun out.")
     online = getattr(config.algo, "online_steps", None)
     if online or not getattr(config.algo, "splits_batches", False):

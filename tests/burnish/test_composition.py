@@ -165,7 +165,7 @@ def test_a_place_that_takes_nothing_is_refused_before_anything_is_played(
     pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("burnish.runs.composition._play", lambda *_: pytest.fail("played"))
+    monkeypatch.setattr("burnish.runs.composition.play", lambda *_: pytest.fail("played"))
     for name in ("runs", "file"):
         Path(name).write_text("")
     for place in (None, "file", "file/inside"):

@@ -181,7 +181,7 @@ def test_a_baseline_that_does_not_fit_is_refused_before_the_policy_acts(
         save_policy(policy, tmp_path / name)
     path, zeros = {name: str(tmp_path / name) for name in shapes}, np.zeros((9, 4))
     np.savez(tmp_path / "data.npz", observations=zeros, actions=np.eye(9)[:, :2])
-    for where, name in ((open_loop_command, "open_loop"), (evaluate_command, "run_episodes")):
+    for where, name in ((open_loop_command, "open_loop"), (evaluate_command, "play")):
         monkeypatch.setattr(where, name, lambda *_, **__: pytest.fail("acts"))
     missing = tmp_path / "missing.npz"
     with pytest.raises(ConfigError, match=mentions("act_steps 3 2")):

@@ -543,7 +543,7 @@ def test_python_leaves_logging_alone_where_the_program_has_set_it_up(
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_played(
     base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate_command, "run_episodes", lambda *_, **__: pytest.fail("was played"))
+    monkeypatch.setattr(evaluate_command, "play", lambda *_, **__: pytest.fail("was played"))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=mentions("out=")):
         burnish.evaluate(base, out=tmp_path)
@@ -614,7 +614,7 @@ def test_a_file_of_an_evaluation_is_written_whole_or_not_at_all(
 def test_a_run_that_takes_no_file_is_refused_before_anything_is_played(
     base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate_command, "run_episodes", lambda *_, **__: pytest.fail("was played"))
+    monkeypatch.setattr(evaluate_command, "play", lambda *_, **__: pytest.fail("was played"))
     monkeypatch.setattr("os.access", lambda *_, **__: False)
     with pytest.raises(ConfigError, match=mentions(f"{base.path}/eval out=<file>")):
         burnish.evaluate(base, episodes=2)

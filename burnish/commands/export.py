@@ -93,7 +93,7 @@ def surroundings_of(
     Without any limits there is a warning.
     """
     provenance = found.provenance()
-    task, facts, width = None, {}, 0 if policy is None else policy.chunk.action_dim
+    task, reason, facts, width = None, "", {}, 0 if policy is None else policy.chunk.action_dim
     try:
         spec = task_of(found).spec
         task, facts = spec.name, {key: getattr(spec, key) for key in (*NAMES, *LIMITS, "control_hz")}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from burnish.commands.runs import differing_keys, flat_config
+from burnish.commands.runs import MOST_KEYS, differing_keys, flat_config
 from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.reports.beside_data import beside_data
@@ -66,7 +66,7 @@ from policies.storage.atomic_write import draft_folder, move_into
 _log = logging.getLogger(__name__)
 
 INDEX = "index.html"
-_MOST_NAMES, _MOST_KEYS = 3, 8  # names in a title, columns of differing keys
+_MOST_NAMES = 3  # in a title
 _SHOWN = 24  # episodes with frames and actions on a page, shared out among its runs
 _PICTURE_BYTES = 9 * 2**19  # of a page, which stays below 8 MB: in its text they take a third more
 PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.(png|webp)")
@@ -258,7 +258,7 @@ def _shown_keys(runs: Sequence[RunDirectory]) -> list[str]:
     """Return the keys in which runs differ, the seed first."""
     known = ("trainer", "evaluation")
     keys = [key for key in differing_keys(runs) if key.split(".")[0] not in known]
-    return sorted(keys, key=lambda key: key != "seed")[:_MOST_KEYS]
+    return sorted(keys, key=lambda key: key != "seed")[:MOST_KEYS]
 
 
 def _settings(run: RunDirectory, keys: Sequence[str]) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish.console import output, table
+from burnish.reports.facts import elapsed_s
 from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.locate import runs_below
 from burnish.runs.tasks import task_label
@@ -19,7 +20,7 @@ from policies.errors import BurnishError
 
 _log = logging.getLogger(__name__)
 _NOT_COMPARED = ("name", "progress", "num_workers", "fleet", "init", "dataset")
-_MOST_KEYS = 8  # columns of differing keys
+MOST_KEYS = 8  # columns of differing keys
 _FACTS = ("run", "algo", "task", "step", "budget", "last", "best", "hours")
 _BUDGETS = ("steps", "env_steps", "total_steps", "iterations")  # keys of the length of a run
 
@@ -59,7 +60,7 @@ def readable_runs(paths: Sequence[Path]) -> list[RunDirectory]:
 
 def tabulate(runs: Sequence[RunDirectory], folder: Path) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
     """Return columns and rows: newest facts of every run, then the keys that differ between them."""
-    keys = differing_keys(runs)[:_MOST_KEYS]
+    keys = differing_keys(runs)[:MOST_KEYS]
     return (*_FACTS, *keys), [_row(run, folder, keys) for run in runs]
 
 
@@ -81,8 +82,7 @@ def _values(configs: Sequence[Mapping[str, Any]], key: str) -> int:
 
 def _row(run: RunDirectory, folder: Path, keys: Sequence[str]) -> tuple[object, ...]:
     config, algo = dict(flat_config(run.config)), run.section("algo")
-    rows = read_jsonl(run.metrics_path)
-    seconds = max((row.get("time/elapsed_s") or 0.0 for row in rows), default=0.0)
+    seconds = elapsed_s(read_jsonl(run.metrics_path))
     both = best_evaluation(run)
     last, best = ("", "") if both is None else (_shown(both.last), _shown(both.best))
     budget = next((algo[key] for key in _BUDGETS if algo.get(key) is not None), "")

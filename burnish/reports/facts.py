@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,8 +66,12 @@ def cost_of(directory: RunDirectory) -> str:
     rows = read_jsonl(directory.metrics_path)
     if not rows:
         return ""
-    seconds = max((row.get("time/elapsed_s") or 0.0 for row in rows), default=0.0)
-    return f"{max(row.get('step') or 0 for row in rows):,} steps in {_duration(seconds)}"
+    return f"{max(row.get('step') or 0 for row in rows):,} steps in {_duration(elapsed_s(rows))}"
+
+
+def elapsed_s(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of training up to the last of the logged rows."""
+    return max((row.get("time/elapsed_s") or 0.0 for row in rows), default=0.0)
 
 
 def repeating(directory: RunDirectory) -> str:

@@ -213,6 +213,11 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
     )
     yield Choice("algo.update_epochs", 10, "few iterations, used well")
     yield Choice("algo.gamma", _discount(decisions, 0.99), f"{decisions} decisions")
+    yield from _learning_rates(facts, iterations)
+    yield from _of_algorithm(algo, facts, iterations)
+
+
+def _learning_rates(facts: Facts, iterations: int) -> Iterator[Choice]:
     rate, final, reason = 1e-4, 1e-5, "a task without success"
     if facts.is_new or facts.has_success:
         rate, final = 3e-4, 3e-5
@@ -220,6 +225,9 @@ def _on_policy(algo: OnPolicyConfig, facts: Facts, fixed: Collection[str]) -> It
     yield Choice("algo.actor_lr", rate, reason)
     yield Choice("algo.actor_min_lr", final, "the rate falls to a tenth")
     yield Choice("algo.actor_lr_cycle", iterations + 5, "iterations, about the length of the run")
+
+
+def _of_algorithm(algo: OnPolicyConfig, facts: Facts, iterations: int) -> Iterator[Choice]:
     if type(algo) is PpoConfig and facts.is_new:
         yield Choice("process", "gaussian", "an action is one draw, with its density")
         yield Choice("algo.clip_range", 0.2, "nothing is to be kept")

@@ -22,7 +22,7 @@ from envs.datasets.files.hdf5 import read_hdf5
 from envs.datasets.files.npz import peek_npz
 from envs.datasets.formats.d4rl import read as read_d4rl
 from envs.datasets.formats.robomimic import read as read_robomimic
-from envs.datasets.options import Option, absolute_paths, checked_options, options_of
+from envs.datasets.options import Option, absolute_paths, checked_options, reader_options_of
 from envs.datasets.writers import write_dataset
 from envs.datasets.writers.d4rl import write_d4rl
 from envs.datasets.writers.lerobot import write_lerobot
@@ -70,7 +70,7 @@ def dataset_format(path: str | Path) -> str:
 
 def reader_options() -> dict[str, dict[str, Option]]:
     """Return the options of every format's reader, by format name."""
-    return {name: options_of(reader.read) for name, reader in readers().items()}
+    return {name: reader_options_of(reader.read) for name, reader in readers().items()}
 
 
 def absolute_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Option:
     text: str = ""
 
 
-def options_of(read: Callable[..., Any]) -> dict[str, Option]:
+def reader_options_of(read: Callable[..., Any]) -> dict[str, Option]:
     """Return the options of a reader by name: all arguments of its function but the first."""
     hints, texts = typing.get_type_hints(read), _explained(read)
     parameters = list(inspect.signature(read).parameters.values())[1:]

@@ -30,7 +30,6 @@ class WarpWorlds:
         model: Compiled for MuJoCo.
         num_worlds: N.
         contacts: Room for contacts per world, shared by all; None: mujoco-warp's guess.
-        constraints: Room for constraints in each world; None: mujoco-warp's guess.
 
     Raises:
         MissingExtraError: If mujoco-warp is not installed.
@@ -43,13 +42,12 @@ class WarpWorlds:
         num_worlds: int,
         *,
         contacts: int | None = None,
-        constraints: int | None = None,
     ) -> None:
         self._warp, engine = require_warp("env.engine=warp")
         self._device = self._warp.get_preferred_device()
         with self._warp.ScopedDevice(self._device):
             scene = put_model(engine, model, "env.engine=exact")
-            data = engine.make_data(model, num_worlds, nconmax=contacts, njmax=constraints)
+            data = engine.make_data(model, num_worlds, nconmax=contacts)
             self._data = data
             to_torch = self._warp.to_torch
             self.qpos, self.qvel, self.ctrl = map(to_torch, (data.qpos, data.qvel, data.ctrl))

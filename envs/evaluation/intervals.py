@@ -152,7 +152,7 @@ def _worst(rows: np.ndarray, share: float) -> np.ndarray:
         raise ConfigError(f"a share of the worst episodes must be in (0, 1]; got {share}.")
     if rows.ndim != 2 or rows.size == 0 or not np.isfinite(rows).all():
         raise ConfigError(f"risk needs finite values (E,), at least one; got shape {rows.shape[1:]}.")
-    count = max(1, math.floor(share * rows.shape[1] + 1e-9))
+    count = max(1, math.floor(share * rows.shape[1] + 1e-9))  # 0.29 of 100 rounds to below 29
     worst: np.ndarray = np.sort(rows, axis=1)[:, :count]
     return worst
 

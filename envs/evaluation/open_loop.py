@@ -120,15 +120,20 @@ def open_loop(
         made += len(rows)
         if on_progress is not None:
             on_progress(made, len(index))
-    every, da = torch.cat(found).numpy(), dataset.action_dim
-    parts = np.split(every[:, 1:], np.flatnonzero(np.diff(every[:, 0])) + 1)
-    squared = np.stack([part[:, :da].mean(axis=0) for part in parts])
-    mean = np.mean([part[:, da:].mean(axis=0) for part in parts], axis=0)
-    deviation = np.sqrt(np.mean([((part[:, da:] - mean) ** 2).mean(axis=0) for part in parts], axis=0))
-    deviation[deviation <= _CONSTANT * np.abs(every[:, 1 + da :]).max(axis=0)] = 0.0
-    if not (deviation > 0).any():
+    errors = _summed_up(torch.cat(found).numpy(), dataset.action_dim)
+    if not (errors.deviation > 0).any():
         raise ConfigError(f"{dataset.source}: no entry of the recorded actions varies; nothing to compare.")
-    return OpenLoop(squared, deviation)
+    return errors
+
+
+def _summed_up(rows: Array, action_dim: int) -> OpenLoop:
+    """Return the errors of executed actions: rows of episode, Da squared errors, and Da recorded entries."""
+    episodes = np.split(rows[:, 1:], np.flatnonzero(np.diff(rows[:, 0])) + 1)
+    squared, recorded = zip(*(np.split(part, [action_dim], axis=1) for part in episodes), strict=True)
+    mean = np.mean([part.mean(axis=0) for part in recorded], axis=0)
+    deviation = np.sqrt(np.mean([((part - mean) ** 2).mean(axis=0) for part in recorded], axis=0))
+    deviation[deviation <= _CONSTANT * np.abs(np.concatenate(recorded)).max(axis=0)] = 0.0
+    return OpenLoop(np.stack([part.mean(axis=0) for part in squared]), deviation)
 
 
 def with_recorded(policy: Any, settings: EvaluationSettings) -> Any:

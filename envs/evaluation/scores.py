@@ -26,6 +26,11 @@ class Reference:
     max_return: float
     max_steps: int
 
+    @property
+    def returns(self) -> tuple[float, float]:
+        """Those of a random and an expert policy, as `EnvSpec.reference_scores`."""
+        return self.min_return, self.max_return
+
 
 _GYM = "{random,medium,expert,medium-expert,medium-replay}-v{0,1,2}|{name}-full-replay-v{1,2}"
 _BULLET = "{random,medium,expert,medium-expert,medium-replay}-v0"

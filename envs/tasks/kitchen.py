@@ -177,7 +177,6 @@ class _Kitchen(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        scores = reference(f"{self.name}-v0")
         return symmetric_spec(
             (*_POSITION_NAMES, *(f"wanted {name}" for name in _POSITION_NAMES)),
             _ACTION_NAMES,
@@ -186,7 +185,7 @@ class _Kitchen(HasCameras):
             max_episode_steps=self.max_episode_steps,
             control_hz=12.5,
             success_rule=f"all four sub-tasks were completed: {', '.join(self.tasks)}",
-            reference_scores=(scores.min_return, scores.max_return),
+            reference_scores=reference(f"{self.name}-v0").returns,
             episode_metrics=("subtasks",),
             packages=("gymnasium-robotics",),
             extra="kitchen",

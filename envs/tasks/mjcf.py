@@ -53,8 +53,10 @@ _OPTIONAL = ("success", "failure", "act", "expert")
 
 
 @lru_cache(maxsize=8)
-def load_task(file: str, _changed: int) -> SimpleNamespace:
+def load_task(file: str, changed_ns: int) -> SimpleNamespace:
     """Run a task file and return its definitions, with defaults for what it leaves out.
+
+    `changed_ns` is when the file was written, so that one that changed is run again.
 
     Raises:
         ConfigError: If the file cannot be run, or lacks a definition.

@@ -20,7 +20,7 @@ from envs.datasets import (
     write_minari,
     write_robomimic,
 )
-from envs.datasets.options import options_of
+from envs.datasets.options import reader_options_of
 from policies.errors import ConfigError
 
 
@@ -57,7 +57,7 @@ def test_arguments_are_explained_by_their_docstring() -> None:
             ValueError: Never.
         """
 
-    found = options_of(read)
+    found = reader_options_of(read)
     assert {name: one.text for name, one in found.items()} == {
         "one": "The first, on two lines.",
         "two": "The second: a text.",

@@ -159,7 +159,7 @@ class _Adroit(HasCameras):
     def spec(self) -> EnvSpec:
         joints = (*self.arm, *_HAND)
         obs_names = (*_angles(joints[self.hidden :]), *self.objects)
-        scores = reference(f"{self.name.removeprefix('adroit-')}-human-v1")
+        scores = reference(f"{self.name.removeprefix('adroit-')}-human-v1").returns
         as_recorded = self.reward == "dense" and not self.terminate_on_success  # what the scores are of
         return symmetric_spec(
             obs_names,
@@ -170,7 +170,7 @@ class _Adroit(HasCameras):
             control_hz=CONTROL_HZ,
             success_rule=self.success_rule,
             terminate_on_success=self.terminate_on_success,
-            reference_scores=(scores.min_return, scores.max_return) if as_recorded else None,
+            reference_scores=scores if as_recorded else None,
             packages=("gymnasium-robotics",),
             extra="adroit",
         )

@@ -19,8 +19,10 @@ SUCCESS_KEYS = ("is_success", "success")
 _log = logging.getLogger(__name__)
 
 
-class Flat:
-    """An environment whose actions are flat; the last observation is kept for its images.
+class CheckedEnv:
+    """An environment that takes flat actions and is refused where it returns another form than gymnasium's.
+
+    The last observation is kept for its images.
 
     It warns of an episode that ends without `key`, the one of success in `info`; where it is empty, of one
     that has success there. None: it does not look.
@@ -115,7 +117,7 @@ def holds(info: Mapping[str, Any], key: str, title: str) -> bool:
 
 def reported_key(made: Any, title: str) -> str:
     """Return the key of success in `info` after a reset and a step with the mean action; empty without."""
-    env, space = Flat(made, title), made.action_space
+    env, space = CheckedEnv(made, title), made.action_space
     with named_errors(title, "reset"):
         first = env.reset(seed=0)[1]
     with named_errors(title, "step"):

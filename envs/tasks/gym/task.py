@@ -34,7 +34,7 @@ from envs.tasks.gym.spaces import (
 )
 from envs.tasks.gym.stepper import (
     SUCCESS_KEYS,
-    Flat,
+    CheckedEnv,
     GymStepper,
     holds,
     reported_key,
@@ -101,7 +101,7 @@ class Gym(HasCameras):
         mode = {"render_mode": "rgb_array"} if RENDER in self.cameras else {}
         limit = self.spec.max_episode_steps + 1  # the vector's own limit comes first
         key = self.success or (None if self.spec.success_rule else "")
-        envs = [Flat(self._made(limit=limit, **mode), self.title, key) for _ in range(num_envs)]
+        envs = [CheckedEnv(self._made(limit=limit, **mode), self.title, key) for _ in range(num_envs)]
         keys = self.obs_keys or vector_names(envs[0].observation_space)
         stepper = GymStepper(
             envs,
@@ -113,7 +113,8 @@ class Gym(HasCameras):
 
     def render_frames(self, seed: int, actions: Array, *, every: int = 10, **_: Any) -> Array:
         """Replay an episode and return the pictures (F, height, width, 3) of its `render()`."""
-        made = Flat(self._made(limit=self.spec.max_episode_steps + 1, render_mode="rgb_array"), self.title)
+        limit = self.spec.max_episode_steps + 1  # as in `make_vector`
+        made = CheckedEnv(self._made(limit=limit, render_mode="rgb_array"), self.title)
         try:
             with named_errors(self.title, "a replay"):
                 made.reset(seed=seed)

@@ -89,7 +89,6 @@ def describe(
     has_scores: bool = True,
 ) -> EnvSpec:
     """Return the specification of a robot; actions are torques of the motors, D4RL may have scores."""
-    scores = reference(name) if has_scores else None
     unit = "of full scale" if full_scale == 1.0 else f"±{full_scale:g} is full scale"
     return symmetric_spec(
         obs_names,
@@ -99,7 +98,7 @@ def describe(
         family="locomotion",
         max_episode_steps=max_steps,
         control_hz=hz,
-        reference_scores=None if scores is None else (scores.min_return, scores.max_return),
+        reference_scores=reference(name).returns if has_scores else None,
     )
 
 

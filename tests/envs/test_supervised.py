@@ -12,8 +12,10 @@ from messages import mentions
 from envs.datasets.windows import DECISION
 from envs.make import env as make_env
 from envs.rollouts.supervised import CORRECTED, SupervisedPlayer, require_takeover
+from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError
-from policies.policy_config import ChunkSpec
+from policies.policy_config import ChunkSpec, PolicyConfig
 
 
 class Straight:
@@ -58,3 +60,14 @@ def test_looking_ahead_changes_nothing_where_the_policy_succeeds() -> None:
 def test_a_task_whose_expert_cannot_take_over_is_refused() -> None:
     with pytest.raises(CapabilityError, match=mentions("hopper avoid")):
         require_takeover(make_env("hopper"))
+
+
+def test_a_policy_that_reads_goals_gets_those_of_the_episode() -> None:
+    pytest.importorskip("gymnasium_robotics", reason="needs the extra 'mazes'")
+    task = make_env("pointmaze-umaze", goal="separate", max_episode_steps=2)
+    parts = PolicyConfig(horizon=1, act_steps=1, backbone=MlpConfig(width=8, time_dim=4))
+    policy = build_policy(parts, obs_dim=4, action_dim=2, goal_dim=2).eval()
+    player = SupervisedPlayer(policy, task, expert_steps=1)
+    played = player.play(0, watched=False)
+    player.close()
+    assert len(played) == 2

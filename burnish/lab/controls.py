@@ -122,7 +122,7 @@ class Subject:
         own = self.base.sampler
         for name, kind in registry.parts("sampler").items():
             if issubclass(kind, StepRules):
-                with suppress(BurnishError):
+                with suppress(BurnishError):  # a sampler that the policy refuses is not offered
                     part = own if type(own) is kind else kind()
                     self.base.with_sampler(part)
                     found[name] = part

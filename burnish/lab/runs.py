@@ -61,7 +61,7 @@ class RunFolder:
         """Return name, algorithm, task, newest checkpoint and age [s] of every run, the youngest first."""
         rows: list[dict[str, Any]] = []
         for name, run in self.runs().items():
-            with suppress(BurnishError, OSError, ValueError):
+            with suppress(BurnishError, OSError, ValueError):  # a damaged run is left out
                 facts = {"algo": part_name(run, "algo"), "task": task_label(run)}
                 age = max(self._clock() - _changed(run), 0.0)
                 rows.append({"name": name, **facts, "step": run.latest(), "age_s": round(age)})
@@ -97,7 +97,7 @@ def _changed(run: RunDirectory) -> float:
 def _drawn(name: str, run: RunDirectory) -> str:
     """Return curves, and the episodes of the newest evaluation, as HTML."""
     rows: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # what is damaged, or no file of the run, is left out; so below
         if _size(own_file(run.metrics_path)) <= _METRICS_BYTES:
             rows = read_jsonl(run.metrics_path)
     evaluations = {}

@@ -79,7 +79,7 @@ def _of_the_container() -> int | None:
 def _own_groups() -> set[tuple[_CgroupFiles, PurePath]]:
     """Return the control groups of this process with all ancestors; "." is the root."""
     groups = {(form, PurePath(".")) for form in (_V1, _V2)}
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # no control groups here
         for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines():
             _, kinds, path = line.split(":", 2)  # 0::/a/b, or 4:memory:/a/b
             form = _V1 if "memory" in kinds.split(",") else None if kinds else _V2

@@ -108,7 +108,7 @@ def _of_robosuite(meta: Mapping[str, Any]) -> tuple[str, None] | None:
 
 def _of_gymnasium(spec: Any) -> tuple[str, dict[str, Any]] | None:
     """Return the task from Minari's metadata: gymnasium's `id`, `kwargs` and `max_episode_steps`."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # no JSON: no task
         spec = json.loads(spec) if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping):
         return None

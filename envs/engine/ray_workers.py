@@ -172,7 +172,7 @@ class RayWorkers:
     def close(self) -> None:
         """End all actors; safe to call twice."""
         for actor in self._actors:
-            with suppress(Exception):
+            with suppress(Exception):  # whatever Ray raises over an actor that is gone
                 self._ray.kill(actor)
         self._actors, self._pending = [], {}
 
@@ -195,7 +195,7 @@ class RayWorkers:
                 "fleet.timeout_s."
             )
         _log.warning("worker %d is lost and its work is issued again: %s", ticket.index, _first_line(why))
-        with suppress(Exception):
+        with suppress(Exception):  # as in `close`
             self._ray.kill(self._actors[ticket.index])
         self._actors[ticket.index] = self._start(ticket.index)
         self._issue(replace(ticket, attempt=ticket.attempt + 1), self._states[ticket.index])

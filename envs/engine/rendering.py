@@ -215,7 +215,7 @@ def load_triton() -> None:
     instance at an export after a drawing. Takes 0.2 s.
     """
     if importlib.util.find_spec("triton") is not None:
-        with suppress(ImportError):
+        with suppress(ImportError):  # another layout of the package
             importlib.import_module("triton._C.libtriton")
 
 

@@ -301,7 +301,7 @@ def _serve_calls(link: Connection) -> None:
 def _close_all(children: list[Child]) -> None:
     """Request processes to close, then kill the rest."""
     for child in children:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has died
             send(child.link, (None, ()))
     for child in children:
         child.end()

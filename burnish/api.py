@@ -77,7 +77,8 @@ def stored_dataset(data: Any, folder: str | Path = "runs") -> Path:
     path = Path(folder) / "data" / f"{dataset.digest()[:16]}.hdf5"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_dataset(path, dataset)
+        # whole arrays: a group per episode takes milliseconds each, and there may be thousands
+        write_dataset(path, dataset, format=None if dataset.images else "d4rl")
     return path
 
 

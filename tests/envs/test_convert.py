@@ -18,10 +18,12 @@ from messages import mentions
 from pairwise import repeated
 
 import burnish
+from burnish.api import stored_dataset
 from burnish.commands.export import ExportConfig, surroundings_of
 from burnish.runs.locate import locate
 from envs.datasets import Episode, dataset_format, read_dataset, write_robomimic
 from envs.datasets.convert import KEYS, as_dataset
+from envs.datasets.files.hdf5 import datasets_of
 from envs.datasets.interface import interface_of
 from policies.errors import ConfigError, DatasetError
 
@@ -273,6 +275,20 @@ def test_objects_are_cloned_and_the_run_can_be_resumed(given: Any, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("no_picture")
+def test_objects_are_stored_in_as_many_arrays_however_many_episodes_there_are(tmp_path: Path) -> None:
+    rng, kept = np.random.default_rng(0), []
+    for num in (1, 9):
+        one = {
+            key: rng.normal(size=(2, 3)) for key in ("observations", "next_observations", "actions", "goal")
+        }
+        data = as_dataset([one] * num)
+        path = stored_dataset(data, tmp_path)
+        assert read_dataset(path).digest() == data.digest()
+        with h5py.File(path) as file:
+            kept.append(sorted(datasets_of(file)))
+    assert kept[0] == kept[1]
+
+
 def test_names_rates_and_texts_of_lerobot_reach_policy_card_and_export(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     folder = tmp_path / "lerobot"

@@ -1,11 +1,13 @@
-"""Summary of an evaluation, and the file that it is written to."""
+"""What evaluations share: summary, the file they are written to, and errors of one of two policies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from envs.evaluation.evaluate import Evaluation
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 
 
 def headline(evaluation: Evaluation) -> dict[str, float]:
@@ -23,3 +25,12 @@ def require_no_other_file(path: Path) -> None:
         head = b"".join(file.read(64).split())
     if head and not head.startswith(b'{"protocol":'):
         raise ConfigError(f"out={path} exists and is no evaluation; choose another name.")
+
+
+@contextmanager
+def naming(key: str, path: object) -> Iterator[None]:
+    """Begin errors of a policy that does not fit with the key that gives it: `baseline=runs/base: …`."""
+    try:
+        yield
+    except (ConfigError, CapabilityError) as error:
+        raise type(error)(f"{key}={path}: {error}") from error

@@ -119,9 +119,10 @@ def _converted(data: Any, source: str, storage: ArrayStorage, unread: dict[str, 
     if all(isinstance(one, Episode) for one in data):
         return EpisodeDataset.from_episodes(data, meta={"source": source})
     parts = [_converted(one, f"{source}[{at}]", MEMORY, unread) for at, one in enumerate(data)]
-    given = [(one, part) for one, part in zip(data, parts, strict=True) if isinstance(one, Mapping)]
-    _require_of_all("rewards", [any(name in one for name in KEYS["rewards"]) for one, _ in given], source)
-    named = [part.meta.get("interface", {}).get("obs_names") for _, part in given]
+    arrays = [(one, part) for one, part in zip(data, parts, strict=True) if isinstance(one, Mapping | tuple)]
+    rewarded = [isinstance(one, Mapping) and not set(KEYS["rewards"]).isdisjoint(one) for one, _ in arrays]
+    _require_of_all("rewards", rewarded, source)
+    named = [part.meta.get("interface", {}).get("obs_names") for _, part in arrays]
     if other := [names for names in named if names != named[0]]:
         raise DatasetError(
             f"{source}: all episodes must have the same observations; got {named[0]} and {other[0]}."

@@ -145,6 +145,7 @@ def test_an_episode_with_cameras_may_have_one_observation_more_than_actions(fram
         ([EPISODE | {"goal": OBS}, EPISODE], "1 2 'goal'"),
         ([EPISODE | {"goal": OBS}, EPISODE | {"goal": OBS[:, :1]}], "'goal' (3,) (1,)"),
         ([EPISODE, EPISODE | {"reward": FLAGS}], "1 2 'rewards'"),
+        ([(OBS, ACTIONS), EPISODE | {"reward": FLAGS}], "1 2 'rewards'"),
         ([EPISODE | {"obs": {"a": OBS}}, EPISODE | {"obs": {"b": OBS}}], "a b observations"),
     ],
 )

@@ -26,7 +26,7 @@ from burnish.config.schema import compose_command, compose_config
 from burnish.console import log_lines
 from burnish.reports.html import render
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.locate import dated_folder, locate
+from burnish.runs.locate import check_folder_to_write, dated_folder, locate, require_writable
 from burnish.runs.open_loop import OpenLoopResult
 from burnish.runs.open_loop import measure as measure_open_loop
 from burnish.runs.resolve import resume_directory_error, resumed_parts
@@ -76,8 +76,11 @@ def stored_dataset(data: Any, folder: str | Path = "runs") -> Path:
     dataset = as_dataset(data)
     path = Path(folder) / "data" / f"{dataset.digest()[:16]}.hdf5"
     if not path.exists():
+        check_folder_to_write(path.parent, "data")
+        require_writable(path, remedy="Give directory=<folder>")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_dataset(path, dataset)
+        # whole arrays: a group per episode takes milliseconds each, and there may be thousands
+        write_dataset(path, dataset, format=None if dataset.images else "d4rl")
     return path
 
 
@@ -206,8 +209,8 @@ def _composed(
     """Return the configuration of `train` and its run directory; for a resumed run, that of the run."""
     if wrong := [text for text in overrides if not isinstance(text, str)]:
         raise ConfigError(
-            f"overrides are text such as 'algo=iql'; got {wrong[0]!r}. Give values by name, such as "
-            f"seeds=[0, 1, 2]."
+            f"overrides are text such as 'algo=iql'; got an object {type(wrong[0]).__name__}. Give values by "
+            f"name, such as seeds=[0, 1, 2] or dataset=…"
         )
     if directory is not None and not isinstance(values.get("dataset"), (str, os.PathLike, type(None))):
         values = values | {"dataset": stored_dataset(values["dataset"], Path(directory).expanduser().parent)}

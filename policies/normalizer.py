@@ -6,6 +6,7 @@ Every feature has a mode and statistics, saved with the policy. Missing statisti
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -13,8 +14,12 @@ from torch import Tensor, nn
 
 from policies.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 MODES = ("limits", "gaussian", "identity")
 SMALLEST_RANGE = 1e-4  # below it (or below this deviation) a feature is constant and keeps scale 1
+_ROUNDING = 1e-6  # ranges below it are errors of rounding
+_COARSE = 1e-5  # float32 has less than a hundred steps in a range below this share of the numbers
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
 """Per feature: `min`, `max`, `mean`, `std`, each (D,), in physical units."""
@@ -85,6 +90,7 @@ class Normalizer(nn.Module):
                     f"feature '{name}' has no statistics (there are: {known}). Fit them or use mode identity."
                 )
             self.refit(name, statistics[name])
+            _warn_of_lost_entries(name, mode, statistics[name])
         return self
 
     def refit(self, name: str, moments: Mapping[str, Tensor]) -> None:
@@ -118,6 +124,22 @@ class Normalizer(nn.Module):
         if name not in self.modes:
             raise ConfigError(f"this policy has no feature '{name}' (it has: {', '.join(self.modes)}).")
         return getattr(self, f"{name}_scale"), getattr(self, f"{name}_offset")
+
+
+def _warn_of_lost_entries(name: str, mode: str, stats: Mapping[str, Tensor]) -> None:
+    """Log entries whose variation is lost: too small for their unit, or beside numbers that are too large."""
+    low, high = stats["min"].double(), stats["max"].double()
+    varies, size = high - low, torch.maximum(low.abs(), high.abs())
+    measured = stats["std"].double() if mode == "gaussian" else varies
+    coarse = (varies > 0) & (varies < _COARSE * size)
+    small = (varies > _ROUNDING) & (measured < SMALLEST_RANGE) & ~coarse
+    for entries, why, advice in (
+        (small, f"less than {SMALLEST_RANGE:g} and count as constant", "a smaller unit (mm for m)"),
+        (coarse, "little beside their size, of which float32 keeps few steps", "numbers around 0"),
+    ):
+        if entries.any():
+            found = entries.nonzero().flatten().tolist()
+            _log.warning("entries %s of '%s' vary by %s. Record them in %s.", found, name, why, advice)
 
 
 class CentredNormalizer(Normalizer):

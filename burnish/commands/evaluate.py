@@ -20,7 +20,7 @@ from burnish.reports.results import SUMMARISED
 from burnish.reports.videos import try_drawing, write_videos
 from burnish.runs import open_loop
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.evaluation import means_of, play, require_no_other_file
+from burnish.runs.evaluation import means_of, naming, play, require_no_other_file
 from burnish.runs.locate import Located, check_file_to_write, locate_actor, require_writable
 from burnish.runs.tasks import require_task_of, task_of
 from envs.evaluation.comparison import Comparison, compare, format_interval
@@ -163,8 +163,11 @@ def evaluate(config: EvalConfig) -> Result:
     if config.videos:
         try_drawing(found.env)
     policy, other = found.policy.load(), None if found.baseline is None else found.baseline.load()
+    with naming("policy", config.policy):
+        require_playable(policy, found.env, config)
     if other is not None:  # before the episodes of the policy, which may take long
-        require_playable(other, found.env, config)
+        with naming("baseline", config.baseline):
+            require_playable(other, found.env, config)
     keeps = config.videos > 0
     evaluation = play(found.policy.label, policy, found.env, config, keep_observations=keeps)
     baseline = None

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from burnish.config.overrides import RunContext
 from burnish.console import output, table
-from burnish.runs.locate import Located, check_folder_to_write, locate
+from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
 from envs.datasets.interface import LIMITS, NAMES, interface_of, with_given
 from envs.evaluation.protocol import with_steps
@@ -21,6 +21,7 @@ from policies.export.export import GRAPHS, export_onnx
 from policies.export.folder import ExportReport, Surroundings, refuse_to_replace
 from policies.paths import path_field
 from policies.policy import Policy
+from policies.storage.policy_folder import CONFIG as POLICY_CONFIG
 from policies.wrappers.sketch_guidance import describe_steering, steered
 from policies.wrappers.sketch_settings import SketchSettings
 
@@ -65,6 +66,11 @@ def export(config: ExportConfig) -> ExportReport:
     found = locate(config.policy)
     target = Path(config.out if config.out is not None else f"exported-{found.label}")
     check_folder_to_write(target)
+    if any((target / name).is_file() for name in (RUN_CONFIG, POLICY_CONFIG)):
+        raise ConfigError(
+            f"out={target} is a run or a policy directory, in whose place the graphs would be found; choose "
+            f"another, for example out={target / 'exported'}."
+        )
     refuse_to_replace(target, overwrite=config.overwrite)
     policy = cast(Policy, with_steps(found.load(), config.steps))
     around = surroundings_of(found, policy, config)

@@ -25,6 +25,7 @@ from policies.errors import ConfigError
 
 HELP_WIDTH = 110  # columns of help pages
 _MOST_ENTRIES = 256  # of an array as a value: longer ones are data
+_NULL = r"(?<![\w.-])null(?![\w.-])"  # as a whole word
 
 
 @cache
@@ -143,17 +144,19 @@ def readable(override: str) -> str:
 def with_no_option(command: str, texts: Sequence[str]) -> list[str]:
     """Write `group=null` as `group=[]`: Hydra takes null as the default of a group, and not as typed.
 
+    So is null written among the values of a sweep, `group=null,name`.
+
     Raises:
         ConfigError: If the command needs an option of the group.
     """
     written = []
     for text in texts:
         group, _, value = text.partition("=")
-        is_none = group in groups_of(command) and value.strip() == "null"
+        is_none = group in groups_of(command) and bool(re.search(_NULL, value))
         if is_none and default_options(command)[group] is not None:
             choices = f"choose one of: {', '.join(options_of(group))}"
             raise ConfigError(f"burnish {command} needs an option of {group}; {choices}.")
-        written.append(f"{group}=[]" if is_none else text)
+        written.append(f"{group}={re.sub(_NULL, '[]', value)}" if is_none else text)
     return written
 
 

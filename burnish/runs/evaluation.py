@@ -1,14 +1,16 @@
-"""Play an evaluation, sum it up, and the file that it is written to."""
+"""What evaluations share: playing, summary, the file they are written to, and errors of one of two policies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.console import Counting
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.rollouts.fleet import LOCAL
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
     from burnish.config.evaluate import EvalConfig
@@ -45,3 +47,12 @@ def require_no_other_file(path: Path) -> None:
         head = b"".join(file.read(64).split())
     if head and not head.startswith(b'{"protocol":'):
         raise ConfigError(f"out={path} exists and is no evaluation; choose another name.")
+
+
+@contextmanager
+def naming(key: str, path: object) -> Iterator[None]:
+    """Begin errors of a policy that does not fit with the key that gives it: `baseline=runs/base: …`."""
+    try:
+        yield
+    except (ConfigError, CapabilityError) as error:
+        raise type(error)(f"{key}={path}: {error}") from error

@@ -13,7 +13,7 @@ import numpy as np
 
 from burnish.config.evaluate import EvalConfig
 from burnish.console import Counting, output, table
-from burnish.runs.evaluation import require_no_other_file
+from burnish.runs.evaluation import naming, require_no_other_file
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
 from burnish.runs.tasks import require_recording_of
 from envs.datasets import read_dataset
@@ -93,16 +93,18 @@ def measure(config: EvalConfig) -> OpenLoopResult:
     mine = locate_actor(config.policy, "policy")
     other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
     found = {"policy": mine} | ({} if other is None else {"baseline": other})
-    policies = [(one.label, one.load()) for one in found.values()]
-    for _, policy in policies:  # before data are read, which may take long
-        with_recorded(policy, config)
+    policies = {key: one.load() for key, one in found.items()}
+    for key, policy in policies.items():  # before data are read, which may take long
+        with naming(key, getattr(config, key)):
+            with_recorded(policy, config)
     dataset = read_dataset(config.dataset, **config.reader)
     for key, one in found.items():
         require_recording_of(one, dataset, key, allow_other=config.allow_other_task)
     _warn_of_training_data(mine, config.dataset)
-    for _, policy in policies[1:]:  # before the policy itself is compared
-        as_seen(policy, dataset)
-    errors, *others = (_errors(*one, dataset, config) for one in policies)
+    for key, policy in policies.items():  # before one of them is compared
+        with naming(key, getattr(config, key)):
+            as_seen(policy, dataset)
+    errors, *others = (_errors(found[key].label, one, dataset, config) for key, one in policies.items())
     baseline = others[0] if others else None
     compared = None if baseline is None else compare_open_loop(baseline, errors)
     names = _names(mine.provenance(), dataset)

@@ -37,6 +37,7 @@ KEYS = {
 DIVIDERS = ("episode_start", "episode_ends", "lengths", "episode")
 """Keys that divide the frames into episodes."""
 HINT = "The accepted keys are listed in docs/own_data.md."
+_KEPT = "Only what all have alike is kept."
 _DONE = ("dones", "done")  # may mean terminated, truncated or both
 _OF_FRAMES = ("rewards", "terminated", "truncated", "next_observations")
 _LEAST_SIDE = 8  # of images; smaller matrices are vectors
@@ -118,7 +119,24 @@ def _converted(data: Any, source: str, storage: ArrayStorage, unread: dict[str, 
     if all(isinstance(one, Episode) for one in data):
         return EpisodeDataset.from_episodes(data, meta={"source": source})
     parts = [_converted(one, f"{source}[{at}]", MEMORY, unread) for at, one in enumerate(data)]
+    arrays = [(one, part) for one, part in zip(data, parts, strict=True) if isinstance(one, Mapping | tuple)]
+    rewarded = [isinstance(one, Mapping) and not set(KEYS["rewards"]).isdisjoint(one) for one, _ in arrays]
+    _require_of_all("rewards", rewarded, source)
+    named = [part.meta.get("interface", {}).get("obs_names") for _, part in arrays]
+    if other := [names for names in named if names != named[0]]:
+        raise DatasetError(
+            f"{source}: all episodes must have the same observations; got {named[0]} and {other[0]}."
+        )
     return _joined(parts, source)
+
+
+def _require_of_all(key: str, has: Sequence[bool], source: str) -> None:
+    """Refuse episodes of which only some have a key."""
+    if any(has) and not all(has):
+        raise DatasetError(
+            f"{source}: {sum(has)} of {len(has)} episodes have the key '{key}'. Give it to all of them, or "
+            "to none."
+        )
 
 
 def _of_arrays(
@@ -245,11 +263,27 @@ def _array(value: Any, where: str) -> np.ndarray:
     return array
 
 
-def _common_extras(parts: Sequence[EpisodeDataset]) -> list[str]:
-    """Return the extra keys that all parts have, and `decision` where one has it; others decide always."""
-    common = [key for key in parts[0].extras if all(key in one.extras for one in parts)]
-    decided = any(DECISION in one.extras for one in parts) and DECISION not in common
-    return [*common, DECISION] if decided else common
+def _common_extras(parts: Sequence[EpisodeDataset], source: str) -> list[str]:
+    """Return the extra keys that all parts have alike, and `decision` where one has it; others decide always.
+
+    Raises:
+        DatasetError: If goals differ in width, or only some parts have them.
+    """
+    _require_of_all("goal", ["goal" in one.extras for one in parts], source)
+    common = _alike([one.extras for one in parts])
+    decided = any(DECISION in one.extras for one in parts)
+    lost = sorted({key for one in parts for key in one.extras} - {*common, DECISION})
+    if "goal" in lost:
+        shapes = sorted({tuple(one.extras["goal"].shape[1:]) for one in parts})
+        raise DatasetError(f"{source}: key 'goal' must have one shape per frame; got {shapes}.")
+    log_skipped_fields(source, dict.fromkeys(lost, "not alike in all parts"), _KEPT)
+    return [*(key for key in common if key != DECISION), *([DECISION] if decided else [])]
+
+
+def _alike(tables: Sequence[Mapping[str, torch.Tensor]]) -> list[str]:
+    """Return the keys that all tables have, with rows of one shape."""
+    shapes = [{key: value.shape[1:] for key, value in one.items()} for one in tables]
+    return [key for key, shape in shapes[0].items() if all(one.get(key) == shape for one in shapes)]
 
 
 def _extra(one: EpisodeDataset, key: str) -> np.ndarray:
@@ -266,6 +300,7 @@ def _joined(parts: Sequence[EpisodeDataset], source: str) -> EpisodeDataset:
                 f"{source}[{number}]: expected observations and actions of widths {expected} and the images "
                 f"{first.image_shapes}, as in {source}[0]; got {widths} and {one.image_shapes}."
             )
+    extras = _common_extras(parts, source)
     offsets = np.cumsum([0, *(one.num_frames for one in parts)])
     starts = [one.episode_start[:-1].numpy() + at for one, at in zip(parts, offsets, strict=False)]
     every = [one.next_observations for one in parts]
@@ -282,7 +317,11 @@ def _joined(parts: Sequence[EpisodeDataset], source: str) -> EpisodeDataset:
         column("truncated"),
         np.concatenate([*starts, offsets[-1:]]),
         next_observations=followed,
-        extras={key: np.concatenate([_extra(one, key) for one in parts]) for key in _common_extras(parts)},
+        extras={key: np.concatenate([_extra(one, key) for one in parts]) for key in extras},
+        episode_extras={
+            key: np.concatenate([one.episode_extras[key].numpy() for one in parts])
+            for key in _alike([one.episode_extras for one in parts])
+        },
         images={
             camera: np.concatenate(
                 [one.images[camera][torch.arange(one.num_frames)].numpy() for one in parts]

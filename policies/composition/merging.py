@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.composition.compose import compose
+from policies.errors import BurnishError, ConfigError
 from policies.policy import Policy
 from policies.storage.config_json import describe
 
@@ -143,15 +144,14 @@ def _require_alike(first: Policy, other: Policy, key: str) -> None:
     wrapped, wraps = (", ".join(one["name"] for one in each["wrappers"]) or "none" for each in described)
     if wrapped != wraps:
         raise ConfigError(
-            f"{key} differs from policies[0] in wrappers: {wraps} and {wrapped}. Weights are averaged of one "
-            "architecture. Compose different policies (burnish eval compose=[a,b])."
+            f"{key} differs from policies[0] in wrappers: {wraps} and {wrapped}. {_advice(first, other)}"
         )
     own, others = (dict(_leaves(each)) for each in described)
     for name in sorted(own.keys() | others.keys(), key=lambda name: (not name.endswith(".name"), name)):
         if own.get(name) != others.get(name):
             raise ConfigError(
-                f"{key} differs from policies[0] in {name}: {others.get(name)} and {own.get(name)}. Weights "
-                "are averaged of one architecture. Compose different policies (burnish eval compose=[a,b])."
+                f"{key} differs from policies[0] in {name}: {others.get(name)} and {own.get(name)}. "
+                f"{_advice(first, other)}"
             )
     if type(first) is not type(other):
         raise ConfigError(f"{key} is a {type(other).__name__}, policies[0] a {type(first).__name__}.")
@@ -162,6 +162,16 @@ def _require_alike(first: Policy, other: Policy, key: str) -> None:
                 f"{key} differs from policies[0] in '{name}': they were fitted to different data. Train all "
                 "from one policy (init=<policy>), which keeps its normalisation."
             )
+
+
+def _advice(first: Policy, other: Policy) -> str:
+    """Return what to do with two policies whose weights cannot be averaged: some can be composed."""
+    rule = "Weights are averaged of one architecture."
+    try:
+        compose([first, other], [0.5, 0.5])
+    except BurnishError as error:
+        return f"{rule} Composing these is refused, too: {error}"
+    return f"{rule} Compose different policies (burnish eval compose=[a,b])."
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from entry import exit_code
 from hydra.errors import HydraException
 from messages import mentions
 
+from algos.training.run_directory import RunDirectory
 from burnish import cli, demo
 from burnish.commands import doctor as doctor_command
 from burnish.commands.doctor import main as doctor
@@ -235,6 +237,20 @@ def test_multirun_runs_every_job_in_a_folder_of_its_own(
     )
     assert code == 0
     assert sorted(path.name for path in tmp_path.glob("*.hdf5")) == ["3.hdf5", "4.hdf5"]
+
+
+def test_multirun_with_and_without_an_option_of_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", observations=np.zeros((9, 2)), actions=np.eye(9)[:, :1])
+    tiny = ("algo.steps=1", "backbone.width=8", "progress=false", "num_workers=0")
+    swept = ("sampler=null,ddim", "hydra.sweep.dir=sweep", "--multirun")
+    assert exit_code("train", "dataset=data.npz", *tiny, *swept) == 0
+    chosen = [RunDirectory.open(tmp_path / "sweep" / job).config["sampler"] for job in "01"]
+    assert chosen[0] is None and chosen[1]["name"] == "ddim"
+    assert exit_code("train", "process=flow,null", "--multirun") == 2
+    assert "needs an option of process" in capsys.readouterr().err
 
 
 def test_completion_offers_commands_then_keys_and_options(

@@ -184,16 +184,18 @@ def test_a_baseline_that_does_not_fit_is_refused_before_the_policy_acts(
     for where, name in ((open_loop_command, "open_loop"), (evaluate_command, "play")):
         monkeypatch.setattr(where, name, lambda *_, **__: pytest.fail("acts"))
     missing = tmp_path / "missing.npz"
-    with pytest.raises(ConfigError, match=mentions("act_steps 3 2")):
+    with pytest.raises(ConfigError, match=mentions("baseline= short act_steps 3 2")):
         burnish.open_loop(path["long"], missing, baseline=path["short"], act_steps=3)
     with pytest.raises(ConfigError, match=mentions("warm_start episodes that are played")):
         burnish.open_loop(path["long"], missing, **{"warm_start.steps": 1})
-    with pytest.raises(ConfigError, match=mentions("action width 3 2")):
+    with pytest.raises(ConfigError, match=mentions("baseline= wide action width 3 2")):
         burnish.open_loop(path["long"], tmp_path / "data.npz", baseline=path["wide"])
     task: dict[str, Any] = {"env": "avoid", "out": tmp_path / "eval.json"}
-    with pytest.raises(ConfigError, match=mentions("act_steps 3 2")):
+    with pytest.raises(ConfigError, match=mentions("baseline= short act_steps 3 2")):
         burnish.evaluate(path["long"], baseline=path["short"], act_steps=3, **task)
-    with pytest.raises(ConfigError, match=mentions("action width 2 3")):
+    with pytest.raises(ConfigError, match=mentions("policy= short act_steps 3 2")):
+        burnish.evaluate(path["short"], baseline=path["long"], act_steps=3, **task)
+    with pytest.raises(ConfigError, match=mentions("baseline= wide action width 2 3")):
         burnish.evaluate(path["long"], baseline=path["wide"], **task)
 
 

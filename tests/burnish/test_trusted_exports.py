@@ -7,9 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import mentions
 from pairwise import each_value
 
+import burnish
 from burnish import cli
+from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
+from policies.errors import ConfigError
+from policies.policy_config import PolicyConfig
+from policies.storage.policy_folder import save_policy
 
 
 def refusal(
@@ -43,3 +50,14 @@ def test_a_folder_whose_signature_lies_is_refused_in_one_line(
     where = {"monkeypatch": monkeypatch, "capsys": capsys, "cwd": tmp_path}
     error = refusal(*command, f"policy={folder}", **where)
     assert "signature.json" in error and "must describe an exported policy" in error
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
+def test_no_policy_is_hidden_by_an_export_in_its_place(name: str, tmp_path: Path) -> None:
+    place, parts = tmp_path / "it", PolicyConfig(backbone=MlpConfig(width=8))
+    save_policy(build_policy(parts, obs_dim=2, action_dim=2), tmp_path / "policy")
+    place.mkdir()
+    (place / name).write_text("{}")
+    with pytest.raises(ConfigError, match=mentions("out= run")):
+        burnish.export(tmp_path / "policy", out=place, overwrite=True)
+    assert [item.name for item in place.iterdir()] == [name]

@@ -18,16 +18,19 @@ from messages import mentions
 from pairwise import repeated
 
 import burnish
+from burnish.api import stored_dataset
 from burnish.commands.export import ExportConfig, surroundings_of
 from burnish.runs.locate import locate
 from envs.datasets import Episode, dataset_format, read_dataset, write_robomimic
 from envs.datasets.convert import KEYS, as_dataset
+from envs.datasets.files.hdf5 import datasets_of
 from envs.datasets.interface import interface_of
 from policies.errors import ConfigError, DatasetError
 
 RNG = np.random.default_rng(0)
 OBS, ACTIONS = RNG.normal(size=(9, 3)), RNG.uniform(-1, 1, (9, 2))
 FLAGS = np.arange(9) == 3
+EPISODE = {"obs": OBS, "actions": ACTIONS}
 PICTURES = np.zeros((9, 4, 5, 3), np.uint8)
 TINY = {"algo.steps": 2, "algo.warmup_steps": 0, "algo.batch_size": 8, "backbone.width": 8}
 QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
@@ -83,6 +86,17 @@ def pictured(eye: np.ndarray) -> dict[str, Any]:
     return {"observations": {"a": OBS, "eye": eye}, "actions": ACTIONS}
 
 
+def test_joined_parts_keep_what_all_have_of_episodes_and_tell_what_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, two = (as_dataset((OBS, ACTIONS)) for _ in range(2))
+    one.episode_extras["success"], two.episode_extras["success"] = torch.tensor([True]), torch.tensor([False])
+    one.extras["states"], two.extras["states"] = torch.zeros(9, 2), torch.zeros(9, 3)
+    both = as_dataset([one, two])
+    assert both.episode_extras["success"].tolist() == [True, False] and not both.extras
+    assert re.search(mentions("data states"), caplog.text)
+
+
 def test_small_matrices_are_vectors() -> None:
     assert as_dataset(pictured(np.zeros((9, 4, 4)))).obs_dim == 3 + 16
     assert as_dataset(pictured(np.zeros((9, 2, 20)))).obs_dim == 3 + 40
@@ -128,6 +142,11 @@ def test_an_episode_with_cameras_may_have_one_observation_more_than_actions(fram
         ({"obs": OBS, "actions": ACTIONS, "dones": FLAGS}, "'dones' 'terminated' 'truncated'"),
         ([{"obs": OBS, "actions": ACTIONS, "done": FLAGS}], "data[0] 'done' 'terminated' 'truncated'"),
         ([(OBS, ACTIONS), (OBS[:, :2], ACTIONS)], "data[1] (3, 2) (2, 2)"),
+        ([EPISODE | {"goal": OBS}, EPISODE], "1 2 'goal'"),
+        ([EPISODE | {"goal": OBS}, EPISODE | {"goal": OBS[:, :1]}], "'goal' (3,) (1,)"),
+        ([EPISODE, EPISODE | {"reward": FLAGS}], "1 2 'rewards'"),
+        ([(OBS, ACTIONS), EPISODE | {"reward": FLAGS}], "1 2 'rewards'"),
+        ([EPISODE | {"obs": {"a": OBS}}, EPISODE | {"obs": {"b": OBS}}], "a b observations"),
     ],
 )
 def test_an_error_names_keys_and_shapes_and_never_prints_values(given: Any, parts: str) -> None:
@@ -273,6 +292,29 @@ def test_objects_are_cloned_and_the_run_can_be_resumed(given: Any, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("no_picture")
+def test_objects_are_stored_in_as_many_arrays_however_many_episodes_there_are(tmp_path: Path) -> None:
+    rng, kept = np.random.default_rng(0), []
+    for num in (1, 9):
+        one = {
+            key: rng.normal(size=(2, 3)) for key in ("observations", "next_observations", "actions", "goal")
+        }
+        data = as_dataset([one] * num)
+        path = stored_dataset(data, tmp_path)
+        assert read_dataset(path).digest() == data.digest()
+        with h5py.File(path) as file:
+            kept.append(sorted(datasets_of(file)))
+    assert kept[0] == kept[1]
+
+
+def test_objects_without_a_place_or_given_as_an_override_are_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=mentions("file data=")):
+        burnish.clone(EPISODE, directory=tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match=mentions("dict dataset=…")) as caught:
+        burnish.train(EPISODE)
+    assert "\n" not in str(caught.value)
+
+
 def test_names_rates_and_texts_of_lerobot_reach_policy_card_and_export(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     folder = tmp_path / "lerobot"

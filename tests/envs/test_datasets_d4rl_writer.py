@@ -60,6 +60,12 @@ def test_reading_what_was_written_gives_the_same_dataset(tmp_path, dataset, succ
     assert dataset_format(tmp_path / "demos.hdf5") == "d4rl" and back.meta["attempts"] == 15
 
 
+def test_successors_that_are_not_the_next_row_cut_no_own_episode(tmp_path, dataset):
+    far = replace(dataset, next_observations=dataset.next_observations + 9)
+    write_d4rl(tmp_path / "demos.hdf5", far)
+    assert read_dataset(tmp_path / "demos.hdf5").digest() == far.digest()
+
+
 def test_extra_keys_of_nearly_one_name_are_all_kept(tmp_path, dataset):
     per_frame = torch.arange(float(dataset.num_frames))
     names = ("infos/goal_", "infos/episodes/seed", "infos", "infos/states/x")

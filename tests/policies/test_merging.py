@@ -83,7 +83,7 @@ def other(**changes: Any) -> Policy:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (lambda: init("diffusion"), "policies[1] policies[0] parts.process.name diffusion flow"),
+        (lambda: init("diffusion"), "policies[1] parts.process.name diffusion flow compose=[a,b]"),
         (lambda: other(backbone=MlpConfig(width=9, time_dim=4)), "parts.backbone.width 9 8"),
         (lambda: other(act_steps=1), "act_steps 1 2"),
         (lambda: other(high=2 * torch.ones(2)), "policies[1] normalizer init=<policy>"),
@@ -94,10 +94,11 @@ def test_what_is_no_other_training_of_the_same_policy_is_refused(policy: Any, wo
         merge([init("flow"), policy()])
 
 
-def test_wrappers_that_differ_are_named() -> None:
+def test_wrappers_that_differ_are_named_and_composing_is_advised_only_where_it_works() -> None:
     wrapped = Advantage().wrap(with_goal(init("flow"), 1, 0.1))
-    with pytest.raises(ConfigError, match=mentions("policies[1] wrappers none advantage")):
+    with pytest.raises(ConfigError, match=mentions("policies[1] wrappers none advantage member 0")) as caught:
         merge([wrapped, init("flow")])
+    assert "compose=" not in str(caught.value)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,6 +41,19 @@ def test_constant_features_are_shifted_but_not_blown_up(mode: str) -> None:
     data = torch.tensor([[2.0, 0.0], [2.0, 1.0]])
     out = fitted(mode, data).encode("state", torch.tensor([[2.001, 0.5]]))
     assert abs(out[0, 0].item()) < 0.01
+
+
+@pytest.mark.parametrize("mode", ["limits", "gaussian"])
+def test_entries_whose_variation_is_lost_are_told(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.linspace(-1, 1, 9)[:, None].double()
+    # fine, small, coarse, constant, rounding
+    rows = torch.cat([x, 4e-5 * x, 4e6 + x, 3 + 0 * x, 1e-12 * x], dim=1)
+    fitted(mode, rows.float())
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert re.search(mentions("[1] state 0.0001"), told[0]) and re.search(
+        mentions("[2] state float32"), told[1]
+    )
 
 
 def test_values_far_outside_the_data_are_clipped_and_the_rest_is_untouched() -> None:

@@ -183,7 +183,8 @@ def read(
             )
         return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, storage)
     terminated = arrays["terminals"].astype(bool)
-    jumps = _jumps(arrays)
+    # own files flag every end: a successor that is not the next row is data
+    jumps = np.zeros_like(terminated) if own else _jumps(arrays)
     ends = _episode_ends(arrays, jumps, max_episode_steps)
     _warn_of_jumps(path, arrays, jumps)
     if "timeouts" not in arrays:

@@ -1,4 +1,4 @@
-"""What evaluations share: playing, summary, the file they are written to, and errors of one of two policies."""
+"""What evaluations share: playing, summary, the file to write, and errors of one of two policies."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def dataset_format(path: str | Path) -> str:
             found = f"the keys {sorted(file)}"
     others = ", ".join(name for name in readers() if name != "arrays")
     known = f"'observations' and 'actions', or one of the formats {others} (`burnish list datasets`)"
-    hint = "Arrays under other names go in from Python: burnish.clone([{'observations': …, 'actions': …}, …])."
+    hint = "Arrays of other names go in from Python: burnish.clone([{'observations': …, 'actions': …}, …])."
     raise DatasetError(f"{path}: expected {known}; found {found}. {hint}")
 
 

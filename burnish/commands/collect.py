@@ -182,7 +182,8 @@ def check_expert(env: Any) -> None:
     choices = f"tasks with an expert: {', '.join(experts)}."
     if env is None:
         raise ConfigError(f"collect needs env=<name>, or policy=<run>; {choices}")
-    raise CapabilityError(f"env={registry.name_of('env', env)} has no expert to record; {choices}")
+    instead = "record a policy by policy=<run>, or clone recordings of your own (docs/own_data.md)"
+    raise CapabilityError(f"env={registry.name_of('env', env)} has no expert: {instead}; {choices}")
 
 
 def _print_result(dataset: EpisodeDataset, path: Path, env: Any, player: str) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
@@ -61,18 +62,23 @@ class DataInspectConfig(Checked):
 
 
 def run(config: DataInspectConfig, context: RunContext) -> None:
-    """Write and print the statistics."""
-    facts = inspect(config)
+    """Write and print the statistics; of a file that is refused, its keys."""
     shown = output()
-    shown.print(table("", ("key", "arrays", "rows", "shape", "type", "min", "max", "bad"), _key_rows(facts)))
+    facts = inspect(config, on_keys=lambda facts: shown.print(_key_table(facts)))
     shown.print(table("", ("", ""), _fact_rows(facts)))
     for remark in facts["remarks"]:
         shown.print(f"- {remark}", markup=False, soft_wrap=True)
     shown.print(f"written: {facts['written']}", markup=False, soft_wrap=True)
 
 
-def inspect(config: DataInspectConfig) -> dict[str, Any]:
+def inspect(
+    config: DataInspectConfig, on_keys: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
     """Analyse a dataset and write the statistics; return the content of inspection.json.
+
+    Args:
+        config: What to analyse.
+        on_keys: Called with the facts of the keys, before the file is read as a dataset.
 
     Raises:
         DatasetError: If the file is unusable (a list of its keys is still written), or `against` is unusable
@@ -87,6 +93,7 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
         reference(config.task)  # refuses, by name
     facts: dict[str, Any] = {"file": str(path), "keys": _keys(path), "remarks": []}
     facts["bytes"] = size_of(path)
+    on_keys(facts)
     try:
         data = read_dataset(path, **config.reader)
     except DatasetError as error:
@@ -264,6 +271,11 @@ def _interface_rows(interface: dict[str, Any]) -> Iterator[tuple[str, object]]:
         if key in interface:
             value = interface[key]
             yield title, ", ".join(value) if isinstance(value, list) else f"{value}"
+
+
+def _key_table(facts: dict[str, Any]) -> Table:
+    names = ("key", "arrays", "rows", "shape", "type", "min", "max", "bad")
+    return table("", names, _key_rows(facts))
 
 
 def _key_rows(facts: dict[str, Any]) -> Iterator[tuple[object, ...]]:

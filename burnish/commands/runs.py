@@ -86,6 +86,9 @@ def _row(run: RunDirectory, folder: Path, keys: Sequence[str]) -> tuple[object, 
     both = best_evaluation(run)
     last, best = ("", "") if both is None else (_shown(both.last), _shown(both.best))
     budget = next((algo[key] for key in _BUDGETS if algo.get(key) is not None), "")
+    online = algo.get("online_steps")
+    if isinstance(budget, int) and isinstance(online, int):  # gradient steps on data, then control steps
+        budget += online
     name = run.path.relative_to(folder) if run.path != folder else run.path.name
     facts = (name, algo.get("name", ""), task_label(run), run.latest() or 0, budget, last, best)
     return *facts, f"{seconds / 3600:.2f}", *("" if config.get(key) is None else config[key] for key in keys)

@@ -262,6 +262,9 @@ def _refused_object(key: str, value: Any) -> str:
         return f"{problem} Give a run or a directory; burnish.save_policy writes one."
     if "EpisodeDataset" in names:
         return f"{problem} Give the file or the folder that it was read from."
+    if key in ("policy", "baseline"):
+        own = "envs.evaluation.evaluate.evaluate plays a policy of your own"
+        return f"{problem} Give a run or a directory; {own} (docs/evaluation.md)."
     if is_dataclass(value):
         return f"{problem} Give the name of a part, and its keys as '{key}.<key>'."
     return f"{problem} Give what the command line takes."

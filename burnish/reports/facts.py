@@ -14,6 +14,7 @@ from burnish.config.overrides import Overrides
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_label
 from policies.errors import BurnishError, ConfigError
+from policies.storage.policy_folder import read_config
 from policies.storage.strict_json import own_file, read_small
 
 _ENVIRONMENT_BYTES = 2**18
@@ -37,7 +38,7 @@ def facts_of(directory: RunDirectory) -> Facts:
     rows = {
         "algorithm": part_name(directory, "algo"),
         "task": task_label(directory),
-        "policy": " · ".join(filter(None, (_part(directory, part) for part in _PARTS))),
+        "policy": " · ".join(filter(None, map(_part, _parts(directory)))),
         "from": origin_of(directory),
         "seed": directory.config.get("seed"),
         "cost": cost_of(directory),
@@ -90,9 +91,20 @@ def part_name(directory: RunDirectory, group: str) -> str:
     return str(directory.section(group).get("name") or "")
 
 
-def _part(directory: RunDirectory, group: str) -> str:
+def _parts(directory: RunDirectory) -> list[Any]:
+    """Return the parts of the trained policy, which may come from `init`; before a checkpoint the keys."""
+    try:
+        parts = read_config(directory.policy_path()).get("parts")
+    except BurnishError:
+        parts = directory.config
+    return [parts.get(group) for group in _PARTS] if isinstance(parts, dict) else []
+
+
+def _part(section: Any) -> str:
     """Return the name of a part; of a process that can predict several kinds, with the kind."""
-    name, kind = part_name(directory, group), directory.section(group).get("prediction")
+    if not isinstance(section, dict):
+        return ""
+    name, kind = str(section.get("name") or ""), section.get("prediction")
     return f"{name} ({kind})" if kind else name
 
 

@@ -260,7 +260,7 @@ def _off_policy(algo: OffPolicyConfig, facts: Facts) -> Iterator[Choice]:
     yield Choice("algo.critic_dims", [128, 128, 128], "small networks on a processor")
     yield Choice("algo.updates_per_step", 0.5, "two updates per chunk of four")
     yield Choice("algo.tau", 0.01, "few updates")
-    yield Choice("algo.init_alpha", 0.01, "values of a success are at most 1")
+    yield Choice("algo.init_alpha", 0.01, "little entropy, for a success worth 1")
     yield Choice("algo.entropy_in_target", False, "values stay those of the task")
     if isinstance(algo, DsrlConfig):
         if facts.has_steps:

@@ -65,7 +65,8 @@ def dataset_format(path: str | Path) -> str:
             found = f"the keys {sorted(file)}"
     others = ", ".join(name for name in readers() if name != "arrays")
     known = f"'observations' and 'actions', or one of the formats {others} (`burnish list datasets`)"
-    raise DatasetError(f"{path}: expected {known}; found {found}.")
+    hint = "Arrays of other names go in from Python: burnish.clone([{'observations': …, 'actions': …}, …])."
+    raise DatasetError(f"{path}: expected {known}; found {found}. {hint}")
 
 
 def reader_options() -> dict[str, dict[str, Option]]:

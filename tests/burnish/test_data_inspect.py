@@ -306,6 +306,20 @@ def test_the_command_takes_a_bare_path_and_prints_what_it_found(
     assert (tmp_path / "inspection-it's a toy.hdf5" / "inspection.json").is_file()
 
 
+def test_keys_of_a_refused_file_are_printed_with_a_way_to_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with h5py.File(tmp_path / "own.h5", "w") as file:
+        file["take_0/joint_positions"] = np.zeros((7, 3))
+    monkeypatch.setattr(sys, "argv", ["burnish"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "inspect", "own.h5"])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and re.search(r"take_0/joint_positions +1 +7 +\(3,\) +float64", told.out)
+    assert "burnish.clone([{'observations'" in told.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

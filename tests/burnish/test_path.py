@@ -438,6 +438,8 @@ def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run) -> N
         burnish.train(algo="dppo", init=policy)
     with pytest.raises(DatasetError, match=mentions("DenoisingPolicy")):
         burnish.clone(policy)
+    with pytest.raises(ConfigError, match=mentions("baseline= object docs/evaluation.md")):
+        burnish.evaluate(base, baseline=object())
     with pytest.raises(ConfigError, match=mentions("env= int")):
         burnish.evaluate(base, env=3)
     with pytest.raises(ConfigError, match=mentions("compose=")):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from chromium import browser
 from messages import mentions
+from small_policies import small_policy
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands import report as report_module
@@ -28,6 +29,7 @@ from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import Interval, success_rate
 from envs.rollouts.episodes import EpisodeRow
 from policies.errors import CapabilityError, TrainingError
+from policies.processes.flow import RectifiedFlow
 
 
 def made(path: Path, algo: str, env: dict[str, Any] | None, seed: int = 0) -> RunDirectory:
@@ -336,6 +338,13 @@ def test_a_result_begins_with_the_best_known_policy_before(tmp_path: Path) -> No
         shown = headline(RunDirectory.create_at(tmp_path / str(number), config, []), Stored(own, versus), {})
         assert shown is not None and shown.before is not None
         assert (shown.before.label, shown.after.label) == expected
+
+
+def test_the_parts_of_a_tuned_run_are_those_of_its_policy(tmp_path: Path) -> None:
+    typed_for_new_ones = {"process": {"name": "diffusion", "prediction": "x0"}, "encoder": {"name": "state"}}
+    run = RunDirectory.create_at(tmp_path / "run", {"algo": {"name": "dsrl"}, **typed_for_new_ones}, [])
+    run.save_checkpoint(4, small_policy(RectifiedFlow()), {})
+    assert dict(facts_of(run).rows)["policy"] == "flow · mlp · state · euler"
 
 
 def test_the_command_of_a_run_has_the_last_value_of_every_key(tmp_path: Path) -> None:

@@ -61,6 +61,13 @@ def test_runs_are_found_at_any_depth_and_damaged_ones_left_out(
     assert "no runs" in capsys.readouterr().out
 
 
+def test_the_budget_of_a_run_on_data_and_in_the_task_is_both(tmp_path: Path) -> None:
+    algo = {"name": "qc", "steps": 40, "online_steps": 100}
+    run = RunDirectory.create_at(tmp_path / "qc", {"algo": algo, "env": {"name": "avoid"}}, [])
+    columns, rows = tabulate([run], tmp_path)
+    assert rows[0][columns.index("budget")] == 140
+
+
 def test_a_folder_of_runs_is_one_page_with_the_swept_key(sweep: Path, tmp_path: Path) -> None:
     (sweep / "damaged" / "config.yaml").unlink()
     page = burnish.report(sweep, episodes=0, out=tmp_path / "page").read_text()

@@ -11,7 +11,6 @@ them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -29,6 +28,7 @@ import numpy as np
 import zmq
 
 from benchmarks import pages
+from benchmarks.options import study_parser
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.policy import PolicyConfig
@@ -343,13 +343,8 @@ def _closed(rows: list[dict[str, float]]) -> str:
     table = _table(
         ("robots", "decisions per second", "p50 [ms]", "p99 [ms]", "rows per batch"),
         (
-            (
-                row["robots"],
-                f"{row['requests_per_s']:.0f}",
-                f"{row['p50_ms']:.1f}",
-                f"{row['p99_ms']:.1f}",
-                f"{row['mean_batch']:.1f}",
-            )
+            [row["robots"], f"{row['requests_per_s']:.0f}"]
+            + [f"{row[name]:.1f}" for name in ("p50_ms", "p99_ms", "mean_batch")]
             for row in rows
         ),
     )
@@ -408,9 +403,8 @@ robot's next decision came {found["reconnected_s"]:.2f} s after that, and differ
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.serving", description=__doc__)
+    parser = study_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
-    parser.add_argument("--report", action="store_true", help="write the page from what is there")
     options = parser.parse_args()
     if not options.report:
         pages.keep("serving", "run", measure(options.seconds), indent=1)

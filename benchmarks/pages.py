@@ -51,16 +51,22 @@ def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def kept(page: str, pattern: str = "*.json", *, advice: str = "give task=<policy> first") -> list[Any]:
+def kept(page: str, *, advice: str = "give task=<policy> first") -> list[Any]:
     """Read the measurements of a page, in the order of their names.
 
     Raises:
         SystemExit: If there is none.
     """
-    files = sorted((RESULTS / page).glob(pattern))
+    files = sorted((RESULTS / page).glob("*.json"))
     if not files:
         raise SystemExit(f"{RESULTS / page} holds no results; {advice}.")
     return [json.loads(path.read_text()) for path in files]
+
+
+def record(page: str, name: str) -> dict[str, Any]:
+    """Read one measurement of a page; empty where there is none yet."""
+    path = RESULTS / page / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def grouped(rows: Iterable[Any], key: Callable[[Any], Key]) -> dict[Key, list[Any]]:

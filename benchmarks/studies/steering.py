@@ -13,7 +13,6 @@ both.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -163,9 +162,8 @@ def report() -> Path:
     """Write the page."""
     lines = ["# Steering", "", INTRODUCTION]
     for name, task in TASKS.items():
-        source = pages.RESULTS / PAGE / f"{name}.json"
-        if source.exists():
-            lines += ["", f"## {name}", "", *_section(name, task, json.loads(source.read_text()))]
+        if content := pages.record(PAGE, name):
+            lines += ["", f"## {name}", "", *_section(name, task, content)]
     return pages.write(PAGE, lines)
 
 

@@ -66,7 +66,10 @@ TASKS = {
     "cube-single": Task(20, 6_000, 2e-3, 1, ("policy.observation_clip=2.0",)),
 }
 EULER = {"name": "euler", "clip_action": 1.0}
-DIFFUSION = {"DDPM 20": {"name": "ddpm"}, "DDIM 5": {"name": "ddim", "steps": 5, "spacing": "trailing"}}
+DIFFUSION: dict[str, dict[str, Any]] = {
+    "DDPM 20": {"name": "ddpm"},
+    "DDIM 5": {"name": "ddim", "steps": 5, "spacing": "trailing"},
+}
 FAMILIES = {
     "diffusion, eps": Family(("process=diffusion_eps",), DIFFUSION),
     "diffusion, x0": Family(("process=diffusion",), DIFFUSION),

@@ -173,7 +173,8 @@ def _from_scratch(
     study: Study, algo: str, seed: int, place: Path, *, dataset: str | None, workers: int
 ) -> dict[str, Any]:
     """Train from the reward, and demonstrations where there are any; there is no policy to compare with."""
-    demos, data = None, {}
+    demos: Path | None = None
+    data: dict[str, Any] = {}
     if algo in study.led:
         demos, data = starts(study, algo, seed, place.parent)
     elif study.bases:

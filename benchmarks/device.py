@@ -9,7 +9,6 @@ kernel" is the device without recorded kernels (`policies.networks.recorded`).
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -25,10 +24,11 @@ from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.offline.batched_seeds import SeedBatch, build_seeds
 from algos.td3_bc import Td3BcConfig
-from benchmarks.pages import RESULTS, keep, kept, replace_block
-from benchmarks.ranks import PROCESS, UNET, episodes
+from benchmarks.options import parser
+from benchmarks.pages import RESULTS, keep, record, replace_block, table
+from benchmarks.ranks import PROCESS, UNET, random_episodes
 from benchmarks.speed.cases_learning import synthetic_experience
-from benchmarks.speed.sides import dppo_run
+from benchmarks.speed.sides import CHUNK, OBS, dppo_run, unit_statistics
 from benchmarks.speed.timing import interleave
 from envs.make import env as make_env
 from envs.rollouts.fleet import RolloutSettings
@@ -41,6 +41,11 @@ from policies.threads import torch_threads
 
 PAGE = "docs/scale.md"
 ENVS, CHUNKS = 64, 25
+SIDES = {
+    **{"cpu, 1 thread": "CPU, 1 thread", "cpu": "CPU"},
+    **{"kernels": "device, kernel by kernel", "replayed": "device, replayed"},
+}
+"""Variants, and what the table calls them."""
 Call = Callable[[], object]
 MLP = PolicyConfig(process=PROCESS, horizon=4)
 UNET_POLICY = PolicyConfig(process=VPDiffusion(num_levels=100), horizon=16, act_steps=8, backbone=UNET)
@@ -49,16 +54,14 @@ IMAGES = PolicyConfig(process=PROCESS, horizon=16, encoder=ResNetEncoderConfig(w
 
 def policy(config: PolicyConfig, device: torch.device) -> Policy:
     """Return an untrained policy of Hopper's sizes that takes ten DDIM steps."""
-    ones = {"state": torch.ones(11), "action": torch.ones(3)}
-    statistics = {name: {"min": -one, "max": one} for name, one in ones.items()}
-    built = build_policy(config, obs_dim=11, action_dim=3, statistics=statistics)
+    built = build_policy(config, obs_dim=OBS, action_dim=CHUNK[1], statistics=unit_statistics())
     return built.with_sampler(DDIM(steps=10)).eval().requires_grad_(False).to(device)
 
 
 def decision(config: PolicyConfig, rows: int, device: torch.device, threads: int, replays: bool) -> Call:
     """Return a decision for rows of observations."""
     acting = policy(config, device)
-    obs = torch.zeros(rows, 1, 11, device=device)
+    obs = torch.zeros(rows, 1, OBS, device=device)
 
     def act() -> object:
         with torch_threads(threads), torch.no_grad():
@@ -83,14 +86,14 @@ def cloning(
     """Return gradient steps of cloning."""
     settings: dict[str, Any] = {"validation_fraction": 0.0, "validation_every": 0, "warmup_steps": 1}
     algo = BcConfig(steps=10**9, batch_size=batch, log_every=steps, **settings)
-    dataset = episodes(1000, images=config is IMAGES)
+    dataset = random_episodes(1000, images=config is IMAGES)
     given = Setup(policy=config, dataset=dataset, device=device, num_threads=threads)
     return stepping(algo.build, given, replays)
 
 
 def td3_bc(seeds: int, device: torch.device, threads: int, replays: bool) -> Call:
     """Return twenty gradient steps of TD3+BC, of several seeds at once."""
-    algo, plain = Td3BcConfig(steps=10**9, log_every=20), episodes(1000, images=False)
+    algo, plain = Td3BcConfig(steps=10**9, log_every=20), random_episodes(1000, images=False)
     dataset = replace(plain, rewards=plain.actions.sum(dim=1))
     given = Setup(dataset=dataset, device=device, num_threads=threads)
     if seeds == 1:
@@ -176,42 +179,39 @@ def measure(device: torch.device, rounds: int, workers: int) -> None:
         keep("scale", "device", {"rounds": rounds, "workers": workers, "cases": found}, indent=1)
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def lines(found: dict[str, Any]) -> list[str]:
     """Return the lines of the page."""
     machine = found["environment"]
     command = f"python -m benchmarks.device --rounds {found['rounds']} --workers {found['workers']}"
     beside = f"{machine['cpu_count']} CPU cores" + (f" of {name}" if (name := machine["processor"]) else "")
-    lines = [
-        f"`{command}`, medians in ms on the wall: {machine['accelerator']} beside {beside}; "
-        f"torch {machine['packages']['torch']}.",
-        "",
-        "| | CPU, 1 thread | CPU | device, kernel by kernel | device, replayed | better CPU by device |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for case, sides in found["cases"].items():
         cells = [f"{1000 * sides[name]:.3g}" if name in sides else "–" for name in SIDES]
         best = min(time for name, time in sides.items() if name.startswith("cpu"))
         gain = best / sides.get("replayed", sides["kernels"])
-        lines.append(f"| {case} | {' | '.join(cells)} | **{gain:.2g}** |")
-    return lines
-
-
-SIDES = ("cpu, 1 thread", "cpu", "kernels", "replayed")
+        rows.append([case, *cells, f"**{gain:.2g}**"])
+    columns = ("", *SIDES.values(), "better CPU by device")
+    return [
+        f"`{command}`, medians in ms on the wall: {machine['accelerator']} beside {beside}; "
+        f"torch {machine['packages']['torch']}.",
+        "",
+        *table(columns, rows),
+    ]
 
 
 def main() -> None:
     """Measure, keep, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--from", dest="file", help="measurement of another machine")
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--rounds", type=int, default=5)
+    asked.add_argument("--device", default="cuda")
+    asked.add_argument("--workers", type=int, default=8)
+    asked.add_argument("--from", dest="file", help="measurement of another machine")
+    options = asked.parse_args()
     if options.file:
         shutil.copy(options.file, RESULTS / "scale" / "device.json")
     else:
         measure(torch.device(options.device), options.rounds, options.workers)
-    replace_block(PAGE, "device", table(kept("scale", "device.json")[0]))
+    replace_block(PAGE, "device", lines(record("scale", "device")))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ show what a large fleet costs who leads it: tickets per second, how old answers 
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -28,13 +27,13 @@ from algos.base import Setup
 from algos.dppo import DppoConfig
 from algos.training.ranks import digest
 from algos.training.serialization import to_plain
-from benchmarks.pages import keep, kept, replace_block
-from benchmarks.speed.sides import dppo_run
+from benchmarks.options import parser
+from benchmarks.pages import keep, record, replace_block
+from benchmarks.speed.sides import dppo_run, unit_statistics
 from envs.make import env as make_env
 from envs.rollouts.fleet import LOCAL, Fleet, RayFleet
 from envs.rollouts.rollout import RolloutPool
 from policies.build import build_policy
-from policies.normalizer import box_statistics
 from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 
@@ -84,15 +83,11 @@ def speed(rounds: int) -> dict[str, float]:
 def final_state(kill_at: int | None, file: Path) -> str:
     """Return the digest of a run's state after a few iterations, in one of which a worker is killed."""
     spec = make_env("avoid").spec
-    one, low, high = torch.ones(spec.obs_dim), torch.tensor(spec.action_low), torch.tensor(spec.action_high)
-    policy = build_policy(
-        PolicyConfig(process=VPDiffusion(num_levels=5), horizon=4, act_steps=4),
-        obs_dim=spec.obs_dim,
-        action_dim=spec.action_dim,
-        statistics={"state": box_statistics(-one, one), "action": box_statistics(low, high)},
-    )
-    config = DppoConfig(num_envs=4, steps_per_iteration=10, tuned_steps=3, batch_size=60, update_epochs=2)
-    run = config.build(Setup(env=make_env("avoid"), init=policy, num_workers=2, fleet=RayFleet()))
+    config = PolicyConfig(process=VPDiffusion(num_levels=5), horizon=4, act_steps=4)
+    sizes = {"obs_dim": spec.obs_dim, "action_dim": spec.action_dim}
+    policy = build_policy(config, **sizes, statistics=unit_statistics(**sizes))
+    algo = DppoConfig(num_envs=4, steps_per_iteration=10, tuned_steps=3, batch_size=60, update_epochs=2)
+    run = algo.build(Setup(env=make_env("avoid"), init=policy, num_workers=2, fleet=RayFleet()))
     collect = run.pool.collect
     run.pool.collect = lambda actor, *rest, **options: collect(Deadly(actor, file), *rest, **options)
     for iteration in range(ITERATIONS):
@@ -198,16 +193,16 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, keep, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--sleepers", type=int, default=64)
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--rounds", type=int, default=7)
+    asked.add_argument("--kills", type=int, default=20)
+    asked.add_argument("--sleepers", type=int, default=64)
+    options = asked.parse_args()
     load = os.getloadavg()[0]
     found = {"rounds": options.rounds, "load": load, "seconds": speed(options.rounds)}
     found |= {"kills": kills(options.kills), "sleepers": sleepers(options.sleepers, SECONDS)}
     keep("scale", "fleet", found, indent=1)
-    replace_block(PAGE, "fleet", lines(kept("scale", "fleet.json")[0]))
+    replace_block(PAGE, "fleet", lines(record("scale", "fleet")))
 
 
 if __name__ == "__main__":

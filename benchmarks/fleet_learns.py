@@ -11,7 +11,6 @@ docs/results/fleet_learns.md, its picture, and docs/results/scale/fleet_learns.j
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -30,7 +29,8 @@ import numpy as np
 
 import burnish
 from algos.cloning.fleet_run import EPISODES, summary
-from benchmarks.pages import RESULTS, keep, kept, origin, success, table, write
+from benchmarks.options import parser
+from benchmarks.pages import RESULTS, keep, origin, record, success, table, write
 from burnish.reports.figures import new_figure
 from policies.serving.fleet import EpisodeFiles, FleetTask
 
@@ -118,16 +118,8 @@ class Fleet:
         policy, dataset = self._given
         listen = f"listen=tcp://127.0.0.1:{self.port}"
         out = f"out={self.folder / 'learner'}"
-        self.start(
-            "learner",
-            "learn",
-            f"policy={policy}",
-            f"dataset={dataset}",
-            listen,
-            out,
-            "lr=3e-4",
-            "batch_size=128",
-        )
+        given = (f"policy={policy}", f"dataset={dataset}", "lr=3e-4", "batch_size=128")
+        self.start("learner", "learn", *given, listen, out)
 
     def start_robot(self, name: str, *words: str) -> None:
         address = self.cable.address if name == CUT else f"tcp://127.0.0.1:{self.port}"
@@ -297,10 +289,10 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     """Measure, keep, draw, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=6.0)
-    parser.add_argument("--folder", type=Path, help="where the clone is kept; default: a temporary folder")
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--minutes", type=float, default=6.0)
+    asked.add_argument("--folder", type=Path, help="where the clone is kept; default: a temporary folder")
+    options = asked.parse_args()
     with contextlib.ExitStack() as held:
         folder = options.folder or Path(held.enter_context(tempfile.TemporaryDirectory()))
         given = cloned(folder)
@@ -316,7 +308,7 @@ def main() -> None:
         found = measured(fleet, 60 * options.minutes)
     keep("scale", PAGE, found)
     draw(found)
-    write(PAGE, [*lines(found), *origin("scale", kept("scale", f"{PAGE}.json")[0])])
+    write(PAGE, [*lines(found), *origin("scale", record("scale", PAGE))])
 
 
 if __name__ == "__main__":

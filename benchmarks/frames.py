@@ -8,7 +8,6 @@ docs/pictures/renderers.png. The two draw the same states in turns.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pages import keep, kept, replace_block, table, versions
+from benchmarks.options import parser
+from benchmarks.pages import keep, record, replace_block, table, versions
 from benchmarks.speed.timing import interleave
 from envs.engine.pixels import RENDERERS, CameraRenderer
 from envs.make import env
@@ -99,14 +99,14 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, keep, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    asked = parser(__doc__)
+    asked.add_argument("--rounds", type=int, default=7)
+    rounds = asked.parse_args().rounds
     picture()
     cases = [rates(*case, shadows, rounds) for case in CASES for shadows in (False, True)]
     found = {"rounds": rounds, "load": os.getloadavg()[0], "gl": opengl(), "cases": cases}
     keep("scale", "frames", found, indent=1)
-    replace_block(PAGE, "frames", lines(kept("scale", "frames.json")[0]))
+    replace_block(PAGE, "frames", lines(record("scale", "frames")))
 
 
 def opengl() -> str:

@@ -9,7 +9,6 @@ of its own for each size, on a file of so many rows.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -27,7 +26,8 @@ from algos.dppo import DppoConfig
 from algos.prdc import PrdcConfig
 from algos.td3_bc import Td3BcConfig
 from benchmarks.device import MLP, cloning, decision, policy, td3_bc
-from benchmarks.pages import RESULTS, keep, kept, processor, replace_block, table
+from benchmarks.options import parser
+from benchmarks.pages import keep, processor, record, replace_block, table
 from benchmarks.speed.cases_offline import synthetic_dataset
 from benchmarks.speed.timing import interleave
 from envs.datasets import read_dataset
@@ -117,9 +117,8 @@ def peak(name: str, file: str) -> None:
 
 def measure(names: Sequence[str], rounds: int) -> None:
     """Measure cases and keep them beside those that were measured before."""
-    before = RESULTS / "speed" / "growth.json"
-    content: dict[str, Any] = kept("speed", "growth.json")[0] if before.exists() else {"cases": {}}
-    found = content["cases"]
+    content = record("speed", "growth")
+    found = content.setdefault("cases", {})
     for name in names:
         if name in MEMORY:
             found[name] = {str(size): memory(name, size) for size in MEMORY[name][1]}
@@ -189,21 +188,16 @@ def lines(content: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, keep, draw, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, *MEMORY, []], help="default: all")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--memory",
-        nargs=2,
-        metavar=("WHAT", "FILE"),
-        help=f"print the peak, of {', '.join(MEMORY)}, on a file",
-    )
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("cases", nargs="*", choices=[*CASES, *MEMORY, []], help="default: all")
+    asked.add_argument("--rounds", type=int, default=5)
+    asked.add_argument("--memory", nargs=2, metavar=("WHAT", "FILE"), help="only print the peak on a file")
+    options = asked.parse_args()
     if options.memory:
         peak(*options.memory)
         return
     measure(options.cases or [*CASES, *MEMORY], options.rounds)
-    content = kept("speed", "growth.json")[0]
+    content = record("speed", "growth")
     picture(content["cases"])
     replace_block(PAGE, "growth", lines(content))
 

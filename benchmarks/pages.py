@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -14,6 +14,7 @@ from algos.training.run_directory import RunDirectory
 from envs.evaluation.intervals import Interval, success_rate
 
 RESULTS = Path("docs/results")
+Key = TypeVar("Key")
 
 INTERVALS = (
     "Intervals: 95 %, by bootstrap over seeds and, inside them, episodes; for success never narrower than "
@@ -50,16 +51,30 @@ def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def kept(page: str, pattern: str = "*.json", *, advice: str = "give task=<policy> first") -> list[Any]:
+def kept(page: str, *, advice: str = "give task=<policy> first") -> list[Any]:
     """Read the measurements of a page, in the order of their names.
 
     Raises:
         SystemExit: If there is none.
     """
-    files = sorted((RESULTS / page).glob(pattern))
+    files = sorted((RESULTS / page).glob("*.json"))
     if not files:
         raise SystemExit(f"{RESULTS / page} holds no results; {advice}.")
     return [json.loads(path.read_text()) for path in files]
+
+
+def record(page: str, name: str) -> dict[str, Any]:
+    """Read one measurement of a page; empty where there is none yet."""
+    path = RESULTS / page / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def grouped(rows: Iterable[Any], key: Callable[[Any], Key]) -> dict[Key, list[Any]]:
+    """Return rows by a key, in their order."""
+    found: dict[Key, list[Any]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def write(page: str, lines: Iterable[str]) -> Path:
@@ -111,7 +126,18 @@ def success(successes: ArrayLike) -> str:
 
 def percent(interval: Interval) -> str:
     """Write a share and its interval in percent."""
-    return f"{100 * interval.value:.0f} % ({100 * interval.low:.0f}–{100 * interval.high:.0f})"
+    return estimate(interval, ".0f", scale=100, unit=" %", to="–")
+
+
+def points(interval: Interval) -> str:
+    """Write a difference of shares and its interval in percentage points."""
+    return estimate(interval, "+.0f", scale=100)
+
+
+def estimate(interval: Interval, form: str, *, scale: float = 1, unit: str = "", to: str = " to ") -> str:
+    """Write an estimate and its interval, multiplied by a scale: `2.1 (1.8 to 2.4)`."""
+    value, low, high = (format(scale * x, form) for x in (interval.value, interval.low, interval.high))
+    return f"{value}{unit} ({low}{to}{high})"
 
 
 def describe(policy: Any) -> str:

@@ -9,12 +9,12 @@ processor time of one process, which other programs on the machine lengthen less
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ import torch
 from algos.base import Setup
 from algos.bc import BcConfig
 from algos.training import ranks
-from benchmarks.pages import keep, kept, replace_block
+from benchmarks.options import parser
+from benchmarks.pages import keep, record, replace_block, table
 from benchmarks.speed.cases_learning import synthetic_experience
-from benchmarks.speed.sides import dppo_run
+from benchmarks.speed.sides import dppo_run, episodes
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.images import Images
 from envs.engine.workers import ProcessWorkers
@@ -39,34 +40,22 @@ PORT = 29_641
 Step = Callable[[int], None]  # one step with a number of threads
 
 
-def episodes(frames: int, images: bool) -> EpisodeDataset:
+def random_episodes(frames: int, images: bool) -> EpisodeDataset:
     """Return random episodes of 50 frames."""
     generator = torch.Generator().manual_seed(0)
-    ends = torch.zeros(frames, dtype=torch.bool)
-    ends[49::50] = True
-    seen = torch.randint(256, (frames if images else 1, 96, 96, 3), generator=generator, dtype=torch.uint8)
-    return EpisodeDataset(
-        observations=torch.rand(frames, 11, generator=generator),
-        actions=torch.rand(frames, 3, generator=generator) * 2 - 1,
-        rewards=torch.zeros(frames),
-        terminated=torch.zeros_like(ends),
-        truncated=ends,
-        episode_start=torch.arange(0, frames + 1, 50),
-        images={"front": Images.of(seen)} if images else {},
-    )
+    states, actions = (torch.rand(frames, width, generator=generator) for width in (11, 3))
+    found = episodes(states, actions * 2 - 1, 50)
+    if not images:
+        return found
+    seen = torch.randint(256, (frames, 96, 96, 3), generator=generator, dtype=torch.uint8)
+    return replace(found, images={"front": Images.of(seen)})
 
 
 def cloning(policy: PolicyConfig, batch: int, images: bool = False) -> Step:
     """Return a step of cloning."""
-    config = BcConfig(
-        steps=10**9,
-        batch_size=batch,
-        log_every=1,
-        validation_fraction=0.0,
-        validation_every=0,
-        warmup_steps=1,
-    )
-    run = config.build(Setup(policy=policy, dataset=episodes(1000, images)))
+    settings: dict[str, Any] = {"validation_fraction": 0.0, "validation_every": 0, "warmup_steps": 1}
+    config = BcConfig(steps=10**9, batch_size=batch, log_every=1, **settings)
+    run = config.build(Setup(policy=policy, dataset=random_episodes(1000, images)))
 
     def step(threads: int) -> None:
         run._num_threads = threads
@@ -168,34 +157,34 @@ def measure(rounds: int) -> dict[str, Any]:
     return found
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """Return the rows of the page."""
-    cases, load = found["cases"], found["load"]
-    lines = [
-        f"`python -m benchmarks.ranks --rounds {found['rounds']}`, medians of interleaved steps in ms "
-        f"on the wall, in brackets of one process's processor time; {os.cpu_count()} cores, load {load:.1f}:",
-        "",
-        "| step | one process | with 2 threads | 2 ranks | one process by 2 ranks | of the processor |",
-        "|---|---|---|---|---|---|",
-    ]
-    for case, sides in cases.items():
+def lines(found: dict[str, Any]) -> list[str]:
+    """Return the lines of the page."""
+    rows = []
+    for case, sides in found["cases"].items():
         wall, processor = (sides["one"][kind] / sides["ranks"][kind] for kind in ("wall_s", "processor_s"))
         cells = [
             f"{1000 * sides[name]['wall_s']:.4g} ({1000 * sides[name]['processor_s']:.4g})"
             for name in ("one", "two", "ranks")
         ]
-        lines.append(f"| {case} | {' | '.join(cells)} | **{wall:.2f}** | {processor:.2f} |")
-    return lines
+        rows.append([case, *cells, f"**{wall:.2f}**", f"{processor:.2f}"])
+    columns = ("step", "one process", "with 2 threads", "2 ranks", "one process by 2 ranks")
+    return [
+        f"`python -m benchmarks.ranks --rounds {found['rounds']}`, medians of interleaved steps in ms "
+        f"on the wall, in brackets of one process's processor time; {os.cpu_count()} cores, load "
+        f"{found['load']:.1f}:",
+        "",
+        *table((*columns, "of the processor"), rows),
+    ]
 
 
 def main() -> None:
     """Measure, keep, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    asked = parser(__doc__)
+    asked.add_argument("--rounds", type=int, default=9)
+    rounds = asked.parse_args().rounds
     load = os.getloadavg()[0]
     keep("scale", "ranks", {"rounds": rounds, "load": load, "cases": measure(rounds)}, indent=1)
-    replace_block(PAGE, "ranks", table(kept("scale", "ranks.json")[0]))
+    replace_block(PAGE, "ranks", lines(record("scale", "ranks")))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ other use of `burnish`. It ends where `algo.build` is called; what that builds i
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
@@ -34,6 +33,7 @@ from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.td3_bc import Td3BcConfig
 from benchmarks.layout import PACKAGES, REPOSITORY
+from benchmarks.options import parser
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.rollouts.collect import collect
 from envs.tasks.avoid.task import Avoid
@@ -209,9 +209,9 @@ def walks() -> Iterator[tuple[str, Walk]]:
 
 def main() -> None:
     """Print the table, and the names where they are asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reading", description=__doc__.split("\n")[0])
-    parser.add_argument("--names", choices=("files", "functions"), help="list what every walk enters")
-    names = parser.parse_args().names
+    asked = parser(__doc__)
+    asked.add_argument("--names", choices=("files", "functions"), help="list what every walk enters")
+    names = asked.parse_args().names
     console, table = Console(highlight=False), Table("walk", "files", "functions")
     for title, walk in walks():
         table.add_row(title, str(len(walk.files)), str(len(walk.functions)))

@@ -11,7 +11,6 @@ config.yaml, environment.json and metrics.jsonl, and the files of evaluations be
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -25,7 +24,10 @@ from omegaconf import OmegaConf
 
 from algos.base import Setup
 from algos.dppo import DppoConfig
-from benchmarks.pages import RESULTS, keep, kept, replace_block, table, versions, without_folders
+from benchmarks.options import parser
+from benchmarks.pages import RESULTS, estimate, keep, record, replace_block, table, versions, without_folders
+from benchmarks.speed.sides import unit_statistics
+from envs.evaluation.intervals import Interval
 from envs.make import env as make_env
 from policies.build import build_policy
 from policies.policy import Policy, PolicyConfig
@@ -40,11 +42,9 @@ TASKS: dict[str, tuple[int, ...]] = {"hopper": (256, 1024, 4096), "halfcheetah":
 
 def untrained(task: str) -> Policy:
     """Return a policy of a task with the settings of its clones."""
-    spec = make_env(task).spec
-    ones = {"state": torch.ones(spec.obs_dim), "action": torch.ones(spec.action_dim)}
-    statistics_of = {name: {"min": -one, "max": one} for name, one in ones.items()}
-    config = PolicyConfig(process=VPDiffusion(num_levels=20), horizon=4)
-    return build_policy(config, obs_dim=spec.obs_dim, action_dim=spec.action_dim, statistics=statistics_of)
+    spec, config = make_env(task).spec, PolicyConfig(process=VPDiffusion(num_levels=20), horizon=4)
+    sizes = {"obs_dim": spec.obs_dim, "action_dim": spec.action_dim}
+    return build_policy(config, **sizes, statistics=unit_statistics(**sizes))
 
 
 def iterations(
@@ -98,7 +98,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     return [title, "", *table(head, cells)]
 
 
-def record(run: Path, before: Path, after: Path) -> None:
+def keep_run(run: Path, before: Path, after: Path) -> None:
     """Keep the curve of a run, (seconds, steps, mean return of ended episodes), and its evaluations."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = ("time/elapsed_s", "step", "rollout/return")
@@ -115,7 +115,7 @@ def run_lines(found: dict[str, Any]) -> list[str]:
     """Return the sentence and the table of a recorded run."""
     curve = found["curve"]
     returns = [found[name]["summary"]["return"] for name in ("before", "after")]
-    old, new = (f"{one['value']:,.0f} ({one['low']:,.0f}–{one['high']:,.0f})" for one in returns)
+    old, new = (estimate(Interval(**one), ",.0f", to="–") for one in returns)
     seconds, steps, _ = curve[-1]
     accelerator, episodes = found["environment"]["accelerator"], found["after"]["summary"]["episodes"]
     sentence = (
@@ -133,21 +133,21 @@ def run_lines(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, keep, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--init", type=Path, help="directory of a policy of hopper")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--from", dest="file", help="measurement of another machine")
-    parser.add_argument("--run", type=Path, nargs=3, help="record a run: its directory, two evaluations")
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--init", type=Path, help="directory of a policy of hopper")
+    asked.add_argument("--rounds", type=int, default=3)
+    asked.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    asked.add_argument("--from", dest="file", help="measurement of another machine")
+    asked.add_argument("--run", type=Path, nargs=3, help="record a run: its directory, two evaluations")
+    options = asked.parse_args()
     if options.run:
-        record(*options.run)
+        keep_run(*options.run)
     elif options.file:
         shutil.copy(options.file, RESULTS / "scale" / "worlds.json")
     else:
         measure(options.init, options.rounds, options.workers)
-    replace_block(PAGE, "worlds", lines(kept("scale", "worlds.json")[0]))
-    replace_block(PAGE, "worlds run", run_lines(kept("scale", "worlds_run.json")[0]))
+    replace_block(PAGE, "worlds", lines(record("scale", "worlds")))
+    replace_block(PAGE, "worlds run", run_lines(record("scale", "worlds_run")))
 
 
 if __name__ == "__main__":

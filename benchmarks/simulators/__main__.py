@@ -15,7 +15,6 @@ docs/results/simulators/all.json and docs/results/simulators.md.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,18 +26,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.simulators.case import Array, Case, Side
 from policies.errors import MissingExtraError
 
-PACKAGES = (
-    "numpy",
-    "mujoco",
-    "gymnasium",
-    "gymnasium-robotics",
-    "ogbench",
-    "robosuite",
-    "metaworld",
-)
+PACKAGES = ("numpy", "mujoco", "gymnasium", "gymnasium-robotics", "ogbench", "robosuite", "metaworld")
 EQUAL_EPISODES = 2  # that both sides step through before anything is timed
 
 
@@ -170,7 +162,7 @@ def keep(rows: Sequence[Row], rounds: int) -> Path:
 
 def report() -> Path:
     """Write docs/results/simulators.md from the numbers that are there."""
-    (content,) = pages.kept("simulators", "all.json", advice="run python -m benchmarks.simulators first")
+    (content,) = pages.kept("simulators", advice="run python -m benchmarks.simulators first")
     rows = [Row(**row).cells() for row in content["rows"]]
     return pages.write("simulators", [INTRODUCTION, *pages.table(COLUMNS, rows), "", _origin(content)])
 
@@ -203,12 +195,9 @@ def _origin(content: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Measure the chosen rows and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__)
     parser.add_argument("envs", nargs="*", help="names of tasks; default: all, and the page is written")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     if not options.report:
         cases = tuple(families())

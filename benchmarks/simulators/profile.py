@@ -8,14 +8,13 @@ calls of Python functions look more expensive than they are, so read shares, not
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.options import parser
 from benchmarks.simulators.__main__ import episode, families
 from benchmarks.simulators.case import Case, Side
 
@@ -51,14 +50,12 @@ def place(file: str, function: str) -> str:
     return "mujoco" if "mujoco" in function else "numpy and Python"
 
 
-def main() -> int:
+def main() -> None:
     """Print a table per row of the chosen tasks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("envs", nargs="+")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("envs", nargs="+")
+    asked.add_argument("--rounds", type=int, default=5)
+    options = asked.parse_args()
     for case in families():
         if case.env in options.envs:
             sides = case.build()
@@ -68,8 +65,7 @@ def main() -> int:
             names = sorted(ours.keys() | theirs.keys(), key=lambda name: -abs(ours[name] - theirs[name]))
             for name in names[:LINES]:
                 print(f"{name:<40}{ours[name]:>9.1f}{theirs[name]:>9.1f}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

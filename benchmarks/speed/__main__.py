@@ -21,6 +21,7 @@ import torch
 
 from algos.training.memory import keep_freed_memory
 from algos.training.provenance import describe_environment
+from benchmarks.options import parser
 from benchmarks.pages import processor
 from benchmarks.speed import page
 from benchmarks.speed.cases_acting import exported, rollout, sampling, transformer, unet
@@ -76,7 +77,7 @@ ON_A_FILE = ("offline", "neighbours", "seeds", "d3rlpy", "released", "evaluate")
 """Cases that read `--dataset`."""
 ON_ROWS = ("offline", "neighbours", "seeds", "d3rlpy", "released", "replay", "dsrl")
 """Cases whose synthetic data have `--rows`."""
-ROWS, THREADS = 1_000_000, 2
+ROWS = 1_000_000
 
 
 def about(case: str, options: argparse.Namespace) -> dict[str, object]:
@@ -99,36 +100,21 @@ def about(case: str, options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> int:
     """Run the chosen cases and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=THREADS, help="gradient threads of both sides")
-    parser.add_argument(
-        "--rows", type=int, default=ROWS, help="of the data of offline learning, and of a replay"
-    )
-    parser.add_argument("--seeds", type=int, default=4, help="that are trained together, of `seeds`")
-    parser.add_argument(
-        "--dataset",
-        type=Path,
-        help="a file in place of synthetic data of offline learning; cloned before `evaluate`",
-    )
-    parser.add_argument("--peers", action="store_true", help=f"with {', '.join(PEERS)}")
-    parser.add_argument(
-        "--programs", type=Path, help="folder with clones of CORL, PRDC, A2PR, for `released`"
-    )
-    parser.add_argument("--keep", action="store_true", help="the figures, in docs/results/speed")
-    parser.add_argument("--gate", action="store_true", help="exit with 1 if a ratio misses its floor")
-    options = parser.parse_args()
-    if options.keep and options.threads != THREADS:
-        parser.error(f"--keep is for the default number of threads, {THREADS}")
+    asked = parser(__doc__)
+    asked.add_argument("cases", nargs="*", choices=[*CASES, []], help=f"of {', '.join(CASES)}; default: all")
+    asked.add_argument("--rounds", type=int, default=9)
+    asked.add_argument("--rows", type=int, default=ROWS, help="of synthetic data")
+    asked.add_argument("--dataset", type=Path, help=f"a file in place of them, for {', '.join(ON_A_FILE)}")
+    asked.add_argument("--peers", action="store_true", help=f"with {', '.join(PEERS)}")
+    asked.add_argument("--programs", type=Path, help="folder with clones of CORL, PRDC, A2PR, for `released`")
+    asked.add_argument("--keep", action="store_true", help="the figures, in docs/results/speed")
+    asked.add_argument("--gate", action="store_true", help="exit with 1 if a ratio misses its floor")
+    options = asked.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as training does; peers profit too
-    print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
+    print(f"{processor(describe_environment())}, load average {os.getloadavg()[0]:.1f}", flush=True)
     print(f"{'case':<36}{'ours':>12}{'peer':>12}{'ratio':>8}{'floor':>7}  against", flush=True)
     figures: list[Figure] = []
-    print(processor(describe_environment()), flush=True)
     for name in options.cases or [case for case in CASES if options.peers or case not in PEERS]:
         run, found = about(name, options), []
         for figure in CASES[name](options):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -27,7 +28,7 @@ from benchmarks.speed.sides import (
     small_dit,
     tape,
 )
-from benchmarks.speed.timing import Figure, interleave
+from benchmarks.speed.timing import Figure, compare, interleave
 from envs.make import env as make_env
 from envs.rollouts.rollout import RolloutPool
 from policies.denoising import DenoisingPolicy
@@ -49,17 +50,10 @@ def sampling(options: argparse.Namespace) -> Iterator[Figure]:
         expected = peers.diffusers_sample(net, schedule, state, torch.Generator().manual_seed(1))
         require_close("sampling", policy.act(obs, noise=tape(batch, 1, last=False)), expected, 2e-5)
         generator = torch.Generator().manual_seed(2)
-        times = interleave(
-            {
-                "ours": lambda obs=obs, g=generator: policy.act(obs, generator=g),
-                "peer": lambda state=state, g=generator: peers.diffusers_sample(net, schedule, state, g),
-            },
-            rounds=options.rounds,
-            slot_s=0.1,
-        )
-        yield Figure(
-            f"sample, batch {batch}", "policy.act", "diffusers loop", times["ours"], times["peer"], floor
-        )
+        ours = partial(policy.act, obs, generator=generator)
+        theirs = partial(peers.diffusers_sample, net, schedule, state, generator)
+        sides = ("policy.act", ours), ("diffusers loop", theirs)
+        yield compare(f"sample, batch {batch}", *sides, floor, rounds=options.rounds)
 
 
 def unet(options: argparse.Namespace) -> Iterator[Figure]:
@@ -70,13 +64,11 @@ def unet(options: argparse.Namespace) -> Iterator[Figure]:
         generator = torch.Generator().manual_seed(batch)
         obs = torch.rand(batch, 2, policy.obs_dim, generator=generator) * 2 - 1
         state, start = obs.flatten(1), torch.randn(batch, *plain.chunk, generator=generator)
-        run = lambda obs=obs, start=start: policy.act(obs, noise=start)  # noqa: E731
-        peer = lambda state=state, start=start: peers.diffusers_ddim(plain, schedule, state, start)  # noqa: E731
-        require_close("unet", run(), peer(), 5e-5)
-        times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
-        yield Figure(
-            f"U-Net, batch {batch}", "policy.act", "diffusers loop", times["ours"], times["peer"], floor
-        )
+        ours = partial(policy.act, obs, noise=start)
+        theirs = partial(peers.diffusers_ddim, plain, schedule, state, start)
+        require_close("unet", ours(), theirs(), 5e-5)
+        sides = ("policy.act", ours), ("diffusers loop", theirs)
+        yield compare(f"U-Net, batch {batch}", *sides, floor, rounds=options.rounds)
 
 
 def transformer(options: argparse.Namespace) -> Iterator[Figure]:
@@ -87,13 +79,11 @@ def transformer(options: argparse.Namespace) -> Iterator[Figure]:
         generator = torch.Generator().manual_seed(batch)
         obs = torch.rand(batch, 1, policy.obs_dim, generator=generator) * 2 - 1
         state, start = obs.flatten(1), torch.randn(batch, *plain.chunk, generator=generator)
-        run = lambda obs=obs, start=start: policy.act(obs, noise=start)  # noqa: E731
-        peer = lambda state=state, start=start: peers.euler(plain, state, start, 10, scale)  # noqa: E731
-        require_close("transformer", run(), peer(), 5e-5)
-        times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
-        yield Figure(
-            f"transformer, batch {batch}", "policy.act", "plain loop", times["ours"], times["peer"], floor
-        )
+        ours = partial(policy.act, obs, noise=start)
+        theirs = partial(peers.euler, plain, state, start, 10, scale)
+        require_close("transformer", ours(), theirs(), 5e-5)
+        sides = ("policy.act", ours), ("plain loop", theirs)
+        yield compare(f"transformer, batch {batch}", *sides, floor, rounds=options.rounds)
 
 
 def exported(options: argparse.Namespace) -> Iterator[Figure]:
@@ -140,8 +130,8 @@ def _exported(
         return peers.diffusers_ddim(plain, schedule, state, start)
 
     require_close(case, run(noise.numpy()), peer(1), 5e-5)
-    times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
-    return Figure(f"{case}, batch 1", "onnxruntime", "diffusers loop", times["ours"], times["peer"], floor)
+    sides = ("onnxruntime", run), ("diffusers loop", peer)
+    return compare(f"{case}, batch 1", *sides, floor, rounds=options.rounds)
 
 
 def check_engine(chunks: int = 100) -> None:

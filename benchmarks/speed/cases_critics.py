@@ -6,6 +6,7 @@ import argparse
 import copy
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,16 @@ from algos.dsrl import DsrlConfig, NoiseAliasedUpdate
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.transitions import Batch
 from benchmarks.speed import peers
-from benchmarks.speed.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics
-from benchmarks.speed.timing import Figure, interleave
+from benchmarks.speed.sides import (
+    CHUNK,
+    OBS,
+    copy_critics,
+    copy_trunk,
+    plain_nets,
+    require_close,
+    unit_statistics,
+)
+from benchmarks.speed.timing import Figure, compare
 from policies.build import build_policy
 from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
@@ -93,11 +102,7 @@ def sides() -> tuple[QcLearner, PlainQc]:
     copy_trunk(peer.net, base.field)  # type: ignore[arg-type]
     settings = QcConfig(critic_dims=WIDTHS, num_candidates=CANDIDATES, critic_lr=RATE, actor_lr=RATE, tau=TAU)
     learner = QcLearner(base, settings)
-    for member, critic in enumerate(peer.critics):
-        values = [value for layer in learner.critic.layers_of(member) for value in layer.values()]
-        with torch.no_grad():
-            for theirs, value in zip(critic.parameters(), values, strict=True):
-                theirs.copy_(value)
+    copy_critics(learner.critic, peer.critics)
     peer.remake()
     return learner, peer
 
@@ -128,10 +133,9 @@ def critics(options: argparse.Namespace) -> Iterator[Figure]:
     def step(side: Any) -> None:
         side.step(batch_of(generator), learner.draw(ROWS, generator))
 
-    variants = {"ours": lambda: step(learner), "peer": lambda: step(peer)}
-    times = interleave(variants, rounds=options.rounds, clock=time.process_time)
+    both = ("learner", partial(step, learner)), ("plain program", partial(step, peer))
     case = "Q-chunking, a step with 32 candidates"
-    yield Figure(case, "learner", "plain program", times["ours"], times["peer"], 1.5)
+    yield compare(case, *both, 1.5, rounds=options.rounds, clock=time.process_time)
     for rows in (ROWS, 256):
         yield beside_dsrl(learner, rows, generator, options)
 
@@ -157,7 +161,5 @@ def beside_dsrl(
             dsrl.step(transitions(), dsrl.draw(rows, generator))
         dsrl.distill(transitions(), {"latent": dsrl.draw_latents(rows, generator)})
 
-    variants = {"ours": two_steps, "dsrl": two_of_dsrl}
-    times = interleave(variants, rounds=options.rounds, clock=time.process_time)
-    case = f"Q-chunking, 2 steps, {rows} rows"
-    return Figure(case, "learner", "our DSRL", times["ours"], times["dsrl"], 0.0)  # 0: see docs/speed.md
+    case, both = f"Q-chunking, 2 steps, {rows} rows", (("learner", two_steps), ("our DSRL", two_of_dsrl))
+    return compare(case, *both, 0.0, rounds=options.rounds, clock=time.process_time)  # 0: see docs/speed.md

@@ -22,8 +22,8 @@ from algos.offpolicy.loop import OffPolicyRun
 from benchmarks.speed import peers
 from benchmarks.speed.cases_offpolicy import BATCH, LATENT, steered_policy
 from benchmarks.speed.cases_peers import SB3
-from benchmarks.speed.sides import CHUNK, OBS, plain_nets, require_close
-from benchmarks.speed.timing import Figure, interleave
+from benchmarks.speed.sides import CHUNK, OBS, copy_critics, plain_nets, require_close
+from benchmarks.speed.timing import Figure, compare
 from envs.make import env as make_env
 from policies.wrappers.noise_policy import Steering
 
@@ -99,16 +99,12 @@ def require_equal_networks(run: OffPolicyRun, peer: Any, bound: float) -> None:
     hidden = [layer for layer in theirs.latent_pi if isinstance(layer, nn.Linear)]
     for own, other in zip((trunk.inlet, *trunk.layers), hidden, strict=False):
         other.load_state_dict(own.state_dict())
-    critics = [peer.critic.qf0, peer.critic.qf1]
+    copy_critics(learner.critic, [peer.critic.qf0, peer.critic.qf1])
     with torch.no_grad():
         last = trunk.layers[-1]
         for head, rows in ((theirs.mu, slice(LATENT)), (theirs.log_std, slice(LATENT, None))):
             head.weight.copy_(last.weight[rows])
             head.bias.copy_(last.bias[rows])
-        for member, net in enumerate(critics):
-            values = [value for layer in learner.critic.layers_of(member) for value in layer.values()]
-            for parameter, value in zip(net.parameters(), values, strict=True):
-                parameter.copy_(value)
     generator = torch.Generator().manual_seed(0)
     obs = torch.randn(BATCH, OBS, generator=generator)
     latent = torch.rand(BATCH, LATENT, generator=generator) * 2 - 1
@@ -139,7 +135,6 @@ def dsrl_sac(options: argparse.Namespace) -> Iterator[Figure]:
     for _ in range(3):
         run.advance()
         theirs()
-    times = interleave({"ours": run.advance, "peer": theirs}, rounds=options.rounds, clock=time.process_time)
+    both = ("one thread", run.advance), ("Stable-Baselines3", theirs)
+    yield compare("DSRL by SAC, 512 steps", *both, 1.6, rounds=options.rounds, clock=time.process_time)
     run.close()
-    case = "DSRL by SAC, 512 steps"
-    yield Figure(case, "one thread", "Stable-Baselines3", times["ours"], times["peer"], 1.6)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -51,12 +52,12 @@ class PlainEvaluation:
         return returns
 
 
-def cloned(options: argparse.Namespace) -> peers.PlainMlp:
-    """Return the plain network, cloned from the data of `--dataset`, if given."""
+def cloned(dataset: Path | None) -> peers.PlainMlp:
+    """Return the plain network, cloned from the data of a file, if one is given."""
     net = plain_nets()[0]
-    if options.dataset is None:
+    if dataset is None:
         return net
-    data, schedule = read_dataset(options.dataset), peers.scheduler(LEVELS)
+    data, schedule = read_dataset(dataset), peers.scheduler(LEVELS)
     starts = torch.cat([torch.arange(a, b - CHUNK[0] + 1) for a, b in pairwise(data.episode_start.tolist())])
     optimizer, generator = torch.optim.Adam(net.parameters(), lr=1e-3), torch.Generator().manual_seed(0)
     for _ in range(CLONING_STEPS):
@@ -64,11 +65,8 @@ def cloned(options: argparse.Namespace) -> peers.PlainMlp:
         chunk = data.actions[start[:, None] + torch.arange(CHUNK[0])]
         noise = torch.randn(chunk.shape, generator=generator)
         tau = torch.randint(LEVELS, (256,), generator=generator)
-        loss = (
-            (net(schedule.add_noise(chunk, noise, tau), tau, data.observations[start]) - noise)
-            .square()
-            .mean()
-        )
+        guess = net(schedule.add_noise(chunk, noise, tau), tau, data.observations[start])
+        loss = (guess - noise).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -94,7 +92,7 @@ def require_equal_episodes(rows: tuple[EpisodeRow, ...]) -> None:
 
 def evaluate(options: argparse.Namespace) -> Iterator[Figure]:
     """Twenty Hopper episodes on twenty environments, one thread, CPU time per decision of an episode."""
-    net, task = cloned(options), make_env("hopper")
+    net, task = cloned(options.dataset), make_env("hopper")
     policy, plain = our_policy(net, noise_clip=None), PlainEvaluation(net)
 
     def run(keep: bool = False) -> tuple[EpisodeRow, ...]:

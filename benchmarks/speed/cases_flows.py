@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,13 +22,14 @@ from benchmarks.speed.sides import (
     CHUNK,
     ENVS,
     OBS,
+    THREADS,
     copy_trunk,
     dppo_run,
     plain_nets,
     require_close,
     unit_statistics,
 )
-from benchmarks.speed.timing import Figure, interleave
+from benchmarks.speed.timing import Figure, compare
 from envs.make import env as make_env
 from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
@@ -156,17 +158,10 @@ def flow(options: argparse.Namespace) -> Iterator[Figure]:
                 x = schedule.step(-net(x, time, state), timestep, x).prev_sample
             return x.clamp(-1, 1)
 
-        run = lambda state=state, start=start: policy.act(state.unsqueeze(1), noise=start)  # noqa: E731
-        require_close("flow", run(), peer(), 2e-5)
-        times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
-        yield Figure(
-            f"flow, 4 steps, batch {batch}",
-            "policy.act",
-            "diffusers loop",
-            times["ours"],
-            times["peer"],
-            floor,
-        )
+        ours = partial(policy.act, state.unsqueeze(1), noise=start)
+        require_close("flow", ours(), peer(), 2e-5)
+        sides = ("policy.act", ours), ("diffusers loop", peer)
+        yield compare(f"flow, 4 steps, batch {batch}", *sides, floor, rounds=options.rounds)
 
 
 def reinflow(options: argparse.Namespace) -> Iterator[Figure]:
@@ -177,9 +172,9 @@ def reinflow(options: argparse.Namespace) -> Iterator[Figure]:
     for rows, floor in ((64, 2.0), (1000, 1.6)):
         run, peer = both_sides()
         yield _scoring(run, peer, rows, floor, options)
-        yield _updating(run, peer, rows, 1.5, options)
+        yield _updating(run, peer, rows, options)
         run.close()
-    yield _iterating(options)
+    yield _iterating()
 
 
 def _exploring(run: OnPolicy, peer: ReinFlowStyle, options: argparse.Namespace) -> Figure:
@@ -194,35 +189,30 @@ def _exploring(run: OnPolicy, peer: ReinFlowStyle, options: argparse.Namespace) 
     chain, log_prob = peer.act(state, draws(5))
     require_close("chain", record["chain"], chain, 2e-5)
     require_close("density of the chain", record["log_prob"], log_prob, 2e-5)
-    times = interleave(
-        {
-            "ours": lambda: ratio.act({"state": state.unsqueeze(1)}, generator),
-            "peer": lambda: peer.act(state, torch.randn(40, STEPS + 1, *CHUNK, generator=generator)),
-        },
+    return compare(
+        "ReinFlow explores, batch 40",
+        ("ratio.act", lambda: ratio.act({"state": state.unsqueeze(1)}, generator)),
+        (
+            "usual style",
+            lambda: peer.act(state, torch.randn(40, STEPS + 1, *CHUNK, generator=generator)),
+        ),
+        1.5,
         rounds=options.rounds,
-        slot_s=0.1,
-    )
-    return Figure(
-        "ReinFlow explores, batch 40", "ratio.act", "usual style", times["ours"], times["peer"], 1.5
     )
 
 
-def _iterating(options: argparse.Namespace) -> Figure:
+def _iterating() -> Figure:
     """Time whole iterations on Hopper, of ReinFlow and of our DPPO, which take the same control steps."""
     config = ReinFlowConfig(
         num_envs=ENVS, steps_per_iteration=ITERATION, denoising_steps=STEPS, batch_size=1250, update_epochs=5
     )
     init = flow_policy(plain_nets()[1])
-    setup = Setup(env=make_env("hopper"), init=init, num_workers=2, num_threads=options.threads)
-    ours, dppo = config.build(setup), dppo_run(2, options.threads, ITERATION)
-    times = interleave({"ours": ours.advance, "dppo": dppo.advance}, rounds=3, slot_s=0.1)
+    setup = Setup(env=make_env("hopper"), init=init, num_workers=2, num_threads=THREADS)
+    ours, dppo = config.build(setup), dppo_run(2, THREADS, ITERATION)
+    sides = ("2 processes", ours.advance), ("our DPPO iteration", dppo.advance)
+    found = compare("whole ReinFlow iteration", *sides, 1.8, rounds=3)
     ours.close(), dppo.close()
-    steps = ENVS * ITERATION * CHUNK[0]
-    for name, seconds in times.items():
-        print(f"{name}: {steps / seconds:,.0f} control steps per second, collecting and updating")
-    return Figure(
-        "whole ReinFlow iteration", "2 processes", "our DPPO iteration", times["ours"], times["dppo"], 1.8
-    )
+    return found
 
 
 def _scoring(
@@ -245,14 +235,11 @@ def _scoring(
         return density.detach()
 
     require_close("density of chains", ours(), theirs(), 2e-5)
-    times = interleave({"ours": ours, "peer": theirs}, rounds=options.rounds, slot_s=0.1)
-    name = f"densities of {rows:,} chains"
-    return Figure(name, "one evaluation", "usual style", times["ours"], times["peer"], floor)
+    sides = ("one evaluation", ours), ("usual style", theirs)
+    return compare(f"densities of {rows:,} chains", *sides, floor, rounds=options.rounds)
 
 
-def _updating(
-    run: OnPolicy, peer: ReinFlowStyle, rows: int, floor: float, options: argparse.Namespace
-) -> Figure:
+def _updating(run: OnPolicy, peer: ReinFlowStyle, rows: int, options: argparse.Namespace) -> Figure:
     generator = torch.Generator().manual_seed(3)
     state = 0.5 * torch.randn(rows, OBS, generator=generator)
     _, record = run.ratio.act({"state": state.unsqueeze(1)}, generator)
@@ -263,21 +250,12 @@ def _updating(
     index = torch.arange(rows)
     batch = (state, record["chain"], record["log_prob"], advantage, returns)
     _check_gradients(run, peer, experience, index, batch)
-    times = interleave(
-        {
-            "ours": lambda: run.learner.step(experience, index, draws=run.draws, train_actor=True),
-            "peer": lambda: peer.update(*batch),
-        },
-        rounds=max(3, options.rounds // 2),
-        slot_s=0.1,
-    )
-    return Figure(
+    return compare(
         f"ReinFlow update, {rows:,} chains",
-        "one thread",
-        "usual style",
-        times["ours"],
-        times["peer"],
-        floor,
+        ("one thread", lambda: run.learner.step(experience, index, draws=run.draws, train_actor=True)),
+        ("usual style", lambda: peer.update(*batch)),
+        1.5,
+        rounds=max(3, options.rounds // 2),
     )
 
 

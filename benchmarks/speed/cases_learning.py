@@ -6,6 +6,7 @@ import argparse
 import copy
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -22,20 +23,22 @@ from benchmarks.speed.sides import (
     FT,
     LEVELS,
     OBS,
+    THREADS,
     copy_trunk,
     dppo_run,
+    episodes,
     plain_nets,
     reference,
     require_close,
 )
-from benchmarks.speed.timing import Figure, interleave
-from envs.datasets.episodes import EpisodeDataset
+from benchmarks.speed.timing import Figure, compare
 from envs.datasets.windows import Windows
 from policies.policy import PolicyConfig
 from policies.policy_config import ChunkSpec
 from policies.processes.diffusion import VPDiffusion
 
 BLOCK = 25  # gradient steps per report of behaviour cloning
+LENGTH = 1000  # of an episode
 
 
 def synthetic_experience(run: Any, rows: int) -> Any:
@@ -61,7 +64,7 @@ def peer_batch(experience: Any, index: Tensor, old: Tensor) -> tuple[Tensor, ...
 
 def update(options: argparse.Namespace) -> Iterator[Figure]:
     """One DPPO minibatch of 50,000 (environment step, denoising step) rows."""
-    run = dppo_run(0, options.threads, 1)
+    run = dppo_run(0, THREADS, 1)
     experience = synthetic_experience(run, 20_000)
     peer = reference()
     index = torch.randperm(20_000 * FT, generator=torch.Generator().manual_seed(4))[:50_000]
@@ -72,25 +75,19 @@ def update(options: argparse.Namespace) -> Iterator[Figure]:
     peer.loss(*batch).backward()
     check_gradients(run, peer, grads, critic_grads, len(index))
     peer.actor_optimizer.zero_grad(), peer.critic_optimizer.zero_grad()
-    torch.set_num_threads(options.threads)
-    times = interleave(
-        {
-            "ours": lambda: run.learner.step(experience, index, draws=run.draws, train_actor=True),
-            "peer": lambda: peer.update(*batch),
-        },
+    torch.set_num_threads(THREADS)
+    yield compare(
+        "DPPO update, 50,000 rows",
+        (
+            f"{THREADS} threads",
+            lambda: run.learner.step(experience, index, draws=run.draws, train_actor=True),
+        ),
+        ("reference style", lambda: peer.update(*batch)),
+        3.0,
         rounds=max(3, options.rounds // 2),
-        slot_s=0.1,
     )
     torch.set_num_threads(1)
     run.close()
-    yield Figure(
-        "DPPO update, 50,000 rows",
-        f"{options.threads} threads",
-        "reference style",
-        times["ours"],
-        times["peer"],
-        3.0,
-    )
 
 
 def sum_rounding(terms: int) -> float:
@@ -138,41 +135,26 @@ def cloning(options: argparse.Namespace) -> Iterator[Figure]:
     generator = torch.Generator().manual_seed(5)
     states = torch.rand(rows, OBS, generator=generator) * 2 - 1
     actions = torch.rand(rows, CHUNK[1], generator=generator) * 2 - 1
-    starts = torch.arange(0, rows + 1, 1000)
-    ours, peer = _our_cloning(states, actions, starts, batch), _peer_cloning(states, actions, batch)
-    blocks = {"ours": ours, "peer": lambda: [peer() for _ in range(BLOCK)]}
-    times = {name: t / BLOCK for name, t in interleave(blocks, rounds=options.rounds, slot_s=0.1).items()}
-    yield Figure(
-        "BC step, batch 256", "Bc.advance", "DataLoader + diffusers", times["ours"], times["peer"], 1.7
-    )
+    ours, peer = _our_cloning(states, actions, batch), _peer_cloning(states, actions, batch)
+    sides = ("Bc.advance", ours), ("DataLoader + diffusers", lambda: [peer() for _ in range(BLOCK)])
+    yield compare("BC step, batch 256", *sides, 1.7, rounds=options.rounds, steps=BLOCK)
 
 
-def _our_cloning(states: Tensor, actions: Tensor, starts: Tensor, batch: int) -> Callable[[], None]:
-    flags = torch.zeros(len(states), dtype=torch.bool)
-    ends = flags.clone()
-    ends[starts[1:] - 1] = True
-    data = EpisodeDataset(states, actions, torch.zeros(len(states)), flags, ends, starts)
+def _our_cloning(states: Tensor, actions: Tensor, batch: int) -> Callable[[], object]:
     config = BcConfig(
         steps=10**9, batch_size=batch, log_every=BLOCK, validation_fraction=0.0, validation_every=0
     )
-    run = config.build(
-        Setup(policy=PolicyConfig(process=VPDiffusion(num_levels=LEVELS, prediction="eps")), dataset=data)
-    )
+    policy = PolicyConfig(process=VPDiffusion(num_levels=LEVELS, prediction="eps"))
+    run = config.build(Setup(policy=policy, dataset=episodes(states, actions, LENGTH)))
     copy_trunk(plain_nets()[0], run.policy.field)
-    return lambda: run.advance()  # type: ignore[return-value]
+    return run.advance  # type: ignore[no-any-return]
 
 
 def _peer_cloning(states: Tensor, actions: Tensor, batch: int) -> Callable[[], None]:
     net, schedule = copy.deepcopy(plain_nets()[0]), peers.scheduler(LEVELS)
     average = copy.deepcopy(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=1e-6)
-    usable = [i for i in range(len(states)) if i % 1000 <= 1000 - CHUNK[0]]
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield from peers.chunk_loader(states, actions, usable, CHUNK[0], batch)
-
-    stream = batches()
+    stream = _endless(states, actions, batch)
 
     def step() -> None:
         state, chunk = next(stream)
@@ -192,40 +174,38 @@ def gather(options: argparse.Namespace) -> Iterator[Figure]:
     """A batch of 256 windows against a per-item DataLoader."""
     rows, batch = 100_000, 256
     states, actions = torch.randn(rows, OBS), torch.randn(rows, CHUNK[1])
-    flags, starts = torch.zeros(rows, dtype=torch.bool), torch.arange(0, rows + 1, 1000)
-    ends = flags.clone()
-    ends[starts[1:] - 1] = True
-    data = EpisodeDataset(states, actions, torch.zeros(rows), flags, ends, starts)
-    windows = Windows(data, ChunkSpec(CHUNK[1], *CHUNK[:1], act_steps=CHUNK[0]), pad_end=False)
-    usable = [i for i in range(rows) if i % 1000 <= 1000 - CHUNK[0]]
-    items = peers.ChunkDataset(states, actions, usable, CHUNK[0])
+    chunk = ChunkSpec(CHUNK[1], horizon=CHUNK[0], act_steps=CHUNK[0])
+    windows = Windows(episodes(states, actions, LENGTH), chunk, pad_end=False)
+    items = peers.ChunkDataset(states, actions, _usable(rows), CHUNK[0])
     picked = windows.gather(torch.arange(0, windows.num, 997))
     same = [items[i] for i in range(0, windows.num, 997)]
     require_close("gather", picked.action, torch.stack([a for _, a in same]), 0.0)
     require_close("gather", picked.obs[:, 0], torch.stack([s for s, _ in same]), 0.0)
-    stream = _endless(states, actions, usable, batch)
-    generator = torch.Generator().manual_seed(6)
-    times = interleave(
-        {"ours": lambda: windows.sample(batch, generator=generator), "peer": lambda: next(stream)},
-        rounds=options.rounds,
-    )
-    yield Figure("gather 256 windows", "Windows.sample", "DataLoader", times["ours"], times["peer"], 30.0)
+    stream, generator = _endless(states, actions, batch), torch.Generator().manual_seed(6)
+    ours = partial(windows.sample, batch, generator=generator)
+    sides = ("Windows.sample", ours), ("DataLoader", lambda: next(stream))
+    yield compare("gather 256 windows", *sides, 30.0, rounds=options.rounds)
 
 
-def _endless(states: Tensor, actions: Tensor, usable: list[int], batch: int) -> Iterator[Any]:
+def _usable(rows: int) -> list[int]:
+    """Return the rows from which a whole chunk is left in their episode."""
+    return [i for i in range(rows) if i % LENGTH <= LENGTH - CHUNK[0]]
+
+
+def _endless(states: Tensor, actions: Tensor, batch: int) -> Iterator[Any]:
     while True:
-        yield from peers.chunk_loader(states, actions, usable, CHUNK[0], batch)
+        yield from peers.chunk_loader(states, actions, _usable(len(states)), CHUNK[0], batch)
 
 
 def iteration(options: argparse.Namespace) -> Iterator[Figure]:
     """One whole DPPO iteration: 125 chunk steps of 40 environments, 5 epochs of one 50,000-row minibatch."""
     steps = 125
-    run, program = dppo_run(2, options.threads, steps), reference()
+    run, program = dppo_run(2, THREADS, steps), reference()
     naive = peers.NaiveRollout(program, gymnasium.vector.SyncVectorEnv, "Hopper-v5", ENVS)
 
     def peer() -> None:
         data = naive.collect(steps)
-        torch.set_num_threads(options.threads)
+        torch.set_num_threads(THREADS)
         state, chain = data["state"].flatten(0, 1), data["chain"].flatten(0, 1)
         with torch.no_grad():
             value = program.critic(state)
@@ -240,14 +220,7 @@ def iteration(options: argparse.Namespace) -> Iterator[Figure]:
             )  # fmt: skip
         torch.set_num_threads(1)
 
-    times = interleave({"ours": lambda: run.advance(), "peer": peer}, rounds=3, slot_s=0.1)
+    sides = (f"2 processes, {THREADS} threads", run.advance), ("reference style", peer)
+    yield compare("whole DPPO iteration", *sides, 3.5, rounds=3)
     naive.envs.close()
     run.close()
-    yield Figure(
-        "whole DPPO iteration",
-        f"2 processes, {options.threads} threads",
-        "reference style",
-        times["ours"],
-        times["peer"],
-        3.5,
-    )

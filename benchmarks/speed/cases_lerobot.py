@@ -24,9 +24,8 @@ from torch import Tensor
 from algos.base import Setup
 from algos.bc import Bc, BcConfig
 from benchmarks.speed.peers import program
-from benchmarks.speed.sides import require_close
-from benchmarks.speed.timing import Figure, interleave
-from envs.datasets.episodes import EpisodeDataset
+from benchmarks.speed.sides import episodes, require_close
+from benchmarks.speed.timing import Figure, compare
 from policies.backbones.unet1d import Unet1dConfig
 from policies.denoising import DenoisingPolicy
 from policies.importing.importing import import_policy
@@ -118,10 +117,6 @@ def cloning_run() -> Bc:
     rows, generator = 20_000, torch.Generator().manual_seed(5)
     states = torch.rand(rows, sum(SIZES.values()), generator=generator) * 2 - 1
     actions = torch.rand(rows, ACTION_DIM, generator=generator) * 2 - 1
-    starts, flags = torch.arange(0, rows + 1, 500), torch.zeros(rows, dtype=torch.bool)
-    ends = flags.clone()
-    ends[starts[1:] - 1] = True
-    data = EpisodeDataset(states, actions, torch.zeros(rows), flags, ends, starts)
     policy = PolicyConfig(
         process=VPDiffusion(num_levels=LEVELS, prediction="eps"),
         backbone=Unet1dConfig(widths=SMALL, time_dim=TIME, film="scale", final_groups=8),
@@ -133,7 +128,7 @@ def cloning_run() -> Bc:
     config = BcConfig(
         steps=10**9, batch_size=BATCH, log_every=BLOCK, validation_fraction=0.0, validation_every=0
     )
-    run: Bc = config.build(Setup(policy=policy, dataset=data))
+    run: Bc = config.build(Setup(policy=policy, dataset=episodes(states, actions, 500)))
     return run
 
 
@@ -147,12 +142,14 @@ def lerobot(options: argparse.Namespace) -> Iterator[Figure]:
     for _ in range(OBS_STEPS):
         theirs = peer.select_action(dict(states), noise=start)
     require_close("lerobot, a decision", ours.act(obs, noise=start)[:, 0], theirs, 5e-5)
-    blocks: dict[str, Callable[[], object]] = {
-        "ours": lambda: ours.act(obs, noise=start),
-        "peer": lambda: peer.select_action(dict(states), noise=start),
-    }
-    times = interleave(blocks, rounds=options.rounds, clock=time.process_time)
-    yield Figure("U-Net of 66 M, a decision", "policy.act", "LeRobot", times["ours"], times["peer"], 1.7)
+    yield compare(
+        "U-Net of 66 M, a decision",
+        ("policy.act", lambda: ours.act(obs, noise=start)),
+        ("LeRobot", lambda: peer.select_action(dict(states), noise=start)),
+        1.7,
+        rounds=options.rounds,
+        clock=time.process_time,
+    )
     yield cloning(options)
 
 
@@ -176,9 +173,8 @@ def cloning(options: argparse.Namespace) -> Figure:
             peer.forward(dict(batch))[0].backward()
             optimizer.step()
 
-    times = interleave({"ours": run.advance, "peer": step}, rounds=options.rounds, clock=time.process_time)
-    case, per_step = "U-Net, BC step, batch 64", {name: one / BLOCK for name, one in times.items()}
-    return Figure(case, "Bc.advance", "LeRobot", per_step["ours"], per_step["peer"], 1.4)
+    sides, clock = (("Bc.advance", run.advance), ("LeRobot", step)), time.process_time
+    return compare("U-Net, BC step, batch 64", *sides, 1.4, rounds=options.rounds, clock=clock, steps=BLOCK)
 
 
 def require_equal_gradients(peer: Any, run: Bc, batch: dict[str, Tensor]) -> None:

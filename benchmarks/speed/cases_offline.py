@@ -22,8 +22,8 @@ from algos.offline.td3_update import Td3Learner
 from algos.prdc import NearestRow, PrdcConfig
 from algos.td3_bc import Td3BcConfig
 from benchmarks.speed.peers_offline import PlainPrdc, PlainTd3Bc
-from benchmarks.speed.sides import require_close
-from benchmarks.speed.timing import Figure, interleave
+from benchmarks.speed.sides import copy_critics, episodes, require_close
+from benchmarks.speed.timing import Figure, compare, interleave
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 
@@ -41,11 +41,8 @@ def synthetic_dataset(rows: int, seed: int = 0) -> EpisodeDataset:
     mix, rule = (torch.randn(shape, generator=generator) for shape in ((5, STATE), (STATE, ACTION)))
     states = torch.tanh(0.5 * latent @ mix) + 0.05 * torch.randn(rows, STATE, generator=generator)
     actions = torch.tanh(0.7 * states @ rule) + 0.1 * torch.randn(rows, ACTION, generator=generator)
-    starts, flags = torch.arange(0, rows + 1, 1000), torch.zeros(rows, dtype=torch.bool)
-    ends = flags.clone()
-    ends[starts[1:] - 1] = True
     rewards = 1 + states @ torch.randn(STATE, generator=generator) / STATE**0.5  # alive, and some progress
-    return EpisodeDataset(states, actions.clamp(-1, 1), rewards, flags, ends, starts)
+    return episodes(states, actions.clamp(-1, 1), 1000, rewards)
 
 
 def dataset_of(options: argparse.Namespace) -> EpisodeDataset:
@@ -82,10 +79,7 @@ def same_weights(run: OfflineRun, peer: PlainTd3Bc) -> None:
     with torch.no_grad():
         for ours, theirs in zip(learner.policy.parameters(), peer.actor.parameters(), strict=True):
             theirs.copy_(ours)
-        for member, net in enumerate(peer.critics):
-            layers = [p for layer in learner.critic.layers_of(member) for p in layer.values()]
-            for value, theirs in zip(layers, net.parameters(), strict=True):
-                theirs.copy_(value)
+    copy_critics(learner.critic, peer.critics)
     peer.remake()
 
 
@@ -146,16 +140,9 @@ def theirs_of(peer: PlainTd3Bc, pool: Tensor) -> Callable[[], None]:
 
 
 def timed(options: argparse.Namespace, blocks: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return CPU seconds per step."""
-    found = in_turns(options, blocks, slot_s=0.2)
+    """Return CPU seconds per step; all of this is the work of one thread."""
+    found = interleave(blocks, rounds=options.rounds, slot_s=0.2, clock=time.process_time)
     return {name: seconds / BLOCK for name, seconds in found.items()}
-
-
-def in_turns(
-    options: argparse.Namespace, blocks: dict[str, Callable[[], object]], slot_s: float = 0.05
-) -> dict[str, float]:
-    """Return CPU seconds per call; all of this is the work of one thread."""
-    return interleave(blocks, rounds=options.rounds, slot_s=slot_s, clock=time.process_time)
 
 
 def offline(options: argparse.Namespace) -> Iterator[Figure]:
@@ -175,8 +162,8 @@ def offline(options: argparse.Namespace) -> Iterator[Figure]:
     require_close("gather", mine.cond, theirs["state"], 0.0)
     require_close("gather", mine.reward, theirs["reward"][:, 0], 0.0)
     numbers = row.numpy()
-    times = in_turns(options, {"ours": lambda: run.table.gather(row), "peer": lambda: peer.batch(numbers)})
-    yield Figure("gather 256 transitions", "one matrix", "five arrays", times["ours"], times["peer"], 1.5)
+    sides = ("one matrix", lambda: run.table.gather(row)), ("five arrays", lambda: peer.batch(numbers))
+    yield compare("gather 256 transitions", *sides, 1.5, rounds=options.rounds, clock=time.process_time)
 
 
 def neighbours(options: argparse.Namespace) -> Iterator[Figure]:
@@ -245,12 +232,11 @@ def search_alone(
     require_close("nearest actions", run.table.action[found.row], peer.aim(key, action), 1e-6)
     share, own = found.certified.float().mean(), (found.row == batch.row).float().mean()
     print(f"{place}: {share:.0%} certified by their lists, {own:.0%} are nearest to their own row")
-    times = in_turns(
-        options,
-        {
-            "ours": lambda: search.nearest(batch.row, batch.cond, action),
-            "tree": lambda: peer.aim(key, action),
-        },
+    return compare(
+        f"nearest rows of 256, {place}",
+        ("lists", lambda: search.nearest(batch.row, batch.cond, action)),
+        ("scipy's tree", lambda: peer.aim(key, action)),
+        floor,
+        rounds=options.rounds,
+        clock=time.process_time,
     )
-    name = f"nearest rows of 256, {place}"
-    return Figure(name, "lists", "scipy's tree", times["ours"], times["tree"], floor)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,9 +14,18 @@ from torch import Tensor, nn
 from algos.dsrl import DsrlConfig, NoiseAliasedUpdate
 from algos.offpolicy.replay_buffer import Discounting, Mixture, Replay
 from benchmarks.speed import peers
+from benchmarks.speed.peers_offline import plain_net
 from benchmarks.speed.peers_offpolicy import PlainDsrl, PlainReplay
-from benchmarks.speed.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics
-from benchmarks.speed.timing import Figure, interleave
+from benchmarks.speed.sides import (
+    CHUNK,
+    OBS,
+    copy_critics,
+    copy_trunk,
+    plain_nets,
+    require_close,
+    unit_statistics,
+)
+from benchmarks.speed.timing import Figure, compare, interleave
 from policies.build import build_policy
 from policies.networks.critics import EnsembleConfig
 from policies.policy import PolicyConfig
@@ -91,27 +100,18 @@ def steered(options: argparse.Namespace) -> Iterator[Figure]:
         state = torch.rand(batch, OBS, generator=generator) * 2 - 1
         latent = torch.rand(batch, policy.latent_dim, generator=generator) * 2 - 1
         start = (policy.wrapper.bound * latent).view(batch, *CHUNK)
-        ours: Callable[[], Tensor] = lambda s=state, u=latent: policy.chunk_of(s, u)  # type: ignore[misc]  # noqa: E731
-        peer: Callable[[], Tensor] = lambda s=state, w=start: peers.diffusers_ddim(net, schedule, s, w)  # type: ignore[misc]  # noqa: E731
-        require_close("steered", ours(), peer(), 5e-5)
-        times = interleave(
-            {"ours": ours, "peer": peer}, rounds=options.rounds, slot_s=0.1, clock=time.process_time
-        )
-        yield Figure(
-            f"steered chunks, batch {batch}",
-            "chunk_of",
-            "diffusers loop",
-            times["ours"],
-            times["peer"],
-            floor,
-        )
+        ours = partial(policy.chunk_of, state, latent)
+        theirs = partial(peers.diffusers_ddim, net, schedule, state, start)
+        require_close("steered", ours(), theirs(), 5e-5)
+        case, sides = f"steered chunks, batch {batch}", (("chunk_of", ours), ("diffusers loop", theirs))
+        yield compare(case, *sides, floor, rounds=options.rounds, clock=time.process_time)
 
 
 def ensembles(options: argparse.Namespace) -> Iterator[Figure]:
     """Ten small critics forwards and backwards, as one, against a loop over modules."""
     count, width, rows = 10, 64, 64
     net = EnsembleConfig(members=count, hidden_dims=(width, width)).build(OBS, LATENT)
-    modules = [relu_net(OBS + LATENT, (width, width)) for _ in range(count)]
+    modules = [plain_net(OBS + LATENT, width, width, 1) for _ in range(count)]
     net.load_members(
         [[dict(layer.named_parameters()) for layer in one if isinstance(layer, nn.Linear)] for one in modules]
     )
@@ -134,19 +134,8 @@ def ensembles(options: argparse.Namespace) -> Iterator[Figure]:
     require_close("ten critics", ours(), theirs(), 1e-5)
     first = modules[0][0].weight.grad
     require_close("their gradients", net.weight[0].grad[0].t(), first, 1e-5)  # type: ignore[index]
-    blocks = {"ours": ours, "peer": theirs}
-    times = interleave(blocks, rounds=options.rounds, clock=time.process_time)
-    name = f"{count} critics of width {width}"
-    yield Figure(name, "one stack", "a loop", times["ours"], times["peer"], 2.5)
-
-
-def relu_net(inputs: int, widths: tuple[int, ...]) -> nn.Sequential:
-    """Return linear layers with ReLU between them, and one output."""
-    sizes = (inputs, *widths)
-    layers: list[nn.Module] = []
-    for before, after in pairwise(sizes):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
+    case, sides = f"{count} critics of width {width}", (("one stack", ours), ("a loop", theirs))
+    yield compare(case, *sides, 2.5, rounds=options.rounds, clock=time.process_time)
 
 
 def dsrl(options: argparse.Namespace) -> Iterator[Figure]:
@@ -157,10 +146,9 @@ def dsrl(options: argparse.Namespace) -> Iterator[Figure]:
     for variant, floor in (("na", 1.6), ("sac", 1.3)):
         sides = Sides(variant, rows=min(options.rows, 100_000))
         sides.require_equal()
-        variants = {"ours": sides.ours, "peer": sides.theirs}
-        times = interleave(variants, rounds=options.rounds, clock=time.process_time)
         case = "DSRL, 2 steps + distillation" if variant == "na" else "DSRL by SAC, 2 steps"
-        yield Figure(case, "learner", "plain program", times["ours"], times["peer"], floor)
+        both = ("learner", sides.ours), ("plain program", sides.theirs)
+        yield compare(case, *both, floor, rounds=options.rounds, clock=time.process_time)
 
 
 class Sides:
@@ -188,15 +176,9 @@ class Sides:
         ours = [trunk.inlet, *trunk.layers]
         for theirs, own in zip([*linear, *norm], [*ours, *trunk.norms], strict=True):
             theirs.load_state_dict(own.state_dict())
-        pairs = [(self.learner.critic, self.peer.critics)]
+        copy_critics(self.learner.critic, self.peer.critics)
         if isinstance(self.learner, NoiseAliasedUpdate):
-            pairs.append((self.learner.noise_critic, self.peer.noise_critics))
-        for ensemble, modules in pairs:
-            for member, module in enumerate(modules):
-                values = [value for layer in ensemble.layers_of(member) for value in layer.values()]
-                with torch.no_grad():
-                    for theirs, value in zip(module.parameters(), values, strict=True):
-                        theirs.copy_(value)
+            copy_critics(self.learner.noise_critic, self.peer.noise_critics)
         self.peer.remake()
 
     def require_equal(self) -> None:
@@ -204,7 +186,8 @@ class Sides:
         generator = torch.Generator().manual_seed(2)
         for _ in range(2):
             row = torch.randint(len(self.replay), (BATCH,), generator=generator)
-            batch, draws = self.source.online.gather(row, self.source.discounting), self._draws(generator)
+            batch = self.source.online.gather(row, self.source.discounting)
+            draws = self.learner.draw(BATCH, generator)
             plain = self.replay.gather(row.numpy())
             found = self.learner.step(batch, draws)
             expected = self.peer.step(plain, draws["eps"], draws["next_eps"])
@@ -215,14 +198,11 @@ class Sides:
             for name, value in expected.items():
                 require_close(f"DSRL, {name}", found[name], value, 1e-4 * max(1.0, abs(value)))
 
-    def _draws(self, generator: torch.Generator) -> dict[str, Tensor]:
-        return self.learner.draw(BATCH, generator)
-
     def ours(self) -> None:
         """Take two steps, and what follows them."""
         for _ in range(2):
             batch = self.source.draw(BATCH, self.generator)
-            self.learner.step(batch, self._draws(self.generator))
+            self.learner.step(batch, self.learner.draw(BATCH, self.generator))
         self.learner.finish_round(2, BATCH, self.source, self.generator)
 
     def theirs(self) -> None:

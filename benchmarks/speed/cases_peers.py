@@ -15,7 +15,7 @@ from algos.onpolicy.loop import OnPolicy
 from algos.ppo import PpoConfig
 from benchmarks.speed.peers import program
 from benchmarks.speed.sides import require_close
-from benchmarks.speed.timing import Figure, interleave
+from benchmarks.speed.timing import Figure, compare
 from envs.make import env as make_env
 from policies.backbones.mlp import MlpConfig
 from policies.networks.heads import CriticConfig
@@ -104,15 +104,7 @@ def ppo(options: argparse.Namespace) -> Iterator[Figure]:
         total += ENVS * STEPS
         peer.learn(total - peer.num_timesteps, reset_num_timesteps=False)
 
-    times = interleave(
-        {"ours": run.advance, "peer": iteration}, rounds=options.rounds, clock=time.process_time
-    )
+    sides = ("one thread", run.advance), ("Stable-Baselines3", iteration)
+    case, clock = "PPO iteration, 64 x 64, batch 64", time.process_time
+    yield compare(case, *sides, 1.5, rounds=options.rounds, clock=clock)
     run.close()
-    yield Figure(
-        "PPO iteration, 64 x 64, batch 64",
-        "one thread",
-        "Stable-Baselines3",
-        times["ours"],
-        times["peer"],
-        1.5,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,11 +27,10 @@ from benchmarks.speed.cases_offline import (
     near_the_data,
     ours_of,
     stand_still,
-    timed,
 )
 from benchmarks.speed.peers_released import Released, corl, lamda
 from benchmarks.speed.sides import require_close
-from benchmarks.speed.timing import Figure
+from benchmarks.speed.timing import Figure, compare
 from policies.networks.critics import Ensemble
 
 SETTLED = 1000
@@ -159,9 +159,9 @@ def figure(
     for block in blocks.values():
         for _ in range(SETTLED // BLOCK):
             block()
-    times = timed(options, blocks)
     case, name, floor = says
-    return Figure(case, "float32", name, times["ours"], times["peer"], floor)
+    sides, clock = (("float32", blocks["ours"]), (name, blocks["peer"])), time.process_time
+    return compare(case, *sides, floor, rounds=options.rounds, clock=clock, steps=BLOCK)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from benchmarks.speed.peers_offline import PlainPrdc
 from benchmarks.speed.sides import require_close
 from benchmarks.speed.timing import Figure
 
-HALF = "bfloat16"
+SEEDS, HALF = range(4), "bfloat16"
 CASES: tuple[tuple[str, type[Any], str | None, float], ...] = (
     ("TD3+BC", Td3BcConfig, None, 0.9),
     ("TD3+BC", Td3BcConfig, HALF, 1.25),
@@ -52,21 +52,21 @@ TREE_ON_FILE = (3.0, 2.5)
 
 def seeds(options: argparse.Namespace) -> Iterator[Figure]:
     """Several seeds at once against single runs; PRDC, its lists made, also against a tree per step."""
-    setup, seeds = Setup(dataset=dataset_of(options), seed=0), range(options.seeds)
-    require_equal_seeds(Td3BcConfig(steps=2, log_every=2), setup, seeds)
+    setup = Setup(dataset=dataset_of(options), seed=0)
+    require_equal_seeds(Td3BcConfig(steps=2, log_every=2), setup)
     for name, kind, autocast, floor in CASES:
         config = kind(steps=10**9, autocast=autocast)
-        runs, alone = build_seeds(config, setup, seeds), config.build(setup)
+        runs, alone = build_seeds(config, setup, SEEDS), config.build(setup)
         pool = torch.arange(len(alone.table))
         times = timed(options, blocks_of(combined(runs), runs, alone, pool))
-        title = f"{name} step, {len(seeds)} seeds, {autocast or 'float32'}"
-        yield Figure(title, "together", "single runs", times["ours"] / len(seeds), times["single"], floor)
-    yield from _prdc(options, setup, seeds)
+        title = f"{name} step, {len(SEEDS)} seeds, {autocast or 'float32'}"
+        yield Figure(title, "together", "single runs", times["ours"] / len(SEEDS), times["single"], floor)
+    yield from _prdc(options, setup)
 
 
-def require_equal_seeds(config: Td3BcConfig, setup: Setup, seeds: Sequence[int]) -> None:
+def require_equal_seeds(config: Td3BcConfig, setup: Setup) -> None:
     """Take two steps of every seed together and alone, and compare actors and critics."""
-    runs = build_seeds(config, setup, seeds)
+    runs = build_seeds(config, setup, SEEDS)
     SeedBatch(runs).advance()
     for seed, run in enumerate(runs):
         alone = config.build(Setup(dataset=setup.dataset, seed=seed))
@@ -107,10 +107,10 @@ def _block(learner: Any, runs: Sequence[OfflineRun], pool: Tensor) -> Callable[[
     return block
 
 
-def _prdc(options: argparse.Namespace, setup: Setup, seeds: Sequence[int]) -> Iterator[Figure]:
+def _prdc(options: argparse.Namespace, setup: Setup) -> Iterator[Figure]:
     """PRDC in bfloat16, the plain program in float32."""
     config = PrdcConfig(steps=10**9, autocast=HALF, search="lists")
-    runs, alone = build_seeds(config, setup, seeds), config.build(setup)
+    runs, alone = build_seeds(config, setup, SEEDS), config.build(setup)
     peer = PlainPrdc(arrays_of(alone))
     pool = torch.randperm(len(alone.table), generator=torch.Generator().manual_seed(5))[:POOL]
     for run in (runs[0], alone):
@@ -126,7 +126,7 @@ def _prdc(options: argparse.Namespace, setup: Setup, seeds: Sequence[int]) -> It
             stand_still(learner, peer)
         blocks = blocks_of(whole, runs, alone, pool)
         times = timed(options, blocks | {"tree": theirs_of(peer, pool)})
-        ours, title = times["ours"] / len(seeds), f"PRDC step, {len(seeds)} seeds, {HALF}, {place}"
+        ours, title = times["ours"] / len(SEEDS), f"PRDC step, {len(SEEDS)} seeds, {HALF}, {place}"
         yield Figure(title, "together", "single runs", ours, times["single"], 1.2)
         yield Figure(title, "together", "a tree per step", ours, times["tree"], floor)
         alone_ratio = times["tree"] / times["single"]

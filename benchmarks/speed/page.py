@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from algos.training.provenance import describe_environment
-from benchmarks.pages import RESULTS, keep, kept, processor, replace_block, table
+from benchmarks.pages import grouped, keep, kept, processor, record, replace_block, table
 
 PAGE, SUMMARY = "docs/speed.md", "docs/results.md"
 RUNS = 2
@@ -55,24 +55,16 @@ def key(run: Run) -> Key:
     return run["case"], run["figure"], run["peer"], run["dataset"] or ""
 
 
-def grouped(runs: Iterable[Run]) -> dict[Key, list[Run]]:
-    """Return the runs of every figure, in their order."""
-    found: dict[Key, list[Run]] = {}
-    for run in runs:
-        found.setdefault(key(run), []).append(run)
-    return found
-
-
 def last_runs(runs: Iterable[Run]) -> list[Run]:
     """Return the last two runs of every figure."""
-    return [run for same in grouped(runs).values() for run in same[-RUNS:]]
+    return [run for same in grouped(runs, key).values() for run in same[-RUNS:]]
 
 
 def add(runs: Iterable[Run]) -> None:
     """Keep runs of this processor beside its earlier ones."""
     name = processor(describe_environment())
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    before = kept("speed", f"{slug}.json")[0]["runs"] if (RESULTS / "speed" / f"{slug}.json").exists() else []
+    before = record("speed", slug).get("runs", [])
     keep("speed", slug, {"processor": name, "runs": last_runs([*before, *runs])}, indent=1)
 
 
@@ -111,7 +103,7 @@ def _cells(same: Sequence[Run]) -> tuple[str, str]:
 def theme(found: Mapping[str, Sequence[Run]], cases: Sequence[str]) -> list[str]:
     """Return the table of some cases: the processors that have any of them, aims where there are any."""
     by_processor = {
-        name: grouped(run for run in runs if run["case"] in cases) for name, runs in found.items()
+        name: grouped((run for run in runs if run["case"] in cases), key) for name, runs in found.items()
     }
     by_processor = {name: figures for name, figures in by_processor.items() if figures}
     keys = sorted({one for figures in by_processor.values() for one in figures}, key=partial(_place, cases))

@@ -43,18 +43,18 @@ class SinusoidalTime(nn.Module):
         return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
+def time_features(dim: int, hidden: int) -> nn.Sequential:
+    """Return a network of the raw timestep, (B,) -> (B, dim)."""
+    return nn.Sequential(SinusoidalTime(dim), nn.Linear(dim, hidden), nn.Mish(), nn.Linear(hidden, dim))
+
+
 class PlainMlp(nn.Module):
     """Residual MLP denoiser that concatenates chunk, time features and state."""
 
     def __init__(self, chunk: tuple[int, int], cond_dim: int, width: int = 512, time_dim: int = 16) -> None:
         super().__init__()
         self.chunk, size = chunk, chunk[0] * chunk[1]
-        self.time = nn.Sequential(
-            SinusoidalTime(time_dim),
-            nn.Linear(time_dim, 2 * time_dim),
-            nn.Mish(),
-            nn.Linear(2 * time_dim, time_dim),
-        )
+        self.time = time_features(time_dim, 2 * time_dim)
         self.inp = nn.Linear(size + time_dim + cond_dim, width)
         self.hidden1, self.hidden2 = nn.Linear(width, width), nn.Linear(width, width)
         self.out = nn.Linear(width, size)
@@ -133,17 +133,9 @@ class PlainUnet(nn.Module):
         self, chunk: tuple[int, int], cond_dim: int, widths: tuple[int, ...], time_dim: int = 256
     ) -> None:
         super().__init__()
-        self.chunk, c, pairs = (
-            chunk,
-            time_dim + cond_dim,
-            list(zip((chunk[1], *widths), widths, strict=False)),
-        )
-        self.diffusion_step_encoder = nn.Sequential(
-            SinusoidalTime(time_dim),
-            nn.Linear(time_dim, 4 * time_dim),
-            nn.Mish(),
-            nn.Linear(4 * time_dim, time_dim),
-        )
+        self.chunk, c = chunk, time_dim + cond_dim
+        pairs = list(zip((chunk[1], *widths), widths, strict=False))
+        self.diffusion_step_encoder = time_features(time_dim, 4 * time_dim)
 
         def level(before: int, after: int, resample: nn.Module) -> nn.ModuleList:
             return nn.ModuleList([PlainResidual(before, after, c), PlainResidual(after, after, c), resample])
@@ -205,12 +197,7 @@ class PlainDit(nn.Module):
         super().__init__()
         self.chunk = chunk
         self.inlet, self.positions = nn.Linear(chunk[1], width), nn.Parameter(torch.zeros(chunk[0], width))
-        self.time = nn.Sequential(
-            SinusoidalTime(time_dim),
-            nn.Linear(time_dim, 2 * time_dim),
-            nn.Mish(),
-            nn.Linear(2 * time_dim, time_dim),
-        )
+        self.time = time_features(time_dim, 2 * time_dim)
         self.cond = nn.Sequential(nn.Linear(cond_dim, width), nn.SiLU(), nn.Linear(width, width))
         signal = time_dim + width
         self.blocks = nn.ModuleList(PlainDitBlock(width, heads, signal) for _ in range(depth))

@@ -11,7 +11,6 @@ one thread.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,7 +30,8 @@ from algos.prdc import PrdcConfig
 from algos.td3_bc import Td3BcConfig
 from algos.training.memory import keep_freed_memory
 from algos.training.provenance import describe_environment
-from benchmarks.pages import RESULTS, keep, kept, processor, replace_block, table
+from benchmarks.options import parser
+from benchmarks.pages import keep, processor, record, replace_block, table
 from benchmarks.speed.cases_learning import synthetic_experience
 from benchmarks.speed.cases_lerobot import small_cloning
 from benchmarks.speed.cases_offline import BLOCK, POOL, list_search_of, ours_of, synthetic_dataset
@@ -156,16 +156,13 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Call, int]]]] = {
 
 def main() -> None:
     """Measure the cases and write their table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []])
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("cases", nargs="*", choices=[*CASES, []])
+    asked.add_argument("--rounds", type=int, default=7)
+    options = asked.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    before = RESULTS / "speed" / "products.json"
-    content: dict[str, Any] = kept("speed", before.name)[0]["processors"] if before.exists() else {}
+    content = record("speed", "products").get("processors", {})
     mine = content.setdefault(processor(describe_environment()), {"cases": {}})
     mine["peak"] = peak()
     for name in options.cases or CASES:

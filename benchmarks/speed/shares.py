@@ -12,12 +12,11 @@ writes docs/results/speed/shares.json, and tables in docs/speed.md and docs/scal
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +31,13 @@ from algos.prdc import PrdcConfig
 from algos.training.memory import keep_freed_memory
 from algos.training.provenance import describe_environment
 from algos.transitions import TransitionTable
-from benchmarks.pages import RESULTS, keep, processor, replace_block, table
+from benchmarks.options import parser
+from benchmarks.pages import keep, processor, record, replace_block, table
 from benchmarks.speed.cases_evaluating import EPISODES, SEED, cloned
-from benchmarks.speed.cases_offline import BLOCK, POOL, dataset_of, list_search_of, near_the_data, ours_of
+from benchmarks.speed.cases_offline import BLOCK, POOL, list_search_of, near_the_data, ours_of, stand_still
 from benchmarks.speed.cases_peers import ENVS, ppo_run
-from benchmarks.speed.sides import dppo_run, our_policy
+from benchmarks.speed.sides import dppo_run, our_policy, unit_statistics
+from envs.datasets import read_dataset
 from envs.engine import workers
 from envs.engine.vector import ChunkVector
 from envs.evaluation.evaluate import evaluate
@@ -47,7 +48,6 @@ from envs.rollouts.collector import Collector
 from envs.rollouts.player import EpisodeRunner
 from policies.build import build_policy
 from policies.networks.native import Stack
-from policies.normalizer import box_statistics
 
 WORKERS, DPPO_STEPS = 2, 125
 OF_FILE = {"evaluation": "an evaluation", "prdc": "1,000 steps"}
@@ -120,15 +120,9 @@ def image_run() -> OnPolicy:
 
     cloning = compose_config("train", ["experiment=avoid_moved_bc", "dataset=demonstrations"])
     tuning = compose_config("train", ["experiment=avoid_moved_dppo", "init=policy"])
-    spec = cloning.env.spec
-    box = {"state": (-torch.ones(spec.obs_dim), torch.ones(spec.obs_dim))}
-    box["action"] = (torch.tensor(spec.action_low), torch.tensor(spec.action_high))
+    sizes = {"obs_dim": cloning.env.spec.obs_dim, "action_dim": cloning.env.spec.action_dim}
     policy = build_policy(
-        cloning.policy_config(),
-        obs_dim=spec.obs_dim,
-        action_dim=spec.action_dim,
-        images=cloning.env.images,
-        statistics={name: box_statistics(low.float(), high.float()) for name, (low, high) in box.items()},
+        cloning.policy_config(), **sizes, images=cloning.env.images, statistics=unit_statistics(**sizes)
     )
     setup = Setup(env=tuning.env, init=policy, num_workers=WORKERS, num_threads=1)
     run: OnPolicy = replace(tuning.algo, num_envs=ENVS).build(setup)
@@ -185,9 +179,9 @@ def rounds_of(watch: Stopwatch, work: Callable[[], object], rounds: int) -> Iter
             yield watch.read()
 
 
-def evaluations(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
+def evaluations(dataset: Path, rounds: int) -> Iterator[Mapping[str, float]]:
     """Return the seconds of evaluations by part."""
-    net, task = cloned(argparse.Namespace(dataset=dataset)), make_env("hopper")
+    net, task = cloned(dataset), make_env("hopper")
     policy = our_policy(net, noise_clip=None)
     watch = Stopwatch()
     watch.times(policy, "act", "deciding")
@@ -197,14 +191,13 @@ def evaluations(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
     return rounds_of(watch, lambda: evaluate(policy, task, settings), rounds)
 
 
-def offline_steps(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
+def offline_steps(dataset: Path, rounds: int) -> Iterator[Mapping[str, float]]:
     """Return the seconds of steps of PRDC by part, near the data and with all lists made."""
-    run = PrdcConfig().build(Setup(dataset=dataset_of(argparse.Namespace(dataset=dataset)), seed=0))
+    run = PrdcConfig().build(Setup(dataset=read_dataset(dataset), seed=0))
     pool = torch.randperm(len(run.table), generator=torch.Generator().manual_seed(5))[:POOL]
     list_search_of(run).make_lists(pool)
     near_the_data(run)
-    for optimizer in (run.learner.actor_optimizer, run.learner.critic_optimizer):
-        optimizer.param_groups[0]["lr"] = 0.0
+    stand_still(run.learner)
     block, watch = ours_of(run, pool), Stopwatch()
     watch.times(Stack, "run", "networks, forwards")
     watch.times(Stack, "gradients", "networks, backwards")
@@ -223,20 +216,17 @@ def offline_steps(dataset: str, rounds: int) -> Iterator[Mapping[str, float]]:
 
 def main() -> None:
     """Measure the cases and write their tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("cases", nargs="*", choices=[*PAGES, []])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dataset", help="of Hopper, for the evaluation and prdc")
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("cases", nargs="*", choices=[*PAGES, []])
+    asked.add_argument("--rounds", type=int, default=3)
+    asked.add_argument("--dataset", type=Path, help="of Hopper, for the evaluation and prdc")
+    options = asked.parse_args()
     cases = options.cases or [case for case in PAGES if case not in OF_FILE or options.dataset]
     if options.dataset is None and (given := [case for case in cases if case in OF_FILE]):
-        parser.error(f"{' and '.join(given)} needs --dataset FILE")
+        asked.error(f"{' and '.join(given)} needs --dataset FILE")
     torch.set_num_threads(1)
     keep_freed_memory()
-    path = RESULTS / "speed" / "shares.json"
-    content = json.loads(path.read_text()) if path.exists() else {}
+    content = record("speed", "shares")
     for case in cases:
         if case in OF_FILE:
             measure = {"evaluation": evaluations, "prdc": offline_steps}[case]

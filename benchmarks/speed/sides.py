@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from algos.base import Setup
 from algos.dppo import DppoConfig
 from benchmarks.speed import peers
+from envs.datasets.episodes import EpisodeDataset
 from envs.make import env as make_env
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
@@ -23,6 +25,17 @@ from policies.samplers.ddpm import DDIM, DDPM
 
 OBS, CHUNK, LEVELS, FT, ENVS = 11, (4, 3), 20, 10, 40
 """Observation, action chunk, denoising steps, tuned ones, environments: DPPO's sizes on Hopper."""
+
+THREADS = 2  # of gradients, of both sides
+
+
+def episodes(states: Tensor, actions: Tensor, length: int, rewards: Tensor | None = None) -> EpisodeDataset:
+    """Return frames (N, ·) as episodes of one length, cut off at their ends; rewards are 0 by default."""
+    starts, flags = torch.arange(0, len(states) + 1, length), torch.zeros(len(states), dtype=torch.bool)
+    ends = flags.clone()
+    ends[starts[1:] - 1] = True
+    rewards = torch.zeros(len(states)) if rewards is None else rewards
+    return EpisodeDataset(states, actions, rewards, flags, ends, starts)
 
 
 @cache
@@ -50,6 +63,15 @@ def copy_trunk(source: nn.Module, target: nn.Module) -> None:
             for k in ("weight", "bias"):
                 state[f"time_embedding.{ours}.{k}"] = getattr(source.time[index], k)
     target.load_state_dict(state)
+
+
+@torch.no_grad()
+def copy_critics(ensemble: Any, critics: Iterable[nn.Module]) -> None:
+    """Give plain critics, one module each, the weights of our ensemble."""
+    for member, critic in enumerate(critics):
+        values = [value for layer in ensemble.layers_of(member) for value in layer.values()]
+        for theirs, value in zip(critic.parameters(), values, strict=True):
+            theirs.copy_(value)
 
 
 def unit_statistics(obs_dim: int = OBS, action_dim: int = CHUNK[1]) -> dict[str, dict[str, Tensor]]:
@@ -157,16 +179,12 @@ def require_close(what: str, ours: Any, theirs: Any, tolerance: float) -> None:
         raise SystemExit(f"{what}: ours and the peer differ by {difference:.2e} (tolerance {tolerance:.0e})")
 
 
-def dppo_run(num_workers: int, num_threads: int, steps: int, device: torch.device | None = None) -> Any:
+def dppo_run(num_workers: int, num_threads: int, steps: int, **setup: Any) -> Any:
     """Return our DPPO on Hopper with the peer's weights, tuned network included."""
     frozen, tuned, critic = plain_nets()
-    init = our_policy(frozen)
     config = DppoConfig(num_envs=ENVS, steps_per_iteration=steps, batch_size=50_000, update_epochs=5)
-    place = torch.device("cpu") if device is None else device
-    setup = Setup(
-        env=make_env("hopper"), init=init, num_workers=num_workers, num_threads=num_threads, device=place
-    )
-    run = config.build(setup)
+    processes = {"num_workers": num_workers, "num_threads": num_threads}
+    run = config.build(Setup(env=make_env("hopper"), init=our_policy(frozen), **processes, **setup))
     copy_trunk(tuned, run.policy.scored_net)
     copy_trunk(critic, run.learner.critic)
     return run

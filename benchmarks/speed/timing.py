@@ -35,6 +35,32 @@ class Figure:
         return {"figure": content.pop("case"), **content, "ratio": self.ratio}
 
 
+def compare(
+    case: str,
+    ours: tuple[str, Callable[[], object]],
+    peer: tuple[str, Callable[[], object]],
+    floor: float,
+    *,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    steps: int = 1,
+) -> Figure:
+    """Time ours and the peer in turns.
+
+    Args:
+        case: What the table calls the comparison.
+        ours: What the table calls our side, and a function to time.
+        peer: The same of the other side.
+        floor: Least ratio that is asked for; 0: none.
+        rounds: Turns of each.
+        clock: See `interleave`.
+        steps: Of a call; the table has the time of one.
+    """
+    names, variants = (ours[0], peer[0]), {"ours": ours[1], "peer": peer[1]}
+    times = interleave(variants, rounds=rounds, slot_s=0.1, clock=clock)
+    return Figure(case, *names, times["ours"] / steps, times["peer"] / steps, floor)
+
+
 def interleave(
     variants: Mapping[str, Callable[[], object]],
     *,

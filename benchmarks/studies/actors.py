@@ -9,13 +9,12 @@ medium is the one before it whose mean return is nearest to a third of that. A t
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from algos.training.run_directory import RunDirectory
+from benchmarks.options import parser
 from burnish.commands.train import train
 from burnish.config.overrides import RunContext
 from burnish.config.schema import compose_config
@@ -28,21 +27,20 @@ MEDIUM = 1 / 3
 ACTORS = Path(__file__).resolve().parents[2] / "assets" / "actors"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Train or take runs, choose, save, tell."""
-    parser = argparse.ArgumentParser(description="Train the actors of locomotion.")
-    parser.add_argument("tasks", nargs="*", default=TASKS, help="which of them; all by default")
-    parser.add_argument("--run", type=Path, help="choose from this run instead of training (one task)")
-    parser.add_argument("--out", type=Path, default=ACTORS, help="where the actors are written")
-    options = parser.parse_args(arguments)
+    asked = parser(__doc__)
+    asked.add_argument("tasks", nargs="*", default=TASKS, help="which of them; all by default")
+    asked.add_argument("--run", type=Path, help="choose from this run instead of training (one task)")
+    options = asked.parse_args()
     if options.run and len(options.tasks) != 1:
-        parser.error("--run needs exactly one task, whose run it is.")
+        asked.error("--run needs exactly one task, whose run it is.")
     rows = []
     for task in options.tasks:
         run = options.run or trained(task)
         returns = evaluated(run)
         for tier, step in choose(returns).items():
-            keep(run, step, options.out / task / tier, returns[step])
+            keep(run, step, ACTORS / task / tier, returns[step])
             values = returns[step]
             rows.append((task, tier, step, f"{values.mean():.0f}", f"{values.std():.0f}"))
     output().print(table("", ("task", "tier", "env steps", "mean return", "deviation"), rows))

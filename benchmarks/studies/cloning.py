@@ -11,57 +11,44 @@ docs/results/cloning/; a policy whose file is there is not cloned again. Needs t
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import burnish
-from algos.training.provenance import describe_environment
 from benchmarks import pages
+from benchmarks.options import study_parser, words
 from benchmarks.studies import once
 from benchmarks.studies.rows import busy, describe_dataset, episode_columns
 from envs.datasets import read_dataset
 from envs.evaluation.intervals import wilson
 
-RESULTS = Path("docs/results")
+PAGE = "cloning"
 TASKS = ("lift", "can", "square")
 DEMONSTRATIONS, EPISODES = 100, 100
 
 
-# -- measuring ------------------------------------------------------------------------------------------
-
-
-def file_of(task: str, seed: int) -> Path:
-    """Return where a result is kept."""
-    return RESULTS / "cloning" / f"{task}-seed{seed}.json"
-
-
 def run_one(task: str, seed: int, *, root: Path, workers: int) -> Path:
     """Record, clone and evaluate one policy; returns its file."""
-    target = file_of(task, seed)
+    target = pages.RESULTS / PAGE / f"{task}-seed{seed}.json"
     if target.exists():
         return target
-    place, first = root / f"{task}-seed{seed}", once.first_seed(seed)
-    demos = once.demonstrations(root / f"{task}-seed{seed}.hdf5", task, DEMONSTRATIONS, first=first)
+    place = root / f"{task}-seed{seed}"
+    demos = once.demonstrations(root / f"{task}-seed{seed}.hdf5", task, DEMONSTRATIONS, seed=seed)
     run = once.trained(place, f"experiment={task}_scripted_bc", dataset=str(demos), seed=seed)
     found = burnish.evaluate(
         run, episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     ).evaluation
     content = {
         "task": task, "seed": seed, "experiment": f"{task}_scripted_bc",
-        "dataset": describe_dataset(demos) | {"attempts": attempts(demos, first)},
+        "dataset": describe_dataset(demos) | {"attempts": attempts(demos, once.first_seed(seed))},
         "steps": run.directory.latest(), "clone_s": busy(run.directory.metrics_path),
         "parameters": sum(p.numel() for p in run.load_policy().parameters()),
         "episodes": episode_columns(found), "protocol": found.protocol,
-        "configuration": pages.configuration(run.directory), "environment": describe_environment(),
+        "configuration": pages.configuration(run.directory),
     }  # fmt: skip
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
-    return target
+    return pages.keep(PAGE, target.stem, content)
 
 
 def attempts(demos: Path, first_seed: int) -> int:
@@ -81,36 +68,35 @@ The demonstrator is the same with every seed; its interval is Wilson's."""
 
 def report() -> Path:
     """Write docs/results/cloning.md from what is there."""
-    files = [[p for seed in range(10) if (p := file_of(task, seed)).exists()] for task in TASKS]
-    found = [[json.loads(p.read_text()) for p in group] for group in files]
+    found = pages.kept(PAGE, advice="run it without --report first")
     introduction = INTRODUCTION.format(
         demonstrations=DEMONSTRATIONS, episodes=EPISODES, intervals=pages.INTERVALS
     )
-    lines = ["# Clones of scripted demonstrators", "", introduction, ""]
-    lines += ["| task | seed | demonstrator | control steps | clone | gradient steps | wall, cloning |"]
-    lines += ["|" + "---|" * 7]
-    for contents in filter(None, found):
-        lines += [_row(content) for content in contents]
-        lines += [_pooled(contents)] if len(contents) > 1 else []
-    everything = [content for contents in found for content in contents]
-    if everything:
-        lines += ["", _origin(everything)]
-    path = RESULTS / "cloning.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    columns = ("task", "seed", "demonstrator", "control steps", "clone", "gradient steps", "wall, cloning")
+    lines = ["# Clones of scripted demonstrators", "", introduction, "", *pages.table(columns, ())]
+    for task in TASKS:
+        lines += _rows(task, [one for one in found if one["task"] == task])
+    first = found[0]["environment"]
+    packages = pages.versions(found[0], ("torch", "mujoco", "robosuite"))
+    lines += [
+        "",
+        f"Measured on {first['cpu_count']} CPU cores shared with other work, one thread; "
+        f"{packages}; commits {pages.commits(found)}. The episodes are in `{PAGE}/`."
+        f"{pages.about_commits(found)}",
+    ]
+    return pages.write(PAGE, lines)
 
 
-def _row(content: dict[str, Any]) -> str:
-    data = content["dataset"]
-    demonstrator, clone = _shares([content])
-    length, wall = data["steps"] / data["episodes"], content["clone_s"] / 60
-    cells = (content["task"], content["seed"], demonstrator, f"{length:.0f}", clone, f"{content['steps']:,}")
-    return "| " + " | ".join(map(str, cells)) + f" | {wall:.1f} min |"
-
-
-def _pooled(contents: Sequence[dict[str, Any]]) -> str:
-    demonstrator, clone = _shares(contents)
-    return f"| **{contents[0]['task']}** | **all** | **{demonstrator}** | | **{clone}** | | |"
+def _rows(task: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a table: of every seed, and of all of them."""
+    for run in runs:
+        data, (demonstrator, clone) = run["dataset"], _shares([run])
+        length, wall = data["steps"] / data["episodes"], run["clone_s"] / 60
+        cells = f"{task} | {run['seed']} | {demonstrator} | {length:.0f} | {clone} | {run['steps']:,}"
+        yield f"| {cells} | {wall:.1f} min |"
+    if len(runs) > 1:
+        demonstrator, clone = _shares(runs)
+        yield f"| **{task}** | **all** | **{demonstrator}** | | **{clone}** | | |"
 
 
 def _shares(contents: Sequence[dict[str, Any]]) -> tuple[str, str]:
@@ -121,37 +107,15 @@ def _shares(contents: Sequence[dict[str, Any]]) -> tuple[str, str]:
     return pages.percent(demonstrator), clone
 
 
-def _origin(contents: Sequence[dict[str, Any]]) -> str:
-    first = contents[0]["environment"]
-    packages = ", ".join(f"{name} {first['packages'][name]}" for name in ("torch", "mujoco", "robosuite"))
-    return (
-        f"Measured on {first['cpu_count']} CPU cores shared with other work, one thread; "
-        f"{packages}; commits {pages.commits(contents)}. The episodes are in `cloning/`."
-        f"{pages.about_commits(contents)}"
-    )
-
-
-def main() -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--seeds", default="0,1")
-    parser.add_argument("--root", type=Path, default=Path("runs/cloning"))
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--report", action="store_true", help="only write the page of what is there")
+    parser = study_parser(__doc__, seeds="0,1", root="runs/cloning", workers=0)
+    parser.add_argument("--tasks", type=words, default=",".join(TASKS))
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    if not options.report:
-        for seed in map(int, options.seeds.split(",")):
-            for task in options.tasks.split(","):
-                print(
-                    f"written: {run_one(task, seed, root=options.root, workers=options.workers)}", flush=True
-                )
+    for seed, task in () if options.report else product(options.seeds, options.tasks):
+        print(f"written: {run_one(task, seed, root=options.root, workers=options.workers)}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

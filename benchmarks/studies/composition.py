@@ -1,7 +1,7 @@
 """Composition: pairs of policies, their weights estimated and searched, compared with both members.
 
     python -m benchmarks.studies.composition                            every pair on both tasks
-    python -m benchmarks.studies.composition avoid --episodes 50        one task, a smaller comparison
+    python -m benchmarks.studies.composition avoid                      one task
     python -m benchmarks.studies.composition --report                   the page from what is there
 
 Every pair leaves one JSON file per seed in docs/results/composition/; what has its file is not repeated. The
@@ -12,23 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import burnish
-from algos.training.provenance import describe_environment
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies import once
 from envs.evaluation.intervals import Interval, paired_difference, success_rate
 
-RESULTS = Path("docs/results")
-HELD_OUT = "held-out"
+PAGE, HELD_OUT = "composition", "held-out"
+EPISODES, SEARCH = 100, (20, 100)  # of the final comparison, and of every round of the search
 
 
 @dataclass(frozen=True)
@@ -93,35 +92,34 @@ def slug(text: str) -> str:
 
 def demonstrations(task: Task, name: str, seed: int, root: Path) -> Path:
     """Record a file of demonstrations, once."""
-    first = once.first_seed(10 * seed + list(task.data).index(name))
-    return once.demonstrations(root / f"{name}-seed{seed}.hdf5", task.env, task.data[name], first=first)
+    own = 10 * seed + list(task.data).index(name)
+    return once.demonstrations(root / f"{name}-seed{seed}.hdf5", task.env, task.data[name], seed=own)
 
 
-def cloned(task: Task, clone: Clone, seed: int, root: Path, steps: int) -> Path:
+def cloned(task: Task, clone: Clone, seed: int, root: Path) -> Path:
     """Clone a policy, once."""
     place = root / f"{clone.name}-seed{seed}"
     own = (*task.processes[clone.process], *clone.overrides)
     demos = demonstrations(task, clone.data, seed, root)
-    once.trained(
-        place, *task.recipe, *own, f"algo.steps={steps}", env=task.env, seed=seed, dataset=str(demos)
-    )
+    steps = f"algo.steps={task.steps}"
+    once.trained(place, *task.recipe, *own, steps, env=task.env, seed=seed, dataset=str(demos))
     return place
 
 
 def measure(name: str, pair: str, seed: int, options: argparse.Namespace) -> Path:
     """Clone, estimate, search and compare one pair; returns the JSON file."""
-    target = RESULTS / "composition" / f"{name}-{slug(pair)}-seed{seed}.json"
+    target = pages.RESULTS / PAGE / f"{name}-{slug(pair)}-seed{seed}.json"
     if target.exists():
         return target
     task, root = TASKS[name], options.root / name
-    members = [cloned(task, clone, seed, root, options.steps or task.steps) for clone in PAIRS[pair]]
+    members = [cloned(task, clone, seed, root) for clone in PAIRS[pair]]
     place = root / f"composed-{slug(pair)}-seed{seed}"
     result = burnish.compose(
         members,
         env=task.env,
         dataset=str(demonstrations(task, HELD_OUT, seed, root)),
-        episodes=options.episodes,
-        search={"episodes": options.search, "keep": [3] * (len(options.search) - 1)},
+        episodes=EPISODES,
+        search={"episodes": [*SEARCH], "keep": [3]},
         num_workers=options.workers,
         out=str(place),
     )
@@ -137,11 +135,8 @@ def measure(name: str, pair: str, seed: int, options: argparse.Namespace) -> Pat
             "members": [one.values("success").tolist() for one in result.members.values()],
         },
         "tables": [section.markdown() for section in result.sections()],
-        "environment": describe_environment(),
     }
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content, indent=1) + "\n")
-    return target
+    return pages.keep(PAGE, target.stem, content, indent=1)
 
 
 def describe_pair(task: str, pair: str) -> list[str]:
@@ -164,22 +159,20 @@ search.
 
 def report() -> Path:
     """Write the page."""
-    found = pages.kept("composition", advice="run it without --report first")
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for content in found:
-        groups.setdefault((content["task"], content["pair"]), []).append(content)
+    found = pages.kept(PAGE, advice="run it without --report first")
+    groups = pages.grouped(found, lambda row: (row["task"], row["pair"]))
     lines = ["# Composition", "", INTRODUCTION.format(intervals=pages.INTERVALS), "", *summary(groups)]
     for (task, pair), contents in groups.items():
         lines += ["", f"## {task}: {pair}", "", f"Members: {'; '.join(contents[0]['members'])}."]
         for content in contents:
             lines += ["", f"### Seed {content['seed']}", ""]
             lines += [table.replace("## ", "#### ", 1) for table in content["tables"]]
-    packages = found[0]["environment"]["packages"]
-    lines += ["", f"Measured with torch {packages['torch']}, mujoco {packages['mujoco']}; commits "
-              f"{pages.commits(found)}.{pages.about_commits(found)}"]  # fmt: skip
-    path = RESULTS / "composition.md"
-    path.write_text("\n".join(lines).rstrip() + "\n")
-    return path
+    lines += [
+        "",
+        f"Measured with {pages.versions(found[0])}; commits {pages.commits(found)}."
+        f"{pages.about_commits(found)}",
+    ]
+    return pages.write(PAGE, lines)
 
 
 def summary(groups: Mapping[tuple[str, str], Sequence[dict[str, Any]]]) -> list[str]:
@@ -213,33 +206,18 @@ def pooled(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def percent(interval: Interval, sign: str = "") -> str:
     """Format a share or a difference of shares."""
-    value, low, high = (format(100 * x, f"{sign}.0f") for x in (interval.value, interval.low, interval.high))
-    return f"{value} % ({low} to {high})"
+    return pages.estimate(interval, f"{sign}.0f", scale=100, unit=" %")
 
 
-def main() -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__, seeds="0,1,2", root="runs/composition", workers=2)
     parser.add_argument("tasks", nargs="*", default=list(TASKS), help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--episodes", type=int, default=100, help="of the final comparison")
-    parser.add_argument("--search", type=int, nargs="+", default=[20, 100], help="episodes of every round")
-    parser.add_argument("--steps", type=int, help="gradient steps of every policy")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--root", type=Path, default=Path("runs/composition"))
-    parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    if not options.report:
-        for name in options.tasks:
-            for seed in map(int, options.seeds.split(",")):
-                for pair in PAIRS:
-                    print(f"written: {measure(name, pair, seed, options)}", flush=True)
+    for name, seed, pair in () if options.report else product(options.tasks, options.seeds, PAIRS):
+        print(f"written: {measure(name, pair, seed, options)}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,8 @@
 """How much of a task the frozen policies of the steering studies contain: the best of many noises per start.
 
-    python -m benchmarks.studies.contained avoid lift-varied --seeds 0,1,2      clones the policies as the
-    study does python -m benchmarks.studies.contained hopper --dataset FILE --starts 20
-    python -m benchmarks.studies.contained --report                             the page from what is there
+    python -m benchmarks.studies.contained avoid lift-varied      clones the policies as the study does
+    python -m benchmarks.studies.contained hopper --dataset FILE
+    python -m benchmarks.studies.contained --report               the page from what is there
 
 Steering chooses among what noises make a policy do. Every start state, those of the study's evaluation, is
 played with one stream of noise after another: up to the first success, or with all of them where returns are
@@ -13,15 +13,15 @@ is made of these. A run whose file is there is not repeated.
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies.definitions import STUDIES
 from benchmarks.studies.learning import demonstrations, recipe
 from benchmarks.studies.once import trained
@@ -67,9 +67,9 @@ def run_one(name: str, seed: int, options: argparse.Namespace) -> Path:
     policy, env = clone.load(), task_of(clone)
 
     def play(noise: int, starts: list[int]) -> list[float]:
-        logging.info("%s, seed %d: noise %d, %d starts", name, seed, noise + 1, len(starts))
+        print(f"{name}, seed {seed}: noise {noise + 1}, {len(starts)} starts", flush=True)
         if noise < TOGETHER or study.quantity != "success":
-            settings = EvaluationSettings(episodes=options.starts, noise_seed=noise)
+            settings = EvaluationSettings(episodes=STARTS, noise_seed=noise)
             found = evaluate(policy, env, settings, num_workers=options.workers)
             played = found.values(study.quantity)
             return [float(played[start]) for start in starts]
@@ -81,14 +81,13 @@ def run_one(name: str, seed: int, options: argparse.Namespace) -> Path:
         return [float(one.values(study.quantity)[0]) for one in alone]
 
     content = {
-        "study": name, "seed": seed, "noises": options.noises, "starts": options.starts,
+        "study": name, "seed": seed, "noises": NOISES, "starts": STARTS,
         "experiment": study.bases[ALGO], "dataset": describe_dataset(demos),
     }  # fmt: skip
     if study.quantity == "success":
-        content["first_success"] = first_successes(play, options.starts, options.noises)
+        content["first_success"] = first_successes(play, STARTS, NOISES)
     else:
-        everywhere = list(range(options.starts))
-        content["returns"] = [play(noise, everywhere) for noise in range(options.noises)]
+        content["returns"] = [play(noise, list(range(STARTS))) for noise in range(NOISES)]
     return pages.keep(PAGE, f"{name}-seed{seed}", content)
 
 
@@ -102,18 +101,15 @@ def best_of(content: dict[str, Any], count: int) -> np.ndarray:
 
 def report() -> Path:
     """Write docs/results/contained.md."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for content in pages.kept(PAGE, advice="name a study first"):
-        found.setdefault(content["study"], []).append(content)
-    everything = [content for runs in found.values() for content in runs]
+    everything = pages.kept(PAGE, advice="name a study first")
+    found = pages.grouped(everything, lambda row: row["study"])
     lines = [
         "# What a frozen policy contains", "",
         "`python -m benchmarks.studies.contained <study>`: the clones that DSRL steers in the study of "
-        "learning, "
-        "as "
-        "they are, on the start states that it is evaluated on. Of the best of so many streams of noise per "
-        "start: how many starts are solved at all, or the mean of the best returns. Steering, which chooses "
-        f"at every decision, may find more than so few streams do. {pages.INTERVALS}", "",
+        "learning, as they are, on the start states that it is evaluated on. Of the best of so many "
+        "streams of noise per start: how many starts are solved at all, or the mean of the best returns. "
+        "Steering, which chooses at every decision, may find more than so few streams do. "
+        f"{pages.INTERVALS}", "",
         *pages.table(
             ("study", "seed", *(f"best of {count}" for count in COUNTS)),
             (row for name, runs in found.items() for row in _rows(name, runs)),
@@ -137,37 +133,22 @@ def _cells(runs: list[dict[str, Any]]) -> Iterator[str]:
         if "returns" not in runs[0]:
             yield pages.success(best)
             continue
-        mean = bootstrap_mean(best)
-        yield f"{mean.value:,.0f} ({mean.low:,.0f}–{mean.high:,.0f})"
+        yield pages.estimate(bootstrap_mean(best), ",.0f", to="–")
 
 
-def main() -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__, seeds="0,1,2", root="runs/study", workers=0)
     steered = [name for name, study in STUDIES.items() if ALGO in study.bases]
     parser.add_argument("studies", nargs="*", help=", ".join(steered))
-    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--dataset")
-    parser.add_argument("--noises", type=int, default=NOISES)
-    parser.add_argument("--starts", type=int, default=STARTS)
-    parser.add_argument(
-        "--root", type=Path, default=Path("runs/study"), help="that of benchmarks.studies.learning"
-    )
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--report", action="store_true", help="only write the page of what is there")
     options = parser.parse_args()
     if unknown := sorted(set(options.studies) - set(steered)):
         parser.error(f"no study with a steered policy: {', '.join(unknown)}; there are {', '.join(steered)}")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    if not options.report:
-        for name in options.studies:
-            for seed in map(int, options.seeds.split(",")):
-                print(f"written: {run_one(name, seed, options)}", flush=True)
+    for name, seed in () if options.report else product(options.studies, options.seeds):
+        print(f"written: {run_one(name, seed, options)}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

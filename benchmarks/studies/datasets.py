@@ -1,13 +1,14 @@
 """What reading a large dataset costs, in memory and in mapped files.
 
-`python -m benchmarks.studies.datasets --gigabytes 2 --folder /var/tmp` writes a file of that size in D4RL's
-layout, reads it as usual and as if there were too little memory, and prints CPU seconds of every part. The
-two datasets and their statistics are compared first, number by number.
+    python -m benchmarks.studies.datasets --gigabytes 2
+
+writes a temporary file of that size in D4RL's layout, reads it as usual and as if there were too little
+memory, and prints CPU seconds of every part. The two datasets and their statistics are compared first, number
+by number.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import h5py
 import numpy as np
 import torch
 
+from benchmarks.options import parser
 from envs.datasets import EpisodeDataset, free_memory, read_dataset
 from envs.datasets.windows import Windows
 from policies.policy_config import ChunkSpec
@@ -79,14 +81,11 @@ def measure(path: Path) -> dict[str, float]:
 
 def main() -> None:
     """Write the file, measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--folder", default=None, help="where the file goes for the time of the measurement")
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--gigabytes", type=float, default=2.0)
+    options = asked.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "made.hdf5"
         write_file(path, options.gigabytes)
         for what, seconds in measure(path).items():

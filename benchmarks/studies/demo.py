@@ -1,21 +1,18 @@
 """What `make demo` showed, on the page docs/results/demo.md and in README.
 
-python -m benchmarks.studies.demo runs/2026-11-26/10-00-00-demo        keep the record of a demonstration
-python -m benchmarks.studies.demo --report                             both texts from what was kept
+python -m benchmarks.studies.demo runs/2026-11-26/10-00-00-demo    keep the record of a demonstration
+python -m benchmarks.studies.demo --report                         both texts from what was kept
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
-from benchmarks.pages import success
+from benchmarks.options import study_parser
 from benchmarks.studies.rows import describe_dataset
 from envs.evaluation.intervals import paired_difference
 
@@ -40,7 +37,7 @@ def report() -> Path:
     """Write the page and the block of README."""
     (found,) = pages.kept(PAGE, advice="run make demo first")
     where, seconds = found["environment"], found["seconds"]
-    before, after = success(found["before"]), success(found["after"])
+    before, after = pages.success(found["before"]), pages.success(found["after"])
     change = paired_difference(found["before"], found["after"])
     value, low, high = (100 * x for x in (change.value, change.low, change.high))
     text = (
@@ -56,17 +53,15 @@ def report() -> Path:
     return pages.write(PAGE, [*lines, "", f"Commit: {pages.commits([found])}.", *pages.origin(PAGE, found)])
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
+def main() -> None:
     """Keep a record, and write the texts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = study_parser(__doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="of a demonstration")
-    parser.add_argument("--report", action="store_true", help="write the texts from what is there")
-    options = parser.parse_args(None if arguments is None else list(arguments))
+    options = parser.parse_args()
     if options.folder is not None:
         print(f"kept: {kept(options.folder)}")
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

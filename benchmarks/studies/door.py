@@ -13,14 +13,13 @@ docs/results/door.md is made of them.
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies import once
 from burnish.runs.locate import locate
 from envs.datasets import read_dataset
@@ -52,7 +51,9 @@ def replay(data: EpisodeDataset, dataset: str) -> list[bool]:
 def measure(options: argparse.Namespace) -> Path:
     """Replay, clone and evaluate; returns the JSON file."""
     data = read_dataset(options.dataset)
-    run = options.policy or cloned(options.dataset, Path(options.root))
+    run = options.policy or options.root / "cloned"
+    if not options.policy:
+        once.trained(run, *RECIPE, dataset=options.dataset)
     policy = locate(run, "policy").load()
     results: dict[str, Any] = {"replay": replay(data, options.dataset)}
     for name, starts in (("drawn", None), ("recorded", options.dataset)):
@@ -66,13 +67,6 @@ def measure(options: argparse.Namespace) -> Path:
         "results": results,
     }
     return pages.keep("door", "door", content)
-
-
-def cloned(dataset: str, root: Path) -> str:
-    """Clone the policy, as far as that has not been done; returns the run."""
-    run = root / "cloned"
-    once.trained(run, *RECIPE, dataset=dataset)
-    return str(run)
 
 
 # -- report ---------------------------------------------------------------------------------------------
@@ -109,21 +103,17 @@ def report() -> Path:
     return pages.write("door", lines + pages.origin("door", content))
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Run the study."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = study_parser(__doc__, root="runs/door", workers=1)
     parser.add_argument("--dataset", help="door-human.hdf5")
     parser.add_argument("--policy", help="a run or policy directory to evaluate; default: cloned first")
-    parser.add_argument("--root", default="runs/door", help="where the clone is kept")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="write the page from what is there")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING)
+    options = parser.parse_args()
     if not options.report:
         if options.dataset is None:
-            sys.exit("give --dataset=<door-human.hdf5>, or --report.")
+            parser.error("give --dataset=<door-human.hdf5>, or --report.")
         measure(options)
-    print(report())
+    print(f"written: {report()}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies import families
 from burnish.commands.export import surroundings_of
 from burnish.runs.locate import Located, locate
@@ -39,9 +40,6 @@ from policies.errors import ExportError
 from policies.export.export import GRAPHS, export_onnx
 from policies.export.exported_policy import ExportedPolicy
 from policies.runner import Limits, Track, run_at_rate
-
-SLOW = {"ebt": 3e-4}
-"""Processes for which the learning rate of a task is too large."""
 
 AGENT = """
 import sys
@@ -184,7 +182,7 @@ def measure(found: Located, options: argparse.Namespace, *, title: str = "", liv
         "exports": {},
     }
     with tempfile.TemporaryDirectory() as place:
-        facts: dict[str, Any] = {"tolerance": options.tolerance, "surroundings": surroundings_of(found)}
+        facts: dict[str, Any] = {"surroundings": surroundings_of(found)}
         for graph in GRAPHS:
             folder = Path(place) / graph
             try:
@@ -208,7 +206,8 @@ def clone_all(task: str, options: argparse.Namespace) -> None:
     """Clone a policy with every process, briefly, and compare each with its exports."""
     demos, recipe = families.demonstrations(task, 0, options.root), families.TASKS[task]
     for process in options.processes:
-        lr = SLOW.get(process, recipe.lr)
+        own = {family.process: family.lr for family in families.FAMILIES.values()}
+        lr = own.get((f"process={process}",)) or recipe.lr
         budget = {"steps": options.steps, "lr": lr, "batch_size": families.BATCH, "validation_fraction": 0.0}
         place = options.root / task / process
         families.clone(task, (f"process={process}",), demos, place, seed=0, budget=budget)
@@ -271,7 +270,7 @@ def _cells(one: Mapping[str, Any], export: Mapping[str, Any]) -> Iterator[str]:
     for side in (own, export):
         yield f"{scale * float(np.mean(side[quantity])):.4g}{unit}"
     change = paired_difference(*(np.array([side[quantity]]) * scale for side in (own, export)))
-    yield f"{change.value:.3g} ({change.low:.3g} to {change.high:.3g})"
+    yield pages.estimate(change, ".3g")
     pairs = [list(zip(side["return"], side["length"], strict=True)) for side in (own, export)]
     equal = [abs(a - b) <= 1e-9 and m == n for (a, m), (b, n) in zip(*pairs, strict=True)]
     yield f"{sum(equal)} of {len(equal)}"
@@ -314,11 +313,9 @@ def _interpreters(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{one['task']}, {one['what']}: {facts['python']} with {packages}; PyTorch is {torch_is}."
 
 
-def main() -> int:
+def main() -> None:
     """Measure what is asked for and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__, root="runs/exported")
     parser.add_argument("tasks", nargs="*", help="task=<policy>")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--live", type=int, default=0, help="episodes in real time, of the policies given")
@@ -326,9 +323,6 @@ def main() -> int:
     parser.add_argument("--clone", nargs="*", default=[], choices=families.TASKS, help="tasks")
     parser.add_argument("--processes", nargs="*", default=sorted(registry.parts("process")), help="to clone")
     parser.add_argument("--steps", type=int, default=3000, help="gradient steps of every clone")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of an action")
-    parser.add_argument("--root", type=Path, default=Path("runs/exported"), help="where clones are kept")
-    parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for text in () if options.report else options.tasks:
@@ -338,8 +332,7 @@ def main() -> int:
     for task in () if options.report else options.clone:
         clone_all(task, options)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,21 +11,17 @@ again. The policy that is evaluated is the last one, averaged as cloning does.
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-import burnish
 from benchmarks import pages
+from benchmarks.options import study_parser, words
 from benchmarks.speed.timing import interleave
 from benchmarks.studies import once
 from benchmarks.studies.rows import describe_dataset, episode_columns
@@ -70,30 +66,16 @@ TASKS = {
     "cube-single": Task(20, 6_000, 2e-3, 1, ("policy.observation_clip=2.0",)),
 }
 EULER = {"name": "euler", "clip_action": 1.0}
+DIFFUSION: dict[str, dict[str, Any]] = {
+    "DDPM 20": {"name": "ddpm"},
+    "DDIM 5": {"name": "ddim", "steps": 5, "spacing": "trailing"},
+}
 FAMILIES = {
-    "diffusion, eps": Family(
-        ("process=diffusion_eps",),
-        {"DDPM 20": {"name": "ddpm"}, "DDIM 5": {"name": "ddim", "steps": 5, "spacing": "trailing"}},
-    ),
-    "diffusion, x0": Family(
-        ("process=diffusion",),
-        {"DDPM 20": {"name": "ddpm"}, "DDIM 5": {"name": "ddim", "steps": 5, "spacing": "trailing"}},
-    ),
+    "diffusion, eps": Family(("process=diffusion_eps",), DIFFUSION),
+    "diffusion, x0": Family(("process=diffusion",), DIFFUSION),
     "vp, v": Family(("process=vp",), {f"DPM++ 2M {n}": {"name": "dpmpp_2m", "steps": n} for n in (10, 4)}),
-    "edm": Family(
-        ("process=edm",),
-        {
-            "Euler 10": EULER | {"steps": 10},
-            "Euler 3": EULER | {"steps": 3},
-        },
-    ),
-    "flow": Family(
-        ("process=flow",),
-        {
-            "Euler 10": EULER | {"steps": 10},
-            "Euler 3": EULER | {"steps": 3},
-        },
-    ),
+    "edm": Family(("process=edm",), {f"Euler {n}": EULER | {"steps": n} for n in (10, 3)}),
+    "flow": Family(("process=flow",), {f"Euler {n}": EULER | {"steps": n} for n in (10, 3)}),
     "shortcut": Family(("process=shortcut",), {f"Euler {n}": EULER | {"steps": n} for n in (8, 2)}),
     "meanflow": Family(("process=meanflow",), {f"Euler {n}": EULER | {"steps": n} for n in (4, 1)}),
     "consistency": Family(
@@ -113,15 +95,10 @@ FAMILIES = {
 # -- measuring ------------------------------------------------------------------------------------------
 
 
-def file_of(task: str, family: str, seed: int) -> Path:
-    """Return where a result is kept."""
-    name = "".join(c if c.isalnum() else "-" for c in family.lower()).replace("--", "-").strip("-")
-    return pages.RESULTS / "families" / f"{task}-{name}-seed{seed}.json"
-
-
 def run_one(task: str, family: str, seed: int, root: Path) -> Path:
     """Clone and evaluate one policy; returns its file."""
-    target = file_of(task, family, seed)
+    name = "".join(c if c.isalnum() else "-" for c in family.lower()).replace("--", "-").strip("-")
+    target = pages.RESULTS / "families" / f"{task}-{name}-seed{seed}.json"
     if target.exists():
         return target
     setting, place = TASKS[task], root / task / target.stem
@@ -145,20 +122,16 @@ def run_one(task: str, family: str, seed: int, root: Path) -> Path:
 
 def demonstrations(task: str, seed: int, root: Path) -> Path:
     """Collect what the policies of a seed are cloned from, unless it is there; returns the file."""
-    path, first = root / task / f"demonstrations-seed{seed}.hdf5", once.first_seed(seed)
-    return once.demonstrations(path, task, TASKS[task].demonstrations, first=first)
+    path = root / task / f"demonstrations-seed{seed}.hdf5"
+    return once.demonstrations(path, task, TASKS[task].demonstrations, seed=seed)
 
 
 def clone(
     task: str, process: Sequence[str], demos: Path, place: Path, *, seed: int, budget: dict[str, Any]
 ) -> Any:
-    """Clone a policy with a process into a fresh directory; returns the run."""
-    shutil.rmtree(place, ignore_errors=True)
-    return burnish.train(
-        "algo=bc", f"env={task}", *process, *TASKS[task].overrides,
-        f"backbone.width={WIDTH}", "evaluation.episodes=0",
-        directory=place, dataset=str(demos), seed=seed, algo=budget,
-    )  # fmt: skip
+    """Clone a policy with a process; returns the run."""
+    overrides = ("algo=bc", f"env={task}", *process, *TASKS[task].overrides, f"backbone.width={WIDTH}")
+    return once.trained(place, *overrides, dataset=str(demos), seed=seed, algo=budget)
 
 
 def _with(policy: Any, settings: dict[str, Any]) -> Any:
@@ -185,19 +158,13 @@ def measure(policy: Policy, task: str) -> dict[str, Any]:
 
 def report() -> Path:
     """Write docs/results/families.md from what is there."""
-    found = {
-        (task, family): [
-            json.loads(p.read_text()) for s in range(10) if (p := file_of(task, family, s)).exists()
-        ]
-        for task in TASKS
-        for family in FAMILIES
-    }
+    everything = pages.kept("families", advice="run it without --report first")
+    found = pages.grouped(everything, lambda row: (row["task"], row["family"]))
     lines = [
         "# Every process, cloned",
         "",
         f"`python -m benchmarks.studies.families`: the same MLP ({WIDTH} wide) and the same gradient "
-        "steps for all; "
-        f"{EPISODES} episodes per seed, last checkpoint. Success: mean over seeds. "
+        f"steps for all; {EPISODES} episodes per seed, last checkpoint. Success: mean over seeds. "
         f"{pages.INTERVALS} "
         "Ways: distinct ways around the obstacles among the successful episodes of a seed, and how many "
         "equally frequent ways would be as diverse (exp of the entropy), averaged over seeds. Calls: "
@@ -213,29 +180,32 @@ def report() -> Path:
             f"learning rate of {setting.lr:g}{_exceptions(task, found)}.",
             "",
         ]
-        lines += _table([c for (t, _), cs in found.items() if t == task for c in cs])
-    everything = [content for contents in found.values() for content in contents]
-    if everything:
-        lines += ["", _origin(everything)]
+        lines += _table([row for family in FAMILIES for row in found.get((task, family), [])])
+    packages = pages.versions(everything[0], ("torch", "mujoco", "gymnasium"))
+    lines += [
+        "",
+        f"Measured on {everything[0]['environment']['cpu_count']} shared CPU cores; {packages}; commits "
+        f"{pages.commits(everything)}. The episodes are in `families/`.{pages.about_commits(everything)}",
+    ]
     return pages.write("families", lines)
 
 
 def _exceptions(task: str, found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
     """Name the families of a task that were cloned with a learning rate of their own."""
-    own = [f"{name} {family.lr:g}" for name, family in FAMILIES.items() if family.lr and found[task, name]]
+    own = [
+        f"{name} {family.lr:g}" for name, family in FAMILIES.items() if family.lr and (task, name) in found
+    ]
     return f" ({', '.join(own)})" if own else ""
 
 
 def _table(contents: Sequence[dict[str, Any]]) -> list[str]:
     """Return the rows of a task, one per family and sampler."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for content in contents:
-        for title, result in content["samplers"].items():
-            groups.setdefault((content["family"], title), []).append(result)
-    has_ways = any("mode" in result["episodes"] for results in groups.values() for result in results)
+    played = [(row["family"], title, result) for row in contents for title, result in row["samplers"].items()]
+    has_ways = any("mode" in result["episodes"] for *_, result in played)
     ways = ("distinct ways", "effective ways") if has_ways else ()
     rows = []
-    for (family, title), results in groups.items():
+    for (family, title), same in pages.grouped(played, lambda one: one[:2]).items():
+        results = [result for *_, result in same]
         success = pages.success([result["episodes"]["success"] for result in results])
         cells = [family, title, str(len(results)), success]
         if has_ways:
@@ -258,35 +228,17 @@ def _ways(episodes: dict[str, list[float]]) -> tuple[float, float]:
     return float(counts.size), float(np.exp(-(share * np.log(share)).sum()))
 
 
-def _origin(contents: Sequence[dict[str, Any]]) -> str:
-    packages = pages.versions(contents[0], ("torch", "mujoco", "gymnasium"))
-    return (
-        f"Measured on {contents[0]['environment']['cpu_count']} shared CPU cores; {packages}; commits "
-        f"{pages.commits(contents)}. The episodes are in `families/`."
-        f"{pages.about_commits(contents)}"
-    )
-
-
-def main() -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser = study_parser(__doc__, seeds="0,1,2", root="runs/families")
+    parser.add_argument("--tasks", type=words, default=",".join(TASKS))
     parser.add_argument("--families", default=";".join(FAMILIES), help="separated by ;")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--root", type=Path, default=Path("runs/families"))
-    parser.add_argument("--report", action="store_true", help="only write the table of what is there")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-    if not options.report:
-        for task in options.tasks.split(","):
-            for seed in map(int, options.seeds.split(",")):
-                for family in options.families.split(";"):
-                    print(f"written: {run_one(task, family, seed, options.root)}", flush=True)
+    wanted = product(options.tasks, options.seeds, options.families.split(";"))
+    for task, seed, family in () if options.report else wanted:
+        print(f"written: {run_one(task, family, seed, options.root)}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

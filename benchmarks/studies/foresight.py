@@ -15,11 +15,9 @@ averaged weights are those of cloning.
 
 from __future__ import annotations
 
-import argparse
-import logging
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,10 @@ from algos.cloning.batches import CloningBatch
 from algos.cloning.validation import masked_mean
 from algos.training.ranks import current
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies.definitions import STUDIES
-from benchmarks.studies.once import demonstrations, first_seed, trained
+from benchmarks.studies.learning import demonstrations
+from benchmarks.studies.once import trained
 from benchmarks.studies.rows import EPISODES, describe_dataset, episode_columns
 from envs.datasets import EpisodeDataset
 from envs.evaluation.intervals import paired_difference
@@ -45,7 +45,7 @@ from policies.protocols import TE
 from policies.registry import register
 
 PAGE, STUDY = "foresight", STUDIES["avoid-moved"]
-AHEAD, DEMONSTRATIONS = 8, 150
+AHEAD = 8
 WEIGHTS = (0.0, 1.0)
 
 
@@ -118,9 +118,7 @@ def run_one(seed: int, weight: float, root: Path, workers: int) -> Path:
     target = pages.RESULTS / PAGE / f"weight{weight:g}-seed{seed}.json"
     if target.exists():
         return target
-    demos = demonstrations(
-        root / f"seed{seed}.hdf5", STUDY.env, DEMONSTRATIONS, *STUDY.options, first=first_seed(seed)
-    )
+    demos = demonstrations(STUDY, seed, None, root)
     place = root / f"weight{weight:g}-seed{seed}"
     settings = ("experiment=avoid_moved_bc", "algo=foresight", f"algo.weight={weight:g}")
     values: dict[str, Any] = {"seed": seed, "num_threads": 1, "algo.validation_fraction": 0.0}
@@ -138,11 +136,11 @@ def report() -> Path:
     everything = list(found.values())
     lines = [
         "# An encoder that foresees", "",
-        f"`python -m benchmarks.studies.foresight`: `experiment=avoid_moved_bc` of {DEMONSTRATIONS} "
-        "demonstrations, as it is and with the auxiliary loss of "
-        "ACT-JEPA (arXiv 2501.14622): the encoder's features predict those of one of the next "
-        f"{AHEAD} steps, by averaged weights. Success of {EPISODES} episodes, last checkpoint, from the same "
-        f"demonstrations and first weights. {pages.INTERVALS}",
+        f"`python -m benchmarks.studies.foresight`: `experiment=avoid_moved_bc` of {STUDY.demonstrations} "
+        "demonstrations, as it is and with the auxiliary loss of ACT-JEPA (arXiv 2501.14622): the encoder's "
+        f"features predict those of one of the next {AHEAD} steps, by averaged weights. Success of "
+        f"{EPISODES} episodes, last checkpoint, from the same demonstrations and first weights. "
+        f"{pages.INTERVALS}",
         "", *pages.table(("seed", "cloning", "with foresight", "difference"), _rows(found, seeds)), "",
         f"Measured with {pages.versions(everything[0])}; commits {pages.commits(everything)}. Per-episode "
         f"numbers are in `{PAGE}/`.{pages.about_commits(everything)}",
@@ -156,30 +154,18 @@ def _rows(found: dict[tuple[float, int], dict[str, Any]], seeds: list[int]) -> I
             np.array([found[weight, seed]["after"]["success"] for seed in some]) for weight in WEIGHTS
         )
         change = paired_difference(plain, told)
-        points = " to ".join(f"{100 * bound:+.0f}" for bound in (change.low, change.high))
         name = str(some[0]) if len(some) == 1 else "**all**"
-        yield [name, pages.success(plain), pages.success(told), f"{100 * change.value:+.0f} ({points})"]
+        yield [name, pages.success(plain), pages.success(told), pages.points(change)]
 
 
-def main() -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--root", type=Path, default=Path("runs/foresight"))
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    if not options.report:
-        register("algo", "foresight")(ForesightConfig)
-        for seed in map(int, options.seeds.split(",")):
-            for weight in WEIGHTS:
-                print(f"written: {run_one(seed, weight, options.root, options.workers)}", flush=True)
+    options = study_parser(__doc__, seeds="0,1,2", root="runs/foresight", workers=0).parse_args()
+    register("algo", "foresight")(ForesightConfig)
+    for seed, weight in () if options.report else product(options.seeds, WEIGHTS):
+        print(f"written: {run_one(seed, weight, options.root, options.workers)}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,9 +10,6 @@ task. For tasks whose states are positions and speeds (`benchmarks.studies.world
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import pages
+from benchmarks.options import parser
 from benchmarks.studies.world import can_be_drawn, put
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
@@ -58,14 +56,12 @@ def distances(policy: Any, env: EnvConfig, steps: Transitions) -> float:
     return float(((steps.actions[picked] - wanted) / half).norm(dim=1).mean())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("policy")
-    parser.add_argument("datasets", nargs="+")
-    options = parser.parse_args(arguments)
+    asked = parser(__doc__)
+    asked.add_argument("policy")
+    asked.add_argument("datasets", nargs="+")
+    options = asked.parse_args()
     torch.set_num_threads(1)
     found = locate(options.policy)
     policy, env, rows, scale = found.load().eval(), task_of(found), [], None
@@ -82,8 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     columns = ("dataset", "steps", "error of s′", "median", "distance to the policy", "ends")
     print("\n".join(pages.table(columns, rows)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,7 +12,6 @@ docs/results/lab/run.json; the page docs/results/lab.md is made of them.
 
 from __future__ import annotations
 
-import argparse
 import io
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.chromium import Browser, browser
+from benchmarks.options import study_parser
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.plane import Place, Plane
 from policies.wrappers.sketch_settings import STRATEGIES
@@ -183,10 +183,9 @@ def page(content: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.lab", description=__doc__)
+    parser = study_parser(__doc__)
     parser.add_argument("policy", nargs="?", help="policy=<run or policy directory>")
     parser.add_argument("--picture", type=Path, help="where to write a picture of the page, as WebP")
-    parser.add_argument("--report", action="store_true", help="write the page from what is there")
     options = parser.parse_args()
     if not options.report:
         key, _, policy = (options.policy or "").partition("=")

@@ -11,7 +11,6 @@ docs/results/latency.md and its picture are made of these.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks import pages
+from benchmarks.options import numbers, study_parser
+from burnish.reports.figures import new_figure
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.intervals import paired_difference, wilson
@@ -40,6 +41,7 @@ WAYS = {
 """What the table calls it -> how it is done."""
 
 BASELINE = "late rows first"
+ACT_STEPS = 4  # control steps between decisions
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,7 @@ def measure(task: str, path: str, options: argparse.Namespace) -> Path:
     rows = []
     for latency in options.latencies:
         for name, way in WAYS.items():
-            played = play(
-                policy, env, replace(way, latency=latency, act_steps=options.act_steps), options.episodes
-            )
+            played = play(policy, env, replace(way, latency=latency, act_steps=ACT_STEPS), options.episodes)
             rows.append({"way": name, "latency": latency, **asdict(played)})
             share = 100 * float(np.mean(played.success))
             print(f"{task}: latency {latency}, {name}: {share:.0f} %", flush=True)
@@ -96,7 +96,7 @@ def measure(task: str, path: str, options: argparse.Namespace) -> Path:
         "task": task,
         "label": found.label,
         "policy": pages.describe(policy),
-        "act_steps": options.act_steps,
+        "act_steps": ACT_STEPS,
         "control_hz": env.spec.control_hz,
         "rows": rows,
     }
@@ -160,11 +160,7 @@ def _cell(success: np.ndarray, baseline: np.ndarray) -> str:
 
 def _draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw success against latency, one panel per task."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(found), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.6 * len(found), 3.4)
     axes = figure.subplots(1, len(found), squeeze=False)[0]
     for axis, one in zip(axes, found, strict=True):
         for number, way in enumerate(WAYS):
@@ -180,26 +176,19 @@ def _draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main() -> int:
+def main() -> None:
     """Measure what is asked for and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__)
     parser.add_argument("tasks", nargs="*", help="task=<policy>")
     parser.add_argument("--episodes", type=int, default=100)
-    parser.add_argument("--act-steps", type=int, default=4, help="control steps between decisions")
-    parser.add_argument(
-        "--latencies", type=lambda text: [int(n) for n in text.split(",")], default=[0, 1, 2, 4, 6]
-    )
-    parser.add_argument("--report", action="store_true", help="only write the page")
+    parser.add_argument("--latencies", type=numbers, default="0,1,2,4,6", help="control steps, by commas")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for text in () if options.report else options.tasks:
         task, _, path = text.partition("=")
         print(f"written: {measure(task, path, options)}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

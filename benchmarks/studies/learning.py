@@ -12,18 +12,14 @@ A policy that sees is evaluated with black frames and with those of another epis
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import sys
-from dataclasses import asdict
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import burnish
-from algos.training.provenance import describe_environment
 from benchmarks import pages
+from benchmarks.options import study_parser, words
 from benchmarks.studies import once
 from benchmarks.studies.definitions import STUDIES, Study
 from benchmarks.studies.learning_page import (
@@ -37,7 +33,14 @@ from benchmarks.studies.learning_page import (
     summary,
 )
 from benchmarks.studies.once import trained, with_own_episodes
-from benchmarks.studies.rows import EPISODES, busy, curve, describe_dataset, episode_columns
+from benchmarks.studies.rows import (
+    EPISODES,
+    beside_baseline,
+    busy,
+    curve,
+    describe_dataset,
+    episode_columns,
+)
 from benchmarks.studies.sight import FRAMES, Blindfolded
 from burnish.config.schema import compose_config
 from burnish.runs.locate import locate
@@ -49,7 +52,6 @@ from policies.denoising import DenoisingPolicy
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import WEIGHTS
 
-RESULTS = pages.RESULTS
 OWN_EPISODES = 600
 """Episodes of its base, from which a run of `FROM_EPISODES` learns: about 30,000 control steps on `avoid`."""
 FROM_EPISODES = ("recap",)
@@ -64,20 +66,24 @@ def run_one(
     name: str, algo: str, seed: int, *, dataset: str | None, init: str | None, root: Path, workers: int
 ) -> Path:
     """Clone, unless `init` is the clone, fine-tune and evaluate one seed; returns the JSON file."""
-    study, target = STUDIES[name], RESULTS / name / f"{algo}-seed{seed}.json"
-    place = root / name / f"{algo}-seed{seed}"
-    own = root / name / f"{study.bases.get(algo, algo).split()[0]}-seed{seed}"
-    base_path = own if init is None else Path(init)
+    study, target = STUDIES[name], pages.RESULTS / name / f"{algo}-seed{seed}.json"
     if target.exists():
-        return add_zero_start(target, place, base_path, workers)
-    if not study.bases:
-        led = starts(study, algo, seed, root / name) if algo in study.led else {}
-        found = _from_scratch(name, algo, seed, target, place, workers, **led)
-        return add_zero_start(found, place, base_path, workers)
-    demos = demonstrations(study, seed, dataset, root / name)
-    if algo not in study.bases:
-        return add_blindfolded(_from_scratch(name, algo, seed, target, place, workers, demos), place)
-    experiment = study.tuned[algo]
+        return target
+    place, experiment = root / name / f"{algo}-seed{seed}", study.tuned[algo]
+    content: dict[str, Any] = {"study": name, "algo": algo, "seed": seed, "experiment": experiment}
+    if algo in study.bases:
+        content |= _from_clone(study, algo, seed, place, dataset=dataset, init=init, workers=workers)
+    else:
+        content |= _from_scratch(study, algo, seed, place, dataset=dataset, workers=workers)
+    return pages.keep(name, target.stem, content | without_sight(place))
+
+
+def _from_clone(
+    study: Study, algo: str, seed: int, place: Path, *, dataset: str | None, init: str | None, workers: int
+) -> dict[str, Any]:
+    """Clone, unless `init` is the clone, and fine-tune; returns what both do."""
+    demos, experiment = demonstrations(study, seed, dataset, place.parent), study.tuned[algo]
+    base_path = Path(init) if init else place.parent / f"{study.bases[algo].split()[0]}-seed{seed}"
     wall: dict[str, float] = {}
     configuration: dict[str, Any] = {}
     if init is None:
@@ -92,28 +98,24 @@ def run_one(
     result = burnish.evaluate(
         tuned, baseline=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     )
-    assert result.baseline is not None and result.comparison is not None
-    content = {
-        "study": name, "algo": algo, "seed": seed, "experiment": experiment,
+    return {
+        **beside_baseline(result),
         "dataset": describe_dataset(demos), "given_clone": None if init is None else about_clone(base_path),
-        "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
-        "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
         "curve": list(curve(tuned.directory.metrics_path)) or collected(demos),
         "wall": wall | {"tune_s": busy(tuned.directory.metrics_path)},
         "configuration": configuration | {"tune": pages.configuration(tuned.directory)},
-        "environment": describe_environment() | {"num_workers": workers},
+        **from_zero({"zero_start": place, "zero_start_before": base_path}, workers),
     }  # fmt: skip
-    return add_zero_start(_written(target, content), place, base_path, workers)
 
 
-def starts(study: Study, algo: str, seed: int, place: Path) -> dict[str, Any]:
+def starts(study: Study, algo: str, seed: int, place: Path) -> tuple[Path, dict[str, str]]:
     """Return demonstrations of a seed and the overrides by which they, or a clone of them, lead episodes."""
     demos = demonstrations(study, seed, None, place)
     if not study.led[algo]:
-        return {"demos": demos, "data": {"start.dataset": str(demos)}}
+        return demos, {"start.dataset": str(demos)}
     guide, experiment = place / f"{study.led[algo]}-seed{seed}", recipe(study.led[algo])
     trained(guide, *experiment, dataset=str(demos), seed=seed)
-    return {"demos": demos, "data": {"start.guide": str(guide)}}
+    return demos, {"start.guide": str(guide)}
 
 
 def about_clone(path: Path) -> dict[str, Any]:
@@ -129,9 +131,9 @@ def demonstrations(study: Study, seed: int, dataset: str | None, root: Path) -> 
         return Path(dataset)
     if study.demonstrations is None:
         raise SystemExit(f"a study of {study.env} needs --dataset FILE")
-    path, first = root / f"demonstrations-seed{seed}.hdf5", once.first_seed(seed)
+    path = root / f"demonstrations-seed{seed}.hdf5"
     return once.demonstrations(
-        path, study.env, study.demonstrations, *study.options, first=first, noise=study.noise
+        path, study.env, study.demonstrations, *study.options, seed=seed, noise=study.noise
     )
 
 
@@ -168,82 +170,53 @@ def reads_data(algo: str, experiment: str) -> bool:
 
 
 def _from_scratch(
-    name: str,
-    algo: str,
-    seed: int,
-    target: Path,
-    place: Path,
-    workers: int,
-    demos: Path | None = None,
-    data: dict[str, str] | None = None,
-) -> Path:
-    """Train from the reward, and demonstrations where there are any; there is no policy to compare with.
-
-    `data` are the overrides that give the demonstrations; by default they are the dataset.
-    """
-    experiment = STUDIES[name].tuned[algo]
-    if data is None:
-        data = {} if demos is None else {"dataset": str(demos)}
-    run = trained(place, *recipe(experiment), seed=seed, **data)  # with the processes of the experiment
+    study: Study, algo: str, seed: int, place: Path, *, dataset: str | None, workers: int
+) -> dict[str, Any]:
+    """Train from the reward, and demonstrations where there are any; there is no policy to compare with."""
+    demos: Path | None = None
+    data: dict[str, Any] = {}
+    if algo in study.led:
+        demos, data = starts(study, algo, seed, place.parent)
+    elif study.bases:
+        demos = demonstrations(study, seed, dataset, place.parent)
+        data = {"dataset": str(demos)}
+    run = trained(
+        place, *recipe(study.tuned[algo]), seed=seed, **data
+    )  # with the processes of the experiment
     result = burnish.evaluate(run, episodes=EPISODES, num_workers=workers, out=str(place / "eval.json"))
-    content = {
-        "study": name, "algo": algo, "seed": seed, "experiment": experiment,
+    return {
         "dataset": None if demos is None else describe_dataset(demos),
         "after": episode_columns(result.evaluation), "protocol": result.evaluation.protocol,
         "curve": list(curve(run.directory.metrics_path)),
         "wall": {"tune_s": busy(run.directory.metrics_path)},
         "configuration": {"tune": pages.configuration(run.directory)},
-        "environment": describe_environment() | {"num_workers": workers},
+        **from_zero({"zero_start": place}, workers),
     }  # fmt: skip
-    return _written(target, content)
 
 
-def _written(target: Path, content: dict[str, Any]) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
-    return target
+def without_sight(place: Path) -> dict[str, Any]:
+    """Return the episodes of a policy that sees, with other frames; nothing of one that does not."""
+    policy = burnish.load_policy(place / "checkpoints" / "last" / "policy")
+    if not policy.images:
+        return {}
+    task, settings = task_of(locate(str(place))), EvaluationSettings(episodes=EPISODES)
+    found = {frames: evaluate(Blindfolded(policy, frames), task, settings) for frames in FRAMES}
+    return {"blindfolded": {frames: episode_columns(one) for frames, one in found.items()}}
 
 
-def add_zero_start(target: Path, place: Path, base: Path, workers: int) -> Path:
-    """Evaluate a tuned policy and its base from zero instead of noise, where nothing else is random in them.
-
-    Left out if the numbers are there, or the policy is not.
-    """
-    content = json.loads(target.read_text())
-    for key, run in (("zero_start", place), ("zero_start_before", base)):
-        if key == "zero_start_before" and base == place:  # trained from scratch
+def from_zero(runs: dict[str, Path], workers: int) -> dict[str, dict[str, list[float]]]:
+    """Return the episodes of runs that start from zero instead of noise, up to one with other randomness."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for key, run in runs.items():
+        if (episodes := _from_zero(run, workers)) is None:
             break
-        if key not in content and (found := from_zero(run, workers)) is not None:
-            content[key] = found
-            target.write_text(json.dumps(content) + "\n")
-        if "zero_start" not in content:
-            break
-    return add_blindfolded(target, place)
-
-
-def add_blindfolded(target: Path, place: Path) -> Path:
-    """Evaluate a tuned policy that sees with other frames, unless its numbers are there."""
-    content = json.loads(target.read_text())
-    weights = place / "checkpoints" / "last" / "policy"
-    if "blindfolded" in content or not weights.exists():
-        return target
-    policy = burnish.load_policy(weights)
-    if policy.images:
-        task = task_of(locate(str(place)))
-        content["blindfolded"] = {
-            frames: episode_columns(
-                evaluate(Blindfolded(policy, frames), task, EvaluationSettings(episodes=EPISODES))
-            )
-            for frames in FRAMES
-        }
-        target.write_text(json.dumps(content) + "\n")
-    return target
+        found[key] = episodes
+    return found
 
 
 @cache
-def from_zero(run: Path, workers: int) -> dict[str, list[float]] | None:
-    """Return the per-episode numbers of a policy that starts from zero; None where that is not all."""
-    if not (run / "checkpoints" / "last").exists():
+def _from_zero(run: Path, workers: int) -> dict[str, list[float]] | None:
+    if not (run / "checkpoints" / "last").exists():  # a policy directory, given as the clone
         return None
     policy = burnish.load_policy(run / "checkpoints" / "last" / "policy")
     if not (isinstance(policy, DenoisingPolicy) and policy.is_deterministic):
@@ -255,41 +228,23 @@ def from_zero(run: Path, workers: int) -> dict[str, list[float]] | None:
 # -- commands -------------------------------------------------------------------------------------------
 
 
-def main() -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__, seeds="0,1,2", root="runs/study", workers=2)
     parser.add_argument("study", choices=list(STUDIES))
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--algos", default="dppo,ppo")
+    parser.add_argument("--algos", type=words, default="dppo,ppo")
     parser.add_argument("--dataset", help="a file of demonstrations, instead of those of each seed")
     parser.add_argument(
         "--init", help="a policy directory that every seed fine-tunes, instead of its own clone"
     )
-    parser.add_argument("--root", type=Path, default=Path("runs/study"))
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--report", action="store_true", help="only write the report of what is there")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    if not options.report:
-        for algo in options.algos.split(","):
-            for seed in map(int, options.seeds.split(",")):
-                path = run_one(
-                    options.study,
-                    algo,
-                    seed,
-                    dataset=options.dataset,
-                    init=options.init,
-                    root=options.root,
-                    workers=options.workers,
-                )
-                print(f"written: {path}", flush=True)
+    given = {name: getattr(options, name) for name in ("dataset", "init", "root", "workers")}
+    for algo, seed in () if options.report else product(options.algos, options.seeds):
+        print(f"written: {run_one(options.study, algo, seed, **given)}", flush=True)
     print(f"written: {report(options.study)}")
     pages.replace_block(SUMMARY, BLOCK, summary())
     pages.replace_block(CRITICS_PAGE, CRITICS_BLOCK, critics())
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

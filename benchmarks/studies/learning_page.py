@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from benchmarks.studies.definitions import STUDIES, Study
 from benchmarks.studies.milestones import milestones
 from benchmarks.studies.rows import EPISODES
 from benchmarks.studies.sight import FRAMES
+from burnish.reports.figures import new_figure
 from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference, success_rate
 
-RESULTS = pages.RESULTS
 SUMMARY, BLOCK = "docs/results.md", "learning"
 SUMMARISED = {
     "hopper": "Hopper-v5, return, cloned from medium data",
@@ -52,11 +52,8 @@ CRITICS = {
 
 def load(name: str) -> dict[str, list[dict[str, Any]]]:
     """Return the results of a study by algorithm, seeds in order."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted((RESULTS / name).glob("*-seed*.json")):
-        content = json.loads(path.read_text())
-        found.setdefault(content["algo"], []).append(content)
-    return found
+    paths = sorted((pages.RESULTS / name).glob("*-seed*.json"))
+    return pages.grouped((json.loads(path.read_text()) for path in paths), lambda run: run["algo"])
 
 
 def report(name: str) -> Path:
@@ -77,33 +74,27 @@ def report(name: str) -> Path:
         _data(study, found),
         "",
         *((study.remark, "") if study.remark else ()),
-        f"| algorithm | seed | {study.quantity} before | after | after − before | from zero | env steps "
-        "| wall, tuning |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    for algo, runs in found.items():
-        lines += [_row(study, algo, content) for content in runs]
-        lines.append(_pooled(study, algo, runs))
+    columns = ("algorithm", "seed", f"{study.quantity} before", "after", "after − before", "from zero")
+    lines += pages.table((*columns, "env steps", "wall, tuning"), ())
+    lines += [line for algo, runs in found.items() for line in _rows(study, algo, runs)]
     lines += ["", f"![learning curves]({name}.png)", "", *milestones(study.levels, study.quantity, found), ""]
     lines += _blindfolded(study, found)
     lines += _modes(found)
-    first = next(iter(found.values()))[0]["environment"]
-    packages = ", ".join(f"{p} {first['packages'][p]}" for p in ("torch", "mujoco", "gymnasium"))
     everything = [content for runs in found.values() for content in runs]
-    lines += [
-        f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits "
+    packages = pages.versions(everything[0], ("torch", "mujoco", "gymnasium"))
+    lines.append(
+        f"Measured on {everything[0]['environment']['cpu_count']} shared CPU cores; {packages}; commits "
         f"{pages.commits(everything)}. The episodes of every run are in `{name}/`."
-        f"{pages.about_commits(everything)}",
-    ]
+        f"{pages.about_commits(everything)}"
+    )
     draw(name, found)
-    path = RESULTS / f"{name}.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return pages.write(name, lines)
 
 
 def summary() -> list[str]:
     """Return the table of docs/results.md: methods of several studies that have three seeds."""
-    lines = ["| task | algorithm | before | after | environment steps |", "|---|---|---|---|---|"]
+    cells = []
     for name, task in SUMMARISED.items():
         study, rows = STUDIES[name], load(name)
         shown = [algo for algo in METHODS if len(rows.get(algo, ())) >= 3]
@@ -115,9 +106,8 @@ def summary() -> list[str]:
                 for when in ("before", "after")
             )
             steps = np.mean([row["curve"][-1]["step"] for row in rows[algo]]) / 1e6
-            cells = (task if algo == shown[0] else "", METHODS[algo], before, after, f"{steps:.2f} M")
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            cells.append((task if algo == shown[0] else "", METHODS[algo], before, after, f"{steps:.2f} M"))
+    return pages.table(("task", "algorithm", "before", "after", "environment steps"), cells)
 
 
 def critics() -> list[str]:
@@ -182,27 +172,32 @@ def _interval(study: Study, values: np.ndarray) -> str:
     """Write what values (S, E) or (E,) say, with the interval."""
     if study.quantity == "success":
         return pages.percent(success_rate(values))
-    i = bootstrap_mean(values)
-    return f"{i.value:.0f} ({i.low:.0f}–{i.high:.0f})"
+    return pages.estimate(bootstrap_mean(values), ".0f", to="–")
 
 
 def _change(study: Study, difference: Interval) -> str:
     """Write a paired difference, with the interval."""
-    scale = 100 if study.quantity == "success" else 1
-    value, low, high = (scale * x for x in (difference.value, difference.low, difference.high))
-    return f"{value:+.0f} ({low:+.0f} to {high:+.0f})"
+    return pages.estimate(difference, "+.0f", scale=100 if study.quantity == "success" else 1)
 
 
-def _row(study: Study, algo: str, content: dict[str, Any]) -> str:
-    before, change = "", ""
-    if "before" in content:
-        before = _interval(study, np.array(content["before"][study.quantity]))
-        change = _change(study, Interval(**content["difference"]["difference"]))
-    after = np.array(content["after"][study.quantity])
-    steps, wall = content["curve"][-1]["step"], content["wall"]["tune_s"] / 60
-    zero = _zero(study, [content])
-    cells = (algo, content["seed"], before, _interval(study, after), change, zero)
-    return "| " + " | ".join(map(str, cells)) + f" | {steps:,} | {wall:.1f} min |"
+def _rows(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a table: of every seed, and of all of them."""
+    quantity = study.quantity
+    for run in runs:
+        before, change = "", ""
+        if "before" in run:
+            before = _interval(study, np.array(run["before"][quantity]))
+            change = _change(study, Interval(**run["difference"]["difference"]))
+        after, zero = _interval(study, np.array(run["after"][quantity])), _zero(study, [run])
+        steps, wall = run["curve"][-1]["step"], run["wall"]["tune_s"] / 60
+        cells = f"{algo} | {run['seed']} | {before} | {after} | {change} | {zero}"
+        yield f"| {cells} | {steps:,} | {wall:.1f} min |"
+    every, first, change = np.array([run["after"][quantity] for run in runs]), "", ""
+    if all("before" in run for run in runs):
+        clones = np.array([run["before"][quantity] for run in runs])
+        first, change = f"**{_interval(study, clones)}**", _change(study, paired_difference(clones, every))
+    after, zero = _interval(study, every), _zero(study, runs)
+    yield f"| **{algo}** | **all** | {first} | **{after}** | {change} | {zero} | | |"
 
 
 def _zero(study: Study, runs: Sequence[dict[str, Any]]) -> str:
@@ -210,19 +205,6 @@ def _zero(study: Study, runs: Sequence[dict[str, Any]]) -> str:
     known = [key for key in ("zero_start_before", "zero_start") if all(key in content for content in runs)]
     values = ([content[key][study.quantity] for content in runs] for key in known)
     return " → ".join(_interval(study, np.array(one)) for one in values)
-
-
-def _pooled(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> str:
-    after = np.array([c["after"][study.quantity] for c in runs])
-    first, change = "", ""
-    if all("before" in content for content in runs):
-        before = np.array([c["before"][study.quantity] for c in runs])
-        first = f"**{_interval(study, before)}**"
-        change = _change(study, paired_difference(before, after))
-    return (
-        f"| **{algo}** | **all** | {first} | **{_interval(study, after)}** | {change} | "
-        f"{_zero(study, runs)} | | |"
-    )
 
 
 def _blindfolded(study: Study, found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -262,13 +244,9 @@ def _modes(found: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     """Draw training curves, thin per seed and thick for the mean."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import TABLEAU_COLORS
-    from matplotlib.figure import Figure
 
-    study = STUDIES[name]
-    figure = Figure(figsize=(8.0, max(3.8, 0.24 * len(found))), layout="constrained")
-    FigureCanvasAgg(figure)
+    study, figure = STUDIES[name], new_figure(8.0, max(3.8, 0.24 * len(found)))
     axes = figure.add_subplot()
     budgets = [content["curve"][-1]["step"] for runs in found.values() for content in runs]
     if max(budgets) > 5 * min(budgets):
@@ -287,4 +265,4 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     axes.set_title(f"{name}: with exploration noise, mean of {'–'.join(map(str, sorted(seeds)))} seeds")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")
-    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+    figure.savefig(pages.RESULTS / f"{name}.png", dpi=120)

@@ -12,16 +12,15 @@ again.
 
 from __future__ import annotations
 
-import argparse
-import logging
-import sys
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies import once
 from benchmarks.studies.offline_data import PLAIN
 from benchmarks.studies.rows import busy, describe_dataset, episode_columns
@@ -82,7 +81,7 @@ def dataset_of(data: str, given: str | None, root: Path) -> Path:
         return Path(given)
     if data != DATA[data]:
         raise SystemExit(f"{data} needs --dataset FILE")
-    return once.demonstrations(root / f"{data}.hdf5", data, RECORDED, first=once.first_seed(0), noise=NOISE)
+    return once.demonstrations(root / f"{data}.hdf5", data, RECORDED, seed=0, noise=NOISE)
 
 
 def run_one(data: str, clone: str, seed: int, *, dataset: Path, root: Path) -> Path:
@@ -160,14 +159,16 @@ def rows_of(runs: list[dict[str, Any]]) -> Iterator[list[str]]:
         alike = [run for run in runs if run["clone"] == clone]
         for title in setting.acting if alike else ():
             returns = np.array([run["acting"][title]["episodes"]["return"] for run in alike])
-            cells = [_cell(bootstrap_mean(returns), ".0f")]
-            cells.append(_cell(bootstrap_mean(np.array([scores(run, title) for run in alike])), ".1f"))
+            rated = np.array([scores(run, title) for run in alike])
+            cells = (
+                pages.estimate(bootstrap_mean(x), form) for x, form in ((returns, ".0f"), (rated, ".1f"))
+            )
             paired = [run for run in alike if run["seed"] in default]
             against = "–"
             if paired and (clone, title) != (DEFAULT, AS_IS):
                 before = np.array([default[run["seed"]] for run in paired])
                 after = np.array([scores(run, title) for run in paired])
-                against = _cell(paired_difference(before, after), "+.1f")
+                against = pages.estimate(paired_difference(before, after), "+.1f")
             yield [clone, title, f"{len(alike)}", *cells, against]
 
 
@@ -182,35 +183,21 @@ def _scores(returns: Any, reference: tuple[float, float]) -> np.ndarray:
     return 100.0 * (np.asarray(returns) - random) / (expert - random)
 
 
-def _cell(interval: Any, form: str) -> str:
-    value, low, high = (format(x, form) for x in (interval.value, interval.low, interval.high))
-    return f"{value} ({low} to {high})"
-
-
-def main() -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__, seeds="0,1", root="runs/locomotion")
     parser.add_argument("data", nargs="?", choices=list(DATA))
     parser.add_argument("--dataset", help="file of a dataset that cannot be recorded")
-    parser.add_argument("--clones", default=";".join(CLONES), help="separated by ;")
-    parser.add_argument("--seeds", default="0,1")
-    parser.add_argument("--root", type=Path, default=Path("runs/locomotion"))
-    parser.add_argument("--report", action="store_true", help="only write the page of what is there")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if not options.report:
         if options.data is None:
             parser.error(f"name the data: {', '.join(DATA)}")
         dataset = dataset_of(options.data, options.dataset, options.root)
-        for clone in options.clones.split(";"):
-            for seed in map(int, options.seeds.split(",")):
-                path = run_one(options.data, clone, seed, dataset=dataset, root=options.root)
-                print(f"written: {path}", flush=True)
+        for clone, seed in product(CLONES, options.seeds):
+            path = run_one(options.data, clone, seed, dataset=dataset, root=options.root)
+            print(f"written: {path}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,11 +11,9 @@ made of them. The last checkpoint is evaluated, on the same episodes as its clon
 
 from __future__ import annotations
 
-import argparse
-import logging
-import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,9 @@ import numpy as np
 
 import burnish
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies import once
-from benchmarks.studies.rows import busy, curve, describe_dataset, episode_columns
+from benchmarks.studies.rows import beside_baseline, busy, curve, describe_dataset
 from burnish.api import Run
 from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference
 
@@ -70,12 +69,9 @@ def run_one(name: str, seed: int, *, dataset: str | None, root: Path, workers: i
     result = burnish.evaluate(
         tuned, baseline=str(place / "clone"), episodes=EPISODES, num_workers=workers, out=out
     )
-    assert result.baseline is not None and result.comparison is not None
     content = {
         "study": PAGE, "task": name, "algo": task.algo, "seed": seed, "experiment": "auto",
-        "dataset": describe_dataset(demos),
-        "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
-        "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
+        "dataset": describe_dataset(demos), **beside_baseline(result),
         "curve": list(curve(tuned.directory.metrics_path)),
         "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},
         "configuration": {
@@ -99,9 +95,7 @@ def recorded(task: Task, seed: int, place: Path, processes: Mapping[str, Any]) -
     path, first = place / "demonstrations.hdf5", once.first_seed(seed)
     if task.expert_steps is None:
         name, *options = task.env
-        return once.demonstrations(
-            path, name.removeprefix("env="), task.demonstrations, *options, first=first
-        )
+        return once.demonstrations(path, name.removeprefix("env="), task.demonstrations, *options, seed=seed)
     if not path.exists():
         steps = f"algo.env_steps={task.expert_steps}"
         trained(place / "expert", *task.env, AUTO, "algo=ppo", steps, seed=seed, **processes)
@@ -152,45 +146,31 @@ def row(name: str, runs: list[Any], seed: str) -> list[str]:
         difference = Interval(**first["difference"]["difference"])
     else:
         difference = paired_difference(before, after)
-    scale, unit = (100, "") if task.quantity == "success" else (1, "return ")
-    digits = 0 if scale == 100 else 1
-    value, low, high = (scale * x for x in (difference.value, difference.low, difference.high))
-    change = f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    is_rate = task.quantity == "success"
+    change = pages.points(difference) if is_rate else pages.estimate(difference, "+.1f")
     spent = ("", "")
     if len(runs) == 1:
         spent = f"{first['curve'][-1]['step']:,}", f"{sum(first['wall'].values()) / 60:.0f} min"
-    shown = (unit + quantity(task, values) for values in (before, after))
+    shown = (
+        pages.success(values) if is_rate else f"return {pages.estimate(bootstrap_mean(values), '.1f')}"
+        for values in (before, after)
+    )
     return [name, f"{first['dataset']['episodes']}", first["algo"], seed, *shown, change, *spent]
 
 
-def quantity(task: Task, values: Any) -> str:
-    """Write what values (S, E) say, with the interval."""
-    if task.quantity == "success":
-        return pages.success(values)
-    mean = bootstrap_mean(values)
-    return f"{mean.value:.1f} ({mean.low:.1f} to {mean.high:.1f})"
-
-
-def main(arguments: Iterable[str] | None = None) -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = study_parser(__doc__, seeds="0", root="runs/new_tasks", workers=2)
     parser.add_argument("tasks", nargs="*", help=", ".join(TASKS))
-    parser.add_argument("--seeds", default="0")
     parser.add_argument("--dataset", help="demonstrations of a task without an expert")
-    parser.add_argument("--root", type=Path, default=Path("runs/new_tasks"))
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--report", action="store_true", help="write the page from what is there")
-    options = parser.parse_args(None if arguments is None else list(arguments))
+    options = parser.parse_args()
     if unknown := set(options.tasks) - set(TASKS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}.")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    for seed in map(int, options.seeds.split(",")):
-        for name in [] if options.report else options.tasks:
-            path = run_one(name, seed, dataset=options.dataset, root=options.root, workers=options.workers)
-            print(f"written: {path}", flush=True)
+    for seed, name in () if options.report else product(options.seeds, options.tasks):
+        path = run_one(name, seed, dataset=options.dataset, root=options.root, workers=options.workers)
+        print(f"written: {path}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

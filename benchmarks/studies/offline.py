@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import logging
-import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +35,10 @@ import torch
 import burnish
 import burnish.api
 from algos.training.metrics import read_jsonl
-from algos.training.provenance import describe_environment
 from algos.training.resume_checks import digest_of
 from benchmarks import pages
-from benchmarks.studies.offline_data import (
-    BASES,
-    DATA,
-    RATED,
-    dataset_of,
-    settings_of,
-)
+from benchmarks.options import study_parser, words
+from benchmarks.studies.offline_data import BASES, DATA, RATED, dataset_of, settings_of
 from benchmarks.studies.offline_page import report
 from benchmarks.studies.once import trained
 from benchmarks.studies.rows import EPISODES, busy, describe_dataset, episode_columns
@@ -60,12 +52,13 @@ from policies.registry import lookup
 from policies.threads import torch_threads
 from policies.wrappers.score_correction import Perturbation
 
-FOLDER = pages.RESULTS / "offline"
+PAGE = "offline"
+STD, CORRECTION_STEPS = 0.3, 10_000  # of the noise on perturbed actions, and of `algo=cdsa`
 
 
 def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Path:
     """Train and evaluate one seed; returns the JSON file."""
-    target = FOLDER / f"{name}-{algo}-seed{seed}.json"
+    target = pages.RESULTS / PAGE / f"{name}-{algo}-seed{seed}.json"
     if target.exists():
         return target
     task, file = DATA[name].task, dataset_of(name, options.dataset, options.root)
@@ -84,28 +77,26 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
         run = trained(place, *settings, episodes=10, **values)
         actor = _policy(place, "last")
         corrected = correction_of(folder, seed, actor)
-        steps = f"algo.steps={options.cdsa_steps}"
+        steps = f"algo.steps={CORRECTION_STEPS}"
         wished = {**values, "init": str(place)}  # whichever actor came first
         trained(corrected, "algo=cdsa", f"env={task}", steps, indifferent=["init"], **wished)
-        policies = variants(actor, _policy(corrected, "last"), options.std)
+        policies = variants(actor, _policy(corrected, "last"), STD)
     judged = best_evaluation(run.directory)
     step = None if judged is None else judged.best.step
     if step is not None and step != run.directory.latest():
         policies["best"] = _policy(place, str(step))
     found = played(task, policies, options)
     content = {
-        "data": name, "algo": algo, "seed": seed, "steps": run.directory.latest(), "std": options.std,
-        "settings": settings, "cdsa_steps": options.cdsa_steps, "dataset": describe_dataset(file),
+        "data": name, "algo": algo, "seed": seed, "steps": run.directory.latest(), "std": STD,
+        "settings": settings, "cdsa_steps": CORRECTION_STEPS, "dataset": describe_dataset(file),
         "gate_quantile": policies["corrected"].wrapper.gate_quantile if "corrected" in policies else None,
         "actions_per_s": {key: action_rate(one) for key, one in policies.items()},
         "evaluations": {key: episode_columns(one) for key, one in found.items()},
         "best_step": step, "protocol": found["last"].protocol,
         "curve": list(curve(run.directory.metrics_path)), "wall_s": busy(run.directory.metrics_path),
-        "configuration": pages.configuration(run.directory), "environment": describe_environment(),
+        "configuration": pages.configuration(run.directory),
     }  # fmt: skip
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
-    return target
+    return pages.keep(PAGE, target.stem, content)
 
 
 def action_rate(policy: Policy) -> float:
@@ -144,17 +135,10 @@ def variants(last: Policy, corrected: Any, std: float) -> dict[str, Policy]:
 
 def played(task: str, policies: dict[str, Policy], options: argparse.Namespace) -> dict[str, Evaluation]:
     """Play the same episodes with every policy."""
-    env, noise = lookup("env", task)(), "random"
-    if isinstance(policies["last"], GaussianPolicy):
-        noise = "zero"
+    env, noise = lookup("env", task)(), "zero" if isinstance(policies["last"], GaussianPolicy) else "random"
+    settings = EvaluationSettings(episodes=options.episodes, sampling_noise=noise)
     return {
-        key: evaluate(
-            policy,
-            env,
-            EvaluationSettings(episodes=options.episodes, sampling_noise=noise),
-            num_workers=options.workers,
-        )
-        for key, policy in policies.items()
+        key: evaluate(policy, env, settings, num_workers=options.workers) for key, policy in policies.items()
     }
 
 
@@ -191,37 +175,25 @@ def discounts(file: str) -> list[str]:
 # -- commands -------------------------------------------------------------------------------------------
 
 
-def main() -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__, seeds="0", root="runs/offline", workers=0)
     parser.add_argument("data", choices=list(DATA))
     parser.add_argument("--dataset")
-    parser.add_argument("--algos", default="bc,td3_bc,iql,prdc,a2pr")
-    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--algos", type=words, default="bc,td3_bc,iql,prdc,a2pr")
     parser.add_argument("--steps", type=int, help="gradient steps; 100,000 where nothing is tuned")
     parser.add_argument("--autocast", choices=["bfloat16"], help="number type of the algorithms' products")
     parser.add_argument("--set", nargs="*", default=[], help="more overrides of the algorithms, written down")
-    parser.add_argument("--cdsa-steps", type=int, default=10_000)
     parser.add_argument("--episodes", type=int, default=EPISODES)
-    parser.add_argument("--std", type=float, default=0.3, help="of the noise on perturbed actions")
-    parser.add_argument("--root", type=Path, default=Path("runs/offline"))
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--report", action="store_true", help="only write the report of what is there")
     parser.add_argument("--discounts", action="store_true", help="only print what discounts tell of the data")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if options.discounts:
         print("\n".join(discounts(str(dataset_of(options.data, options.dataset, options.root)))))
-        return 0
-    if not options.report:
-        for algo in options.algos.split(","):
-            for seed in map(int, options.seeds.split(",")):
-                print(f"written: {run_one(options.data, algo, seed, options)}", flush=True)
+        return
+    for algo, seed in () if options.report else product(options.algos, options.seeds):
+        print(f"written: {run_one(options.data, algo, seed, options)}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.studies.offline_data import DATA, experiment_of
+from burnish.reports.figures import new_figure
 from envs.evaluation.comparison import FEWEST_EPISODES
 from envs.evaluation.intervals import (
     RISK_SHARE,
@@ -22,18 +23,14 @@ from envs.evaluation.intervals import (
     value_at_risk,
 )
 
-RESULTS = pages.RESULTS
-FOLDER = RESULTS / "offline"
+PAGE = "offline"
 
 
 def load(name: str) -> dict[str, list[dict[str, Any]]]:
     """Return the results on a dataset by algorithm, seeds in order."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(FOLDER.glob(f"{name}-*-seed*.json")):
-        content = json.loads(path.read_text())
-        if content["data"] == name:
-            found.setdefault(content["algo"], []).append(content)
-    return found
+    paths = sorted((pages.RESULTS / PAGE).glob(f"{name}-*-seed*.json"))
+    runs = (json.loads(path.read_text()) for path in paths)
+    return pages.grouped((run for run in runs if run["data"] == name), lambda run: run["algo"])
 
 
 def scores(runs: Sequence[dict[str, Any]], variant: str) -> np.ndarray | None:
@@ -51,11 +48,6 @@ def scores(runs: Sequence[dict[str, Any]], variant: str) -> np.ndarray | None:
     return 100.0 * (returns - random) / (expert - random)
 
 
-def _cell(interval: Interval, sign: str = "") -> str:
-    value, low, high = (format(x, f"{sign}z.1f") for x in (interval.value, interval.low, interval.high))
-    return f"{value} ({low} to {high})"
-
-
 VARIANTS = ("cloned", "last", "best", "corrected", "perturbed", "perturbed, corrected")
 
 
@@ -66,8 +58,8 @@ def rows_of(algo: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
         if found is None:
             continue
         judged = (
-            _cell(bootstrap_iqm(found)),
-            _cell(conditional_value_at_risk(found)),
+            pages.estimate(bootstrap_iqm(found), "z.1f"),
+            pages.estimate(conditional_value_at_risk(found), "z.1f"),
             f"{value_at_risk(found.flatten()):.1f}",
         )
         cells = (algo, variant, len(runs), f"{runs[0]['steps']:,}", *judged)
@@ -106,7 +98,7 @@ def _difference(
     if one is None or other is None or one.shape != other.shape:
         return
     interval = paired_difference(other, one)
-    cells = (": ".join(after), ": ".join(before), len(common), _cell(interval, "+"))
+    cells = (": ".join(after), ": ".join(before), len(common), pages.estimate(interval, "+z.1f"))
     yield f"| {' | '.join(map(str, cells))} | {_verdict(interval, one.size)} |"
 
 
@@ -124,11 +116,10 @@ def report() -> Path:
     lines = [
         "# Offline learning", "",
         "`python -m benchmarks.studies.offline <data> --dataset FILE`: the experiment of the data, or else "
-        "of "
-        "the task, `<task>_<algorithm>`; D4RL scores (0 random, 100 expert) with 95 % intervals over seeds "
-        "and episodes, the mean of the worst tenth of all episodes (CVaR), and the best score among that "
-        f"tenth (VaR); α = {RISK_SHARE:g} of both. *Best* is the checkpoint that evaluated best on the way, "
-        "left out where that is the last of every seed; choosing it needs the simulator. *Corrected*: "
+        "of the task, `<task>_<algorithm>`; D4RL scores (0 random, 100 expert) with 95 % intervals over "
+        "seeds and episodes, the mean of the worst tenth of all episodes (CVaR), and the best score among "
+        f"that tenth (VaR); α = {RISK_SHARE:g} of both. *Best* is the checkpoint that evaluated best on the "
+        "way, left out where that is the last of every seed; choosing it needs the simulator. *Corrected*: "
         "`algo=cdsa` on top. *Perturbed*: normal noise on the actions, before anything corrects them. "
         "`flow+iql` and its like: a cloned policy (*cloned*), tuned by `<task>_iql_tuning`. `@return`, "
         "`@advantage`: rows drawn by `curation.weighting`; `@top`: the tenth of the episodes that has the "
@@ -140,9 +131,7 @@ def report() -> Path:
     for name in DATA:
         if found := load(name):
             lines += section(name, found)
-    path = RESULTS / "offline.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return pages.write(PAGE, lines)
 
 
 def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -157,19 +146,19 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
         f"`{data['name']}`: {data['episodes']} episodes, {data['steps']:,} steps, mean return "
         f"{data['mean_return']:.0f}; SHA-256 `{data['sha256']}`. {episodes} episodes per seed{about}.",
         "",
-        "| algorithm | checkpoint | seeds | gradient steps | score | worst tenth | VaR |",
-        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
+    columns = ("algorithm", "checkpoint", "seeds", "gradient steps", "score", "worst tenth", "VaR")
+    lines += pages.table(columns, ())
     for algo, runs in found.items():
         lines += rows_of(algo, runs)
     if compared := list(differences(found)):
-        columns = ("score of", "against", "seeds", "paired difference", "in words")
-        lines += ["", *pages.table(columns, ()), *compared]
+        head = ("score of", "against", "seeds", "paired difference", "in words")
+        lines += ["", *pages.table(head, ()), *compared]
     lines += asked_for(found) + by_others(name, found) + gates(found) + rates(found)
-    commits = pages.commits(run for runs in found.values() for run in runs)
     draw(name, found)
+    everything = [run for runs in found.values() for run in runs]
+    commits, about = pages.commits(everything), pages.about_commits(everything)
     picture = f"![evaluations on the way](offline-{name}.png)"
-    about = pages.about_commits(run for runs in found.values() for run in runs)
     return [*lines, "", picture, "", f"Commits {commits}; the episodes are in `offline/`.{about}"]
 
 
@@ -236,15 +225,12 @@ def _code(overrides: set[str]) -> str:
 
 def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     """Draw the evaluations on the way, one line per seed; tuned clones, which take few steps, apart."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import TABLEAU_COLORS
-    from matplotlib.figure import Figure
 
     tuned = {algo: runs for algo, runs in found.items() if "+" in algo}
     fresh = {algo: runs for algo, runs in found.items() if algo not in tuned}
     panels = [(title, runs) for title, runs in ((name, fresh), (f"{name}: tuned clones", tuned)) if runs]
-    figure = Figure(figsize=(8.0, 3.8 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.0, 3.8 * len(panels))
     for axes, (title, shown) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         for color, (algo, runs) in zip(cycle(TABLEAU_COLORS), shown.items(), strict=False):
             for index, run in enumerate(runs):
@@ -256,4 +242,4 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
         axes.set_title(title)
         axes.grid(alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(RESULTS / f"offline-{name}.png", dpi=120)
+    figure.savefig(pages.RESULTS / f"offline-{name}.png", dpi=120)

@@ -31,7 +31,7 @@ def first_seed(seed: int) -> int:
 
 
 def demonstrations(
-    path: Path, env: str, episodes: int, *options: str, first: int, noise: float | None = None
+    path: Path, env: str, episodes: int, *options: str, seed: int, noise: float | None = None
 ) -> Path:
     """Record a file of demonstrations, unless it is there; returns it.
 
@@ -40,12 +40,13 @@ def demonstrations(
         env: Task with an expert.
         episodes: How many.
         options: Overrides of the task.
-        first: Seed of the first attempt.
+        seed: Whose first episode is the first attempt.
         noise: Of the expert; None: as the task has it.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        burnish.collect(*options, env=env, episodes=episodes, first_seed=first, noise=noise, out=str(path))
+        values: dict[str, Any] = {"first_seed": first_seed(seed), "noise": noise, "out": str(path)}
+        burnish.collect(*options, env=env, episodes=episodes, **values)
     return path
 
 

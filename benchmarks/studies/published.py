@@ -9,15 +9,13 @@ and of `learning`.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies.learning_page import load
 
 PAGE = "published"
@@ -112,14 +110,11 @@ def cells(name: str, tasks: Successes) -> list[str]:
     return shown
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--report", action="store_true", help="what this does in any case")
-    parser.parse_args(None if arguments is None else list(arguments))
+def main() -> None:
+    """Write the page; there is nothing to measure."""
+    study_parser(__doc__).parse_args()
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from algos.training.metrics import read_jsonl
+from burnish.commands.evaluate import Result
 from envs.datasets import read_dataset
 
 EPISODES = 100
@@ -36,6 +38,17 @@ def episode_columns(evaluation: Any) -> dict[str, list[float]]:
     """Return the per-episode numbers by name."""
     names = ["return", "success", "length", *evaluation.rows[0].metrics]
     return {name: [round(float(v), 6) for v in evaluation.values(name)] for name in names}
+
+
+def beside_baseline(result: Result) -> dict[str, Any]:
+    """Return the episodes of a policy and of its baseline, their difference, and how both were played."""
+    assert result.baseline is not None and result.comparison is not None
+    return {
+        "before": episode_columns(result.baseline),
+        "after": episode_columns(result.evaluation),
+        "difference": asdict(result.comparison),
+        "protocol": result.evaluation.protocol,
+    }
 
 
 def curve(path: Path) -> Iterator[dict[str, float]]:

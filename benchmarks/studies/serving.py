@@ -11,14 +11,13 @@ them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ import numpy as np
 import zmq
 
 from benchmarks import pages
+from benchmarks.options import study_parser
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.policy import PolicyConfig
@@ -131,14 +131,18 @@ def closed_loop(endpoint: str, count: int, seconds: float) -> dict[str, float]:
                     sizes.append(answer["batch"])
                 by_socket[socket].send()
         elapsed = time.perf_counter() - start
-    p50, p99 = 1e3 * np.quantile(latencies, (0.5, 0.99))
     return {
         "robots": count,
         "requests_per_s": len(latencies) / elapsed,
-        "p50_ms": float(p50),
-        "p99_ms": float(p99),
+        **quantiles(latencies),
         "mean_batch": float(np.mean(sizes)),
     }
+
+
+def quantiles(latencies: Sequence[float]) -> dict[str, float]:
+    """Return the median and the 99th percentile of latencies [s] in ms."""
+    p50, p99 = 1e3 * np.quantile(latencies, (0.5, 0.99)) if latencies else (0.0, 0.0)
+    return {"p50_ms": float(p50), "p99_ms": float(p99)}
 
 
 def open_loop(endpoint: str, count: int, seconds: float, rate: float) -> dict[str, Any]:
@@ -159,10 +163,8 @@ def open_loop(endpoint: str, count: int, seconds: float, rate: float) -> dict[st
                     latencies.append(took)
             if now > seconds and sum(outcomes.values()) == sent:
                 break
-    p50, p99 = 1e3 * np.quantile(latencies, (0.5, 0.99)) if latencies else (0.0, 0.0)
-    answered = dict(sorted(outcomes.items()))
-    return {"robots": count, "sent": sent, "sent_per_s": sent / seconds, "outcomes": answered,
-            "p50_ms": float(p50), "p99_ms": float(p99)}  # fmt: skip
+    found = {"robots": count, "sent": sent, "sent_per_s": sent / seconds}
+    return {**found, "outcomes": dict(sorted(outcomes.items())), **quantiles(latencies)}
 
 
 def attacks(robot: Robot, max_message: int) -> list[tuple[str, Callable[[], None]]]:
@@ -198,7 +200,7 @@ def attacks(robot: Robot, max_message: int) -> list[tuple[str, Callable[[], None
 def under_attack(endpoint: str, seconds: float) -> dict[str, Any]:
     """Let four robots work while one client sends every bad message and another never reads its answers."""
     memory: list[tuple[float, float]] = []
-    latencies: deque[float] = deque()
+    latencies: list[float] = []
     with Client(endpoint, timeout_s=30) as client, robots_at(endpoint, 6) as (robots, poller):
         *honest, attacker, deaf = robots
         poller.unregister(deaf.socket)
@@ -223,10 +225,8 @@ def under_attack(endpoint: str, seconds: float) -> dict[str, Any]:
                 memory.append((round(now, 1), client.metrics()["memory_mb"]))
                 sample = now + seconds / 10
         after = client.metrics()
-    p50, p99 = 1e3 * np.quantile(list(latencies), (0.5, 0.99))
-    rejected = {
-        k: v - before["rejected"][k] for k, v in after["rejected"].items() if v > before["rejected"][k]
-    }
+    known = before["rejected"]
+    rejected = {why: n - known[why] for why, n in after["rejected"].items() if n > known[why]}
     return {
         "bad_messages": sent,
         "kinds": [name for name, _ in kinds],
@@ -234,8 +234,7 @@ def under_attack(endpoint: str, seconds: float) -> dict[str, Any]:
         "rejected": rejected,
         "memory_mb": memory,
         "honest_per_s": len(latencies) / seconds,
-        "p50_ms": float(p50),
-        "p99_ms": float(p99),
+        **quantiles(latencies),
         "slow": after["slow"],
     }
 
@@ -343,13 +342,8 @@ def _closed(rows: list[dict[str, float]]) -> str:
     table = _table(
         ("robots", "decisions per second", "p50 [ms]", "p99 [ms]", "rows per batch"),
         (
-            (
-                row["robots"],
-                f"{row['requests_per_s']:.0f}",
-                f"{row['p50_ms']:.1f}",
-                f"{row['p99_ms']:.1f}",
-                f"{row['mean_batch']:.1f}",
-            )
+            [row["robots"], f"{row['requests_per_s']:.0f}"]
+            + [f"{row[name]:.1f}" for name in ("p50_ms", "p99_ms", "mean_batch")]
             for row in rows
         ),
     )
@@ -408,9 +402,8 @@ robot's next decision came {found["reconnected_s"]:.2f} s after that, and differ
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.serving", description=__doc__)
+    parser = study_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
-    parser.add_argument("--report", action="store_true", help="write the page from what is there")
     options = parser.parse_args()
     if not options.report:
         pages.keep("serving", "run", measure(options.seconds), indent=1)

@@ -1,8 +1,8 @@
 """Steering: how well the strategies of inference-time policy steering follow sketches.
 
-    python -m benchmarks.studies.steering                        clones a policy for every task, and measures
-    it python -m benchmarks.studies.steering avoid pointmaze-large=<run or policy directory>
-    python -m benchmarks.studies.steering --report               the page from what is there
+    python -m benchmarks.studies.steering             clones a policy for every task, and measures it
+    python -m benchmarks.studies.steering avoid pointmaze-large=<run or policy directory>
+    python -m benchmarks.studies.steering --report    the page from what is there
 
 A sketch leads along one of the ways through a task. *Careful* ones are drawn where there is room; *rough*
 ones lie beside them, further than there is room. All strategies play the same episodes. The numbers are
@@ -13,9 +13,6 @@ both.
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from algos.training.provenance import describe_environment
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies import once
 from benchmarks.studies.steering_tasks import TASKS, Task, off_sketch
 from burnish.commands.collect import record
-from burnish.reports.figures import to_png
+from burnish.reports.figures import new_figure, to_png
 from burnish.runs.locate import locate
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean, wilson
@@ -40,7 +37,7 @@ from policies.policy_config import ChunkSpec
 from policies.protocols import PlanDecoder
 from policies.wrappers.sketch_guidance import SketchedPolicy, SketchSettings
 
-RESULTS = Path("docs/results")
+PAGE = "steering"
 FIRST_DEMONSTRATION = 1_000_000
 PAPER_ROWS = 64  # of the plans for which the published weights of the gradient were chosen
 Columns = dict[str, list[float]]
@@ -86,13 +83,12 @@ def measure(name: str, path: str, options: argparse.Namespace) -> Path:
             shares = ", ".join(f"{key} {np.mean(values):.3g}" for key, values in columns.items())
             print(f"{name}: {kind}: {label}: {shares}", flush=True)
     content = {
-        "policy": describe(policy), "label": found.label, "origin": origin, "ways": task.num_ways,
+        "policy": f"{pages.describe(policy)}, Ta = {policy.chunk.act_steps}", "label": found.label,
+        "origin": origin, "ways": task.num_ways,
         "configuration": None if found.run is None else pages.configuration(RunDirectory(found.run)),
-        "results": results, "environment": describe_environment(),
+        "results": results,
     }  # fmt: skip
-    target = RESULTS / "steering" / f"{name}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
+    target = pages.keep(PAGE, name, content)
     target.with_suffix(".png").write_bytes(picture(task, trails))
     return target
 
@@ -105,7 +101,7 @@ def follow(
     drawn: Sequence[EpisodeRow] = ()
     for way in range(task.num_ways):
         sketch = task.sketch(way, beside)
-        settings = EvaluationSettings(episodes=options.episodes or task.episodes, first_seed=1000 * (way + 1))
+        settings = EvaluationSettings(episodes=task.episodes, first_seed=1000 * (way + 1))
         rows = evaluate(
             SketchedPolicy(policy, sketch, steering),
             task.env(way),
@@ -121,24 +117,10 @@ def follow(
     return columns, drawn
 
 
-def describe(policy: Any) -> str:
-    """Say in a few words what a policy is."""
-    kind, sampler = type(policy.process).__name__, type(policy.sampler).__name__
-    return (
-        f"{kind} predicting {policy.process.kind}, {policy.table.num_steps} steps of {sampler}; "
-        f"Th = {policy.chunk.horizon}, Ta = {policy.chunk.act_steps}"
-    )
-
-
 def picture(task: Task, trails: Mapping[str, Sequence[EpisodeRow]]) -> bytes:
     """Draw the episodes of one rough sketch, a panel per strategy; returns a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = -(-len(trails) // 2)
-    size = (task.panel[0] * columns, task.panel[1] * 2)
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(task.panel[0] * columns, task.panel[1] * 2)
     panels = figure.subplots(2, columns, squeeze=False).flatten()
     for axes, (name, rows) in zip(panels, trails.items(), strict=False):
         task.draw(axes, rows, task.rough_m)
@@ -180,61 +162,48 @@ def report() -> Path:
     """Write the page."""
     lines = ["# Steering", "", INTRODUCTION]
     for name, task in TASKS.items():
-        source = RESULTS / "steering" / f"{name}.json"
-        if source.exists():
-            lines += ["", f"## {name}", "", *_section(name, task, json.loads(source.read_text()))]
-    path = RESULTS / "steering.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+        if content := pages.record(PAGE, name):
+            lines += ["", f"## {name}", "", *_section(name, task, content)]
+    return pages.write(PAGE, lines)
 
 
 def _section(name: str, task: Task, content: Mapping[str, Any]) -> Iterator[str]:
     """Say what was measured in one task."""
     episodes = len(content["results"]["careful"]["random"]["success"])
-    packages = content["environment"]["packages"]
-    versions = ", ".join(f"{package} {packages[package]}" for package in ("torch", "mujoco"))
     yield from (task.about, "")
     yield f"{content['policy']}; {content.get('origin', 'its recipe was not recorded')}."
     yield f"{episodes} episodes for every row, {content['ways']} ways; 95 % intervals."
-    yield f"Measured with {versions}; per-episode numbers are in `steering/{name}.json`."
+    yield f"Measured with {pages.versions(content)}; per-episode numbers are in `steering/{name}.json`."
     for kind, found in content["results"].items():
         yield from ("", f"**{kind.capitalize()} sketches**", "", *_table(task, found))
     yield from ("", f"![rough sketches](steering/{name}.png)", "")
     yield "Episodes along one rough sketch, dashed: successes in green, failures in orange."
 
 
-def _table(task: Task, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    yield f"| strategy | calls | plans | success | free | took the way | off, {task.unit} |"
-    yield "|---|---|---|---|---|---|---|"
+def _table(task: Task, found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    rows = []
     for name, columns in found.items():
         shares = (wilson(int(sum(columns[key])), len(columns[key])) for key in ("success", "free", "took"))
-        cells = [f"{100 * s.value:.0f} % ({100 * s.low:.0f}–{100 * s.high:.0f})" for s in shares]
         off = bootstrap_mean(task.per_metre * np.array(columns["off_m"]))
-        cells.append(f"{off.value:.1f} ({off.low:.1f}–{off.high:.1f})")
-        yield f"| {name} | {columns['calls']} | {columns['plans']} | {' | '.join(cells)} |"
+        cells = [*map(pages.percent, shares), pages.estimate(off, ".1f", to="–")]
+        rows.append([name, columns["calls"], columns["plans"], *cells])
+    head = ("strategy", "calls", "plans", "success", "free", "took the way", f"off, {task.unit}")
+    return pages.table(head, rows)
 
 
-def main() -> int:
+def main() -> None:
     """Measure and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__, root="runs/steering", workers=0)
     choices = ", ".join(TASKS)
     parser.add_argument("tasks", nargs="*", help=f"task, or task=<policy>; of {choices}; none: all of them")
-    parser.add_argument("--episodes", type=int, help="of every way; the task's own if not given")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--root", type=Path, default=Path("runs/steering"))
-    parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for text in () if options.report else options.tasks or TASKS:
         name, _, path = text.partition("=")
         if name not in TASKS:
             parser.error(f"unknown task '{name}'; choose among {choices}.")
         print(f"written: {measure(name, path, options)}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

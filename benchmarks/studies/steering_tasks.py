@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,58 +33,22 @@ if TYPE_CHECKING:
 Sketched = PositionSketch | WaypointSketch
 
 
-class Task(Protocol):
-    """A task in which a policy is steered."""
-
-    about: str  # what its section of the page begins with
-    experiment: str  # trains the policy
-    overrides: tuple[str, ...]  # of the experiment
-    demonstrations: int
-    episodes: int  # of every way, on the same seeds for all strategies
-    rough_m: float  # how far a rough sketch lies beside a careful one
-    per_metre: float  # distances are shown in this unit
-    unit: str
-    drawn: int  # the way that the picture shows
-    panel: tuple[float, float]  # width and height of a panel of it [inch]
-
-    @property
-    def base(self) -> EnvConfig:
-        """The task as the experiment has it."""
-        ...
-
-    @property
-    def num_ways(self) -> int:
-        """How many ways there are; they are numbered from 0."""
-        ...
-
-    @property
-    def recorded(self) -> CollectConfig:
-        """How demonstrations are recorded."""
-        ...
-
-    def env(self, way: int) -> EnvConfig:
-        """Return the task in which this is a way to the goal."""
-        ...
-
-    def sketch(self, way: int, beside: float) -> Sketched:
-        """Draw a way, moved by `beside` metres."""
-        ...
-
-    def took(self, row: EpisodeRow, way: int) -> bool:
-        """Tell whether an episode succeeded on a way."""
-        ...
-
-    def is_free(self, row: EpisodeRow) -> bool:
-        """Tell whether an episode touched nothing."""
-        ...
-
-    def draw(self, axes: Axes, rows: Sequence[EpisodeRow], beside: float) -> None:
-        """Draw episodes of the way `drawn`, and the sketch that they followed."""
-        ...
-
-
 class AvoidTask:
-    """`avoid`: a sketch leads through one gap of every row; actions are velocities."""
+    """`avoid`: a sketch leads through one gap of every row; actions are velocities.
+
+    Attributes:
+        about: What its section of the page begins with.
+        experiment: Trains the policy.
+        overrides: Of the experiment.
+        demonstrations: How many are recorded.
+        episodes: Of every way, on the same seeds for all strategies.
+        rough_m: How far a rough sketch lies beside a careful one.
+        per_metre: Scale of distances as they are shown, in `unit`.
+        drawn: The way that the picture shows.
+        panel: Width and height of a panel of it [inch].
+        base: The task as the experiment has it.
+        recorded: How demonstrations are recorded.
+    """
 
     about = """A sketch leads through one gap of every row. Rough ones lie 25 mm beside it, where a disc
 that keeps to the line hits the pillars. Actions are velocities, so a sketch becomes the velocities that
@@ -233,6 +197,7 @@ into waypoints."""
         return CollectConfig(env=env, keep_failures=True)
 
 
+Task = AvoidTask | MazeTask
 TASKS: dict[str, Task] = {
     "avoid": AvoidTask(),
     "pointmaze-large": MazeTask(),

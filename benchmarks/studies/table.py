@@ -18,13 +18,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
-import logging
 import resource
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,11 +33,12 @@ from algos.training.provenance import describe_environment
 from algos.training.run_directory import RunDirectory
 from assets import path as asset_path
 from benchmarks import pages
+from benchmarks.options import numbers, study_parser, words
 from benchmarks.studies import once, table_page
 from benchmarks.studies.definitions import STUDIES
-from benchmarks.studies.learning import FROM_DATA, recipe
+from benchmarks.studies.learning import FROM_DATA, demonstrations, recipe
 from benchmarks.studies.offline_data import BASES, DATA, dataset_of, settings_of
-from benchmarks.studies.rows import describe_dataset, episode_columns
+from benchmarks.studies.rows import beside_baseline, describe_dataset, episode_columns
 from burnish.commands.evaluate import Result
 from burnish.config.schema import compose_config
 from burnish.runs.locate import locate
@@ -134,15 +133,13 @@ def run_one(task: str, name: str, seed: int, root: Path, dataset: str | None) ->
         checkpoint = place / "checkpoints" / str(mark.pop("checkpoint"))
         mark[quantity] = episode_columns(played(task, checkpoint).evaluation)[quantity]
     result = played(task, place, baseline=str(base))
-    assert result.baseline is not None and result.comparison is not None
     content: dict[str, Any] = {
         "study": PAGE, "task": task, "algo": name, "seed": seed, "settings": chosen.tuned,
-        "base": chosen.base, "is_init": chosen.has_init, "base_sha256": sha256(policy_of(base) / WEIGHTS),
+        "base": chosen.base, "is_init": chosen.has_init,
+        "base_sha256": sha256(locate(str(base)).path / WEIGHTS),
         "dataset": describe_dataset(data), "task_sha256": task_digest(task_of(locate(str(run)))),
-        "protocol": result.evaluation.protocol, "quantity": quantity,
-        "budget": budget, "points": marks, "gradient_steps": gradient_steps(run.directory),
-        "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
-        "difference": asdict(result.comparison), "peak_mb": peak, "decision_ms": decision_ms(place),
+        **beside_baseline(result), "quantity": quantity, "budget": budget, "points": marks,
+        "gradient_steps": gradient_steps(run.directory), "peak_mb": peak, "decision_ms": decision_ms(place),
         "configuration": {"clone": configuration(base), "tune": configuration(place)},
     }  # fmt: skip
     content["settings_sha256"] = table_page.settings_digest(content["configuration"]["tune"])
@@ -160,10 +157,7 @@ def clone_of(
     if task in DATA:
         data = dataset_of(task, dataset, root)
     else:
-        study, data = STUDIES[task], folder / f"demonstrations-seed{seed}.hdf5"
-        assert study.demonstrations is not None
-        told: dict[str, Any] = {"first": once.first_seed(seed), "noise": study.noise}
-        once.demonstrations(data, study.env, study.demonstrations, *study.options, **told)
+        data = demonstrations(STUDIES[task], seed, dataset, folder)
     is_plain = not overrides[0].startswith("experiment=")
     name = "plain" if is_plain else "-".join((overrides[0].partition("=")[2], *overrides[1:]))
     place = folder / f"{name}-seed{seed}"
@@ -230,11 +224,6 @@ def task_digest(env: EnvConfig) -> str:
     return seen.hexdigest()
 
 
-def policy_of(run: Path) -> Path:
-    """Return the policy directory of the last checkpoint of a run."""
-    return locate(str(run)).path
-
-
 def configuration(run: Path) -> dict[str, Any]:
     """Return the composed configuration of a run."""
     return pages.configuration(RunDirectory(run))
@@ -268,33 +257,27 @@ def run_all(
             print(f"written: {row.result()}", flush=True)
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = study_parser(__doc__, root="runs/table")
     parser.add_argument("task", nargs="?", choices=list(CHOSEN))
-    parser.add_argument("--methods", help="names by commas; without: all of the task")
-    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--methods", type=words, help="names by commas; without: all of the task")
+    parser.add_argument("--seeds", type=numbers, default=[*SEEDS])
     parser.add_argument("--dataset", help="file of a dataset that cannot be recorded")
-    parser.add_argument("--root", type=Path, default=Path("runs/table"))
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--report", action="store_true", help="write the page from what is there")
-    options = parser.parse_args(None if arguments is None else list(arguments))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    options = parser.parse_args()
     if not options.report:
         if options.task is None:
             parser.error(f"name a task: {', '.join(CHOSEN)}")
-        methods = options.methods.split(",") if options.methods else list(CHOSEN[options.task])
-        if unknown := set(methods) - set(CHOSEN[options.task]):
-            parser.error(
-                f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(CHOSEN[options.task])}"
-            )
+        known = list(CHOSEN[options.task])
+        if unknown := set(options.methods or known) - set(known):
+            parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         if str(commit := describe_environment()["commit"]).endswith("-dirty"):
             raise SystemExit(f"rows name a commit; this working copy has changes on top of {commit}")
-        seeds = [int(seed) for seed in options.seeds.split(",")]
-        run_all(options.task, methods, seeds, options.root, options.jobs, options.dataset)
+        methods = options.methods or known
+        run_all(options.task, methods, options.seeds, options.root, options.jobs, options.dataset)
     print(f"written: {table_page.report(PAGE)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

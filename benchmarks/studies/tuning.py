@@ -12,28 +12,24 @@ run whether the study has its settings now.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import itertools
-import json
-import logging
 import operator
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import burnish
-from algos.training.provenance import describe_environment
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies.definitions import STUDIES
 from benchmarks.studies.learning import FROM_DATA, demonstrations, processes, recipe
 from benchmarks.studies.once import trained
-from benchmarks.studies.rows import busy, curve, describe_dataset, episode_columns
+from benchmarks.studies.rows import beside_baseline, busy, curve, describe_dataset
 from burnish.config.saved import describe
 from burnish.config.schema import compose_config
+from envs.evaluation.intervals import Interval
 
 PAGE = "tuning"
 SEEDS = range(10, 100)
@@ -62,21 +58,16 @@ def run_one(
     place = root / name / f"{algo}-{tag}-seed{seed}"
     run = trained(place, *recipe(study.tuned[algo]), *settings, init=str(base), seed=seed, **values)
     result = burnish.evaluate(run, baseline=str(base), **EPISODES)
-    assert result.baseline is not None and result.comparison is not None
     content = {
         "study": name, "algo": algo, "seed": seed, "experiment": study.tuned[algo], "tried": list(settings),
-        "dataset": describe_dataset(demos), "protocol": result.evaluation.protocol,
-        "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
-        "difference": asdict(result.comparison), "curve": list(curve(run.directory.metrics_path)),
+        "dataset": describe_dataset(demos), **beside_baseline(result),
+        "curve": list(curve(run.directory.metrics_path)),
         "wall": {"tune_s": busy(run.directory.metrics_path)},
         "configuration": {
             "clone": pages.configuration(base.directory), "tune": pages.configuration(run.directory),
         },
-        "environment": describe_environment(),
     }  # fmt: skip
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
-    return target
+    return pages.keep(PAGE, target.stem, content)
 
 
 def is_chosen(row: Mapping[str, Any]) -> bool:
@@ -109,8 +100,8 @@ def lines() -> list[str]:
             [
                 row["algo"], " ".join(f"`{text}`" for text in row["tried"]) or "of the study", row["seed"],
                 pages.success(row["before"]["success"]), pages.success(row["after"]["success"]),
-                _points(row["difference"]["difference"]), f"{row['wall']['tune_s'] / 60:.1f} min",
-                "yes" if is_chosen(row) else "",
+                pages.points(Interval(**row["difference"]["difference"])),
+                f"{row['wall']['tune_s'] / 60:.1f} min", "yes" if is_chosen(row) else "",
             ]
             for row in of_study
         ]  # fmt: skip
@@ -119,36 +110,25 @@ def lines() -> list[str]:
     return [*found, "", f"Commits: {pages.commits(rows)}.{pages.about_commits(rows)}"]
 
 
-def _points(difference: Mapping[str, Any]) -> str:
-    value, low, high = (100 * difference[part] for part in ("value", "low", "high"))
-    return f"{value:+.0f} ({low:+.0f} to {high:+.0f})"
-
-
-def main() -> int:
+def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = study_parser(__doc__, seeds=str(SEEDS[0]), root="runs/tuning")
     parser.add_argument("study", nargs="?", choices=STUDIED)
     parser.add_argument("algo", nargs="?")
     parser.add_argument("settings", nargs="*", help="key=value,value")
-    parser.add_argument("--seeds", default=str(SEEDS[0]))
     parser.add_argument("--dataset", help="of studies whose demonstrations are a file")
-    parser.add_argument("--root", type=Path, default=Path("runs/tuning"))
-    parser.add_argument("--report", action="store_true", help="write the page from what is there")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if not options.report:
         known = STUDIES[options.study].bases if options.study else {}
         if options.algo not in known:
             parser.error(f"name a study and one of its algorithms: {', '.join(known) or 'avoid dppo'}")
-        seeds = [int(seed) for seed in options.seeds.split(",")]
-        if any(seed not in SEEDS for seed in seeds):
+        if any(seed not in SEEDS for seed in options.seeds):
             parser.error(f"seeds of tuning are {SEEDS[0]} to {SEEDS[-1]}; others are reported")
-        for settings, seed in itertools.product(grid(options.settings), seeds):
+        for settings, seed in itertools.product(grid(options.settings), options.seeds):
             path = run_one(options.study, options.algo, seed, settings, options.root, options.dataset)
             print(f"written: {path}", flush=True)
     print(f"written: {pages.write(PAGE, lines())}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,7 +14,6 @@ repeated exactly.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -32,6 +31,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks import pages
+from benchmarks.options import parser
 from benchmarks.studies.definitions import STUDIES
 from envs.evaluation.intervals import paired_difference
 
@@ -186,15 +186,13 @@ def is_expected_whole(row: Mapping[str, Any], history: History) -> bool:
 
 def main() -> int:
     """Verify what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("studies", nargs="*", help=", ".join(REPORTS))
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("studies", nargs="*", help=", ".join(REPORTS))
+    options = asked.parse_args()
     root = Path.cwd()
     there = [name for name in REPORTS if (root / pages.RESULTS / f"{name}.md").exists()]
     if unknown := sorted(set(options.studies) - set(there)):
-        parser.error(f"no page of {', '.join(unknown)}; there are {', '.join(there)}")
+        asked.error(f"no page of {', '.join(unknown)}; there are {', '.join(there)}")
     wrong, told = verify(options.studies or there, root, History(root))
     print("\n".join([*told, *(f"WRONG  {one}" for one in wrong)]))
     return 1 if wrong else 0

@@ -1,8 +1,8 @@
 """Warm start: full sampling, a few steps from the plan before, and the same few steps from noise.
 
     python -m benchmarks.studies.warm_start avoid=runs/a/policy cube-single=runs/b/policy
-    python -m benchmarks.studies.warm_start avoid --seeds 0,1,2         clones the policies first, by
-    `RECIPES` python -m benchmarks.studies.warm_start --report                    the page from what is there
+    python -m benchmarks.studies.warm_start avoid --seeds 0,1,2    clones the policies first, by `RECIPES`
+    python -m benchmarks.studies.warm_start --report               the page from what is there
 
 All variants of a policy play the same episodes. A policy per seed: `avoid=<seed 0>,<seed 1>`. Every policy
 leaves one JSON file in docs/results/warm_start/ (per-episode numbers of every variant, protocols, versions);
@@ -11,9 +11,6 @@ the page docs/results/warm_start.md is made of these.
 
 from __future__ import annotations
 
-import argparse
-import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pages
+from benchmarks.options import study_parser
 from benchmarks.studies import once
 from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
@@ -33,6 +31,7 @@ from policies.execution.replanning import WarmStart
 from policies.samplers.ode import Euler
 
 EPISODES = 100
+CALLS, START = (1, 2, 3), 0.8  # evaluations of the short runs, and the sampling time at which they begin
 FULL, GOAL = "full", 0.2  # what all are compared with, and the share of its calls that is aimed at
 
 SHAPE = ("policy.horizon=8", "policy.act_steps=2", "process.num_levels=100")
@@ -77,24 +76,19 @@ class Variant:
         return None if self.calls is None else f"{self.calls} from noise"
 
 
-def variants(calls: Sequence[int], start: float, levels: Sequence[Sequence[int]]) -> Iterator[Variant]:
+def variants() -> Iterator[Variant]:
     """Yield what is compared: full sampling first, then by number of calls."""
     yield Variant(FULL, None, WarmStart())
-    for n in calls:
+    for n in CALLS:
         yield Variant(f"{n} from noise", n, WarmStart())
         for renoise in (True, False):
             words = "corrupted" if renoise else "as it is"
-            warm = WarmStart(steps=n, start=start, renoise=renoise)
-            yield Variant(f"{n} from t = {start:g}, plan {words}", n, warm)
-    for few in levels:
-        if len(few) not in calls:
-            yield Variant(f"{len(few)} from noise", len(few), WarmStart())
-        name = f"levels {', '.join(map(str, few))} (RTI-DP), plan as it is"
-        yield Variant(name, len(few), WarmStart(levels=tuple(few)))
+            warm = WarmStart(steps=n, start=START, renoise=renoise)
+            yield Variant(f"{n} from t = {START:g}, plan {words}", n, warm)
 
 
-def play(found: Located, variant: Variant, options: argparse.Namespace) -> Evaluation:
-    """Play a policy's episodes in one way."""
+def play(found: Located, variant: Variant, workers: int) -> Evaluation:
+    """Play a policy's episodes in one way, with a decision at every control step."""
     policy = found.load()
     assert isinstance(policy, DenoisingPolicy)
     if variant.calls is not None and not variant.warm_start.is_on:
@@ -102,14 +96,8 @@ def play(found: Located, variant: Variant, options: argparse.Namespace) -> Evalu
         policy = policy.with_sampler(
             Euler(steps=variant.calls, grid="uniform", clip_x0=own.clip_x0, clip_action=own.clip_action)
         )
-    return evaluate(
-        policy,
-        task_of(found),
-        EvaluationSettings(
-            episodes=options.episodes, act_steps=options.act_steps, warm_start=variant.warm_start
-        ),
-        num_workers=options.workers,
-    )
+    settings = EvaluationSettings(episodes=EPISODES, act_steps=1, warm_start=variant.warm_start)
+    return evaluate(policy, task_of(found), settings, num_workers=workers)
 
 
 def calls_of(evaluation: Evaluation, own: int) -> float:
@@ -118,13 +106,13 @@ def calls_of(evaluation: Evaluation, own: int) -> float:
     return float(counted["value"]) if counted else float(own)
 
 
-def measure(task: str, seed: int, path: str, options: argparse.Namespace) -> Path:
+def measure(task: str, seed: int, path: str, workers: int) -> Path:
     """Play every variant of a policy; returns the JSON file."""
     found = locate(path)
     policy: Any = found.load()
     rows: dict[str, Any] = {}
-    for variant in variants(options.calls, options.start, options.levels):
-        evaluation = play(found, variant, options)
+    for variant in variants():
+        evaluation = play(found, variant, workers)
         calls = calls_of(evaluation, variant.calls or policy.table.num_steps)
         rows[variant.name] = {
             "calls": calls,
@@ -137,18 +125,18 @@ def measure(task: str, seed: int, path: str, options: argparse.Namespace) -> Pat
         print(f"{task} seed {seed}: {variant.name}: {100 * share:.0f} % at {calls:.1f} calls", flush=True)
     content = {
         "task": task, "seed": seed, "label": found.label,
-        "policy": f"{pages.describe(policy)}, Ta = {options.act_steps}",
+        "policy": f"{pages.describe(policy)}, Ta = 1",
         "variants": rows,
     }  # fmt: skip
     return pages.keep("warm_start", f"{task}-seed{seed}", content)
 
 
-def cloned(task: str, seed: int, root: Path, overrides: Sequence[str]) -> str:
+def cloned(task: str, seed: int, root: Path) -> str:
     """Clone the policy of a task by its recipe, unless it is there; returns the run."""
     recipe, run = RECIPES[task], root / f"{task}-seed{seed}"
-    path, first = root / f"{task}-demonstrations-seed{seed}.hdf5", once.first_seed(seed)
-    demos = once.demonstrations(path, task, recipe.demonstrations, first=first)
-    once.trained(run, *recipe.overrides, *SHAPE, *overrides, dataset=str(demos), seed=seed)
+    path = root / f"{task}-demonstrations-seed{seed}.hdf5"
+    demos = once.demonstrations(path, task, recipe.demonstrations, seed=seed)
+    once.trained(run, *recipe.overrides, *SHAPE, dataset=str(demos), seed=seed)
     return str(run)
 
 
@@ -168,9 +156,7 @@ same episodes. {intervals}"""
 
 def report() -> Path:
     """Write the page."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for content in pages.kept("warm_start", "*-seed*.json"):
-        found.setdefault(content["task"], []).append(content)
+    found = pages.grouped(pages.kept("warm_start"), lambda row: row["task"])
     command = " ".join(("python -m benchmarks.studies.warm_start", *found))
     lines = ["# Warm start", "", INTRODUCTION.format(command=command, intervals=pages.INTERVALS)]
     for task, runs in found.items():
@@ -187,9 +173,7 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     cold = {name: runs[0]["variants"][name]["cold"] for name in names}
     yield f"{runs[0]['policy']}; {len(runs)} seed{'s' * (len(runs) > 1)} × {success[FULL].shape[1]} episodes."
     yield ""
-    yield "| decision | calls | of full | success | − full | − as many from noise |"
-    yield "|---|---|---|---|---|---|"
-    holding = []
+    holding, rows = [], []
     for name in names:
         rate = success_rate(success[name])
         share = calls[name] / calls[FULL]
@@ -197,64 +181,35 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         changes = [paired_difference(before, success[name]) for before in others.values()]
         shown = [_shown(change, signed=True) for change in changes]
         cells = (name, f"{calls[name]:.1f}", f"{share:.2f}", _shown(rate), *shown, *[""] * (2 - len(shown)))
-        yield f"| {' | '.join(cells)} |"
+        rows.append(cells)
         if share <= GOAL and len(changes) == 2 and changes[0].high >= 0 and changes[1].low > 0:
             holding.append(name)
+    columns = ("decision", "calls", "of full", "success", "− full", "− as many from noise")
+    yield from pages.table(columns, rows)
     yield ""
     yield f"Not clearly worse than full at {GOAL:g} of its calls, and clearly better than as many from noise:"
     yield f"{'; '.join(holding) or 'none'}."
 
 
 def _shown(interval: Interval, *, signed: bool = False) -> str:
-    sign = "+" if signed else ""
-    value, low, high = (100 * x for x in (interval.value, interval.low, interval.high))
-    return f"{value:{sign}.0f} % ({low:{sign}.0f} to {high:{sign}.0f})"
+    return pages.estimate(interval, "+.0f" if signed else ".0f", scale=100, unit=" %")
 
 
-def main() -> int:
+def main() -> None:
     """Measure what is asked for and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__, seeds="0", root="runs/warm_start", workers=0)
     parser.add_argument(
         "tasks", nargs="*", help=f"task, or task=<policy>[,<policy>…]; of {', '.join(RECIPES)}"
     )
-    parser.add_argument("--seeds", type=_numbers, default=(0,), help="of the policies that are cloned")
-    parser.add_argument("--episodes", type=int, default=EPISODES)
-    parser.add_argument("--act-steps", type=int, default=1, help="Ta")
-    parser.add_argument("--calls", type=_numbers, default=(1, 2, 3), help="steps of the short runs")
-    parser.add_argument("--start", type=float, default=0.8, help="sampling time at which they begin")
-    parser.add_argument(
-        "--levels",
-        type=_numbers,
-        action="append",
-        default=[],
-        help="a list of RTI-DP's, e.g. 3,1,0; repeatable",
-    )
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--root", type=Path, default=Path("runs/warm_start"))
-    parser.add_argument(
-        "--override",
-        action="append",
-        default=[],
-        help="of the recipes, e.g. process.prediction=eps; repeatable",
-    )
-    parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for text in () if options.report else options.tasks:
         task, _, paths = text.partition("=")
         chosen = list(enumerate(paths.split(","))) if paths else [(seed, None) for seed in options.seeds]
         for seed, path in chosen:
-            place = cloned(task, seed, options.root, options.override) if path is None else path
-            print(f"written: {measure(task, seed, place, options)}", flush=True)
+            place = cloned(task, seed, options.root) if path is None else path
+            print(f"written: {measure(task, seed, place, options.workers)}", flush=True)
     print(f"written: {report()}")
-    return 0
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

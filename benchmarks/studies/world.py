@@ -13,7 +13,6 @@ its actions; it is written alone by `--strip`.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +28,8 @@ from algos.cloning.frames import with_latents
 from algos.cloning.world import errors_by_horizon, frame_errors, held_out, starts_of
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
+from benchmarks.options import study_parser
+from burnish.reports.figures import new_figure
 from burnish.runs.locate import load_policy, locate
 from envs.datasets import EpisodeDataset, read_dataset
 from envs.evaluation.evaluate import evaluate
@@ -102,9 +103,6 @@ def speed(env: EnvConfig, num_envs: int, *, seconds: float = 5.0) -> float:
 
 def strip(name: str, task: LearnedTask, run: RunDirectory) -> Path:
     """Draw a held-out episode, its states and frames, and what every member imagines under its actions."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     world: Any = load_policy(run.policy_path())
     episodes, coder = _held_out(run), world.coder
     length = min(STRIP, int(episodes.lengths.max()) - 1)
@@ -112,14 +110,11 @@ def strip(name: str, task: LearnedTask, run: RunDirectory) -> Path:
     episode = episodes.select([number])
     real = with_latents(episode, coder).observations[: length + 1]
     told = imagined_states(world, real[0], episode.actions[:length])
-    figure = Figure(figsize=(9, 5.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 5.6)
     shown = list(range(0, length + 1, length // 5))
     if coder is None:
-        drawn = {
-            "real": frames(task.imagined, real[shown]),
-            "imagined": frames(task.imagined, told[0, shown]),
-        }
+        sides = {"real": real[shown], "imagined": told[0, shown]}
+        drawn = {side: frames(task.imagined, states) for side, states in sides.items()}
     else:
         camera = coder.cameras[0]
         recorded = episode.images[camera][torch.tensor(shown)]
@@ -341,8 +336,7 @@ def in_order(policies: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _difference(before: np.ndarray, after: np.ndarray) -> str:
-    change = paired_difference(before, after)
-    return f"{change.value:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
+    return pages.estimate(paired_difference(before, after), "+.2f")
 
 
 def measure(name: str, task: LearnedTask, options: argparse.Namespace) -> Path:
@@ -371,26 +365,22 @@ def measure(name: str, task: LearnedTask, options: argparse.Namespace) -> Path:
     return pages.keep("world", f"{name}-judged-{rules}", {**about, "rules": rules, "policies": rows})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Measure what is asked for and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser(__doc__)
     parser.add_argument("world", nargs="?", help="name=<run of a world>")
     parser.add_argument("policies", nargs="*", help="policies to judge")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--learned-rules", action="store_true", help="rewards and ends as learned")
     parser.add_argument("--strip", action="store_true", help="only draw imagined against real states")
-    parser.add_argument("--report", action="store_true", help="only write the page")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.report:
         name, _, path = options.world.partition("=")
         task = LearnedTask(model=path, known_rules=not options.learned_rules)
         print(f"written: {measure(name, task, options)}", flush=True)
     print(f"written: {report()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -35,14 +35,14 @@ TINY = (
 
 
 def test_demonstrations_are_recorded_once(tmp_path: Path) -> None:
-    path = demonstrations(tmp_path / "new" / "avoid.hdf5", "avoid", 2, first=first_seed(0))
+    path = demonstrations(tmp_path / "new" / "avoid.hdf5", "avoid", 2, seed=0)
     before = path.read_bytes()
-    assert demonstrations(path, "avoid", 3, first=first_seed(1)).read_bytes() == before
+    assert demonstrations(path, "avoid", 3, seed=1).read_bytes() == before
     assert first_seed(1) - first_seed(0) > 100 * 10  # a seed's attempts at a hundred demonstrations
 
 
 def test_a_run_is_made_once_and_by_one_recipe(tmp_path: Path) -> None:
-    demos, place = demonstrations(tmp_path / "avoid.hdf5", "avoid", 2, first=0), tmp_path / "run"
+    demos, place = demonstrations(tmp_path / "avoid.hdf5", "avoid", 2, seed=0), tmp_path / "run"
     run = trained(place, *TINY, dataset=str(demos), seed=3)
     assert run.directory.latest() == 8
     weights = (place / "checkpoints" / "last" / "policy").resolve()
@@ -58,7 +58,7 @@ def test_a_run_is_made_once_and_by_one_recipe(tmp_path: Path) -> None:
 
 
 def test_own_episodes_stand_behind_the_demonstrations_with_their_rewards(tmp_path: Path) -> None:
-    demos, clone = demonstrations(tmp_path / "avoid.hdf5", "avoid", 2, first=50), tmp_path / "run"
+    demos, clone = demonstrations(tmp_path / "avoid.hdf5", "avoid", 2, seed=50), tmp_path / "run"
     trained(clone, *TINY, dataset=str(demos))
     shown = read_dataset(demos)
     path = with_own_episodes(tmp_path / "both.hdf5", demos, clone, 3, first=900)

@@ -22,16 +22,7 @@ from benchmarks import pages
 from benchmarks.options import study_parser, words
 from benchmarks.studies import once
 from benchmarks.studies.definitions import STUDIES, Study
-from benchmarks.studies.learning_page import (
-    BLOCK,
-    CRITICS,
-    CRITICS_BLOCK,
-    CRITICS_PAGE,
-    SUMMARY,
-    critics,
-    report,
-    summary,
-)
+from benchmarks.studies.learning_page import CRITICS, blocks, report
 from benchmarks.studies.once import trained, with_own_episodes
 from benchmarks.studies.rows import (
     EPISODES,
@@ -242,8 +233,8 @@ def main() -> None:
     for algo, seed in () if options.report else product(options.algos, options.seeds):
         print(f"written: {run_one(options.study, algo, seed, **given)}", flush=True)
     print(f"written: {report(options.study)}")
-    pages.replace_block(SUMMARY, BLOCK, summary())
-    pages.replace_block(CRITICS_PAGE, CRITICS_BLOCK, critics())
+    for page, block, lines in blocks():
+        pages.replace_block(page, block, lines)
 
 
 if __name__ == "__main__":

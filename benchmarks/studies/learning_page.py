@@ -36,7 +36,7 @@ METHODS = {
     "idql": "IDQL, rectified flow", "rlpd": "RLPD, from scratch with the data", "ppo": "Gaussian PPO",
 }  # fmt: skip
 """Methods in the summary, in its order, and how it calls them."""
-CRITICS_PAGE, CRITICS_BLOCK = "docs/algorithms/critics.md", "critics"
+CRITICS_PAGE, CRITICS_BLOCK, MEASURED_BLOCK = "docs/algorithms/critics.md", "critics", "measured"
 COMPARED = {
     "avoid": "`avoid`", "lift-varied": "`lift`", "cube-single-varied": "`cube-single`",
     "cube-single-play": "`cube-single`, from play",
@@ -48,6 +48,29 @@ CRITICS = {
     "residual": "`residual`", "expo": "EXPO", "famo2o": "FamO2O", "fql": "QC-FQL",
 }  # fmt: skip
 """Methods of that table, in its order, and how it calls them."""
+MEASURED = {
+    "docs/algorithms/fpo.md": {
+        "avoid": {"fpo++": "FPO++", "fpo": "FPO", "awm": "AWM"},
+        "lift": {"fpo++": "FPO++, `algo.action_noise=0.1`"},
+        "cube-single": {"fpo++": "FPO++, without that noise"},
+        "hopper": {"fpo++": "FPO++"},
+    },
+    "docs/algorithms/reinflow.md": {
+        study: {"reinflow-r": "rectified flow", "reinflow-s": "shortcut model"}
+        for study in ("avoid", "cube-single", "lift", "hopper")
+    },
+    "docs/algorithms/dsrl.md": {
+        "avoid": {
+            "dsrl": "flow",
+            "dsrl-diffusion": "diffusion of 20 steps, steered by 5 of DDIM",
+            "dsrl-sac": "flow, `sac`: a row of noise for a chunk, twice the updates, a shorter discount",
+        },
+        **{
+            study: {"dsrl": "flow"} for study in ("lift-varied", "cube-single-varied", "can-varied", "hopper")
+        },
+    },
+}
+"""Pages of algorithms with a table of their own: studies, and how it calls the methods."""
 
 
 def load(name: str) -> dict[str, list[dict[str, Any]]]:
@@ -117,6 +140,34 @@ def critics() -> list[str]:
         (call, *(_raised(name, found[name].get(algo)) for name in COMPARED)) for algo, call in CRITICS.items()
     ]
     return pages.table(("", *COMPARED.values()), rows)
+
+
+def measured(page: str) -> list[str]:
+    """Return the table of a page of an algorithm: policies before and after, by task."""
+    cells = []
+    for name, methods in MEASURED[page].items():
+        study, found = STUDIES[name], load(name)
+        shown = {algo: called for algo, called in methods.items() if algo in found}
+        for number, (algo, called) in enumerate(shown.items()):
+            runs, task = found[algo], f"[{name}](../results/{name}.md), {study.quantity}"
+            ends = (
+                _interval(study, np.array([run[when][study.quantity] for run in runs]))
+                for when in ("before", "after")
+            )
+            steps = np.mean([run["curve"][-1]["step"] for run in runs]) / 1e6
+            cells.append(("" if number else task, called, *ends, _zero(study, runs), f"{steps:.2f} M"))
+    columns = ("study", "policy", "before", "after", "from zero", "environment steps")
+    if not any(row[4] for row in cells):
+        columns, cells = columns[:4] + columns[5:], [row[:4] + row[5:] for row in cells]
+    return pages.table(columns, cells)
+
+
+def blocks() -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the tables on pages of other subjects: page, name of the block, lines."""
+    yield SUMMARY, BLOCK, summary()
+    yield CRITICS_PAGE, CRITICS_BLOCK, critics()
+    for page in MEASURED:
+        yield page, MEASURED_BLOCK, measured(page)
 
 
 def _raised(name: str, runs: Sequence[dict[str, Any]] | None) -> str:

@@ -31,7 +31,7 @@ from algos.critics.qc import QcConfig
 from algos.critics.residual import ResidualConfig
 from algos.critics.trqam import TrqamConfig
 from algos.offline.loop import OfflineRun
-from algos.offline.online import OnlineConfig, RunningChunks
+from algos.offline.online import Experience, OnlineConfig, RunningChunks
 from algos.transitions import Batch
 from policies import registry
 from policies.composition.operators import Composition
@@ -94,9 +94,10 @@ def test_one_candidate_is_the_policy_bit_by_bit(process: str) -> None:
     assert torch.equal(chosen.act(observed(), noise=noise), base.act(observed(), noise=noise[:, 0]))
 
 
-def test_a_critic_that_values_all_alike_changes_nothing() -> None:
+@pytest.mark.parametrize("num_edited", [0, 4])
+def test_a_critic_that_values_all_alike_changes_nothing(num_edited: int) -> None:
     base = init("flow")
-    chosen = wrapped(base, num_candidates=4)
+    chosen = wrapped(base, num_candidates=4, num_edited=num_edited, edit_scale=0.3)
     assert chosen.critic is not None
     with torch.no_grad():
         chosen.critic.weight[-1].zero_()
@@ -233,6 +234,16 @@ def test_without_steps_of_ascent_the_best_candidate_is_executed() -> None:
     before = plain.executed_part(plain.decode(cond, noise))
     assert (climbing.worth(cond.vec, chosen[:, None]) > climbing.worth(cond.vec, before[:, None])).all()
     assert chosen.abs().max() <= 1
+
+
+def test_candidates_do_not_climb_a_critic_that_values_all_alike() -> None:
+    climbing = wrapped(init("flow"), num_candidates=4, num_ascended=2, ascent_steps=5, ascent_lr=0.5)
+    assert climbing.critic is not None
+    with torch.no_grad():
+        climbing.critic.weight[-1].zero_()
+    cond, noise = climbing.encode({"state": observed()}), noise_of(climbing)
+    is_sampled = climbing.sampled(cond, noise) == climbing.decode(cond, noise)[:, None]
+    assert bool(is_sampled.flatten(2).all(dim=2).any(dim=1).all())
 
 
 def test_candidates_that_climb_are_some_of_those_there_are() -> None:
@@ -381,6 +392,32 @@ def test_a_policy_of_one_candidate_is_loaded_as_it_was_saved(algo: str, tmp_path
     loaded = load_policy(tmp_path / "policy")
     obs, noise = {"state": observed()}, noise_of(policy)
     assert torch.equal(loaded.act(obs, noise=noise), policy.act(obs, noise=noise))
+    if algo in ("qc", "idql", "dqc"):
+        assert torch.equal(policy.act(obs, noise=noise), policy.base.act(obs, noise=noise[:, 0]))
+
+
+CHOICES = {
+    "qc": ("critic", "mean"),
+    "dqc": ("critic", "mean"),
+    "pa_rl": ("critic", "mean"),
+    **dict.fromkeys(QAMS, ("critic", "mean")),
+    "idql": ("target_critic", "min"),
+    "expo": ("target_critic", "min"),
+    "residual": ("target_critic", "min"),
+}
+
+
+@pytest.mark.parametrize("algo", CHOICES)
+def test_a_policy_chooses_by_the_critics_in_training_or_by_their_copies(algo: str) -> None:
+    which, how = CHOICES[algo]
+    run = begin(replace(small(registry.lookup("algo", algo)), num_candidates=8))
+    learner = run.learner
+    assert learner.critic is not learner.target_critic
+    for policy in {learner.policy, getattr(learner, "acting", learner.policy)}:
+        assert policy.critic is getattr(learner, which) and policy.wrapper.aggregate == how
+    finished(run)
+    shipped, own = run.snapshot().critic.state_dict(), getattr(learner, which).state_dict()
+    assert all(torch.equal(value, own[name]) for name, value in shipped.items())
 
 
 def test_chunks_that_neither_compete_nor_climb_are_refused() -> None:
@@ -428,6 +465,16 @@ def test_rows_that_are_not_executed_have_no_value_gradient() -> None:
     assert bool((found[:, 2] == 0).all() & (found[0, 0] == 0).all() & (found[1:, :2] != 0).all())
     learner.config.clip_gradient = False
     assert bool((learner.value_gradient(cond, chunk)[0, 0] != 0).all())
+
+
+def test_the_bound_of_gradients_is_that_of_the_flow_alone() -> None:
+    free, bound = (begin(replace(small(QamConfig), max_grad_norm=limit)) for limit in (None, 1e-20))
+    for run in (free, bound):
+        run.advance()
+    flow = weights(init("flow"))
+    torch.testing.assert_close(weights(bound.learner.tuned), flow, rtol=0, atol=1e-9)
+    assert (weights(free.learner.tuned) - flow).abs().max() > 1e-4
+    assert torch.equal(weights(free.learner.base), weights(bound.learner.base))
 
 
 @pytest.mark.slow
@@ -489,8 +536,11 @@ def test_expo_chooses_by_one_subset_of_target_critics_and_values_by_another() ->
     run = begin(replace(small(ExpoConfig), critics=4, num_candidates=3, num_edited=2))
     learner, batch = run.learner, run.table.gather(torch.arange(8))
     assert isinstance(learner, EditLearner)
-    draws = learner.draw(8, torch.Generator().manual_seed(0))
-    draws |= {"choosing": torch.tensor([0, 1]), "subset": torch.tensor([2, 3])}
+    generator = torch.Generator().manual_seed(0)
+    drawn = [learner.draw(8, generator) for _ in range(100)]
+    share = sum(set(one["choosing"].tolist()) == set(one["subset"].tolist()) for one in drawn) / 100
+    assert share == pytest.approx(1 / 6, abs=0.1)  # of six pairs
+    draws = drawn[0] | {"choosing": torch.tensor([0, 1]), "subset": torch.tensor([2, 3])}
     with torch.no_grad():
         actions = learner.policy.candidates(learner.base.condition(batch.next_cond), draws["next"])[1]
         assert actions.shape == (8, 5, 4)
@@ -529,21 +579,33 @@ def test_edits_begin_as_small_as_they_are_told() -> None:
     torch.testing.assert_close(u, torch.tanh(0.1 * eps))
 
 
-@pytest.mark.parametrize("ramp", [0, 4])
-def test_the_scale_of_a_residual_rises(ramp: int) -> None:
-    run = begin(replace(small(ResidualConfig), ramp_steps=ramp, edit_scale=0.2))
-    found = [float(run.snapshot().scale)]
+@pytest.mark.parametrize(
+    ("ramp", "after", "wanted"),
+    [(0, 0, [0.2, 0.2, 0.2, 0.2]), (4, 0, [0.0, 0.1, 0.2, 0.2]), (4, 2, [0.0, 0.0, 0.1, 0.2])],
+)
+def test_the_scale_of_a_residual_rises_and_edits_wait_for_it(
+    ramp: int, after: int, wanted: list[float]
+) -> None:
+    run = begin(replace(small(ResidualConfig), ramp_steps=ramp, ramp_after=after, edit_scale=0.2, steps=6))
+    editor = run.learner.policy.editor
+    found, first = [float(run.snapshot().scale)], [weight.clone() for weight in editor.parameters()]
     while run.progress < run.total:
         run.advance()
         found.append(float(run.snapshot().scale))
-    assert found == pytest.approx([0.0, 0.1, 0.2, 0.2] if ramp else [0.2] * 4)
+        still = all(torch.equal(*pair) for pair in zip(editor.parameters(), first, strict=True))
+        assert still == (run.progress <= after)
+    assert found == pytest.approx(wanted)
 
 
-def test_a_residual_of_scale_zero_is_its_policy_after_training() -> None:
-    run = finished(begin(replace(small(ResidualConfig), edit_scale=0.0)))
-    policy, base = run.snapshot(), init("flow")
+@pytest.mark.parametrize("algo", ["residual", "expo", "qam_edit"])
+def test_edits_of_scale_zero_are_their_policy_after_training(algo: str) -> None:
+    one = {"num_candidates": 1} | ({"num_edited": 1} if algo == "expo" else {})
+    run = finished(begin(replace(small(registry.lookup("algo", algo)), edit_scale=0.0, **one)))
+    policy = run.snapshot()
     noise = noise_of(policy)
-    assert torch.equal(policy.act(observed(), noise=noise), base.act(observed(), noise=noise[:, 0]))
+    found, alone = policy.act(observed(), noise=noise), policy.base.act(observed(), noise=noise[:, 0])
+    assert torch.equal(found, alone)
+    assert torch.equal(weights(policy.base), weights(init("flow"))) == (algo == "residual")
 
 
 @pytest.mark.parametrize("algo", ["qc", "residual", "pa_rl", "dqc"])
@@ -606,6 +668,36 @@ def test_the_set_that_pa_rl_clones_ends_with_the_recorded_chunk() -> None:
     order = learner.policy.worth(batch.cond, actions).argsort(1)[:, -2:]
     kept = actions[torch.arange(8)[:, None], order]
     torch.testing.assert_close(learner.policy.executed_part(plans)[:, :-1], kept)
+
+
+def test_pa_rl_clones_a_chunk_that_climbed_as_often_as_its_value_says() -> None:
+    config = replace(small(PaRlConfig), num_candidates=4, num_ascended=3, ascent_lr=0.5, temperature=0.2)
+    run = begin(config)
+    learner, batch, seen = run.learner, run.table.gather(torch.arange(8)), []
+    draws = learner.draw(8, torch.Generator().manual_seed(0))
+    plans, real, weight = learner.refit_set(batch, draws["refit"])
+
+    def worth(points: Tensor) -> Tensor:
+        return torch.stack([learner.critic(batch.cond, point).mean(0) for point in points.unbind(1)], 1)
+
+    start = batch.action[:, None]
+    wanted, _ = ascend(worth, start, steps=config.ascent_steps, lr=0.5, box=(-1.0, 1.0))
+    actions = learner.policy.executed_part(plans)
+    torch.testing.assert_close(actions[:, -1:], wanted)
+    assert (wanted - start).abs().max() > 1e-3
+    with torch.no_grad():
+        torch.testing.assert_close(weight, (worth(actions) / 0.2).log_softmax(1))
+    index = torch.arange(8) % 3
+    draws["gumbel"] = 100 * torch.nn.functional.one_hot(index, 3).float()
+    matching = learner.matching
+    learner.matching = lambda aim, *rest: (seen.append(aim), matching(aim, *rest))[1]
+    learner.update_base(batch, draws)
+    rows = torch.arange(8)
+    assert torch.equal(seen[0].plan.view_as(plans[:, 0]), plans[rows, index])
+    assert torch.equal(seen[0].real, real[rows, index])
+    gumbel = learner.draw(20_000, torch.Generator().manual_seed(1))["gumbel"]
+    share = torch.bincount((weight[0].detach() + gumbel).argmax(1), minlength=3) / 20_000
+    torch.testing.assert_close(share, weight[0].detach().exp(), rtol=0, atol=0.02)
 
 
 def test_pa_rl_begins_to_clone_after_its_critics() -> None:
@@ -706,9 +798,13 @@ def kind_of(algo: str) -> list[str]:
     return [registry.lookup("algo", algo).__mro__[1].__name__]
 
 
+def process_of(algo: str) -> str:
+    return "gaussian" if algo == "cfpi" else "deterministic" if algo in OFFLINE else "flow"
+
+
 @pytest.mark.parametrize("algo", of_each([*METHODS, *OFFLINE], kind_of))
 def test_a_run_goes_on_in_its_task_and_learns_from_what_happens(algo: str) -> None:
-    process = "deterministic" if algo in OFFLINE else "flow"
+    process = process_of(algo)
     run = begin(online(algo), process)
     assert run.budget == "algo.online_steps" and run.total == 18
     while run.progress < 6:
@@ -724,13 +820,10 @@ def test_a_run_goes_on_in_its_task_and_learns_from_what_happens(algo: str) -> No
 
 @pytest.mark.parametrize(
     "algo",
-    of_each(
-        [algo for algo in (*METHODS, *OFFLINE) if algo != "iql"],  # its rate decays
-        kind_of,
-    ),
+    [*METHODS, "cfpi", *of_each([algo for algo in OFFLINE if algo != "iql"], kind_of)],  # whose rate decays
 )
 def test_the_steps_on_data_are_those_of_a_run_that_ends_there(algo: str) -> None:
-    process = "deterministic" if algo in OFFLINE else "flow"
+    process = process_of(algo)
     config = small(registry.lookup("algo", algo))
     alone, first = finished(begin(config, process)), begin(online(algo), process)
     while first.progress < config.steps:
@@ -743,11 +836,11 @@ def test_the_steps_on_data_are_those_of_a_run_that_ends_there(algo: str) -> None
 
 @pytest.mark.parametrize(
     ("algo", "after"),
-    [(algo, 12) for algo in of_each([*OFFLINE[::-1], *METHODS[::-1]], kind_of)]
+    [(algo, 12) for algo in (*METHODS, "cfpi", *of_each(OFFLINE[::-1], kind_of))]
     + [(algo, 4) for algo in (*repeated(METHODS), *repeated(OFFLINE))],
 )
 def test_a_run_is_resumed_bit_by_bit_on_data_and_in_its_task(algo: str, after: int) -> None:
-    process = "deterministic" if algo in OFFLINE else "flow"
+    process = process_of(algo)
     one, two = begin(online(algo), process), begin(online(algo), process)
     while one.progress < after:
         one.advance()
@@ -835,6 +928,33 @@ def test_running_chunks_are_resumed_on_the_device_of_the_run() -> None:
     other.load_state_dict(running.state_dict(), device)
     (saved,) = other.state_dict()["running"]
     assert {part.device for part in saved.values()} == {device}
+
+
+def test_experience_holds_the_latest_rows() -> None:
+    table = begin(online("qc")).table
+    ring, again = Experience(5, table), Experience(7, table)
+    for first in (0, 3, 6):
+        ring.add(table.gather(torch.arange(first, first + 3)))
+    assert len(ring) == 5 and torch.equal(ring._rows, table._rows[[5, 6, 7, 8, 4]])
+    again.load_state_dict(ring.state_dict())
+    for one in (ring, again):
+        one.add(table.gather(torch.tensor([9])))
+    assert torch.equal(ring._rows, table._rows[[5, 6, 7, 8, 9]])
+    assert torch.equal(again._rows[:6], table._rows[4:10]) and len(again) == 6
+
+
+def test_updates_in_the_task_follow_its_steps_and_wait_for_the_warm_up() -> None:
+    settings = OnlineConfig(num_envs=2, warmup_steps=9, updates_per_step=0.3)
+    run = begin(replace(online("qc", steps=30), online=settings, log_every=1))
+    while run.progress < 6:
+        run.advance()
+    learned_from = 0
+    while run.progress < run.total:
+        before = run.progress
+        run.advance()
+        learned_from += run.progress - before if run.progress - 6 >= 9 else 0
+        assert run.learner.steps - 6 == int(0.3 * learned_from + 1e-9)
+    run.close()
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.0, 0), (0.5, 4), (1.0, 8), (None, None)])

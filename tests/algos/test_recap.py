@@ -142,6 +142,26 @@ def test_values_come_first_and_then_all_frames_have_a_label() -> None:
     assert only.labels is not None and set(only.labels.flatten().tolist()) == {0.0, 1.0}
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.8])
+def test_labels_are_those_of_values_and_rewards_written_out(gamma: float) -> None:
+    run = begin(config=replace(small(RecapConfig), gamma=gamma, lookahead=2, positive_fraction=0.25))
+    while run.labels is None:
+        run.advance()
+    rewards = dataset().rewards.double().numpy().reshape(40, 5)
+    weight = gamma ** np.arange(5)
+    scale = max((rewards[:, t:] * weight[: 5 - t]).sum(1).max() for t in range(5))
+    with torch.no_grad():
+        values = (run.value(run._features).softmax(1) * run._atoms).sum(1).double().numpy().reshape(40, 5)
+    found = np.empty((40, 5))
+    for t in range(5):
+        n = min(2, 5 - t)
+        later = values[:, t + n] if t + n < 5 else 0.0
+        found[:, t] = (rewards[:, t : t + n] * weight[:n]).sum(1) / scale + gamma**n * later - values[:, t]
+    wanted = np.where(found >= np.quantile(found, 0.75), 1.0, -1.0)
+    assert run.labels.numpy().reshape(40, 5).tolist() == wanted.tolist()
+    assert float(run._to_go.abs().max()) == pytest.approx(1.0)
+
+
 def test_values_read_all_frames_and_the_policy_clones_decisions_alone() -> None:
     decided = torch.arange(200) % 5 % 2 == 0
     data = replace(dataset(), extras={"decision": decided})

@@ -1,4 +1,4 @@
-"""What one update reads: target copies and actors of the critics of before, or of after, their step."""
+"""What one update reads and moves: critics of before or after their step, draws of its own, in its turn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from algos.base import Draws
+from algos.offline.loop import acting
 from algos.transitions import Batch
 from policies import registry
 
@@ -95,3 +96,59 @@ def test_actors_follow_the_networks_of_before_or_after_the_step(
         found.append(parameters_to_vector(part.parameters()).detach())
         assert not torch.equal(found[-1], start)
     assert torch.equal(*found) == is_first
+
+
+@pytest.mark.parametrize("algo", [*BEFORE, *AFTER])
+def test_every_use_of_random_numbers_has_its_own(algo: str) -> None:
+    """Start and steps of a chain, states and their successors, choices and actions: none share a draw."""
+    learner = begin(algo)[0]
+    learner.steps = 2  # where srpo begins to train its actor
+    draws = learner.draw(ROWS, torch.Generator().manual_seed(0))
+    numbers = torch.cat([part.flatten() for part in draws.values() if part.is_floating_point()])
+    assert len(numbers.unique()) == len(numbers)
+
+
+ACTORS = {
+    **dict.fromkeys(("qc", "dqc", "idql", "pa_rl"), ("base",)),
+    **dict.fromkeys(("qam", "trqam"), ("base", "target_base", "tuned")),
+    "fql": ("base", "policy"),
+    "qam_edit": ("base", "tuned", "policy.editor"),
+    "qam_fql": ("base", "tuned", "student"),
+    "expo": ("base", "policy.editor"),
+    "residual": ("policy.editor",),
+    "famo2o": ("base", "policy.chooser"),
+}
+
+
+@pytest.mark.parametrize("algo", ACTORS)
+def test_policy_and_actors_move_in_every_so_many_updates(algo: str) -> None:
+    config = replace(small(registry.lookup("algo", algo)), actor_every=3, log_every=1)
+    run = config.build(setup("flow"))
+    parts = [operator.attrgetter(name)(run.learner) for name in ACTORS[algo]]
+    for step in range(1, 7):
+        before = [parameters_to_vector(part.parameters()).detach().clone() for part in parts]
+        run.advance()
+        for name, part, old in zip(ACTORS[algo], parts, before, strict=True):
+            is_still = torch.equal(parameters_to_vector(part.parameters()).detach(), old)
+            waits = name == "target_base" and step == 3  # the base has not moved yet
+            assert is_still == (step % 3 != 0 or waits), (name, step)
+
+
+def test_the_loss_in_a_trust_region_has_the_weight_of_before_its_step() -> None:
+    learner, batch, draws = begin("trqam")
+    cond, weight = learner.base.condition(batch.cond), learner.weight.clone()
+    states, chunk = learner.chain(cond, draws["chain"])
+    adjoint = learner.adjoints(cond, states, chunk)
+    wanted = learner.matching_sum(learner.difference(cond, states), adjoint)
+    found = learner.update_actor(batch, draws)
+    torch.testing.assert_close(found["actor/loss"], wanted.detach())
+    assert learner.weight < weight == 1
+
+
+@pytest.mark.parametrize("algo", ["expo", "residual", "qam_edit"])
+def test_edits_explore_where_the_exported_policy_uses_their_means(algo: str) -> None:
+    config = replace(small(registry.lookup("algo", algo)), stochastic=False)
+    run = config.build(setup("flow"))
+    policy, acting_policy = run.snapshot(), acting(run.learner)
+    assert not policy.wrapper.stochastic and acting_policy.wrapper.stochastic
+    assert acting_policy.editor is run.learner.policy.editor and acting_policy.base is run.learner.policy.base

@@ -18,7 +18,7 @@ from algos.offline.loop import acting
 from algos.transitions import Batch
 from policies import registry
 
-PROCESS = {"cfpi": "gaussian", "srpo": "diffusion"}
+PROCESS = {"cfpi": "gaussian"}
 BEFORE = ("qc", "fql", "dqc", "qam", "qam_edit", "qam_fql", "trqam")
 AFTER = ("idql", "expo", "residual", "pa_rl", "famo2o", "cfpi", "srpo")
 ROWS = 8

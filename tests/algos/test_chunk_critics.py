@@ -219,6 +219,8 @@ def test_ascent_ends_where_a_quadratic_says_and_keeps_the_best_point() -> None:
         torch.testing.assert_close(found, aim + 0.8**steps * (start - aim))
         torch.testing.assert_close(value, worth(found))
     assert torch.equal(ascend(worth, start, steps=5, lr=1.5, box=None)[0], start)
+    level = ascend(lambda points: 0 * points.sum(-1), 3 * start, steps=1, lr=0.1, box=(-0.2, 0.6))[0]
+    assert torch.equal(level, (3 * start).clamp(-0.2, 0.6))  # the later of equals
     boxed = ascend(worth, start, steps=60, lr=0.1, box=(-0.2, 0.6))[0]
     torch.testing.assert_close(boxed, torch.tensor([0.6, -0.2], dtype=torch.float64).expand(1, 2, 2))
 
@@ -327,6 +329,16 @@ def test_no_value_gradient_reaches_the_cloned_policy() -> None:
             finished(one)
         assert torch.equal(weights(run.learner.base), weights(other.learner.base)), algo
         assert not torch.equal(weights(run.learner.base), weights(init("flow"))), algo
+
+
+def test_the_weight_of_a_row_is_that_of_its_matching_loss() -> None:
+    run = begin(small(IdqlConfig))
+    learner, batch = run.learner, run.table.gather(torch.arange(8))
+    draws, row = learner.draw(8, torch.Generator().manual_seed(0)), torch.arange(8)
+    alone = replace(batch, real=batch.real * (row == 3)[:, None])
+    found = learner.matching(batch, draws, 2.5 * (row == 3))
+    torch.testing.assert_close(found, 2.5 * learner.matching(alone, draws))
+    torch.testing.assert_close(learner.matching(batch, draws, torch.ones(8)), learner.matching(batch, draws))
 
 
 def test_what_ships_is_the_average_of_all_that_acts_critics_included() -> None:
@@ -664,10 +676,11 @@ def test_the_set_that_pa_rl_clones_ends_with_the_recorded_chunk() -> None:
     torch.testing.assert_close(plans[:, -1].flatten(1), batch.plan)
     assert torch.equal(real[:, -1], batch.real) and bool((real[:, :-1] == 1).all())
     torch.testing.assert_close(weight.exp().sum(1), torch.ones(8))
-    _, actions = learner.policy.candidates(learner.base.condition(batch.cond), draws["refit"])
+    sampled, actions = learner.policy.candidates(learner.base.condition(batch.cond), draws["refit"])
     order = learner.policy.worth(batch.cond, actions).argsort(1)[:, -2:]
     kept = actions[torch.arange(8)[:, None], order]
     torch.testing.assert_close(learner.policy.executed_part(plans)[:, :-1], kept)
+    torch.testing.assert_close(plans[:, :-1], sampled[torch.arange(8)[:, None], order])
 
 
 def test_pa_rl_clones_a_chunk_that_climbed_as_often_as_its_value_says() -> None:
@@ -880,6 +893,17 @@ def test_transitions_of_experience_are_those_of_the_same_episodes_as_data() -> N
     assert first.real.sum(dim=1).tolist() == [2.0, 2.0]  # executed rows of a plan of three
     assert torch.equal(first.plan.view(2, 3, 2)[:, :2].flatten(1), first.action)
     assert torch.equal(first.next_cond, second.cond)
+    run.close()
+
+
+def test_experience_has_no_value_after_the_end_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("point_env.LIMIT", -1.0)  # every step ends the task
+    run = begin(online("qc", gamma=0.9))
+    while run.progress < 6:
+        run.advance()
+    run.online.act(run.learner.policy)
+    found = run.online.experience.gather(torch.arange(2))
+    assert found.discount.tolist() == [0, 0] and found.real.tolist() == [[1, 0, 0]] * 2
     run.close()
 
 

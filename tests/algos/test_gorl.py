@@ -63,6 +63,16 @@ def test_without_refits_the_run_is_that_of_one_stage_bit_by_bit() -> None:
     assert torch.equal(weights(one.policy), weights(other.policy))
 
 
+def test_a_larger_weight_keeps_latents_smaller() -> None:
+    found = []
+    for weight in (0.0, 10.0):
+        config = replace(small(GorlConfig), stage_steps=1000, latent_weight=weight, entropy_coef=0.0)
+        policy = finished(begin(config=config)).policy
+        mean, log_std = policy.actor(policy.encode({"state": observed()}).vec)
+        found.append(float((mean.square() + (2 * log_std).exp()).mean().detach()))
+    assert found[1] < min(found[0], 1) - 1e-3
+
+
 def test_a_refit_moves_the_decoder_and_begins_the_encoder_anew() -> None:
     run = begin()
     before, encoder = weights(run.policy.base), weights(run.policy.actor)

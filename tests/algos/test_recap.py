@@ -198,6 +198,8 @@ def test_a_run_begins_with_its_init_and_goes_on_from_another_run() -> None:
     made = finished(first).snapshot()
     second = begin(init=made)
     assert torch.equal(second.snapshot().act(observed(), noise=noise), made.act(observed(), noise=noise))
+    other = begin(init=made, config=replace(small(RecapConfig), label_dropout=0.4))
+    assert other.policy.config.goal_dropout == 0.4
     fresh = finished(begin(init=None)).snapshot()
     assert not torch.equal(fresh.act(observed(), noise=noise), made.act(observed(), noise=noise))
 

@@ -146,9 +146,14 @@ def test_the_loss_in_a_trust_region_has_the_weight_of_before_its_step() -> None:
 
 
 @pytest.mark.parametrize("algo", ["expo", "residual", "qam_edit"])
-def test_edits_explore_where_the_exported_policy_uses_their_means(algo: str) -> None:
-    config = replace(small(registry.lookup("algo", algo)), stochastic=False)
-    run = config.build(setup("flow"))
-    policy, acting_policy = run.snapshot(), acting(run.learner)
-    assert not policy.wrapper.stochastic and acting_policy.wrapper.stochastic
-    assert acting_policy.editor is run.learner.policy.editor and acting_policy.base is run.learner.policy.base
+def test_edits_are_samples_in_the_task_and_in_targets_where_means_ship(algo: str) -> None:
+    config, found = small(registry.lookup("algo", algo)), []
+    for is_sample in (True, False):
+        run = replace(config, stochastic=is_sample, edit_scale=0.5).build(setup("flow"))
+        learner, batch = run.learner, run.table.gather(torch.arange(ROWS))
+        explorer = acting(learner)
+        assert run.snapshot().wrapper.stochastic == is_sample and explorer.wrapper.stochastic
+        assert explorer.editor is learner.policy.editor and explorer.base is learner.policy.base
+        with torch.no_grad():
+            found.append(learner.target(batch, learner.draw(ROWS, torch.Generator().manual_seed(0))))
+    assert torch.equal(*found)

@@ -87,6 +87,21 @@ def test_a_refit_moves_the_decoder_and_begins_the_encoder_anew() -> None:
     run.close()
 
 
+def test_a_refit_learns_from_what_was_decoded_from_the_latents() -> None:
+    run, seen = begin(), []
+    collect = run.collect
+    run.collect = lambda: (seen.append(collect()), seen[-1])[1]  # type: ignore[method-assign]
+    run.fit_decoder = lambda *parts: (seen.append(parts), {})[1]  # type: ignore[method-assign]
+    with torch.no_grad():
+        run.policy.actor.trunk.layers[-1].bias.add_(0.5)  # not the noise that it begins with
+    run.refit()
+    rollout, (vec, chunk) = seen
+    latent = rollout.record["latent"].flatten(0, 1)
+    torch.testing.assert_close(chunk, run.policy.chunk_of(vec, latent), rtol=0, atol=1e-5)
+    assert latent.mean() > 0.2 and not torch.allclose(chunk.flatten(1), latent, atol=1e-2)
+    run.close()
+
+
 def test_no_refit_ends_a_run_and_stages_are_counted_from_the_end_of_a_refit() -> None:
     run = begin()
     run.advance()

@@ -16,6 +16,7 @@ from pairwise import everything
 from small_algorithms import dataset, init, policy_config, setup, small
 from torch import Tensor
 
+from algos.cloning.advantage_labels import is_positive
 from algos.cloning.recap import Recap, RecapConfig, with_goal
 from algos.training.serialization import from_plain, to_plain
 from policies.backbones.dp_transformer import DpTransformerConfig
@@ -234,6 +235,10 @@ def test_the_better_half_of_the_data_is_asked_for_and_random_labels_change_nothi
     rewards = torch.rand(800, generator=torch.Generator().manual_seed(5))
     placebo = learned(replace(mixed(), rewards=rewards))
     assert abs(share(placebo, 1.0) - share(placebo, 0.0)) < 0.2
+
+
+def test_of_equal_advantages_all_are_positive() -> None:
+    assert is_positive(torch.tensor([0.0, 1.0, 0.0, -1.0]), 0.5).tolist() == [True, True, True, False]
 
 
 def test_data_without_what_labels_need_are_refused() -> None:

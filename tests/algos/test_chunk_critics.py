@@ -851,7 +851,7 @@ def test_the_steps_on_data_are_those_of_a_run_that_ends_there(algo: str) -> None
 
 @pytest.mark.parametrize(
     ("algo", "after"),
-    [(algo, 12) for algo in (*METHODS, "cfpi", *of_each(OFFLINE[::-1], kind_of))]
+    [(algo, 10) for algo in (*METHODS, "cfpi", *of_each(OFFLINE[::-1], kind_of))]  # within an episode
     + [(algo, 4) for algo in (*repeated(METHODS), *repeated(OFFLINE))],
 )
 def test_a_run_is_resumed_bit_by_bit_on_data_and_in_its_task(algo: str, after: int) -> None:

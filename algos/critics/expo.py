@@ -11,7 +11,8 @@ critics.
 
 Source: EXPO, arXiv 2507.07986, released code. Deviations: those of `algos.critics.qc`; edited actions stay
 in the box; the default target entropy is reachable, the released one is not below a scale of 0.303; rates
-are constant; every critic step draws its own batch; without edits before the first update.
+are constant; every critic step draws its own batch; without edits before the first update; the policy acts as
+it is, not by an average of its weights, and by all target critics, where the release draws two.
 """
 
 from __future__ import annotations

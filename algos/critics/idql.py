@@ -13,7 +13,8 @@ does not decode.
 
 Source: IDQL, arXiv 2304.10573, released code. Deviations: those of `algos.critics.qc`; a policy of any
 process, where the release trains a diffusion of 5 steps by the summed error (there weights have the same
-effect).
+effect), two steps per step of the critics at a falling rate; it learns in the task too, unless `refit` is
+false, and acts as it is, not by an average of its weights.
 """
 
 from __future__ import annotations

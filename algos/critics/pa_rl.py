@@ -15,7 +15,9 @@ Order: policy, critics, target copies (towards the new critics).
 Source: PA-RL, released code. Deviations: a critic of one value unless `critic_bins` is set (released: 128,
 with `bin_sigma` 1.06), learned by temporal differences alone, where the release adds the penalty of Cal-QL
 at 0.005; members share no layer; pairs are drawn without replacement; box and rate of ascent are in
-normalised units; optimisers go on in the task.
+normalised units; optimisers go on in the task; the policy samples as it is, not by an average of its weights,
+and clones on data too (`refit_after`), on the batches of the critics, where the release clones in the task
+alone, on batches of its own.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ critics choose among corrected chunks, as FEdit does.
 Source: residual policies as in ResFiT (arXiv 2509.19301) and PLD (arXiv 2511.00091), from their
 descriptions; FEdit from the released code of QAM. Deviations: chunks of the policy are sampled anew for a
 batch, where these store the executed one, which is the same distribution because a chunk begins where the
-policy decides; squashed Gaussian, not TD3.
+policy decides; squashed Gaussian, not TD3. Of FEdit: networks step in turn and copies follow, where the
+release takes all gradients and moves its copies before the step; target copies choose among several chunks,
+where the release has one chunk, or chooses by the mean of the critics in training.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ Source: GoRL, arXiv 2512.02581, and its released code. Deviations: the decoder b
 as it is drawn, and goes on from its weights in a refit, where the release begins with the identity and fits a
 new decoder every time; it may be any policy that is determined by its start noise; standard deviations are
 exp(l), not softplus(l); actions are those of the policy, without a further tanh; values bootstrap where time
-limits end an episode, which the release ignores; the normaliser is that of the policy.
+limits end an episode, which the release ignores; the normaliser is that of the policy; a refit takes a number
+of steps, with one draw of noise and time for a chunk, where the release has eight and keeps the best epoch.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ With L > 0 steps of ascent of rate eta, the K candidates of the largest values c
     a_k <- clip(a_k + eta grad_a C_i Q_i(s, a_k), -c, c),  and a_k is the best of the L + 1 points visited
 
 Critics and edits see the executed rows; an edit leaves the other rows unchanged. An edit never leaves the
-bound, and an action beyond it is moved inwards only. One candidate needs no score. Of equal scores the
-first candidate wins. All randomness comes from the noise: N rows for the chunks, then M rows whose first A
-numbers are eps. `density` is the log-density per entry where the policy has one in closed form, and its
-variational surrogate where it denoises: the draws (t, eps) are the same for all candidates, and the times
-are quantiles of those of training.
+bound, and an action beyond it is moved inwards only. One candidate needs no score. Of equal scores the first
+candidate wins, with L > 0 the first that climbs. All randomness comes from the noise: N rows for the chunks,
+then M rows whose first A numbers are eps. `density` is the log-density per entry where the policy has one in
+closed form, and its variational surrogate where it denoises: the draws (t, eps) are the same for all
+candidates, and the times are quantiles of those of training.
 
 Source: best of N as in IDQL (arXiv 2304.10573) and Q-chunking (arXiv 2507.07969); edits as in EXPO (arXiv
 2507.07986); ascent as in PA-RL (released code); ranking by matching losses on common draws as in diffusion

@@ -110,6 +110,27 @@ def test_the_choice_of_a_coefficient_moves_no_weight_of_the_policy() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, learner.base.parameters(), strict=True))
 
 
+def test_in_the_task_the_policy_clones_at_the_choice_of_before_the_step() -> None:
+    run = begin(config=replace(small(Famo2oConfig), actor_lr=0.1))
+    learner: Any = run.learner
+    batch, seen = run.table.gather(torch.arange(8)), []
+    batch = replace(batch, row=torch.full_like(batch.row, -1))
+    draws = learner.draw(8, torch.Generator().manual_seed(0))
+    before = learner.policy.drawn(batch.cond, draws["coefficient"])[0].detach()
+    matching = learner.matching
+    learner.matching = lambda at, *rest: (seen.append((at.cond, rest[-1])), matching(at, *rest))[1]
+    learner.step(batch, draws)
+    at, weight = seen[0]
+    torch.testing.assert_close(at, learner.policy.at(batch.cond, before))
+    after = learner.policy.drawn(batch.cond, draws["coefficient"])[0]
+    assert (after - before).abs().max() > 1e-3
+    with torch.no_grad():  # by the new V, and target copies of before their step
+        fresh: Any = begin(config=replace(small(Famo2oConfig), actor_lr=0.1)).learner
+        u = fresh.worth(batch.cond, batch.action) - learner.value_of(batch.cond)
+    torch.testing.assert_close(weight, (before * u).exp().clamp(max=100))
+    assert not torch.equal(draws["choice"], draws["coefficient"])
+
+
 def mixed(frames: int = 800) -> Any:
     """Actions are +-0.6 alike; the reward is the first action."""
     sign = torch.randint(0, 2, (frames // 2,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0

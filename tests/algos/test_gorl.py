@@ -63,6 +63,16 @@ def test_without_refits_the_run_is_that_of_one_stage_bit_by_bit() -> None:
     assert torch.equal(weights(one.policy), weights(other.policy))
 
 
+def test_a_larger_weight_keeps_latents_smaller() -> None:
+    found = []
+    for weight in (0.0, 10.0):
+        config = replace(small(GorlConfig), stage_steps=1000, latent_weight=weight, entropy_coef=0.0)
+        policy = finished(begin(config=config)).policy
+        mean, log_std = policy.actor(policy.encode({"state": observed()}).vec)
+        found.append(float((mean.square() + (2 * log_std).exp()).mean().detach()))
+    assert found[1] < min(found[0], 1) - 1e-3
+
+
 def test_a_refit_moves_the_decoder_and_begins_the_encoder_anew() -> None:
     run = begin()
     before, encoder = weights(run.policy.base), weights(run.policy.actor)
@@ -74,6 +84,21 @@ def test_a_refit_moves_the_decoder_and_begins_the_encoder_anew() -> None:
     assert not torch.equal(weights(run.policy.base), before)
     assert not any(weight.requires_grad for weight in run.policy.base.parameters())
     assert not any(module.training for module in run.policy.base.modules())
+    run.close()
+
+
+def test_a_refit_learns_from_what_was_decoded_from_the_latents() -> None:
+    run, seen = begin(), []
+    collect = run.collect
+    run.collect = lambda: (seen.append(collect()), seen[-1])[1]  # type: ignore[method-assign]
+    run.fit_decoder = lambda *parts: (seen.append(parts), {})[1]  # type: ignore[method-assign]
+    with torch.no_grad():
+        run.policy.actor.trunk.layers[-1].bias.add_(0.5)  # not the noise that it begins with
+    run.refit()
+    rollout, (vec, chunk) = seen
+    latent = rollout.record["latent"].flatten(0, 1)
+    torch.testing.assert_close(chunk, run.policy.chunk_of(vec, latent), rtol=0, atol=1e-5)
+    assert latent.mean() > 0.2 and not torch.allclose(chunk.flatten(1), latent, atol=1e-2)
     run.close()
 
 

@@ -16,6 +16,7 @@ from pairwise import everything
 from small_algorithms import dataset, init, policy_config, setup, small
 from torch import Tensor
 
+from algos.cloning.advantage_labels import is_positive
 from algos.cloning.recap import Recap, RecapConfig, with_goal
 from algos.training.serialization import from_plain, to_plain
 from policies.backbones.dp_transformer import DpTransformerConfig
@@ -142,6 +143,26 @@ def test_values_come_first_and_then_all_frames_have_a_label() -> None:
     assert only.labels is not None and set(only.labels.flatten().tolist()) == {0.0, 1.0}
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.8])
+def test_labels_are_those_of_values_and_rewards_written_out(gamma: float) -> None:
+    run = begin(config=replace(small(RecapConfig), gamma=gamma, lookahead=2, positive_fraction=0.25))
+    while run.labels is None:
+        run.advance()
+    rewards = dataset().rewards.double().numpy().reshape(40, 5)
+    weight = gamma ** np.arange(5)
+    scale = max((rewards[:, t:] * weight[: 5 - t]).sum(1).max() for t in range(5))
+    with torch.no_grad():
+        values = (run.value(run._features).softmax(1) * run._atoms).sum(1).double().numpy().reshape(40, 5)
+    found = np.empty((40, 5))
+    for t in range(5):
+        n = min(2, 5 - t)
+        later = values[:, t + n] if t + n < 5 else 0.0
+        found[:, t] = (rewards[:, t : t + n] * weight[:n]).sum(1) / scale + gamma**n * later - values[:, t]
+    wanted = np.where(found >= np.quantile(found, 0.75), 1.0, -1.0)
+    assert run.labels.numpy().reshape(40, 5).tolist() == wanted.tolist()
+    assert float(run._to_go.abs().max()) == pytest.approx(1.0)
+
+
 def test_values_read_all_frames_and_the_policy_clones_decisions_alone() -> None:
     decided = torch.arange(200) % 5 % 2 == 0
     data = replace(dataset(), extras={"decision": decided})
@@ -178,6 +199,8 @@ def test_a_run_begins_with_its_init_and_goes_on_from_another_run() -> None:
     made = finished(first).snapshot()
     second = begin(init=made)
     assert torch.equal(second.snapshot().act(observed(), noise=noise), made.act(observed(), noise=noise))
+    other = begin(init=made, config=replace(small(RecapConfig), label_dropout=0.4))
+    assert other.policy.config.goal_dropout == 0.4
     fresh = finished(begin(init=None)).snapshot()
     assert not torch.equal(fresh.act(observed(), noise=noise), made.act(observed(), noise=noise))
 
@@ -212,6 +235,10 @@ def test_the_better_half_of_the_data_is_asked_for_and_random_labels_change_nothi
     rewards = torch.rand(800, generator=torch.Generator().manual_seed(5))
     placebo = learned(replace(mixed(), rewards=rewards))
     assert abs(share(placebo, 1.0) - share(placebo, 0.0)) < 0.2
+
+
+def test_of_equal_advantages_all_are_positive() -> None:
+    assert is_positive(torch.tensor([0.0, 1.0, 0.0, -1.0]), 0.5).tolist() == [True, True, True, False]
 
 
 def test_data_without_what_labels_need_are_refused() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from gaussian_field import gaussian_policy
 from messages import mentions
-from small_algorithms import init, setup, small
+from small_algorithms import init, saved, setup, small, weights
 from torch import Tensor, nn
 
 from algos.critics.srpo import WEIGHTS, SrpoConfig, noise_weight
@@ -89,6 +90,20 @@ def test_values_are_fitted_first_and_kept_then_and_the_actor_is_what_ships() -> 
     assert not all(torch.equal(value, before[key]) for key, value in run.snapshot().state_dict().items())
     clone = init("diffusion").state_dict()
     assert all(torch.equal(value, clone[key]) for key, value in learner.base.state_dict().items())
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_run_is_resumed_bit_by_bit_while_values_or_actor_are_fitted(after: int) -> None:
+    config = replace(small(SrpoConfig), steps=8, warmup_steps=4)
+    one, two = (config.build(setup("diffusion")) for _ in range(2))
+    for _ in range(after):
+        one.advance()
+    two.load_state_dict(saved(one))
+    assert two.learner.fits_values == (after < 2)
+    for run in (one, two):
+        while run.progress < run.total:
+            run.advance()
+    assert torch.equal(weights(one.snapshot()), weights(two.snapshot()))
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,24 @@ def test_radius_zero_is_the_policy(process: str) -> None:
     torch.testing.assert_close(act(wrapped(process, radii=(0.0,))), act(init(process)), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_critic_that_values_all_alike_changes_nothing(process: str) -> None:
+    policy, plain = wrapped(process, radii=(0.5, 2.0)), wrapped(process, radii=(0.0,))
+    with torch.no_grad():
+        for one in (policy, plain):
+            one.critic.weight[-1].zero_()
+    assert torch.equal(act(policy), act(plain))
+
+
+def test_it_acts_by_the_target_copies() -> None:
+    run = small(CfpiConfig).build(setup("gaussian"))
+    while run.progress < run.total:
+        run.advance()
+    shipped, own = run.snapshot().critic.state_dict(), run.learner.target_critic.state_dict()
+    assert all(torch.equal(value, own[name]) for name, value in shipped.items())
+    assert run.learner.policy.critic is run.learner.target_critic
+
+
 @pytest.mark.parametrize("values", [{}, QUANTILES])
 def test_the_improved_policy_is_a_directory_like_any_other(values: dict[str, Any], tmp_path: Path) -> None:
     policy = wrapped("mixture", **values)

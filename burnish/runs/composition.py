@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from burnish.config.evaluate import EvalConfig
+
+_log = logging.getLogger(__name__)
 
 ESTIMATE = "estimate"
 """Value of `weights`: estimate them from demonstrations."""
@@ -117,6 +120,7 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     if config.weights is None:
         search = _search(config, policy, env)
         policy = policy.with_weights(*search.best)
+        _log.info("the search found weights=%s.", list(search.best))  # what follows may fail
     elif config.weights == ESTIMATE:
         policy = policy.with_weights(*estimate[0].weights)
     evaluation = play("composition", policy, env, config)

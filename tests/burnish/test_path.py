@@ -625,6 +625,19 @@ def test_a_run_that_takes_no_file_is_refused_before_anything_is_played(
         burnish.evaluate(base, episodes=2, out=tmp_path / "eval.json")
 
 
+def test_a_folder_that_takes_no_files_is_refused_before_anything_is_played(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burnish.commands.report._behaviours", lambda *_: pytest.fail("was played"))
+    monkeypatch.setattr("burnish.commands.export.export_onnx", lambda *_, **__: pytest.fail("was exported"))
+    monkeypatch.setattr("os.access", lambda *_, **__: False)
+    with pytest.raises(ConfigError, match=mentions(f"out={base.path / 'report'} read-only")):
+        burnish.report(base)
+    (tmp_path / "exported").mkdir()
+    with pytest.raises(ConfigError, match=mentions(f"out={tmp_path / 'exported'} read-only")):
+        burnish.export(base, out=tmp_path / "exported", overwrite=True)
+
+
 def test_an_evaluation_that_cannot_be_written_is_shown(
     base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

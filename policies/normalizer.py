@@ -133,7 +133,9 @@ def _warn_of_lost_entries(name: str, mode: str, stats: Mapping[str, Tensor]) -> 
     measured = stats["std"].double() if mode == "gaussian" else varies
     coarse = (varies > 0) & (varies < _COARSE * size)
     small = (varies > _ROUNDING) & (measured < SMALLEST_RANGE) & ~coarse
+    gone = (varies == 0) & (size * torch.finfo(torch.float32).eps > SMALLEST_RANGE)
     for entries, why, advice in (
+        (gone, "nothing in float32, whose steps are coarse at their size", "numbers around 0, if they vary"),
         (small, f"less than {SMALLEST_RANGE:g} and count as constant", "a smaller unit (mm for m)"),
         (coarse, "little beside their size, of which float32 keeps few steps", "numbers around 0"),
     ):

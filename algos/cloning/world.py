@@ -21,6 +21,7 @@ networks of their own; members see the same episodes in another order, not boots
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -44,6 +45,8 @@ from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
 from policies.wrappers.world import World, WorldModel
+
+_log = logging.getLogger(__name__)
 
 MOST_STATES = 5000
 """Stored states at most; four times as many steps set thresholds and the limit of the doubt."""
@@ -98,6 +101,8 @@ class LearnedWorld:
         if setup.init is not None:
             raise ConfigError(f"algo={name} learns a new world; leave init out.")
         dataset = dataset_of(setup, name, "recorded steps")
+        if setup.env.spec.success_rule:
+            _warn_of_one_outcome(dataset)
         self._seed, self._device = setup.seed, setup.device
         self._train, self._held_out = held_out(dataset, config.validation_fraction, setup.seed)
         self._num_threads, self._config, self._setup = setup.threads(THREADS), config, setup
@@ -219,6 +224,23 @@ class LearnedWorld:
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
+
+
+def _warn_of_one_outcome(dataset: EpisodeDataset) -> None:
+    """Log that a world cannot tell success from failure, if the data hold only one of them."""
+    known = dataset.success
+    if known is None or not known.any():
+        found = "no recorded episode is a success"
+    elif known.all():
+        found = "every recorded episode is a success"
+    else:
+        return
+    _log.warning(
+        "%s: %s, so a success in this world says little of a policy. Record episodes of both kinds, e.g. "
+        "burnish collect policy=<run> keep_failures=true.",
+        dataset.source,
+        found,
+    )
 
 
 def answers_of(dataset: EpisodeDataset) -> EpisodeDataset:

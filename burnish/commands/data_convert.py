@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from burnish.console import output, table
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.datasets.convert import as_dataset
 from envs.datasets.interface import interface_of, interface_of_task, with_given
-from envs.datasets.recorded_task import recorded_env, recorded_task
+from envs.datasets.recorded_task import TASK_KEYS, recorded_env, recorded_task
+from envs.fit import task_text
 from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.paths import path_field
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,24 @@ def _read(config: DataConvertConfig) -> EpisodeDataset:
         return read_dataset(config.dataset, **config.reader)
     parts = [read_dataset(str(one), **config.reader) for one in config.dataset]
     data = as_dataset(parts, source="dataset")
+    if len(tasks := {_task_of(part) for part in parts}) > 1:
+        names = ", ".join(sorted(tasks))
+        _log.warning("dataset: the parts are of different tasks (%s); %s names none.", names, config.out)
+        for key in TASK_KEYS:
+            data.meta.pop(key, None)
     kept = ("source", "env", "imagined")
     data.meta["parts"] = [
         {key: part.meta[key] for key in kept if key in part.meta} | {"episodes": part.num_episodes}
         for part in parts
     ]
     return data
+
+
+def _task_of(part: EpisodeDataset) -> str:
+    """Return the recorded task with the options that select it."""
+    found = recorded_task(part.meta)
+    env = None if found is None else recorded_env(*found)
+    return "unknown" if env is None else task_text(env)
 
 
 def _interface(data: EpisodeDataset, config: DataConvertConfig) -> dict[str, Any]:

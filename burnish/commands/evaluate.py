@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from envs.evaluation.protocol import require_playable
 from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import BurnishError, ConfigError
 from policies.storage.atomic_write import write_errors, write_text
+
+_log = logging.getLogger(__name__)
 
 SUMMARY_COLUMNS = ("policy", "task", "quantity", "mean", "95 % interval", "episodes")
 
@@ -170,13 +173,15 @@ def evaluate(config: EvalConfig) -> Result:
             require_playable(other, found.env, config)
     keeps = config.videos > 0
     evaluation = play(found.policy.label, policy, found.env, config, keep_observations=keeps)
-    baseline = None
-    if found.baseline is not None:
-        baseline = play(found.baseline.label, other, found.env, config)
-    comparison = None if baseline is None else compare(baseline, evaluation)
+    baseline = comparison = None
     videos: Iterable[Path] = ()
     try:
-        path = _write(config, found, evaluation, baseline, comparison)
+        path = _write(config, found, evaluation, None, None)  # the baseline may fail, or take too long
+        if found.baseline is not None:
+            _log.info("the policy's episodes are in %s; next are the baseline's.", path)
+            baseline = play(found.baseline.label, other, found.env, config)
+            comparison = compare(baseline, evaluation)
+            path = _write(config, found, evaluation, baseline, comparison)
         if config.videos:
             name = path.with_suffix("").name
             videos = write_videos(found.env, evaluation.rows, config.videos, path.parent, name)

@@ -88,7 +88,10 @@ def _directory(config: FleetLearnConfig, env: Mapping[str, Any]) -> RunDirectory
     out = Path(str(config.out))
     check_folder_to_write(out)
     if (out / RUN_CONFIG).is_file():
-        return RunDirectory.open(out)
+        run = RunDirectory.open(out)
+        if "publish_every" not in run.config:
+            raise ConfigError(f"out={out} is a run of burnish train. Give the fleet a folder of its own.")
+        return run
     return RunDirectory.create_at(out, {**asdict(config), "env": env})
 
 

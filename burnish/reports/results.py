@@ -12,6 +12,7 @@ import numpy as np
 
 from algos.training.run_directory import RunDirectory
 from burnish.reports.curves import Intervals, alike_steps
+from burnish.runs.best_evaluation import read_evaluations
 from burnish.runs.locate import locate
 from burnish.runs.tasks import description_of, options_that_differ
 from envs.evaluation.comparison import Comparison, compare, format_interval
@@ -98,8 +99,7 @@ def stored_evaluation(directory: RunDirectory) -> Stored | None:
     """
     own = None if directory.latest() is None else description_of(locate(directory.path, "run"))
     found: list[tuple[int, int, bool, dict[str, Any]]] = []
-    for one in directory.evals():
-        content = json.loads(one.path.read_text())
+    for one, content in read_evaluations(directory):
         if own is None or is_same_task(own, content["protocol"]["env"]):
             found.append((one.step, len(content["rows"]), "versus" in content, content))
     if not found:
@@ -185,8 +185,8 @@ def _evaluation_of_init(directory: RunDirectory) -> Evaluation | None:
 def evaluations_while_training(directory: RunDirectory) -> dict[int, Evaluation]:
     """Return the evaluations of a run's checkpoints, by step."""
     return {
-        one.step: Evaluation.from_json(one.path.read_text())
-        for one in directory.evals()
+        one.step: Evaluation.from_json(json.dumps(content))
+        for one, content in read_evaluations(directory)
         if one.is_of_training
     }
 

@@ -7,11 +7,15 @@ simulator during training, so it is biased upwards; the difference measures the 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from algos.training.run_directory import EvalFile, RunDirectory
 from envs.spec import judged_by
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,24 @@ def best_evaluation(directory: RunDirectory) -> BestEvaluation | None:
 
 def alike_evaluations(directory: RunDirectory) -> list[CheckpointEvaluation]:
     """Return the evaluations during training with the protocol of the last one, by step."""
-    found = [_read(file) for file in directory.evals() if file.is_of_training]
+    found = [_read(file, content) for file, content in read_evaluations(directory) if file.is_of_training]
     found.sort(key=lambda evaluation: evaluation.step)
     return [one for one in found if one.summary["protocol_hash"] == found[-1].summary["protocol_hash"]]
 
 
-def _read(file: EvalFile) -> CheckpointEvaluation:
-    content = json.loads(file.path.read_text())
+def read_evaluations(directory: RunDirectory) -> Iterator[tuple[EvalFile, dict[str, Any]]]:
+    """Yield the evaluations of a run with their content; damaged files are left out with a warning."""
+    for file in directory.evals():
+        try:
+            content = json.loads(file.path.read_text())
+            if not {"protocol", "summary", "rows"} <= set(content):
+                raise ValueError("it holds no evaluation")
+        except (TypeError, ValueError) as error:
+            _log.warning("%s is damaged (%s) and is left out. Restore or remove it.", file.path, error)
+            continue
+        yield file, content
+
+
+def _read(file: EvalFile, content: dict[str, Any]) -> CheckpointEvaluation:
     quantity = judged_by(content["protocol"]["env"]["success_rule"])
     return CheckpointEvaluation(file.step, content["summary"], quantity)

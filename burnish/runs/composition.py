@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from algos.training.run_directory import new_folder
 from burnish.config.saved import describe_part
 from burnish.console import Counting, output, table
 from burnish.runs.evaluation import play
-from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate, require_writable
+from burnish.runs.locate import Located, check_folder_to_fill, dated_folder, locate
 from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from burnish.config.evaluate import EvalConfig
+
+_log = logging.getLogger(__name__)
 
 ESTIMATE = "estimate"
 """Value of `weights`: estimate them from demonstrations."""
@@ -105,7 +108,6 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     located = _located_members(config)
     target = dated_folder("compose") if config.out is None else Path(config.out)
     check_folder_to_fill(target)
-    require_writable(target / FACTS, "out")
     members = {name: member.load() for name, member in located.items()}
     lead = next(iter(located.values()))
     env = config.env if config.env is not None else task_of(lead, " Give env=<name>.")
@@ -117,6 +119,7 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     if config.weights is None:
         search = _search(config, policy, env)
         policy = policy.with_weights(*search.best)
+        _log.info("the search found weights=%s.", list(search.best))  # what follows may fail
     elif config.weights == ESTIMATE:
         policy = policy.with_weights(*estimate[0].weights)
     evaluation = play("composition", policy, env, config)

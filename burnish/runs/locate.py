@@ -93,10 +93,14 @@ def require_writable(target: Path, what: str = "", remedy: str = "Choose another
     real = target.resolve()
     if real.exists() and not real.is_file():  # pipes and devices are written directly
         return
-    parent = next(place for place in real.parents if place.exists())
-    if not os.access(parent, os.W_OK):
-        name = f"{what}={target}" if what else str(target)
-        raise ConfigError(f"{name} cannot be written: {parent} is read-only. {remedy}.")
+    _require_access(real.parent, f"{what}={target}" if what else str(target), remedy)
+
+
+def _require_access(folder: Path, name: str, remedy: str) -> None:
+    folder = folder.resolve()
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"{name} cannot be written: {nearest} is read-only. {remedy}.")
 
 
 def dated_folder(name: str) -> Path:
@@ -105,11 +109,12 @@ def dated_folder(name: str) -> Path:
 
 
 def check_folder_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
-    """Refuse, with ConfigError, a path where no folder can be created."""
+    """Refuse, with ConfigError, a path where no folder can be created, or a folder that takes no files."""
     target = Path(path)
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{key}={target} is a file; choose another directory.")
     _check_parents(target, key)
+    _require_access(target, f"{key}={target}", "Choose another place")
 
 
 def check_folder_to_fill(target: Path, overwrite: bool | None = None) -> None:

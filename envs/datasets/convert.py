@@ -16,6 +16,7 @@ from envs.datasets.array_storage import MEMORY, ArrayStorage
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.interface import interface_of
 from envs.datasets.windows import DECISION
 from policies.errors import DatasetError
 
@@ -301,6 +302,10 @@ def _joined(parts: Sequence[EpisodeDataset], source: str) -> EpisodeDataset:
                 f"{first.image_shapes}, as in {source}[0]; got {widths} and {one.image_shapes}."
             )
     extras = _common_extras(parts, source)
+    facts = [interface_of(one.meta, one.obs_dim, one.action_dim) for one in parts]
+    common = {key: value for key, value in facts[0].items() if all(one.get(key) == value for one in facts)}
+    lost = sorted({key for one in facts for key in one} - set(common))
+    log_skipped_fields(source, dict.fromkeys(lost, "not alike in all parts"), _KEPT)
     offsets = np.cumsum([0, *(one.num_frames for one in parts)])
     starts = [one.episode_start[:-1].numpy() + at for one, at in zip(parts, offsets, strict=False)]
     every = [one.next_observations for one in parts]
@@ -328,7 +333,7 @@ def _joined(parts: Sequence[EpisodeDataset], source: str) -> EpisodeDataset:
             )
             for camera in first.images
         },
-        meta=first.meta | {"source": source},
+        meta=first.meta | {"source": source} | ({"interface": common} if facts[0] else {}),
     )
 
 

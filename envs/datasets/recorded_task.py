@@ -17,6 +17,8 @@ from policies.registry import lookup
 if TYPE_CHECKING:
     from envs.spec import EnvConfig
 
+TASK_KEYS = ("env", "env_args", "env_spec")
+"""Keys of a dataset's metadata that name its task."""
 _ROBOSUITE = {
     "Lift": "lift",
     "PickPlaceCan": "can",

@@ -14,7 +14,6 @@ from policies.importing.actors import activation_of, deterministic, gaussian, la
 from policies.importing.files import Files, Tensors, read_plain_pickle
 from policies.importing.formats import AffineMap, Description, PolicySource
 from policies.registry import register
-from policies.storage.strict_json import parse_json
 
 _LIMITS = {
     "td3": (), "td3_plus_bc": (), "ddpg": (), "rebrac": (), "sac": (-20.0, 2.0), "cql": (-20.0, 2.0),
@@ -38,7 +37,7 @@ class D3rlpySource(PolicySource):
         whole = read_plain_pickle(files.path)
         if not isinstance(whole, Mapping) or not {"torch", "config"} <= set(whole):
             raise CheckpointError(f"{files.path} is not what d3rlpy's save writes: 'torch' and 'config'.")
-        settings = parse_json(whole["config"], f"{files.path}: config", finite=False)
+        settings = files.json(whole["config"], "config")
         config, params = settings["config"], settings["config"]["params"]
         if config["type"] not in _LIMITS or len(settings["observation_shape"]) != 1:
             raise CapabilityError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from policies.bounds import bounded
-from policies.errors import ConfigError
+from policies.errors import CheckpointError, ConfigError
 from policies.importing.conditions import columns, film_layers, reordered
 from policies.importing.files import Files, Tensors
 from policies.importing.formats import AffineMap, Description, PolicySource
@@ -59,6 +59,8 @@ class DiffusionPolicyImageSource(PolicySource):
             tensors.skip(name, "empty")
         maps = _maps(tensors)
         cameras = self._cameras(tensors, maps)
+        if not cameras:
+            raise CheckpointError(f"{files.path} has no cameras that can be imported; see the other sources.")
         states = [key for key in self.keys if key not in cameras]
         prefixes = [f"{_NETS}{camera}." for camera in cameras]
         pixels = [(scale.expand(3), offset.expand(3)) for scale, offset in map(maps.pop, cameras)]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from policies.errors import CheckpointError
-from policies.storage.strict_json import own_file, read_json
+from policies.storage.strict_json import own_file, parse_json, read_json
 
 ENTRIES = (
     "state_dicts/ema_model",
@@ -147,6 +147,11 @@ class Files:
         """Return the plain data of a file of `torch.save` that is part of the checkpoint."""
         with _reading("weights", self.path, "the file that its program saves"):
             return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+
+    def json(self, content: str | bytes, name: str) -> dict[str, Any]:
+        """Return the JSON object of a part of the checkpoint; NaN and infinite numbers are allowed."""
+        with _reading("weights", self.path, "the file that its program saves"):
+            return parse_json(content, name, finite=False)
 
     def tensors_beside(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a safetensors file that lies beside the checkpoint."""

@@ -15,7 +15,6 @@ from policies.importing.robomimic_diffusion import describe_diffusion, entry_of
 from policies.importing.robomimic_facts import interface_of_task, normalisation_maps
 from policies.processes.mixture import MixtureProcess
 from policies.registry import register
-from policies.storage.strict_json import parse_json
 
 _MLP, _DECODER = "policy.nets.mlp._model.", "policy.nets.decoder.nets."
 _OTHERS = ("rnn", "transformer", "vae")  # kinds of behaviour cloning with other networks
@@ -40,7 +39,7 @@ class RobomimicSource(PolicySource):
         whole = files.whole()
         if missing := sorted({"model", "config", "algo_name", "shape_metadata"} - set(whole)):
             raise CheckpointError(f"{files.path} is not a checkpoint of robomimic: it has no {missing[0]}.")
-        config = parse_json(whole["config"], f"{files.path}: config", finite=False)
+        config = files.json(whole["config"], "config")
         algo, shapes = config["algo"], whole["shape_metadata"]["all_shapes"]
         modalities = config["observation"]["modalities"]["obs"]
         diffuses = _check_algorithm(whole["algo_name"], algo, modalities)

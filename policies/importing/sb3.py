@@ -24,7 +24,6 @@ from policies.importing.actors import (
 from policies.importing.files import Files, Tensors, read_statistics
 from policies.importing.formats import AffineMap, Description, PolicySource
 from policies.registry import register
-from policies.storage.strict_json import parse_json
 
 _DATA, _WEIGHTS = "data", "policy.pth"
 _SKIPPED = {
@@ -53,7 +52,7 @@ class Sb3Source(PolicySource):
     epsilon: float = bounded(1e-8, ge=0)
 
     def read(self, files: Files) -> Description:
-        data = parse_json(files.member(_DATA), f"{files.path}: {_DATA}", finite=False)
+        data = files.json(files.member(_DATA), _DATA)
         tensors = Tensors(files.loaded(files.member(_WEIGHTS)))
         if data.get("use_sde"):
             raise CapabilityError("actors with use_sde=True cannot be imported.")

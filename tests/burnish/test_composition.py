@@ -55,15 +55,17 @@ def pair(tmp_path: Path) -> list[str]:
 
 
 def test_weights_are_searched_and_every_member_is_compared(
-    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = burnish.compose(pair, search=SEARCH, out="found", **SHORT)
+    with caplog.at_level("INFO", "burnish"):
+        result = burnish.compose(pair, search=SEARCH, out="found", **SHORT)
     assert result.search is not None
     assert [(t.round, len(t.evaluation.rows)) for t in result.search.trials] == [(0, 2)] * 3 + [(1, 3)] * 2
     seeds = [{row.seed for row in t.evaluation.rows} for t in result.search.trials]
     assert seeds[0] == {2_000_000, 2_000_001} and seeds[3] == {2_000_002, 2_000_003, 2_000_004}
     assert {row.seed for row in result.evaluation.rows} == {0, 1, 2}
+    assert f"weights={list(result.search.best)}" in caplog.text
     assert list(result.members) == list(result.comparisons) == ["one", "two"]
     assert all(comparison.episodes == 3 for comparison in result.comparisons.values())
     again = burnish.load_policy("found")

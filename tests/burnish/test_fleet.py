@@ -12,6 +12,7 @@ from messages import mentions
 from small_policies import policy_for
 
 from algos.cloning.fleet_run import EPISODES
+from algos.training.run_directory import RunDirectory
 from burnish.commands import fleet_act, fleet_learn
 from burnish.commands.fleet_act import FleetActConfig
 from burnish.commands.fleet_learn import FleetLearnConfig
@@ -90,6 +91,16 @@ def test_a_dataset_of_another_task_is_no_ground_to_stand_on(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=mentions("env.rows=moved")):
         fleet_learn.run(FleetLearnConfig(**paths, out=str(tmp_path / "out")), RunContext(tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_another_command_is_no_folder_of_a_fleet(tmp_path: Path) -> None:
+    env = make_env("avoid")
+    save_policy(policy_for(env), tmp_path / "policy", provenance={"env": named_options(env)})
+    write_dataset(tmp_path / "demos.hdf5", collect(env, episodes=1), env)
+    paths = {"policy": str(tmp_path / "policy"), "dataset": str(tmp_path / "demos.hdf5")}
+    RunDirectory.create_at(tmp_path / "run", {"algo": {"name": "bc"}})
+    with pytest.raises(ConfigError, match=mentions(f"out={tmp_path / 'run'} burnish train")):
+        fleet_learn.run(FleetLearnConfig(**paths, out=str(tmp_path / "run")), RunContext(tmp_path))
 
 
 def test_which_episodes_are_watched_says_nothing_of_how_they_begin() -> None:

@@ -35,6 +35,7 @@ from burnish.runs.locate import locate
 from burnish.runs.resolve import resolve
 from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
+from envs.evaluation.evaluate import Evaluation
 from envs.tasks.avoid.task import Avoid
 from policies.errors import CheckpointError, ConfigError, DatasetError, ExportError, WriteError
 from policies.paths import lasting
@@ -624,6 +625,19 @@ def test_a_run_that_takes_no_file_is_refused_before_anything_is_played(
         burnish.evaluate(base, episodes=2, out=tmp_path / "eval.json")
 
 
+def test_a_folder_that_takes_no_files_is_refused_before_anything_is_played(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burnish.commands.report._behaviours", lambda *_: pytest.fail("was played"))
+    monkeypatch.setattr("burnish.commands.export.export_onnx", lambda *_, **__: pytest.fail("was exported"))
+    monkeypatch.setattr("os.access", lambda *_, **__: False)
+    with pytest.raises(ConfigError, match=mentions(f"out={base.path / 'report'} read-only")):
+        burnish.report(base)
+    (tmp_path / "exported").mkdir()
+    with pytest.raises(ConfigError, match=mentions(f"out={tmp_path / 'exported'} read-only")):
+        burnish.export(base, out=tmp_path / "exported", overwrite=True)
+
+
 def test_an_evaluation_that_cannot_be_written_is_shown(
     base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -632,6 +646,24 @@ def test_an_evaluation_that_cannot_be_written_is_shown(
     with pytest.raises(WriteError, match=mentions("eval.json cannot be written")):
         burnish.evaluate(base, episodes=2, num_workers=0, out=tmp_path / "eval.json")
     assert "95 % interval" in capsys.readouterr().out
+
+
+def test_a_baseline_that_is_interrupted_loses_no_episodes_of_the_policy(
+    base: Run, tuned: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play, out = evaluate_command.play, tmp_path / "eval.json"
+    mine = burnish.evaluate(tuned, episodes=2, num_workers=0, out=tmp_path / "alone.json").evaluation
+
+    def interrupted(label: str, policy: Any, *rest: Any, **options: Any) -> Evaluation:
+        if label == locate(base.path).label:
+            raise KeyboardInterrupt
+        return play(label, policy, *rest, **options)
+
+    monkeypatch.setattr(evaluate_command, "play", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        burnish.evaluate(tuned, baseline=base, episodes=2, num_workers=0, out=out)
+    assert Evaluation.from_json(out.read_text()).rows == mine.rows
+    assert "versus" not in json.loads(out.read_text())
 
 
 def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:

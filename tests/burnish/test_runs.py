@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import burnish
 from algos.training.run_directory import RunDirectory
 from burnish.commands import runs as runs_command
 from burnish.commands.runs import differing_keys, readable_runs, tabulate
+from burnish.reports.results import evaluations_while_training, stored_evaluation
+from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.locate import runs_below
 
 DATA = (np.zeros((9, 4)), np.linspace(-1, 1, 18).reshape(9, 2))
@@ -59,6 +62,19 @@ def test_runs_are_found_at_any_depth_and_damaged_ones_left_out(
         assert "wider window: algo.lr" in capsys.readouterr().out
     assert runs_command.main([str(sweep / "0" / "eval")]) == 0
     assert "no runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", '{"rows": [', "[]", "{}", "7"])
+def test_a_damaged_evaluation_is_left_out(
+    content: str, sweep: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDirectory.open(shutil.copytree(sweep / "0", tmp_path / "run"))
+    assert stored_evaluation(run) is not None and best_evaluation(run) is not None
+    for file in run.evals():
+        file.path.write_text(content)
+    assert stored_evaluation(run) is None and best_evaluation(run) is None
+    assert not evaluations_while_training(run)
+    assert f"{file.path} is damaged" in caplog.text
 
 
 def test_the_budget_of_a_run_on_data_and_in_the_task_is_both(tmp_path: Path) -> None:

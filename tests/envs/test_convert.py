@@ -19,12 +19,14 @@ from pairwise import repeated
 
 import burnish
 from burnish.api import stored_dataset
+from burnish.commands.data_convert import DataConvertConfig, convert
 from burnish.commands.export import ExportConfig, surroundings_of
 from burnish.runs.locate import locate
-from envs.datasets import Episode, dataset_format, read_dataset, write_robomimic
+from envs.datasets import Episode, dataset_format, read_dataset, write_dataset, write_robomimic
 from envs.datasets.convert import KEYS, as_dataset
 from envs.datasets.files.hdf5 import datasets_of
 from envs.datasets.interface import interface_of
+from envs.datasets.recorded_task import recorded_task
 from policies.errors import ConfigError, DatasetError
 
 RNG = np.random.default_rng(0)
@@ -95,6 +97,23 @@ def test_joined_parts_keep_what_all_have_of_episodes_and_tell_what_is_left_out(
     both = as_dataset([one, two])
     assert both.episode_extras["success"].tolist() == [True, False] and not both.extras
     assert re.search(mentions("data states"), caplog.text)
+
+
+def test_joined_parts_of_two_tasks_name_neither(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = []
+    for name, rate in (("avoid", 20.0), ("pointmaze-umaze", 10.0), ("avoid", 20.0)):
+        one = as_dataset((OBS, ACTIONS))
+        one.meta["env"] = {"name": name}
+        one.meta["interface"] = {"control_hz": rate, "robot": "arm"}
+        files.append(str(tmp_path / f"{len(files)}.hdf5"))
+        write_dataset(files[-1], one)
+    mixed = convert(DataConvertConfig(dataset=files, out=str(tmp_path / "mixed.hdf5")))
+    again = read_dataset(tmp_path / "mixed.hdf5")
+    assert recorded_task(mixed.meta) is None and recorded_task(again.meta) is None
+    assert interface_of(mixed.meta, 3, 2) == {"robot": "arm"}
+    assert re.search(mentions("env=avoid env=pointmaze-umaze mixed.hdf5"), caplog.text)
+    same = convert(DataConvertConfig(dataset=[files[0], files[2]], out=str(tmp_path / "same.hdf5")))
+    assert recorded_task(same.meta) == ("avoid", {}) and same.meta["interface"]["control_hz"] == 20.0
 
 
 def test_small_matrices_are_vectors() -> None:

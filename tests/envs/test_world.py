@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,20 @@ def test_a_run_follows_from_its_seed_and_goes_on_bit_by_bit() -> None:
         states.append(run.snapshot().state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     assert any(not torch.equal(value, states[2][name]) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [((True, True), "every success keep_failures=true"), ((False, False), "no success"), ((True, False), "")],
+)
+def test_data_with_one_kind_of_episode_are_told(
+    ended: tuple[bool, bool], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = dataclasses.replace(SMALL, validation_fraction=0.0)
+    begin(config=config, env=env("avoid"), dataset=episodes((8, 8), ended, width=4))
+    told = [one.getMessage() for one in caplog.records if one.name == "algos.cloning.world"]
+    assert len(told) == bool(words)
+    assert not words or re.search(mentions(words), told[0])
 
 
 @pytest.mark.parametrize(

@@ -79,3 +79,9 @@ def test_a_temperature_of_its_own_is_refused(tmp_path: Path) -> None:
     path, source, _ = written(tmp_path, **{name: torch.full((1,), 0.5)})
     with pytest.raises(CheckpointError, match=mentions("temperature 1")):
         import_policy(path, source)
+
+
+def test_weights_without_cameras_are_refused(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=mentions("x.safetensors cameras")):
+        import_policy(tmp_path / "x.safetensors", DiffusionPolicyImageSource())

@@ -111,6 +111,14 @@ def test_what_has_no_counterpart_is_refused(
         import_policy(changed(name, tmp_path, **data), Sb3Source(), identity=["state"])
 
 
+def test_settings_that_are_no_json_are_refused(tmp_path: Path) -> None:
+    path = changed("sb3_ppo", tmp_path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data", "x")
+    with pytest.raises(CheckpointError, match=mentions("model.zip data JSON")):
+        import_policy(path, Sb3Source())
+
+
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     path = changed("sb3_ppo", tmp_path, zipfile.ZIP_DEFLATED)
     with pytest.raises(CheckpointError, match=mentions("data compressed")):

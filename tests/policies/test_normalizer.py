@@ -46,14 +46,13 @@ def test_constant_features_are_shifted_but_not_blown_up(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["limits", "gaussian"])
 def test_entries_whose_variation_is_lost_are_told(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     x = torch.linspace(-1, 1, 9)[:, None].double()
-    # fine, small, coarse, constant, rounding
-    rows = torch.cat([x, 4e-5 * x, 4e6 + x, 3 + 0 * x, 1e-12 * x], dim=1)
+    # fine, small, coarse, constant, rounding, none left in float32
+    rows = torch.cat([x, 4e-5 * x, 4e6 + x, 3 + 0 * x, 1e-12 * x, 1e6 + 1e-3 * x], dim=1)
     fitted(mode, rows.float())
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert re.search(mentions("[1] state 0.0001"), told[0]) and re.search(
-        mentions("[2] state float32"), told[1]
-    )
+    assert len(told) == 3
+    for line, said in zip(told, ("[5] state float32", "[1] state 0.0001", "[2] state float32"), strict=True):
+        assert re.search(mentions(said), line)
 
 
 def test_values_far_outside_the_data_are_clipped_and_the_rest_is_untouched() -> None:

@@ -237,10 +237,10 @@ def _of_algorithm(algo: OnPolicyConfig, facts: Facts, iterations: int) -> Iterat
         few = f"{iterations} iterations; the published range is for a thousand"
         yield Choice("algo.clip_range", 0.03, few)
         yield Choice("algo.clip_range_base", 0.03, few)
-        noisy = "the first advantages of a new critic are noise"
-        warmup = min(2, iterations // 5)
+        warmup, none = min(2, iterations // 5), f"{iterations} iterations are too few for one"
+        noisy = "the first advantages of a new critic are noise" if warmup else none
         yield Choice("algo.critic_warmup_iterations", warmup, noisy)
-        yield Choice("algo.actor_lr_warmup", warmup, "the critic's warm-up comes first")
+        yield Choice("algo.actor_lr_warmup", warmup, "the critic's warm-up comes first" if warmup else none)
     elif iterations < _ITERATIONS:
         yield Choice("algo.actor_lr_warmup", iterations // 6, f"{iterations} iterations")
     if isinstance(algo, ReinFlowConfig):

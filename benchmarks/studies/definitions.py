@@ -46,7 +46,25 @@ CRITICS_OF_AVOID = (
 At a size of 1 critics on play of `cube-single` were above every return for more than 10,000 steps.
 """
 
-CRITICS_OF_PLAY = ("fql", "idql", "dqc", "qam")
+_PLAY = "common/cube_single_play env=cube-single"
+_FOUR_CRITICS = "algo.critics=4 algo.actor_every=2"
+_EDITS = "algo.edit_init_std=0.1 algo.init_alpha=0.002 algo.actor_aggregate=min"
+
+CRITICS_OF_PLAY = {
+    **{algo: f"cube_single_play_{algo}" for algo in ("fql", "idql", "dqc", "qam")},
+    "qam_edit": f"cube_single_play_qam algo=qam_edit algo.edit_scale=0.1 {_EDITS}",
+    "qam_fql": "cube_single_play_qam algo=qam_fql algo.normalize_value=true",
+    "trqam": f"{_PLAY} name=play_trqam algo=trqam {_FOUR_CRITICS} algo.divergence_budget=2",
+    "residual": f"{_PLAY} name=play_residual algo=residual {_FOUR_CRITICS} algo.num_candidates=1 "
+    f"algo.edit_scale=0.2 {_EDITS} algo.ramp_after=3000 algo.ramp_steps=1000",
+    "famo2o": f"{_PLAY} name=play_famo2o algo=famo2o algo.refit=true algo.min_coefficient=8 "
+    "algo.max_coefficient=14 algo.ema_decay=0.995",
+}
+"""Critics that learn from play, and their experiments. All were set before any run of theirs.
+
+Temperatures, scales of edits and coefficients are the published ones of such tasks, and one chunk is drawn
+where the authors draw one; the start of edits, budgets and ramps are those of `avoid`.
+"""
 
 STUDIES = {
     "avoid": Study(
@@ -347,7 +365,7 @@ STUDIES = {
         "cube-single",
         None,
         dict.fromkeys((*CRITICS_OF_PLAY, "dsrl"), "cube_single_play_bc"),
-        {algo: f"cube_single_play_{algo}" for algo in CRITICS_OF_PLAY}
+        CRITICS_OF_PLAY
         | {
             "dsrl": "cube_single_dsrl algo.total_steps=20000 algo.updates_per_step=1.0 "
             "algo.offline_ratio=0.5",

@@ -188,7 +188,10 @@ def require_one_policy(policy: Policy, algo: str) -> None:
 class Algorithm(Protocol):
     """A training run in progress.
 
-    A run that can be extended has an attribute `budget`: the key of its length, e.g. `algo.steps`.
+    Optional attributes:
+        budget: Of a run that can be extended, the key of its length, e.g. `algo.steps`.
+        stage: Where a long iteration is, as text for the progress line.
+        data_quality: How good the data are, for the model card; see `algos.cloning.quality`.
     """
 
     @property

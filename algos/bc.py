@@ -124,7 +124,7 @@ class Bc:
 
     Attributes:
         policy: In training; `snapshot` returns its EMA.
-        data: How good the data are, for the model card; see `algos.cloning.quality`.
+        data_quality: How good the data are, for the model card; see `algos.cloning.quality`.
     """
 
     unit = "gradient_steps"
@@ -139,7 +139,7 @@ class Bc:
         self._matching = matching_of(self.policy)
         dataset = seen_by(self.policy, dataset)  # skips decoding of unused cameras
         self._digest, self._dataset_name = dataset.digest(), dataset.source
-        self.data = quality(dataset)
+        self.data_quality = quality(dataset)
         self._teacher = _teacher_of(config, setup, self.policy)
         self._seed, self._device = setup.seed, setup.device
         self._use(dataset)

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.studies import tuning
 from benchmarks.studies.definitions import STUDIES
+from benchmarks.studies.learning import reads_data
 from benchmarks.studies.table import SEEDS
 from burnish.config.saved import describe
 from burnish.config.schema import compose_config
@@ -30,6 +31,13 @@ def test_seeds_and_episodes_are_those_of_no_report() -> None:
     assert not set(tuning.SEEDS) & {0, 1, 2, *SEEDS}
     assert tuning.EPISODES["first_seed"] > EvaluationSettings.first_seed + 1_000_000
     assert tuning.EPISODES["noise_seed"] != EvaluationSettings.noise_seed
+
+
+def test_a_run_takes_data_if_its_algorithm_learns_from_them() -> None:
+    for experiment in ("avoid_idql", "avoid_rlpd", "avoid_dppo algo.demo_value_weight=1"):
+        assert reads_data(experiment), experiment
+    for experiment in ("avoid_dppo", "avoid_dsrl"):
+        assert not reads_data(experiment), experiment
 
 
 def test_what_a_study_has_now_is_chosen() -> None:

@@ -47,8 +47,6 @@ OWN_EPISODES = 600
 """Episodes of its base, from which a run of `FROM_EPISODES` learns: about 30,000 control steps on `avoid`."""
 FROM_EPISODES = ("recap",)
 """Runs that end with the data: the demonstrations of their base and its own episodes."""
-FROM_DATA = ("demonstrations", *CRITICS, *FROM_EPISODES)
-"""Runs that learn from the demonstrations of their base too."""
 OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd", *CRITICS, *FROM_EPISODES)
 """Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
 
@@ -59,6 +57,7 @@ def run_one(
     """Clone, unless `init` is the clone, fine-tune and evaluate one seed; returns the JSON file."""
     study, target = STUDIES[name], pages.RESULTS / name / f"{algo}-seed{seed}.json"
     if target.exists():
+        print(f"{target} is there; remove it to repeat the run.")
         return target
     place, experiment = root / name / f"{algo}-seed{seed}", study.tuned[algo]
     content: dict[str, Any] = {"study": name, "algo": algo, "seed": seed, "experiment": experiment}
@@ -84,7 +83,7 @@ def _from_clone(
     if algo in FROM_EPISODES:
         path = place.parent / f"episodes-{base_path.name}.hdf5"
         demos = with_own_episodes(path, demos, base_path, OWN_EPISODES, first=first(seed))
-    values = processes(algo, workers) | ({"dataset": str(demos)} if reads_data(algo, experiment) else {})
+    values = processes(algo, workers) | ({"dataset": str(demos)} if reads_data(experiment) else {})
     tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **values)
     result = burnish.evaluate(
         tuned, baseline=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
@@ -154,10 +153,12 @@ def processes(algo: str, workers: int) -> dict[str, Any]:
     return {"num_workers": workers, "num_threads": max(1, workers)}
 
 
-def reads_data(algo: str, experiment: str) -> bool:
+@cache
+def reads_data(experiment: str) -> bool:
     """Say whether a run takes the data of its base too, all of it or for a part of its batches."""
     config = compose_config("train", recipe(experiment)).algo
-    return algo in FROM_DATA or getattr(config, "offline_ratio", 0.0) > 0
+    share = getattr(config, "offline_ratio", None)
+    return getattr(config, "takes_dataset", True) if share is None else share > 0
 
 
 def _from_scratch(

@@ -36,7 +36,7 @@ from benchmarks import pages
 from benchmarks.options import numbers, study_parser, words
 from benchmarks.studies import once, table_page
 from benchmarks.studies.definitions import STUDIES
-from benchmarks.studies.learning import FROM_DATA, demonstrations, recipe
+from benchmarks.studies.learning import demonstrations, reads_data, recipe
 from benchmarks.studies.offline_data import BASES, DATA, dataset_of, settings_of
 from benchmarks.studies.rows import beside_baseline, describe_dataset, episode_columns
 from burnish.commands.evaluate import Result
@@ -103,7 +103,7 @@ def method(task: str, name: str) -> Method:
     study = STUDIES[task]
     base = tuple(recipe(study.bases.get(name, study.bases["dsrl"])))
     tuned, is_tuned = tuple(recipe(study.tuned[name])), name in study.bases
-    return Method(base, tuned, is_tuned, name in FROM_DATA or not is_tuned)
+    return Method(base, tuned, is_tuned, reads_data(study.tuned[name]))
 
 
 def offline_method(task: str, name: str) -> Method:

@@ -24,7 +24,7 @@ import burnish
 from benchmarks import pages
 from benchmarks.options import study_parser
 from benchmarks.studies.definitions import STUDIES
-from benchmarks.studies.learning import FROM_DATA, demonstrations, processes, recipe
+from benchmarks.studies.learning import demonstrations, processes, reads_data, recipe
 from benchmarks.studies.once import trained
 from benchmarks.studies.rows import beside_baseline, busy, curve, describe_dataset
 from burnish.config.saved import describe
@@ -54,7 +54,7 @@ def run_one(
     demos = demonstrations(study, seed, dataset, root / name)
     place = root / name / f"{study.bases[algo].split()[0]}-seed{seed}"
     base = trained(place, *recipe(study.bases[algo]), dataset=str(demos), seed=seed)
-    values = processes(algo, 0) | ({"dataset": str(demos)} if algo in FROM_DATA else {})
+    values = processes(algo, 0) | ({"dataset": str(demos)} if reads_data(study.tuned[algo]) else {})
     place = root / name / f"{algo}-{tag}-seed{seed}"
     run = trained(place, *recipe(study.tuned[algo]), *settings, init=str(base), seed=seed, **values)
     result = burnish.evaluate(run, baseline=str(base), **EPISODES)

@@ -116,7 +116,10 @@ def dataset_target(out: str, form: str | None, *, has_images: bool, overwrite: b
     """Check where a dataset is to be written; return path and format."""
     target, chosen = Path(out), format_to_write(out, form)
     if has_images and chosen not in WITH_IMAGES:
-        raise ConfigError(f"images need format={' or '.join(WITH_IMAGES)}; got format={chosen}.")
+        raise ConfigError(
+            f"images need format={' or '.join(WITH_IMAGES)}; got format={chosen}. Use one of them, or "
+            "leave the images out: cameras=[] of `burnish data convert`."
+        )
     (check_folder_to_write if chosen in FOLDERS else check_file_to_write)(target)
     if target.exists() and not overwrite:
         raise DatasetError(f"out={target} exists; choose another place or say overwrite=true.")

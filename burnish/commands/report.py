@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from burnish.commands.runs import MOST_KEYS, differing_keys, flat_config
+from burnish.commands.runs import MOST_KEYS, differing_keys, settings_of
 from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.reports.beside_data import beside_data
@@ -113,9 +114,7 @@ def report(config: ReportConfig) -> Path:
     runs = config.runs()
     target = config.folder(runs)
     check_folder_to_fill(target, config.overwrite)
-    named: dict[str, RunDirectory] = {}
-    for one in runs:
-        named[_unused(name_of_run(one.path), named)] = one
+    named = _by_name(runs)
     first = next(iter(named))
     groups = grouped(named)
     one_group = groups[0].title if len(groups) == 1 else ""
@@ -176,6 +175,17 @@ def _write(target: Path, page: str, pictures: Mapping[str, bytes]) -> Path:
                 path.unlink()
         move_into(draft, target)
     return target / INDEX
+
+
+def _by_name(runs: Sequence[RunDirectory]) -> dict[str, RunDirectory]:
+    """Return runs by name; runs with one name, such as jobs of several sweeps, have the parent's in front."""
+    count = Counter(name_of_run(one.path) for one in runs)
+    named: dict[str, RunDirectory] = {}
+    for one in runs:
+        name = name_of_run(one.path)
+        parent = f"{one.path.resolve().parent.name}-" if count[name] > 1 else ""
+        named[_unused(parent + name, named)] = one
+    return named
 
 
 def _unused(name: str, taken: Mapping[str, object]) -> str:
@@ -262,7 +272,7 @@ def _shown_keys(runs: Sequence[RunDirectory]) -> list[str]:
 
 
 def _settings(run: RunDirectory, keys: Sequence[str]) -> tuple[object, ...]:
-    config = dict(flat_config(run.config))
+    config = settings_of(run)
     return tuple("" if config.get(key) is None else config[key] for key in keys)
 
 

@@ -17,6 +17,7 @@ from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.locate import runs_below
 from burnish.runs.tasks import task_label
 from policies.errors import BurnishError
+from policies.policy_config import PART_GROUPS
 
 _log = logging.getLogger(__name__)
 _NOT_COMPARED = ("name", "progress", "num_workers", "fleet", "init", "dataset")
@@ -66,7 +67,7 @@ def tabulate(runs: Sequence[RunDirectory], folder: Path) -> tuple[tuple[str, ...
 
 def differing_keys(runs: Sequence[RunDirectory]) -> list[str]:
     """Return the configuration keys whose values differ between runs that have them, in order."""
-    configs = [dict(flat_config(run.config)) for run in runs]
+    configs = [settings_of(run) for run in runs]
     names = dict.fromkeys(key for config in configs for key in config)
     shown = (
         key
@@ -81,7 +82,7 @@ def _values(configs: Sequence[Mapping[str, Any]], key: str) -> int:
 
 
 def _row(run: RunDirectory, folder: Path, keys: Sequence[str]) -> tuple[object, ...]:
-    config, algo = dict(flat_config(run.config)), run.section("algo")
+    config, algo = settings_of(run), run.section("algo")
     seconds = elapsed_s(read_jsonl(run.metrics_path))
     both = best_evaluation(run)
     last, best = ("", "") if both is None else (_shown(both.last), _shown(both.best))
@@ -96,6 +97,12 @@ def _row(run: RunDirectory, folder: Path, keys: Sequence[str]) -> tuple[object, 
 
 def _shown(one: Any) -> str:
     return f"{100 * one.value:.1f} %" if one.quantity == "success" else f"{one.value:.4g}"
+
+
+def settings_of(run: RunDirectory) -> dict[str, Any]:
+    """Return key and value of the settings of a run, without those of a new policy where it has `init`."""
+    unused = (*PART_GROUPS, "policy") if run.config.get("init") else ()
+    return {key: value for key, value in flat_config(run.config) if key.split(".")[0] not in unused}
 
 
 def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

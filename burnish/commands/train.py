@@ -123,7 +123,7 @@ def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:
 
 def facts_of_data(algorithm: Algorithm) -> dict[str, Any]:
     """Return how good the data of cloning are, as provenance; empty if they do not say it."""
-    found = getattr(algorithm, "data", None)
+    found = getattr(algorithm, "data_quality", None)
     return {"data": found} if found else {}
 
 

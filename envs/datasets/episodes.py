@@ -30,7 +30,7 @@ from policies.errors import DatasetError
 _NUMPY = {torch.float32: np.float32, torch.int64: np.int64, torch.bool: np.bool_}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class EpisodeDataset(EpisodeColumns):
     """Flat float32 tensors of N frames, cut into E episodes.
 
@@ -61,6 +61,13 @@ class EpisodeDataset(EpisodeColumns):
 
     def __post_init__(self) -> None:
         check_dataset(self)
+
+    def __repr__(self) -> str:
+        cameras = f", cameras {', '.join(self.images)}" if self.images else ""
+        return (
+            f"EpisodeDataset({self.source}: {self.num_episodes} episodes, {self.num_frames} frames, "
+            f"observations {self.obs_dim} and actions {self.action_dim} wide{cameras})"
+        )
 
     @classmethod
     def from_arrays(

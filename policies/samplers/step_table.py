@@ -36,6 +36,7 @@ from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.processes.base import GaussianPath
 from policies.protocols import BoundField
+from policies.registry import name_of
 
 
 class Coefficients(NamedTuple):
@@ -228,6 +229,7 @@ def build_step_table(
     alpha, sigma = process.alpha_sigma(t)
     x0_x, eps_x = (process.convert(one, t, zero, process.kind, kind)[:, None] for kind in ("x0", "eps"))
     x0_pred, eps_pred = (process.convert(zero, t, one, process.kind, kind)[:, None] for kind in ("x0", "eps"))
+    _require_finite(process, t, torch.cat([x0_x, x0_pred, eps_x, eps_pred], dim=1))
     slope = (alpha / sigma)[:, None] if recompute else zero[:, None]
     predicts_x0 = process.kind == "x0"
     scale = x0_pred if predicts_x0 else x0_x  # x0 = scale y
@@ -266,6 +268,16 @@ def build_step_table(
         recompute=recompute,
         clip_state=clip_state,
     )
+
+
+def _require_finite(process: GaussianPath, t: Tensor, parts: Tensor) -> None:
+    """Refuse times (K,) at which the prediction does not determine x0 and eps, by their coefficients."""
+    if len(bad := t[~parts.isfinite().all(dim=1)]):
+        raise ConfigError(
+            f"process={name_of('process', process)}: x0 and eps do not follow from a prediction of "
+            f"'{process.kind}' at t = {float(bad[0]):.4g}. Predict another kind, e.g. 'velocity', or "
+            f"override `grid` so that sampling visits other times."
+        )
 
 
 def resampled(

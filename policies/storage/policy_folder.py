@@ -80,8 +80,11 @@ def _as_json(description: dict[str, Any]) -> str:
     try:
         return json.dumps(description, indent=2, sort_keys=True, allow_nan=False)
     except (ValueError, TypeError) as error:
+        advice = (
+            "numbers, text, lists and dicts" if isinstance(error, TypeError) else "null for an absent bound"
+        )
         raise CheckpointError(
-            f"the description of this policy cannot be saved: {error}. Use null for an absent bound."
+            f"the description of this policy cannot be saved: {error}. Use {advice}."
         ) from None
 
 

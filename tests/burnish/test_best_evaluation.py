@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from random_walk import tiny_policy
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands.report import ReportConfig, report
+from burnish.commands.train import facts_of_data
 from burnish.reports.beside_data import STILL_RISING, beside_data
 from burnish.runs.best_evaluation import best_evaluation
 from envs.evaluation.evaluate import Evaluation
@@ -99,3 +101,10 @@ def test_a_clone_is_told_beside_its_data_and_rises_beyond_the_noise_of_both(
     found = beside_data(run) or ""
     assert found.startswith(said) and bool(found) == bool(said)
     assert found.endswith(STILL_RISING) == (bool(said) and half == 40)
+
+
+def test_an_algorithm_may_keep_its_dataset_under_any_name() -> None:
+    own: Any = SimpleNamespace(data=object())
+    assert facts_of_data(own) == {}
+    own.data_quality = {"episodes": 3, "success": 0.5}
+    assert facts_of_data(own) == {"data": own.data_quality}

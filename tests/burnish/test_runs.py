@@ -48,6 +48,10 @@ def test_runs_are_found_at_any_depth_and_damaged_ones_left_out(
     assert differing_keys(found) == ["algo.lr"]
     other: Any = SimpleNamespace(config={**found[0].config, "algo": {"name": "td3_bc", "alpha": 2.5}})
     assert differing_keys([found[0], other]) == [], "algo.alpha is no key of bc"
+    wide = {**found[0].config, "backbone": {"name": "mlp", "width": 512}}
+    for init, keys in ((None, ["backbone.width"]), ("clone", [])):
+        other = SimpleNamespace(config={**wide, "init": init})
+        assert differing_keys([found[0], other]) == keys, "a run with init trains the network of init"
     columns, rows = tabulate(found, sweep)
     line = dict(zip(columns, map(str, rows[1]), strict=True))
     assert (line["run"], line["algo"], line["task"], line["step"], line["budget"]) == (
@@ -90,4 +94,7 @@ def test_a_folder_of_runs_is_one_page_with_the_swept_key(sweep: Path, tmp_path: 
     assert "2 runs: sweep" in page and "<th>algo.lr</th>" in page and "<td>0.0001</td>" in page
     both = burnish.report([sweep / "0", sweep / "1"], episodes=0, out=tmp_path / "both").read_text()
     assert "2 runs: 0, 1" in both
+    copy = Path(shutil.copytree(sweep / "0", tmp_path / "again" / "0"))
+    clash = burnish.report([sweep / "0", copy], episodes=0, out=tmp_path / "clash").read_text()
+    assert "2 runs: sweep-0, again-0" in clash
     assert RunDirectory.open(sweep / "0").latest() == 2

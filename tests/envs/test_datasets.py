@@ -87,6 +87,13 @@ def test_episodes_are_concatenated_with_their_ends_and_successors(dataset):
     assert dataset.observations.dtype == torch.float32
 
 
+def test_a_dataset_is_shown_by_its_sizes(dataset):
+    named = replace(dataset, meta={"source": "demos.hdf5"})
+    assert repr(named) == (
+        "EpisodeDataset(demos.hdf5: 4 episodes, 14 frames, observations 3 and actions 2 wide)"
+    )
+
+
 def test_statistics_are_those_of_the_frames(dataset):
     stats = dataset.statistics()
     for key, values in (("state", dataset.observations), ("action", dataset.actions)):

@@ -276,6 +276,8 @@ def test_what_could_not_be_loaded_is_not_saved_over_what_can(
     assert torch.equal(load_policy(tmp_path / "policy").act(obs, noise=noise), policy.act(obs, noise=noise))
     with pytest.raises(CheckpointError, match=mentions("saved JSON")):
         save_policy(policy, tmp_path / "other", provenance={"success": math.nan})
+    with pytest.raises(CheckpointError, match=mentions("object numbers, text, lists")):
+        save_policy(policy, tmp_path / "other", provenance={"data": object()})
     assert not (tmp_path / "other").exists()
 
 

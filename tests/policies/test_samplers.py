@@ -391,3 +391,12 @@ def test_noise_and_steps_that_do_not_fit_the_table_are_refused() -> None:
     wrong = DDIM(steps=5, eta_per_dim=(1.0, 0.5)).table(VPDiffusion(20))
     with pytest.raises(ConfigError, match=mentions("eta_per_dim 2 3")):
         denoise(network(wrong), wrong, torch.zeros(B, 6, TH, DA))
+
+
+def test_a_prediction_that_leaves_x0_open_at_a_visited_time_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Euler().table(RectifiedFlow())
+    monkeypatch.setattr(RectifiedFlow, "kind", "eps")
+    with pytest.raises(ConfigError, match=mentions("process=flow 'eps' 0. velocity grid")):
+        Euler().table(RectifiedFlow())

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from algos.base import Draws, Quantities, Setup
 from algos.offline.loop import precision
 from algos.offline.td3_update import Actor, Backup, ConstrainedTd3Config, Penalty, Regulariser
-from algos.optim import descend, load_parts, regress, save_parts, weights_of
+from algos.optim import adam, descend, load_parts, regress, save_parts, weights_of
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.networks import native
@@ -97,28 +97,13 @@ class AdvantageGuide(Regulariser):
     Args:
         vae: Guide.
         value: V, an ensemble of one member over states.
-        weight: m.
-        vae_weight: w_vae.
-        value_lr: Adam, of V.
-        vae_lr: Adam, of the VAE.
-        autocast: See `OfflineConfig`.
+        config: Weights, rates, precision.
     """
 
-    def __init__(
-        self,
-        vae: ActionVae,
-        value: Ensemble,
-        *,
-        weight: float = 0.5,
-        vae_weight: float = 1.0,
-        value_lr: float = 3e-4,
-        vae_lr: float = 1e-3,
-        autocast: str | None = None,
-    ) -> None:
-        self._autocast = autocast
-        self.vae, self.value, self.weight, self.vae_weight = vae, value, weight, vae_weight
-        self.value_optimizer = torch.optim.Adam(value.parameters(), lr=value_lr, fused=True)
-        self.vae_optimizer = torch.optim.Adam(vae.parameters(), lr=vae_lr, fused=True)
+    def __init__(self, vae: ActionVae, value: Ensemble, config: A2prConfig) -> None:
+        self.vae, self.value, self.config = vae, value, config
+        self.value_optimizer = adam(value.parameters(), config.value_lr)
+        self.vae_optimizer = adam(vae.parameters(), config.vae_lr)
         self._state_value: Tensor | None = None  # V of the batch before its update
         self._data_value: Tensor | None = None  # q1 of the data actions
 
@@ -143,7 +128,7 @@ class AdvantageGuide(Regulariser):
             error = (keep[..., None] * (rebuilt - batch.action).square()).mean(dim=(-2, -1))
         else:
             error = (rebuilt - batch.action[rows]).square().sum() / batch.action.numel()
-        vae_loss = self.vae_weight * error + 0.5 * divergence(mean, std)
+        vae_loss = self.config.vae_weight * error + 0.5 * divergence(mean, std)
         descend(self.vae_optimizer, vae_loss)
         return {
             "value/loss": value_loss,
@@ -180,18 +165,19 @@ class AdvantageGuide(Regulariser):
         with self._precision():
             rebuilt_value = critic(batch.cond, rebuilt, members=1)[0]
         follows = rebuilt_value - value >= data - value
-        return follows, self.weight * ((rebuilt_value >= value) | (data > value)).to(value.dtype)
+        is_active = (rebuilt_value >= value) | (data > value)
+        return follows, self.config.constraint_weight * is_active.to(value.dtype)
 
     def _can_choose(self, keep: Tensor) -> bool:
         """Say whether rows that are not kept (B,) are left out; elsewhere counting them costs more.
 
         Products in bfloat16 are prepared anew for every number of rows.
         """
-        is_float = keep.is_cpu and self._autocast is None
+        is_float = keep.is_cpu and self.config.autocast is None
         return is_float and keep.ndim == 1 and not self.vae._forward_hooks
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return precision(self._autocast, self.vae.outlet.weight.device)
+        return precision(self.config.autocast, self.vae.outlet.weight.device)
 
     _parts = ("vae", "value", "vae_optimizer", "value_optimizer")
 
@@ -227,12 +213,4 @@ class A2prConfig(ConstrainedTd3Config):
         like = table.cond
         value = EnsembleConfig(members=1, hidden_dims=self.value_dims).build(like.shape[1], 0)
         vae = ActionVae(like.shape[1], table.action.shape[1], self.vae_width)
-        return AdvantageGuide(
-            vae.to(like.device, like.dtype),
-            value.to(like.device, like.dtype),
-            weight=self.constraint_weight,
-            vae_weight=self.vae_weight,
-            value_lr=self.value_lr,
-            vae_lr=self.vae_lr,
-            autocast=self.autocast,
-        )
+        return AdvantageGuide(vae.to(like.device, like.dtype), value.to(like.device, like.dtype), self)

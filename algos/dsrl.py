@@ -41,7 +41,7 @@ from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.requirements import algorithms_for
 from algos.onpolicy.samplers import NOISE_FREE, replaced
-from algos.optim import load_parts, regress, save_parts, weights_of
+from algos.optim import adam, load_parts, regress, save_parts, weights_of
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
@@ -171,8 +171,7 @@ class NoiseAliasedUpdate(SacUpdate):
         super().__init__(actor, critic, config, of_chunks=True)
         self.noise_critic, self._pending_updates = noise_critic, 0.0
         self._latents, self._share = config.distillation_latents, config.distillation_share
-        weights = noise_critic.parameters()
-        self.noise_critic_optimizer = torch.optim.Adam(weights, lr=config.critic_lr, fused=True)
+        self.noise_critic_optimizer = adam(noise_critic.parameters(), config.critic_lr)
 
     def next_values(self, cond: Tensor, latent: Tensor) -> Tensor:
         return self.target_critic(cond, self.actor.chunk(cond, latent))

@@ -38,7 +38,7 @@ from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import OfflineConfig, OfflineData, plain_actor
 from algos.offline.loop import precision
 from algos.offline.td3_update import ActorNetwork, actor_network
-from algos.optim import descend_along, load_parts, regress, save_parts, set_rate, weights_of
+from algos.optim import adam, descend_along, load_parts, regress, save_parts, set_rate, weights_of
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.errors import ConfigError
@@ -122,10 +122,9 @@ class IqlLearner:
         self.policy, self.critic, self.value, self.config = policy, critic, value, config
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
         self.policy_loss = PolicyLoss(policy)
-        trained = [p for p in policy.parameters() if p.requires_grad]
-        self.actor_optimizer = torch.optim.Adam(trained, lr=config.actor_lr, fused=True)
-        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
-        self.value_optimizer = torch.optim.Adam(value.parameters(), lr=config.critic_lr, fused=True)
+        self.actor_optimizer = adam(policy.parameters(), config.actor_lr)
+        self.critic_optimizer = adam(critic.parameters(), config.critic_lr)
+        self.value_optimizer = adam(value.parameters(), config.critic_lr)
         self.steps = 0
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:

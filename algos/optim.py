@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -53,6 +53,11 @@ def check_schedule(
         )
     if not 0 <= warmup < cycle:
         raise ConfigError(f"{name}_lr_warmup must lie in 0..{name}_lr_cycle-1={cycle - 1}; got {warmup}.")
+
+
+def adam(weights: Iterable[Tensor], lr: float) -> torch.optim.Adam:
+    """Return Adam of the weights that are trained."""
+    return torch.optim.Adam([weight for weight in weights if weight.requires_grad], lr=lr, fused=True)
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:

@@ -84,6 +84,9 @@ NOISY = {"consistency": 1, "diffusion": 2, "energy": 2}
 FROM_SCRATCH = ("diffuser", "decision_diffuser")
 """Algorithms that continue their own policies alone."""
 
+QAMS = ("qam", "qam_edit", "qam_fql", "trqam")
+"""Algorithms of adjoint matching."""
+
 LIMIT = 3
 """Steps of an episode, so few that every iteration finishes some."""
 
@@ -158,6 +161,27 @@ def start(algo: str, process: str, **changes: Any) -> Any:
         return small(registry.lookup("algo", algo), process).build(setup(process, **changes))
     except MissingExtraError as error:
         pytest.skip(str(error))
+
+
+def begin(config: Any, process: str = "flow", **changes: Any) -> Any:
+    """Build a run of a configuration for a policy of a process."""
+    return config.build(setup(process, **changes))
+
+
+def finished(run: Any) -> Any:
+    """Return a run at its end."""
+    while run.progress < run.total:
+        run.advance()
+    return run
+
+
+def observed(rows: int = 5) -> Tensor:
+    """Return observations (rows, 1, 2) in the unit box."""
+    return torch.rand(rows, 1, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def noise_of(policy: Policy, rows: int = 5) -> Tensor:
+    return policy.sample_noise(rows, generator=torch.Generator().manual_seed(1))
 
 
 @cache

@@ -34,7 +34,7 @@ from algos.bc import THREADS, Bc, BcConfig
 from algos.cloning.advantage_labels import advantages, is_positive, require_unequal, step_rewards, two_hot
 from algos.cloning.batches import WindowSampler
 from algos.onpolicy.requirements import algorithms_for
-from algos.optim import descend, load_parts, save_parts
+from algos.optim import adam, descend, load_parts, save_parts
 from algos.training.observations import encode
 from algos.training.ranks import current
 from algos.training.serialization import capture_generator, restore_generator
@@ -168,7 +168,7 @@ class Recap(Bc):
         with seeded_weights(derive_seed(setup.seed, "value")):
             trunk = TrunkConfig(residual=False, hidden_dims=config.value_dims)
             self.value = trunk.build_trunk(self._features.shape[1], config.num_bins).to(self._features)
-        self.value_optimizer = torch.optim.Adam(self.value.parameters(), lr=config.value_lr, fused=True)
+        self.value_optimizer = adam(self.value.parameters(), config.value_lr)
         self._value_rows = seeded_generator(setup.seed, "value rows", device=setup.device)
         self.labels: Tensor | None = None  # (N, 1)
 

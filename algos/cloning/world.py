@@ -303,7 +303,7 @@ def episode_of(dataset: EpisodeDataset, frames: Tensor) -> Tensor:
 
 
 def errors_by_horizon(
-    world: WorldModel, dataset: EpisodeDataset, steps: int, *, most: int = 512, seed: int = 0
+    world: WorldModel, dataset: EpisodeDataset, steps: int, *, seed: int = 0
 ) -> list[float]:
     """Return the errors of states after 1 … `steps` recorded actions, without reading states in between.
 
@@ -314,18 +314,17 @@ def errors_by_horizon(
         world: The model.
         dataset: Episodes in the task's own observations and actions, with images in a world of frames.
         steps: Most actions.
-        most: Number of starts.
         seed: Seed of the noise.
     """
     width, own = world.task_dim, dataset.observations.to(world.device)
-    told = imagined(world, dataset, steps, most=most, seed=seed)
+    told = imagined(world, dataset, steps, most=512, seed=seed)
     gaps = ((states[..., :width] - own[frames]) * world.state_scale[:width] for states, frames in told)
     return [float(gap.square().mean().sqrt()) for gap in gaps]
 
 
 @torch.no_grad()
 def frame_errors(
-    world: WorldModel, dataset: EpisodeDataset, horizons: Sequence[int], *, most: int = 128, seed: int = 0
+    world: WorldModel, dataset: EpisodeDataset, horizons: Sequence[int], *, seed: int = 0
 ) -> dict[int, float]:
     """Return the errors of drawn frames after some numbers of actions, in a world of frames.
 
@@ -334,7 +333,7 @@ def frame_errors(
     """
     assert world.coder is not None
     errors = {}
-    told = imagined(world, dataset, max(horizons), most=most, seed=seed, first=True)
+    told = imagined(world, dataset, max(horizons), most=128, seed=seed, first=True)
     for step, (states, frames) in enumerate(told):
         if step in (0, *horizons):
             real = world.coder.stacked({c: dataset.images[c][frames.cpu()] for c in world.coder.cameras})
@@ -359,7 +358,7 @@ def imagined(
         world: See `errors_by_horizon`.
         dataset: See there.
         steps: See there.
-        most: See there.
+        most: Number of starts.
         seed: See there.
         first: Begin with the starts themselves.
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, choosing
 from algos.critics.losses import bce, implicit_loss
-from algos.optim import descend
+from algos.optim import adam, descend
 from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.networks.critics import Ensemble, polyak
@@ -51,10 +51,8 @@ class DqcLearner(ChunkCriticLearner):
         cond_dim, width = base.encoder.cond_dim, config.critic_horizon * base.chunk.action_dim
         self.chunk_critic = self._placed(config.critic_config().build(cond_dim, width))
         self.value = self._placed(config.critic_config(members=1).build(cond_dim, 0))
-        self.chunk_optimizer, self.value_optimizer = (
-            torch.optim.Adam(net.parameters(), lr=config.critic_lr, fused=True)
-            for net in (self.chunk_critic, self.value)
-        )
+        self.chunk_optimizer = adam(self.chunk_critic.parameters(), config.critic_lr)
+        self.value_optimizer = adam(self.value.parameters(), config.critic_lr)
         wrapper = config.wrapper(num_candidates=config.num_candidates)
         self.policy = choosing(base, wrapper, self.critic)
 

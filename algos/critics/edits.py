@@ -23,7 +23,7 @@ from torch import Tensor
 from algos.base import AT_BOUND, Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner
 from algos.onpolicy.requirements import algorithms_for
-from algos.optim import descend
+from algos.optim import adam, descend
 from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.errors import CapabilityError
@@ -93,8 +93,8 @@ class Edits(ChunkCriticLearner):
         self.policy, self.acting = policy, policy.sampling_edits()
         self.target_entropy = config.target_entropy_of(policy.width)
         self.log_alpha = torch.tensor([config.init_alpha], device=policy.device).log().requires_grad_()
-        self.edit_optimizer = torch.optim.Adam(policy.editor.parameters(), lr=config.actor_lr, fused=True)
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=config.alpha_lr, fused=True)
+        self.edit_optimizer = adam(policy.editor.parameters(), config.actor_lr)
+        self.alpha_optimizer = adam([self.log_alpha], config.alpha_lr)
 
     def edit_draws(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the random numbers of an update of the edits for n rows."""

@@ -33,7 +33,7 @@ from algos.critics.idql import ValueLearner, exponential_weight
 from algos.critics.learner import ChunkCriticConfig
 from algos.critics.losses import value_loss
 from algos.offline.config import Statistics
-from algos.optim import descend
+from algos.optim import adam, descend
 from algos.training.observations import encoder_module
 from algos.transitions import Batch
 from envs.datasets.episodes import EpisodeDataset
@@ -58,9 +58,8 @@ class Famo2oLearner(ValueLearner):
         super().__init__(policy.base, config)
         self.policy: BalancedPolicy = policy
         self.log_alpha = torch.tensor([config.init_alpha], device=policy.device).log().requires_grad_()
-        weights = [*policy.chooser.parameters(), policy.log_std]
-        self.balance_optimizer = torch.optim.Adam(weights, lr=config.actor_lr, fused=True)
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=config.actor_lr, fused=True)
+        self.balance_optimizer = adam([*policy.chooser.parameters(), policy.log_std], config.actor_lr)
+        self.alpha_optimizer = adam([self.log_alpha], config.actor_lr)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         if not self.updates_actor:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChainConfig, ChunkCriticConfig, ChunkCriticLearner, policy_beside
 from algos.onpolicy.requirements import algorithms_for
-from algos.optim import descend
+from algos.optim import adam, descend
 from algos.training.ranks import current
 from algos.transitions import Batch
 from policies.bounds import bounded
@@ -72,8 +72,7 @@ class Student(ChunkCriticLearner):
         assert isinstance(student.sampler, Euler)
         self.student, self._clip = student, student.sampler.clip_action
         self._unclipped = student.with_sampler(replace(student.sampler, clip_action=None))
-        weights = [p for p in student.parameters() if p.requires_grad]
-        return torch.optim.Adam(weights, lr=self.config.actor_lr, fused=True)
+        return adam(student.parameters(), self.config.actor_lr)
 
     def student_losses(
         self, batch: Batch, noise: Tensor, teacher: DenoisingPolicy

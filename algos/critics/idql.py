@@ -28,7 +28,7 @@ from torch import Tensor
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, choosing
 from algos.critics.losses import VALUE_LOSSES, value_loss
-from algos.optim import descend
+from algos.optim import adam, descend
 from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.networks.critics import Ensemble, aggregate
@@ -54,7 +54,7 @@ class ValueLearner(ChunkCriticLearner):
         super().__init__(base, config)
         value = config.critic_config(members=1).build(base.encoder.cond_dim, 0)
         self.value: Ensemble = value.to(base.device, base.dtype)
-        self.value_optimizer = torch.optim.Adam(self.value.parameters(), lr=config.critic_lr, fused=True)
+        self.value_optimizer = adam(self.value.parameters(), config.critic_lr)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         return {}

@@ -31,7 +31,7 @@ from algos.critics.losses import cross_entropy, histogram
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import Statistics, TransitionsConfig, warn_of_clipped_actions
 from algos.onpolicy.requirements import algorithms_for
-from algos.optim import descend, load_parts, regress, save_parts, weights_of
+from algos.optim import adam, descend, load_parts, regress, save_parts, weights_of
 from algos.training.observations import encoder_module
 from algos.transitions import Batch, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
@@ -215,10 +215,10 @@ class ChunkCriticLearner:
         self.iterated = config if isinstance(config, ChainConfig) and config.iterate_every else None
         self.critic = critic.to(base.device, base.dtype)
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
-        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=config.critic_lr, fused=True)
+        self.critic_optimizer = adam(self.critic.parameters(), config.critic_lr)
         self.cloning = ChunkLoss(base) if config.refit else None
-        weights = [p for p in base.parameters() if p.requires_grad]
-        self.base_optimizer = torch.optim.Adam(weights, lr=config.actor_lr, fused=True) if weights else None
+        is_trained = any(weight.requires_grad for weight in base.parameters())
+        self.base_optimizer = adam(base.parameters(), config.actor_lr) if is_trained else None
 
     # -- one step -------------------------------------------------------------------------------------
 

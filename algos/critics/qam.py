@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, choosing
 from algos.onpolicy.requirements import algorithms_for, has_straight_paths
-from algos.optim import average_gradients
+from algos.optim import adam, average_gradients, weights_of
 from algos.transitions import Batch
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
@@ -62,8 +62,7 @@ class QamLearner(ChunkCriticLearner):
         self.tuned = base.clone().train().requires_grad_(True)
         cast(nn.Module, self.tuned.encoder).requires_grad_(False)
         self.policy: Policy = self.around(self.tuned)
-        self._trained = [p for p in self.tuned.parameters() if p.requires_grad]
-        self.actor_optimizer = torch.optim.Adam(self._trained, lr=config.actor_lr, fused=True)
+        self.actor_optimizer = adam(self.tuned.parameters(), config.actor_lr)
         steps = base.table.num_steps
         t = torch.arange(steps, dtype=torch.float64) / steps
         self.h = 1 / steps
@@ -151,8 +150,8 @@ class QamLearner(ChunkCriticLearner):
         average_gradients(self.actor_optimizer)
         metrics = {"actor/loss": loss.detach(), "actor/adjoint": adjoint[-1].abs().mean()}
         if self.config.max_grad_norm is not None:
-            limit = self.config.max_grad_norm
-            metrics["actor/grad_norm"] = nn.utils.clip_grad_norm_(self._trained, limit, foreach=True)
+            trained, limit = weights_of(self.actor_optimizer), self.config.max_grad_norm
+            metrics["actor/grad_norm"] = nn.utils.clip_grad_norm_(trained, limit, foreach=True)
         self.actor_optimizer.step()
         outside = chunk[:, self.tuned.chunk.executed].abs() > 1
         metrics |= {"actor/clipped_fraction": outside.float().mean()}

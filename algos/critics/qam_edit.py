@@ -22,6 +22,7 @@ from torch import Tensor
 
 from algos.base import Draws, Quantities
 from algos.critics.edits import EditConfig, Edits
+from algos.critics.learner import choosing
 from algos.critics.qam import QamConfig, QamLearner
 from algos.transitions import Batch
 from policies.bounds import bounded
@@ -45,12 +46,10 @@ class QamEditLearner(QamLearner, Edits):
     def around(self, tuned: DenoisingPolicy) -> CandidatePolicy:
         """Return the policy that acts: edited chunks of the tuned flow, the best of several."""
         count = self.config.num_candidates
-        policy = self.config.wrapper(
+        wrapper = self.config.wrapper(
             aggregate="mean", num_candidates=count, num_edited=count, keeps_base=False
-        ).wrap(tuned)
-        if policy.critic is not None:
-            policy.critic = self.critic
-        return policy
+        )
+        return choosing(tuned, wrapper, self.critic)
 
     def draw_values(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         draws = super().draw_values(n, generator)

@@ -32,7 +32,7 @@ from algos.critics.idql import ValueLearner
 from algos.critics.learner import ChunkCriticConfig, policy_beside
 from algos.critics.losses import value_loss
 from algos.onpolicy.requirements import require
-from algos.optim import descend
+from algos.optim import adam, descend
 from algos.transitions import Batch
 from policies.backbones.mlp import MlpConfig
 from policies.bounds import bounded
@@ -96,8 +96,7 @@ class SrpoLearner(ValueLearner):
         super().__init__(base, config)
         base.eval()
         self.policy = actor
-        trained = [p for p in actor.parameters() if p.requires_grad]
-        self.actor_optimizer = torch.optim.Adam(trained, lr=config.actor_lr, fused=True)
+        self.actor_optimizer = adam(actor.parameters(), config.actor_lr)
 
     @property
     def fits_values(self) -> bool:

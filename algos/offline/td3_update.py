@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline.config import OfflineConfig, warn_of_clipped_actions
 from algos.offline.loop import precision
-from algos.optim import descend, descend_along, load_parts, regress, save_parts, weights_of
+from algos.optim import adam, descend, descend_along, load_parts, regress, save_parts, weights_of
 from algos.training.ranks import current
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
@@ -203,9 +203,8 @@ class Td3Learner:
         self.target_actor, self.target_critic = copy.deepcopy(actor), copy.deepcopy(critic)
         for target in (self.target_actor.network, self.target_critic):
             target.requires_grad_(False)
-        trained = [p for p in actor.network.parameters() if p.requires_grad]
-        self.actor_optimizer = torch.optim.Adam(trained, lr=config.actor_lr, fused=True)
-        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
+        self.actor_optimizer = adam(actor.network.parameters(), config.actor_lr)
+        self.critic_optimizer = adam(critic.parameters(), config.critic_lr)
         self.steps = 0
 
     @property

@@ -29,6 +29,7 @@ from algos.base import AT_BOUND, Draws, Quantities
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
 from algos.optim import (
+    adam,
     descend,
     descend_along,
     load_parts,
@@ -90,7 +91,7 @@ class Temperature:
     def __init__(self, config: OffPolicyConfig, target_entropy: float, device: torch.device) -> None:
         self.target_entropy, learns = target_entropy, config.learn_alpha
         self.log = torch.tensor([config.init_alpha], device=device).log().requires_grad_(learns)
-        self.optimizer = torch.optim.Adam([self.log], lr=config.alpha_lr, fused=True) if learns else None
+        self.optimizer = adam([self.log], config.alpha_lr) if learns else None
 
     @property
     def value(self) -> Tensor:
@@ -139,7 +140,7 @@ class SacUpdate:
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
         target = config.target_entropy_of(actor.latent_dim, actor.highest_entropy)
         self.temperature = Temperature(config, target, critic.weight[0].device)
-        self.actor_optimizer = torch.optim.Adam(actor.parameters(), lr=config.actor_lr, fused=True)
+        self.actor_optimizer = adam(actor.parameters(), config.actor_lr)
         self.encoder = list(encoder)
         groups: list[dict[str, Any]] = [{"params": list(critic.parameters())}]
         if encoder:

@@ -35,7 +35,7 @@ from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import RatioEstimator, Rows, Score
 from algos.onpolicy.running_normalizer import RunningMeanStd
 from algos.onpolicy.start import starting_policy
-from algos.optim import descend
+from algos.optim import adam, descend
 from algos.training.observations import encode, encoder_module, mapped
 from policies.bounds import bounded
 from policies.networks.distributions import LOG_2PI
@@ -195,8 +195,7 @@ class Gorl(OnPolicy):
         decoder: Policy = self.policy.base.train().requires_grad_(True)
         encoder_module(decoder).requires_grad_(False)
         matching, generator = matching_of(decoder), self.draws.generator
-        weights = [weight for weight in decoder.parameters() if weight.requires_grad]
-        optimizer = torch.optim.Adam(weights, lr=self.config.refit_lr, fused=True)
+        optimizer = adam(decoder.parameters(), self.config.refit_lr)
         size, loss = min(self.config.batch_size, len(vec)), vec.new_zeros(())
         for _ in range(self.config.refit_steps):
             row = torch.randint(len(vec), (size,), generator=generator).to(vec.device)

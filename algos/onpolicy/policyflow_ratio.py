@@ -83,9 +83,9 @@ class PolicyflowRatio(NoisyFlowRatio):
         policy: DenoisingPolicy,
         noise: EndNoise,
         *,
-        num_draws: int = 4,
-        reduction: str = "joint",
-        brownian_coef: float = 0.0,
+        num_draws: int,
+        reduction: str,
+        brownian_coef: float,
     ) -> None:
         self.policy, self.noise, self.num_draws = policy, noise, num_draws
         self.reduction, self.brownian_coef = reduction, brownian_coef

@@ -201,13 +201,7 @@ class ChainRatio(RatioEstimator):
     Source: DPPO (arXiv 2409.00588), section 4; clamp and mean as in the reference implementation.
     """
 
-    def __init__(
-        self,
-        policy: Any,
-        *,
-        log_prob_range: tuple[float, float] | None = (-5.0, 2.0),
-        reduction: str = "mean",
-    ) -> None:
+    def __init__(self, policy: Any, *, log_prob_range: tuple[float, float] | None, reduction: str) -> None:
         self.policy, self.log_prob_range, self.reduction = policy, log_prob_range, reduction
 
     @property

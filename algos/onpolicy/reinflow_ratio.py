@@ -136,10 +136,10 @@ class ReinflowRatio(NoisyFlowRatio):
         policy: DenoisingPolicy,
         noise: NoiseNet,
         *,
-        noise_clip: float | None = 3.0,
-        reduction: str = "mean",
-        count_start: bool = True,
-        log_prob_range: tuple[float, float] | None = None,
+        noise_clip: float | None,
+        reduction: str,
+        count_start: bool,
+        log_prob_range: tuple[float, float] | None,
     ) -> None:
         self.policy, self.noise, self.noise_clip = policy, noise, noise_clip
         self.reduction, self.count_start, self.log_prob_range = reduction, count_start, log_prob_range

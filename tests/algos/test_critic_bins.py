@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from messages import mentions
-from small_algorithms import dataset, init, saved, setup, small, weights
+from small_algorithms import dataset, init, noise_of, observed, saved, setup, small, weights
 from torch import Tensor
 
 from algos.critics.dqc import DqcConfig
@@ -26,7 +26,6 @@ from algos.offline.online import OnlineConfig
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.networks.critics import EnsembleConfig
-from policies.policy import Policy
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.candidates import Candidates
 
@@ -113,14 +112,6 @@ def test_bins_without_a_width_are_refused() -> None:
         EnsembleConfig(bins=1)
     with pytest.raises(ConfigError, match=mentions("critic.high critic.low")):
         EnsembleConfig(bins=4, low=1.0)
-
-
-def observed() -> Tensor:
-    return torch.rand(5, 1, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
-
-
-def noise_of(policy: Policy) -> Tensor:
-    return policy.sample_noise(5, generator=torch.Generator().manual_seed(1))
 
 
 def test_critics_that_value_all_alike_change_nothing() -> None:

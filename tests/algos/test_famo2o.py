@@ -11,8 +11,7 @@ import pytest
 import torch
 from messages import mentions
 from pairwise import everything
-from small_algorithms import dataset, init, policy_config, setup, small
-from torch import Tensor
+from small_algorithms import dataset, finished, init, noise_of, observed, policy_config, setup, small
 
 from algos.critics.famo2o import Famo2oConfig
 from algos.offline.loop import OfflineRun
@@ -26,20 +25,6 @@ from policies.wrappers.candidates import Candidates
 
 def begin(process: str = "flow", config: Famo2oConfig | None = None, **changes: Any) -> OfflineRun:
     return (config or small(Famo2oConfig)).build(setup(process, **changes))
-
-
-def finished(run: OfflineRun) -> OfflineRun:
-    while run.progress < run.total:
-        run.advance()
-    return run
-
-
-def observed(rows: int = 5) -> Tensor:
-    return torch.rand(rows, 1, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
-
-
-def noise_of(policy: Any, rows: int = 5) -> Tensor:
-    return policy.sample_noise(rows, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("process", ["flow", "diffusion", "gaussian", "mixture", "deterministic"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
-from small_algorithms import init, setup, small
+from small_algorithms import init, observed, setup, small
 from torch import Tensor
 
 from algos.onpolicy.gorl import Gorl, GorlConfig
@@ -27,10 +27,6 @@ def finished(run: Gorl) -> Gorl:
         run.advance()
     run.close()
     return run
-
-
-def observed(rows: int = 5) -> Tensor:
-    return torch.rand(rows, 1, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
 def weights(module: Any) -> Tensor:

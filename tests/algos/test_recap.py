@@ -13,8 +13,7 @@ import pytest
 import torch
 from messages import mentions
 from pairwise import everything
-from small_algorithms import dataset, init, policy_config, setup, small
-from torch import Tensor
+from small_algorithms import dataset, finished, init, observed, policy_config, setup, small
 
 from algos.cloning.advantage_labels import is_positive
 from algos.cloning.recap import Recap, RecapConfig, with_goal
@@ -33,16 +32,6 @@ from policies.wrappers.advantage import Advantage, AdvantagePolicy
 
 def begin(process: str = "flow", config: RecapConfig | None = None, **changes: Any) -> Recap:
     return (config or small(RecapConfig)).build(setup(process, **changes))
-
-
-def finished(run: Recap) -> Recap:
-    while run.progress < run.total:
-        run.advance()
-    return run
-
-
-def observed(rows: int = 5) -> Tensor:
-    return torch.rand(rows, 1, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
 def labelled(process: str = "flow") -> Any:

@@ -29,7 +29,7 @@ from official_td3 import (
 )
 from torch import Tensor
 
-from algos.a2pr import AdvantageGuide, divergence
+from algos.a2pr import A2prConfig, AdvantageGuide, divergence
 from algos.offline.td3_update import Td3Learner
 from algos.transitions import Batch
 
@@ -68,11 +68,11 @@ def initial(arrays: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def learner_of(arrays: dict[str, Tensor]) -> Td3Learner:
     """Return our learner at the start of a file."""
     weights, limit = initial(arrays), limit_of(arrays)
-    guide = AdvantageGuide(
-        vae_of(weights["vae"], limit), ensemble_of(weights["value"], VALUES),
-        weight=float(arrays["cfg/mask"]), vae_weight=float(arrays["cfg/vae_weight"]),
+    config = A2prConfig(
+        constraint_weight=float(arrays["cfg/mask"]), vae_weight=float(arrays["cfg/vae_weight"]),
         value_lr=float(arrays["cfg/lr"]), vae_lr=float(arrays["cfg/vae_lr"]),
     )  # fmt: skip
+    guide = AdvantageGuide(vae_of(weights["vae"], limit), ensemble_of(weights["value"], VALUES), config)
     actor, critic = actor_of(weights["actor"], limit), ensemble_of(weights["critic"], CRITICS)
     learner = Td3Learner(actor, critic, guide, config_of(arrays))
     target = actor_of(weights["actor_target"], limit).policy

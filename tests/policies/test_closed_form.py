@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from messages import mentions
-from small_algorithms import init, saved, setup, small, weights
+from small_algorithms import init, observed, saved, setup, small, weights
 from torch import Tensor
 
 from algos.critics.cfpi import CfpiConfig
@@ -30,10 +30,6 @@ QUANTILES = {"critic_cosines": 4, "critic_dims": (8, 6)}
 def wrapped(process: str, **values: Any) -> ClosedFormImprovement:
     torch.manual_seed(4)
     return ClosedForm(**{"critic_dims": (8,), **values}).wrap(init(process)).eval()
-
-
-def observed(rows: int = 5) -> Tensor:
-    return torch.rand(rows, 1, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
 def act(policy: Policy) -> Tensor:

@@ -8,6 +8,7 @@ unless named `physical`.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -43,6 +44,23 @@ def _present_features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list
 
 def _described(obs: Any) -> str:
     return f"keys {sorted(map(str, obs))}" if isinstance(obs, Mapping) else f"an object {type(obs).__name__}"
+
+
+def require_finite(obs: Observation) -> None:
+    """Refuse NaN and infinite numbers on the CPU; elsewhere a check would wait for the device.
+
+    A sum is cheaper than a look at every number, and finite only if all of them are.
+
+    Raises:
+        ConfigError: Names the entry.
+    """
+    for name, value in obs.items():
+        if value.device.type != "cpu" or not value.is_floating_point() or math.isfinite(float(value.sum())):
+            continue
+        if len(bad := (~value.isfinite()).nonzero()):
+            place = bad[0].tolist()
+            found = float(value[tuple(place)])
+            raise ConfigError(f"observation '{name}' must be finite; got {found} at {place}.")
 
 
 class Policy(nn.Module):
@@ -202,8 +220,12 @@ class Policy(nn.Module):
                 camera name, (B, To, H, W, 3), uint8 or float in [0, 1].
             noise: (B, *noise_shape); makes the call deterministic.
             generator: Source of the noise when none is given.
+
+        Raises:
+            ConfigError: If an observation is of the wrong kind or, on the CPU, not finite.
         """
         tensors = self.observation(obs)
+        require_finite(tensors)
         if noise is None:
             noise = self.sample_noise(len(tensors["state"]), generator=generator)
         if self.device.type == "cuda":

@@ -427,13 +427,17 @@ class Runner:
 
 
 def _typed(name: str, value: Any, dtype: str) -> Array:
-    """Return an input in its type; float images are refused, since 0.9 of 1 would be black."""
+    """Return an input in its type; refuses numbers that are not finite, and float images (0.9: black)."""
     given = np.asarray(value)
     are_bytes = given.dtype.kind in "iu" and bool(((given >= 0) & (given <= 255)).all())
     if dtype == "uint8" and not are_bytes:
         fix = "Use np.rint(255 * x).astype(np.uint8)"
         raise ValueError(f"{name} must be bytes, 0 to 255; got {given.dtype}. {fix}.")
-    return given.astype(dtype, copy=False)
+    typed = given.astype(dtype, copy=False)
+    if not (is_finite := np.isfinite(typed)).all():
+        place = np.argwhere(~is_finite)[0].tolist()
+        raise ValueError(f"{name} must be finite; got {given[tuple(place)]} at {place}.")
+    return typed
 
 
 def _array(values: Any) -> Array | None:

@@ -207,7 +207,7 @@ def require_target(policy: Any, name: str) -> None:
 
 
 def imagined_episodes(
-    model: DenoisingPolicy, spec: EnvSpec, *, policy: Policy | None, weight: float, seed: int
+    model: DenoisingPolicy, spec: EnvSpec, *, policy: Policy | None, weight: float, seed: int, skip: int = 0
 ) -> Iterator[Episode]:
     """Yield windows of the model as episodes, without end.
 
@@ -217,14 +217,16 @@ def imagined_episodes(
         policy: The target of the guide; None: no guide. See `require_target`.
         weight: c.
         seed: Seed of the noise.
+        skip: Number of first episodes to leave out; the others are the same.
     """
     hooks = [PolicyGuide(model, policy, spec, weight)] if policy is not None and weight else []
     cond = model.condition(torch.zeros(TOGETHER, NOTHING))
-    for part in count():
+    for part in count(skip // TOGETHER):
         noise = model.sample_noise(TOGETHER, generator=seeded_generator(seed, "imagined", part))
         rows = model.physical(model.decode(cond, noise, hooks=hooks))
-        for number, window in enumerate(rows):
-            yield episode_of(window, spec, seed + part * TOGETHER + number)
+        for number, window in enumerate(rows, part * TOGETHER):
+            if number >= skip:
+                yield episode_of(window, spec, seed + number)
 
 
 def episode_of(rows: Tensor, spec: EnvSpec, seed: int) -> Episode:

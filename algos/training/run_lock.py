@@ -32,7 +32,7 @@ def take_lock(run: Path) -> IO[str]:
     except OSError:
         lock.close()
         raise CheckpointError(
-            f"{run} is being written by another process. Wait for it, or start another run."
+            f"{run} is being written by another process. Wait for it, or choose another place."
         ) from None
     try:
         with write_errors(run / LOCK):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from algos.cloning.trajectories import imagined_episodes, require_model, require_target
+from algos.training.run_lock import take_lock
 from burnish.config.overrides import RunContext
 from burnish.console import Counting, output, table
 from burnish.runs.locate import (
@@ -22,17 +27,29 @@ from burnish.runs.locate import (
 )
 from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import Episode, EpisodeDataset, write_dataset
+from envs.datasets.files.arrays import readable
+from envs.datasets.recorded_task import meta_to_write
 from envs.datasets.writers import FOLDERS, WITH_IMAGES, check_place, format_to_write
 from envs.evaluation.policy_episodes import policy_episodes
 from envs.evaluation.settings import check_seeds
 from envs.fit import task_text
 from envs.rollouts.collect import MAX_ATTEMPTS, collect
 from envs.rollouts.fleet import LOCAL
+from envs.rollouts.kept_episodes import KeptEpisodes
 from envs.spec import EnvSpec
 from policies import registry
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError, DatasetError
 from policies.paths import path_field
+from policies.storage.atomic_write import write_errors, write_text
+
+_log = logging.getLogger(__name__)
+_SETTINGS = "settings.json"
+_FREE = (
+    *("episodes", "out", "format", "valid_fraction", "overwrite", "num_workers", "fleet"),
+    "allow_other_task",
+)
+"""Keys that episodes do not depend on."""
 
 
 @dataclass(frozen=True)
@@ -134,36 +151,86 @@ def record(config: CollectConfig) -> EpisodeDataset:
 
 def _record(config: CollectConfig, found: ResolvedCollect) -> EpisodeDataset:
     env, target = found.env, found.target
-    played, facts = None, dict[str, Any]()
-    if found.model is not None:
-        played, facts = _imagined(config, found, found.model)
-    elif found.policy is not None:
-        played = policy_episodes(
-            found.policy.load(), env, first_seed=config.first_seed,
-            num_workers=config.num_workers, fleet=config.fleet or LOCAL,
-        )  # fmt: skip
-    with Counting(f"recording {task_text(env)}", config.episodes) as counting:
-        dataset = collect(
-            env,
-            episodes=config.episodes,
-            first_seed=config.first_seed,
-            noise=config.noise,
-            expert=config.expert,
-            keep_failures=config.keep_failures or found.model is not None,
-            played=played,
-            progress=lambda kept, attempts: counting.show(kept, f"{attempts} attempts"),
-            num_workers=config.num_workers,
-            fleet=config.fleet or LOCAL,
-        )
-    dataset.meta.update(facts)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_dataset(target, dataset, env, format=found.format, valid_fraction=config.valid_fraction)
+    with _unfinished(config, found) as store:
+        played, facts = _played(config, found)
+        with Counting(f"recording {task_text(env)}", config.episodes) as counting:
+            dataset = collect(
+                env,
+                episodes=config.episodes,
+                first_seed=config.first_seed,
+                noise=config.noise,
+                expert=config.expert,
+                keep_failures=config.keep_failures or found.model is not None,
+                played=played,
+                progress=lambda kept, attempts: counting.show(kept, f"{attempts} attempts"),
+                num_workers=config.num_workers,
+                fleet=config.fleet or LOCAL,
+                store=store,
+            )
+        dataset.meta.update(facts)
+        write_dataset(target, dataset, env, format=found.format, valid_fraction=config.valid_fraction)
     return dataset
+
+
+@contextmanager
+def _unfinished(config: CollectConfig, found: ResolvedCollect) -> Iterator[KeptEpisodes]:
+    """Lock a folder beside the target, in which episodes are kept until the target is written."""
+    target = found.target
+    folder = target.with_name(f".{target.name}.unfinished")
+    with write_errors(target):
+        folder.mkdir(parents=True, exist_ok=True)
+    with take_lock(folder):
+        store = KeptEpisodes(folder)
+        _check_settings(store, meta_to_write(vars(config), found.env, _FREE))
+        try:
+            yield store
+        except BaseException:
+            if num := len(store.attempts):
+                _log.warning(
+                    "kept %d of %d episodes in %s: the same command goes on from there; with episodes=%d it "
+                    "writes these alone.", num, config.episodes, folder, num,
+                )  # fmt: skip
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        store.clear()
+        shutil.rmtree(folder)
+
+
+def _check_settings(store: KeptEpisodes, settings: dict[str, Any]) -> None:
+    """Refuse to go on with episodes of other settings; without any, store these settings."""
+    path = store.folder / _SETTINGS
+    if not store.attempts:
+        write_text(path, json.dumps(settings))
+        return
+    with readable(path, "file of settings"):
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    if differing := [key for key in settings if settings[key] != before.get(key)]:
+        raise DatasetError(
+            f"{store.folder} holds {len(store.attempts)} episodes of an interrupted recording whose settings "
+            f"differ in {', '.join(differing)}. Repeat its command, choose another out, or remove the folder."
+        )
+    _log.info("going on after the %d episodes in %s.", len(store.attempts), store.folder)
+
+
+def _played(
+    config: CollectConfig, found: ResolvedCollect
+) -> tuple[Callable[[int], Iterator[Episode]] | None, dict[str, Any]]:
+    """Return what plays instead of the expert, and where imagined episodes come from."""
+    if found.model is not None:
+        return _imagined(config, found, found.model)
+    if found.policy is None:
+        return None, {}
+    policy = found.policy.load()
+    return lambda skip: policy_episodes(
+        policy, found.env, first_seed=config.first_seed, skip=skip,
+        num_workers=config.num_workers, fleet=config.fleet or LOCAL,
+    ), {}  # fmt: skip
 
 
 def _imagined(
     config: CollectConfig, found: ResolvedCollect, model: Located
-) -> tuple[Iterator[Episode], dict[str, Any]]:
+) -> tuple[Callable[[int], Iterator[Episode]], dict[str, Any]]:
     """Return the imagined episodes, and where they come from."""
     rows: Any = model.load()
     target = None if found.policy is None else found.policy.load()
@@ -172,9 +239,10 @@ def _imagined(
         require_target(target, f"policy={config.policy}")
     facts = {"model": identified(model), "guidance": config.guidance if target is not None else 0.0}
     facts |= {} if found.policy is None else {"policy": identified(found.policy)}
-    seed = config.first_seed
-    episodes = imagined_episodes(rows, found.env.spec, policy=target, weight=config.guidance, seed=seed)
-    return episodes, {"imagined": facts}
+    spec, weight, seed = found.env.spec, config.guidance, config.first_seed
+    return lambda skip: imagined_episodes(
+        rows, spec, policy=target, weight=weight, seed=seed, skip=skip
+    ), {"imagined": facts}  # fmt: skip
 
 
 def check_expert(env: Any) -> None:

@@ -27,8 +27,11 @@ def policy_episodes(
     first_seed: int,
     num_workers: int = 0,
     fleet: Fleet = LOCAL,
+    skip: int = 0,
 ) -> Iterator[Episode]:
     """Play a policy without end, one episode per seed from `first_seed` on; equal for any workers.
+
+    With `skip` the first episodes are left out, and the others are the same.
 
     Actions are those that were executed, inside the task's box. The noise of an episode depends on its place
     in the order alone. Every step is stored with whether the policy decided there or went on with a chunk,
@@ -38,7 +41,7 @@ def policy_episodes(
         ConfigError: If policy and task do not fit.
     """
     parts = max(1, num_workers)
-    for part in count(0, parts):
+    for part in count(skip // TOGETHER, parts):
         settings = EvaluationSettings(
             episodes=parts * TOGETHER,
             first_seed=first_seed + part * TOGETHER,
@@ -54,7 +57,7 @@ def policy_episodes(
             keep_observations=True,
             noise_span=TOGETHER,
         ).rows
-        for row in rows:
+        for row in rows[max(skip - part * TOGETHER, 0) :]:
             yield _episode(row, env, policy.chunk.act_steps)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,7 @@ from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.interface import interface_of_task
 from envs.rollouts.fleet import LOCAL, Fleet
+from envs.rollouts.kept_episodes import KeptEpisodes
 from envs.spec import named_options
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
@@ -72,10 +74,11 @@ def collect(
     noise: float | None = None,
     expert: str | None = None,
     keep_failures: bool = False,
-    played: Iterable[Episode] | None = None,
+    played: Callable[[int], Iterable[Episode]] | None = None,
     progress: Callable[[int, int], None] | None = None,
     num_workers: int = 0,
     fleet: Fleet = LOCAL,
+    store: KeptEpisodes | None = None,
 ) -> EpisodeDataset:
     """Record an expert, or what else plays, on episodes of consecutive seeds.
 
@@ -89,16 +92,18 @@ def collect(
         noise: Noise of the expert, in its own units; None: as configured in `env.expert`.
         expert: Name of the expert for tasks with several; None: as in `env.expert`.
         keep_failures: Also keep episodes without success. Tasks without success rule keep all.
-        played: Attempts in the order of their seeds, such as
-            `envs.evaluation.policy_episodes.policy_episodes`; None: those of the expert.
+        played: Returns the attempts in the order of their seeds without the first few, whose number it is
+            given; such as `envs.evaluation.policy_episodes.policy_episodes`. None: those of the expert.
         progress: Called after every attempt with the numbers of kept episodes and of attempts.
         num_workers: Processes in which the expert plays, an episode each at a time; 0: this one.
         fleet: Where they run.
+        store: Where kept episodes are written as they end; recording goes on after those that are there.
 
     Raises:
         CapabilityError: If the task has no expert, or the images of its expert cannot be recorded.
         ConfigError: If `episodes` is below 1, the expert has no noise option, or there is only one expert.
-        DatasetError: If fewer than one attempt in ten succeeds.
+        DatasetError: If fewer than one attempt in ten succeeds, or the last episode in `store` is not what is
+            played now.
     """
     if played is None and not hasattr(env, "demonstrate"):
         raise CapabilityError(f"env={env.spec.name} has no expert to record; choose a task that has one.")
@@ -107,12 +112,13 @@ def collect(
     keeps_all = keep_failures or not env.spec.success_rule
     if played is None:
         expert_env: Any = _with_expert(env, noise=noise, expert=expert)
-        env, played = expert_env, _demonstrations(expert_env, first_seed, keeps_all, num_workers, fleet)
+        env = expert_env
+        played = partial(_demonstrations, env, first_seed, keeps_all, num_workers, fleet)
         remedy = "Lower noise=… (env.expert.noise), or keep_failures=true"
         player, what = f"the expert of {env.spec.name}", "demonstrations"
     else:
         player, what, remedy = "the policy", "episodes", "Record all with keep_failures=true"
-    attempts = _Attempts(env, played, episodes, keeps_all, player, remedy, progress)
+    attempts = _Attempts(env, played, episodes, keeps_all, player, remedy, progress, store)
     meta = _metadata(env, what) | {"first_seed": first_seed}
     dataset = EpisodeDataset.from_episodes(attempts, meta=meta)
     dataset.meta["attempts"] = attempts.done
@@ -134,13 +140,13 @@ class _Expert:
 
 
 def _demonstrations(
-    env: Any, first_seed: int, keeps_all: bool, num_workers: int, fleet: Fleet
+    env: Any, first_seed: int, keeps_all: bool, num_workers: int, fleet: Fleet, skip: int
 ) -> Iterator[Episode]:
-    """Play the expert without end, one episode per seed; kept ones have their images."""
+    """Play the expert without end, one episode per seed after the first `skip`; kept ones have images."""
     parts = max(1, num_workers)
     workers: Workers = fleet.start(_Expert, [(env, keeps_all)] * parts, processes=num_workers > 0)
     try:
-        for seed in count(first_seed, parts):
+        for seed in count(first_seed + skip, parts):
             yield from workers.call("attempt", [(seed + i,) for i in range(parts)])
     finally:
         workers.close()
@@ -151,32 +157,62 @@ class _Attempts:
     """Attempts in order; iteration plays them and yields the kept episodes."""
 
     env: Any
-    played: Iterable[Episode]
+    played: Callable[[int], Iterable[Episode]]
     wanted: int
     keep_failures: bool
     player: str  # who attempts, for the error of too few successes, which ends with `remedy`
     remedy: str
     progress: Callable[[int, int], None] | None
+    store: KeptEpisodes | None
     done: int = 0
+    kept: int = 0
 
     def __iter__(self) -> Iterator[Episode]:
-        kept = 0
-        for episode in islice(self.played, MAX_ATTEMPTS * self.wanted):
-            self.done += 1
+        before = self.store.attempts[: self.wanted] if self.store is not None else []
+        for attempt in before:
+            assert self.store is not None
+            self._count(attempt + 1, is_kept=True)
+            yield self.store.read(attempt)
+        if self.kept < self.wanted:
+            yield from self._play()
+
+    def _play(self) -> Iterator[Episode]:
+        for episode in islice(self._next(), max(MAX_ATTEMPTS * self.wanted - self.done, 0)):
             is_kept = episode.success or self.keep_failures
-            kept += is_kept
             if is_kept and not episode.images:
                 episode = with_images(self.env, episode)
-            if self.progress is not None:
-                self.progress(kept, self.done)
+            if is_kept and self.store is not None:
+                self.store.add(self.done, episode)
+            self._count(self.done + 1, is_kept)
             if is_kept:
                 yield episode
-            if kept == self.wanted:
+            if self.kept == self.wanted:
                 return
         raise DatasetError(
-            f"{self.player} succeeded in {kept} of {self.done} attempts; expected {self.wanted}. "
+            f"{self.player} succeeded in {self.kept} of {self.done} attempts; expected {self.wanted}. "
             f"{self.remedy}."
         )
+
+    def _next(self) -> Iterator[Episode]:
+        """Return the attempts from `done` on; with some before, the last of them must be as it was."""
+        played = iter(self.played(max(self.done - 1, 0)))
+        if self.done and self.store is not None:
+            again, known = next(played), self.store.read(self.done - 1)
+            if not all(np.array_equal(getattr(again, key), getattr(known, key)) for key in _COMPARED):
+                raise DatasetError(
+                    f"{self.store.folder}: attempt {self.done - 1} differs when it is played again: task, "
+                    f"player or program have changed. episodes={self.kept} writes what is there; to begin "
+                    f"again, remove the folder."
+                )
+        return played
+
+    def _count(self, done: int, is_kept: bool) -> None:
+        self.done, self.kept = done, self.kept + is_kept
+        if self.progress is not None:
+            self.progress(self.kept, self.done)
+
+
+_COMPARED = ("seed", "observations", "actions", "rewards", "success")
 
 
 _FIELDS = {"noise": ("noise", "has no noise to set"), "expert": ("tier", "is the only one of its task")}

@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
-from policies.policy import Policy
+from policies.policy import Policy, require_finite
 from policies.protocols import Cond, Hooks, Observation, Start
 
 Scorer = Callable[[Tensor, Observation], Tensor]
@@ -129,6 +129,7 @@ class BestOfN(nn.Module):
     ) -> Tensor:
         """Choose actions (B, Ta, Da); see `Policy.act`."""
         items = self.policy.observation(obs)
+        require_finite(items)
         if noise is None:
             noise = self.sample_noise(len(next(iter(items.values()))), generator=generator)
         return self.policy.executed(self.plan(items, noise))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,8 @@ def test_imagined_episodes_follow_from_their_seed() -> None:
         next(imagined_episodes(rows, POINT.spec, policy=None, weight=0, seed=seed)) for seed in (1, 1, 2)
     )
     assert (one.observations == again.observations).all() and (one.actions != other.actions).any()
+    episodes, later = (
+        imagined_episodes(rows, POINT.spec, policy=None, weight=0, seed=1, skip=skip) for skip in (0, 300)
+    )
+    for known, here in zip(islice(episodes, 300, 302), later, strict=False):
+        assert known.seed == here.seed and (known.actions == here.actions).all()

@@ -117,7 +117,7 @@ def test_the_episodes_of_a_policy_are_those_that_happened(name: str) -> None:
     policy, first = reaching_out(env), 30
     data = collect(
         env, episodes=TOGETHER + 2, first_seed=first, keep_failures=True,
-        played=policy_episodes(policy, env, first_seed=first),
+        played=lambda skip: policy_episodes(policy, env, first_seed=first, skip=skip),
     )  # fmt: skip
     assert data.meta["attempts"] == data.num_episodes == TOGETHER + 2
     assert data.actions.abs().max() == 1  # what was executed, not what was wanted
@@ -151,9 +151,9 @@ def test_episodes_of_a_policy_are_equal_for_any_number_of_processes() -> None:
 
 def test_a_policy_that_fails_too_often_is_not_called_an_expert() -> None:
     env = lookup("env", "avoid")(max_episode_steps=2)
-    played = policy_episodes(reaching_out(env), env, first_seed=0)
+    policy = reaching_out(env)
     with pytest.raises(DatasetError, match=mentions("policy 0 of 10 attempts keep_failures=true")):
-        collect(env, episodes=1, played=played)
+        collect(env, episodes=1, played=lambda skip: policy_episodes(policy, env, first_seed=0, skip=skip))
 
 
 def reaching_out(env):

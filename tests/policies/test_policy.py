@@ -81,6 +81,20 @@ def test_observations_of_the_wrong_shape_are_named() -> None:
         small_policy().act(torch.zeros(2, OBS_DIM))
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_an_observation_that_is_not_finite_is_refused_with_its_entry(bad: float) -> None:
+    policy = small_policy(goal_dim=GOAL_DIM)
+    state, goal = observations(3), torch.zeros(3, GOAL_DIM)
+    state[2, 0, 4], other = bad, goal.clone()
+    other[1, 0] = bad
+    for obs, name, place in ((state, "state", [2, 0, 4]), (other, "goal", [1, 0])):
+        given = {"state": observations(3), "goal": goal} | {name: obs}
+        with pytest.raises(ConfigError, match=mentions(f"'{name}' finite {bad} {place}")):
+            policy.act(given)
+    large = torch.full((1, 1, OBS_DIM), 3e38)  # their sum is not finite
+    assert policy.act({"state": large, "goal": goal[:1]}).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("obs", "parts"),
     [

@@ -74,6 +74,18 @@ def test_a_bare_array_is_an_observation(made: Any) -> None:
     np.testing.assert_array_equal(one.act(seen), other.act({"observation": seen}))
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_an_observation_that_is_not_finite_is_refused_and_forgotten(made: Any, bad: float) -> None:
+    runner, other, seen = Runner(made[1], seed=5), Runner(made[1], seed=5), observations(2)
+    broken = seen[1].copy()
+    broken[2] = bad
+    np.testing.assert_array_equal(runner.act(seen[0]), other.act(seen[0]))
+    with pytest.raises(ValueError, match=mentions(f"observation finite {bad} [2]")):
+        runner.act(broken)
+    np.testing.assert_array_equal(runner.act(seen[1]), other.act(seen[1]))
+    assert runner.track.step == other.track.step == 2
+
+
 def test_a_robot_that_asks_elsewhere_acts_as_one_that_runs_the_folder_seed_for_seed(made: Any) -> None:
     runner, elsewhere = Runner(made[1], seed=4), Runner(made[1])
 

@@ -1,0 +1,220 @@
+"""A recording that ends early keeps its episodes, and the same command goes on."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from messages import mentions
+
+import burnish
+from burnish.commands import collect as command
+from envs.datasets import read_dataset
+from envs.engine.workers import ProcessWorkers
+from envs.tasks.avoid.task import Avoid
+from policies.build import build_policy
+from policies.errors import CheckpointError, DatasetError, WorkerError, WriteError
+from policies.policy import PolicyConfig
+from policies.storage.policy_folder import save_policy
+
+EPISODES = 5
+
+
+def record(out: Path, *, episodes: int = EPISODES, **options: Any) -> bytes:
+    """Record demonstrations with a failed attempt among them; return the file."""
+    values = {"env": "avoid", "first_seed": 21, "noise": 3.0} | options
+    return burnish.collect(episodes=episodes, out=out, **values).read_bytes()
+
+
+def stop_after(num: int, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+    """Raise an error when the episode after the first `num` kept ones has ended."""
+    show = command.Counting.show
+
+    def counted(counting: command.Counting, done: int, *rest: Any, **options: Any) -> None:
+        if done > num:
+            raise error
+        show(counting, done, *rest, **options)
+
+    patch.setattr(command.Counting, "show", counted)
+
+
+def interrupt(out: Path, num: int, error: BaseException | None = None, **options: Any) -> None:
+    """Record until `num` episodes are counted; the next one is kept, too."""
+    error = error or KeyboardInterrupt()
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(num, error, patch)
+        with pytest.raises(type(error)):
+            record(out, **options)
+
+
+def left_of(out: Path) -> Path:
+    return out.with_name(f".{out.name}.unfinished")
+
+
+def kept(out: Path) -> int:
+    return len(list(left_of(out).glob("*.npz")))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    out = tmp_path_factory.mktemp("whole") / "demos.hdf5"
+    content = record(out)
+    assert read_dataset(out).meta["attempts"] > EPISODES  # one fails
+    return content
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_going_on_records_what_one_go_records(tmp_path: Path, whole: bytes, num_workers: int) -> None:
+    out = tmp_path / "demos.hdf5"
+    for num in (0, 1, 4):
+        interrupt(out, num, num_workers=num_workers)
+        assert kept(out) == num + 1 and not out.exists()
+    assert record(out, num_workers=num_workers) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["demos.hdf5"]
+
+
+def test_the_message_says_how_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "demos.hdf5"
+    with caplog.at_level(logging.INFO):
+        interrupt(out, 1)
+        assert f"kept 2 of 5 episodes in {left_of(out)}" in caplog.text and "episodes=2" in caplog.text
+        record(out, episodes=2)
+    assert f"going on after the 2 episodes in {left_of(out)}" in caplog.text
+
+
+def test_images_are_kept(tmp_path: Path) -> None:
+    seen = {"env.cameras": ["top"], "env.image_size": [8, 8], "episodes": 3}
+    interrupt(tmp_path / "parts.hdf5", 1, **seen)
+    assert record(tmp_path / "parts.hdf5", **seen) == record(tmp_path / "whole.hdf5", **seen)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_episodes_of_a_policy_are_kept(tmp_path: Path, num_workers: int) -> None:
+    ones = {"state": torch.ones(4), "action": torch.ones(2)}
+    statistics = {name: {"min": -value, "max": value} for name, value in ones.items()}
+    policy = build_policy(PolicyConfig(), obs_dim=4, action_dim=2, statistics=statistics)
+    save_policy(policy, tmp_path / "policy")
+    played = {"policy": tmp_path / "policy", "env.max_episode_steps": 3, "keep_failures": True, "noise": None}
+    one_go = record(tmp_path / "whole.hdf5", episodes=43, **played)
+    for num in (3, 19, 40):
+        interrupt(tmp_path / "parts.hdf5", num, episodes=43, num_workers=num_workers, **played)
+    assert record(tmp_path / "parts.hdf5", episodes=43, num_workers=num_workers, **played) == one_go
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_ended_keeps_its_episodes(tmp_path: Path, whole: bytes, stop: int) -> None:
+    out, keys = tmp_path / "demos.hdf5", ["env=avoid", "first_seed=21", "noise=3.0", "episodes=5000"]
+    words = [sys.executable, "-m", "burnish", "collect", *keys, f"out={out}"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    wait_for(lambda: kept(out) >= 2, process)
+    process.send_signal(stop)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == (130 if stop == signal.SIGINT else -stop)
+    assert ("goes on from there" in errors) == (stop == signal.SIGINT)
+    assert record(out) == whole
+
+
+def wait_for(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while not is_so():
+        assert process.poll() is None and time.monotonic() < until, "nothing was recorded"
+        time.sleep(0.02)
+
+
+def test_a_worker_that_dies_takes_no_finished_episode_with_it(
+    tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, call, calls = tmp_path / "demos.hdf5", ProcessWorkers.call, []
+
+    def dying(workers: ProcessWorkers, *rest: Any, **options: Any) -> list[Any]:
+        calls.append(rest)
+        if len(calls) == 3:
+            os.kill(workers.pids[1], signal.SIGKILL)
+        return call(workers, *rest, **options)
+
+    monkeypatch.setattr(ProcessWorkers, "call", dying)
+    with pytest.raises(WorkerError, match=mentions("worker 1 of 2")):
+        record(out, num_workers=2)
+    assert kept(out) and record(out) == whole
+
+
+def test_a_full_disk_at_the_end_loses_nothing(
+    tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, replace = tmp_path / "demos.hdf5", os.replace
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def refused(aside: Path, path: Path) -> None:
+        if path == out:
+            raise full
+        replace(aside, path)
+
+    monkeypatch.setattr("os.replace", refused)
+    with pytest.raises(WriteError, match=mentions("demos.hdf5 cannot be written")):
+        record(out)
+    monkeypatch.undo()
+    monkeypatch.setattr(Avoid, "demonstrate", lambda *_: pytest.fail("recorded again"))
+    assert record(out) == whole
+
+
+def test_fewer_episodes_write_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = record(tmp_path / "few.hdf5", episodes=3)
+    interrupt(tmp_path / "demos.hdf5", 2)
+    monkeypatch.setattr(Avoid, "demonstrate", lambda *_: pytest.fail("recorded again"))
+    assert record(tmp_path / "demos.hdf5", episodes=3) == few
+
+
+def test_other_settings_do_not_go_on(tmp_path: Path, whole: bytes) -> None:
+    out = tmp_path / "demos.hdf5"
+    interrupt(out, 2)
+    for changed in (
+        {"noise": 1.0},
+        {"first_seed": 22},
+        {"env.max_episode_steps": 80},
+        {"keep_failures": True},
+    ):
+        key = next(iter(changed)).split(".")[0]
+        with pytest.raises(DatasetError, match=mentions(f"{left_of(out)} 3 {key} remove")):
+            record(out, **changed)
+    (left_of(out) / "settings.json").write_text("{")
+    with pytest.raises(DatasetError, match=mentions("settings.json")):
+        record(out)
+
+
+def test_another_expert_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, demonstrate = tmp_path / "demos.hdf5", Avoid.demonstrate
+    interrupt(out, 2)
+    monkeypatch.setattr(Avoid, "demonstrate", lambda self, seed: demonstrate(self, seed + 1))
+    with pytest.raises(DatasetError, match=mentions(f"{left_of(out)} differs episodes=3 remove")):
+        record(out)
+
+
+def test_what_begins_nothing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Avoid, "demonstrate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        record(tmp_path / "demos.hdf5")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_recorded_by_one_process_at_a_time(
+    tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, refused = tmp_path / "demos.hdf5", []
+
+    def show(*_: Any) -> None:
+        with pytest.raises(CheckpointError, match=mentions("demos.hdf5 another process")):
+            record(out, overwrite=True)
+        refused.append(True)
+
+    monkeypatch.setattr(command.Counting, "show", show)
+    assert record(out) == whole and refused

@@ -434,7 +434,7 @@ def _typed(name: str, value: Any, dtype: str) -> Array:
         fix = "Use np.rint(255 * x).astype(np.uint8)"
         raise ValueError(f"{name} must be bytes, 0 to 255; got {given.dtype}. {fix}.")
     typed = given.astype(dtype, copy=False)
-    if not (is_finite := np.isfinite(typed)).all():
+    if typed.dtype.kind == "f" and not (is_finite := np.isfinite(typed)).all():
         place = np.argwhere(~is_finite)[0].tolist()
         raise ValueError(f"{name} must be finite; got {given[tuple(place)]} at {place}.")
     return typed

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from algos.onpolicy.field_config import FieldConfig
 from algos.onpolicy.fpo_ratio import PREDICTIONS, REDUCTIONS, TIMES, AwmRatio, FpoRatio, Matching
@@ -86,6 +86,10 @@ class FpoConfig(FieldConfig):
 @dataclass
 class AwmConfig(FpoConfig):
     """Advantage-weighted matching (AWM): FPO without stored losses, for one pass over fresh data."""
+
+    difference_range: ClassVar[None] = None  # type: ignore[misc]  # no keys: ratios compare no losses
+    max_difference: ClassVar[None] = None  # type: ignore[misc]
+    dropped: ClassVar[tuple[str, ...]] = ("difference_range", "max_difference")  # of saved runs, ignored
 
     target_kl: float | None = bounded(None, gt=0, le=math.inf)  # limit of the loss decrease; null: off
     update_epochs: int = bounded(1, ge=1)  # passes over the rows; ratios are not clipped

@@ -99,7 +99,8 @@ class QamLearner(ChunkCriticLearner):
 
         The derivative of the drift gives J_k^T b = 2 (dv_b / dx)^T b - b / (t_k + h).
         """
-        adjoint, adjoints, h = -self.temperature_factor * self.value_gradient(cond, chunk), [], self.h
+        tau = self.config.inverse_temperature
+        adjoint, adjoints, h = -tau * self.value_gradient(cond, chunk), [], self.h
         for k in reversed(range(len(states))):
             x = states[k].detach().requires_grad_(True)
             velocity = self._velocity(self.target_base, x, (k + 1) * h, cond)
@@ -129,11 +130,6 @@ class QamLearner(ChunkCriticLearner):
         """Return the loss of v - v_b and b, each (K, B, Th, Da)."""
         sigma = self.loss_sigma[:, None, None, None]
         return ((2 / sigma) * difference + sigma * adjoint).square().sum(dim=(0, 2, 3)).mean()
-
-    @property
-    def temperature_factor(self) -> float:
-        """Factor of the value's gradient in the last adjoint."""
-        return self.config.inverse_temperature
 
     @property
     def loss_sigma(self) -> Tensor:

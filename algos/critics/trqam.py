@@ -19,6 +19,7 @@ Source: TRQAM, arXiv 2605.27079, released code. Deviations: those of `algos.crit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -44,10 +45,6 @@ class TrqamLearner(QamLearner):
         self.weight, self.divergence = self.sigma.new_tensor(config.init_weight), self.sigma.new_zeros(())
 
     @property
-    def temperature_factor(self) -> float:
-        return 1.0
-
-    @property
     def loss_sigma(self) -> Tensor:
         return self.sigma / (self.config.weight_scale * self.weight).clamp(min=_SMALLEST_WEIGHT).sqrt()
 
@@ -68,13 +65,16 @@ class TrqamLearner(QamLearner):
 @register("algo", "trqam")
 @dataclass
 class TrqamConfig(QamConfig):
-    """Adjoint matching with a critic in a trust region; `inverse_temperature` has no effect.
+    """Adjoint matching with a critic in a trust region.
 
     Published budgets: 0.5 and 1; discount: 0.995, humanoid 0.999.
 
     Source:
         arXiv 2605.27079 and its released code.
     """
+
+    inverse_temperature: ClassVar[float] = 1.0  # type: ignore[misc]  # no key: the weight takes its place
+    dropped: ClassVar[tuple[str, ...]] = ("inverse_temperature",)  # obsolete keys of saved runs, ignored
 
     divergence_budget: float = bounded(1.0, gt=0)  # epsilon, path divergence per row of the chunk
     divergence_rate: float = bounded(0.1, gt=0, le=1)  # rho, of the running divergence

@@ -72,3 +72,17 @@ def test_an_obsolete_key_of_a_saved_run_is_ignored() -> None:
 def test_a_key_that_never_was_is_refused_with_the_closest_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'algo\.sped'\. Did you mean 'speed'\?"):
         compose_config("train", ["algo=renamed", "algo.sped=2"])
+
+
+@pytest.mark.parametrize(
+    ("algo", "key"),
+    [("trqam", "inverse_temperature"), ("awm", "difference_range"), ("awm", "max_difference")],
+)
+def test_a_key_of_another_algorithm_is_refused_and_saved_runs_that_have_it_load(algo: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key 'algo\.{key}'"):
+        compose_config("train", [f"algo={algo}", f"algo.{key}=2"])
+    config = compose_config("train", [f"algo={algo}"])
+    saved = describe(config)
+    assert key not in saved["algo"]
+    saved["algo"][key] = 2.0
+    assert restore(TrainConfig, saved) == config

@@ -163,7 +163,8 @@ def dpo_drift_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Te
     """
     scale = clip_range / DRIFT_RANGE
     rises = advantage >= 0
-    gain = torch.where(rises, (ratio - 1.0) * advantage, advantage * ratio.log())
+    log_ratio = ratio.clamp(min=torch.finfo(ratio.dtype).tiny).log()  # finite where a ratio underflows to 0
+    gain = torch.where(rises, (ratio - 1.0) * advantage, advantage * log_ratio)
     width = torch.where(rises, DRIFT_RISE * scale, DRIFT_FALL * scale)
     return torch.relu(gain - width * torch.tanh(gain / width)) - ratio * advantage
 
@@ -233,7 +234,7 @@ class RewardScaler:
     Source: DPPO reference implementation, running reward scaling.
     """
 
-    def __init__(self, num_envs: int, *, gamma: float = 0.99, clip: float = 10.0) -> None:
+    def __init__(self, num_envs: int, *, gamma: float, clip: float) -> None:
         self.gamma, self.clip = gamma, clip
         self.mean = torch.zeros((), dtype=torch.float64)
         self.var = torch.ones((), dtype=torch.float64)

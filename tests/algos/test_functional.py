@@ -16,6 +16,7 @@ from algos.onpolicy.losses import (
     clip_ranges,
     clip_to_quantiles,
     denoising_discounts,
+    dpo_drift_losses,
     explained_variance,
     gae,
     merge_moments,
@@ -199,10 +200,17 @@ def test_merge_moments_keeps_the_joint_mean(seed: int, first: int, second: int) 
 def test_reward_scaler_is_invariant_to_reward_units_and_resumes() -> None:
     g = torch.Generator().manual_seed(0)
     reward, first = torch.randn(50, 3, generator=g), torch.rand(50, 3, generator=g) < 0.1
-    small, large = RewardScaler(3), RewardScaler(3)
+    small, large = RewardScaler(3, gamma=0.99, clip=10.0), RewardScaler(3, gamma=0.99, clip=10.0)
     torch.testing.assert_close(small(reward, first), large(1000 * reward, first), rtol=1e-2, atol=1e-2)
-    resumed = RewardScaler(3)
+    resumed = RewardScaler(3, gamma=0.99, clip=10.0)
     resumed.load_state_dict(small.state_dict())
     assert torch.equal(small(reward, first), resumed(reward, first))
     with pytest.raises(CheckpointError, match=mentions("num_envs")):
-        RewardScaler(2).load_state_dict(small.state_dict())
+        RewardScaler(2, gamma=0.99, clip=10.0).load_state_dict(small.state_dict())
+
+
+def test_a_ratio_that_underflows_leaves_the_gradients_of_drift_losses_finite() -> None:
+    log_ratio = torch.tensor([-200.0, -200.0, -0.1], requires_grad=True)
+    losses = dpo_drift_losses(log_ratio.exp(), torch.tensor([1.0, -1.0, 1.0]), torch.tensor(0.2))
+    losses.sum().backward()
+    assert losses.isfinite().all() and log_ratio.grad is not None and log_ratio.grad.isfinite().all()

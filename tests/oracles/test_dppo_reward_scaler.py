@@ -17,7 +17,7 @@ def _time_first(array: np.ndarray) -> torch.Tensor:
 def test_reward_scaler_matches_reference(golden_path: Path) -> None:
     data = np.load(golden_path)
     calls = sorted({name.split("_")[0] for name in data.files if name.endswith("_rms")})
-    scaler = RewardScaler(len(data[f"{calls[0]}_ret"]))
+    scaler = RewardScaler(len(data[f"{calls[0]}_ret"]), gamma=0.99, clip=10.0)
     for call in calls:
         out = scaler(_time_first(data[f"{call}_reward"]), _time_first(data[f"{call}_first"]))
         np.testing.assert_allclose(out.T, data[f"{call}_out"], rtol=1e-12, atol=1e-12)
@@ -28,7 +28,7 @@ def test_reward_scaler_matches_reference(golden_path: Path) -> None:
 @pytest.mark.golden("dppo_reward_scaler*.npz")
 def test_reward_scaler_clips_outliers_as_reference(golden_path: Path) -> None:
     data = np.load(golden_path)
-    scaler = RewardScaler(len(data["spike_reward"]))
+    scaler = RewardScaler(len(data["spike_reward"]), gamma=0.99, clip=10.0)
     out = scaler(_time_first(data["spike_reward"]), _time_first(data["spike_first"]))
     assert out.max() == 10.0
     assert out.min() == -10.0

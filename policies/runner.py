@@ -227,6 +227,8 @@ def run_at_rate(
         clock: Returns the time [s].
         sleep: Waits [s].
     """
+    if not hz > 0:
+        raise ValueError(f"hz must be positive; got {hz}.")
     with contextlib.ExitStack() as stack:
         if submit is None:
             submit = stack.enter_context(ThreadPoolExecutor(1)).submit

@@ -39,7 +39,10 @@ class SearchSettings(Checked):
             ConfigError: If candidates do not fit, or are missing for an operator without a default grid.
         """
         if self.candidates is not None:
-            given = [tuple(float(weight) for weight in one) for one in self.candidates]
+            try:
+                given = [tuple(map(float, one)) for one in self.candidates]
+            except (TypeError, ValueError):
+                given = []
             if not given or any(len(one) != members for one in given):
                 raise ConfigError(
                     f"search.candidates must be lists of {members} weights each; got {self.candidates}."
@@ -65,6 +68,10 @@ class EstimateSettings(Checked):
     windows: int = bounded(512, ge=1)  # windows of the data, at most; evenly spaced
     levels: int = bounded(10, ge=1)  # noise levels, evenly spaced in the lead's sampling time
     seed: int = 0  # seed of noise and bootstrap resamples
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seeds("estimate.seed", self.seed)
 
 
 def simplex(members: int, divisions: int) -> list[tuple[float, ...]]:

@@ -39,7 +39,11 @@ class WarmStart(Checked):
             )
         if self.start is not None and self.steps is None:
             raise ConfigError(f"warm_start.start={self.start} needs warm_start.steps; got null.")
-
+        if (self.renoise or self.gripper) and not self.is_on:
+            given = "renoise" if self.renoise else "gripper"
+            raise ConfigError(
+                f"warm_start.{given} has no effect without warm_start.steps or levels; give one."
+            )
         if self.executed and (self.levels or self.steps is not None or self.renoise or self.gripper):
             raise ConfigError("warm_start.executed takes all steps; leave the other keys of warm_start out.")
 

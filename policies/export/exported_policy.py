@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policies.errors import BurnishError, ExportError
+from policies.errors import BurnishError, ConfigError, ExportError
 from policies.export.folder import MODELS
 from policies.export.onnx_graph import arrays_of
 from policies.export.signature import Signature, read_signature
@@ -64,6 +64,8 @@ class ExportedPolicy:
     ) -> Tensor:
         """Return actions (B, Ta, Da), not clipped; see `Policy.act`."""
         items = dict(obs) if isinstance(obs, Mapping) else {"state": obs}
+        if "state" not in items:
+            raise ConfigError(f"an observation needs 'state', (B, To, Do); got {sorted(items)}.")
         inputs = {name: _as_sent(torch.as_tensor(value)) for name, value in items.items()}
         inputs["observation"] = inputs.pop("state").float()
         if noise is None:

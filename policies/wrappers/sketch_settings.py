@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
 from policies.bounds import Checked, bounded
+from policies.errors import ConfigError
 from policies.paths import path_field
 
 
@@ -56,6 +57,14 @@ class SketchSettings(Checked):
     start: float = bounded(0.49, ge=0, le=1)
     noise_share: float = bounded(0.5, ge=0)  # biased_initialization: weight of the noise added to the guide
     guide_rows: int | None = bounded(None, ge=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        if given and not self.is_on:
+            raise ConfigError(
+                f"steer.{given[0]} has no effect without steer.strategy; give one of {', '.join(STRATEGIES)}."
+            )
 
     @property
     def is_on(self) -> bool:

@@ -217,8 +217,11 @@ def test_grids() -> None:
     assert SearchSettings(candidates=[[1, 2]]).weights(2, "cfg_sum") == [(1.0, 2.0)]
     with pytest.raises(ConfigError, match=mentions("operator=product")):
         SearchSettings().weights(2, "product")
-    with pytest.raises(ConfigError, match=mentions("search.candidates 3")):
-        SearchSettings(candidates=[[1, 2]]).weights(3, "product")
+    for candidates in ([[1, 2]], [0.2, 0.3, 0.5], [["a", "b", "c"]], []):
+        with pytest.raises(ConfigError, match=mentions("search.candidates 3")):
+            SearchSettings(candidates=candidates).weights(3, "product")
+    with pytest.raises(ConfigError, match=mentions("estimate.seed 0 -1")):
+        EstimateSettings(seed=-1)
     with pytest.raises(ConfigError, match=r"search\.keep must be one entry fewer.*; got"):
         SearchSettings(episodes=(20,), keep=(3,))
 

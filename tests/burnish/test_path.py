@@ -470,7 +470,15 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert compose_config("report", overrides_of((), {"run": ["~/a", "b"]})).run == [f"{tmp_path}/a", "b"]
     assert compose_config("serve", overrides_of(("policy=~/a",), {})).policy == str(tmp_path / "a")
     assert compose_config("serve", ["keys='~/k'"]).keys == str(tmp_path / "k")
-    told = compose_config("train", ["env=adroit-door", "env.starts='~/d'", "evaluation.steer.sketch='~/s'"])
+    told = compose_config(
+        "train",
+        [
+            "env=adroit-door",
+            "env.starts='~/d'",
+            "evaluation.steer.sketch='~/s'",
+            "evaluation.steer.strategy=random",
+        ],
+    )
     assert (told.env.starts, told.evaluation.steer.sketch) == (f"{tmp_path}/d", f"{tmp_path}/s")
 
 

@@ -375,6 +375,8 @@ def test_policies_around_a_policy_execute_other_rows_too() -> None:
         (lambda: WarmStart(steps=2, levels=(1, 0)), ConfigError, r"short run; got \[1, 0\] and 2"),
         (lambda: WarmStart(start=0.5), ConfigError, r"start=0\.5 needs warm_start\.steps; got null"),
         (lambda: WarmStart(start=1.0, steps=2), ConfigError, r"start must be in \[0, 1\); got 1\.0"),
+        (lambda: WarmStart(renoise=True), ConfigError, "renoise has no effect without warm_start.steps"),
+        (lambda: WarmStart(gripper=(1,)), ConfigError, "gripper has no effect without warm_start.steps"),
         (lambda: WarmStart(steps=0), ConfigError, "warm_start.steps must be at least 1; got 0"),
         (lambda: WarmStart(steps=2, executed=True), ConfigError, "executed takes all steps"),
         (

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_policies import OBS_DIM, small_policy
 
-from policies.errors import CheckpointError, ExportError
+from policies.errors import CheckpointError, ConfigError, ExportError
 from policies.export.export import export_onnx
 from policies.export.exported_policy import ExportedPolicy
 from policies.export.signature import read_signature
@@ -160,3 +161,8 @@ def test_a_program_of_version_0_1_is_refused_unopened(opened: Any, honest: Path,
 def test_workers_open_the_folder_themselves(honest: Path) -> None:
     sent = pickle.loads(pickle.dumps(ExportedPolicy(honest)))
     assert sent.chunk == ExportedPolicy(honest).chunk
+
+
+def test_an_observation_without_state_is_refused(honest: Path) -> None:
+    with pytest.raises(ConfigError, match="needs 'state'"):
+        ExportedPolicy(honest).act({"goal": torch.zeros(1, 2)})

@@ -435,6 +435,7 @@ def test_a_loop_at_a_rate_decides_on_a_thread_and_passes_its_errors_on() -> None
         (lambda: Limits(max_jump=0.0), "max_jump"),
         (lambda: Track(1).next(), "no plan"),
         (lambda: Track(1).deliver(numbered(0)), "no decision begin"),
+        (lambda: run_at_rate(lambda _: numbered(0), lambda: None, lambda _: False, Track(1), hz=0.0), "hz 0"),
     ],
 )
 def test_what_makes_no_sense_over_time_is_refused(make: Any, message: str) -> None:

@@ -459,3 +459,11 @@ def test_a_policy_without_denoising_and_a_strategy_without_sketch_are_refused() 
 def test_values_out_of_range_are_refused(values) -> None:
     with pytest.raises(ConfigError, match=mentions(f"steer.{next(iter(values))}")):
         SketchSettings(**values)
+
+
+def test_a_sketch_without_strategy_is_refused() -> None:
+    for values in ({"sketch": "way.json"}, {"scale": 5.0}):
+        with pytest.raises(
+            ConfigError, match=mentions(f"steer.{next(iter(values))} no effect steer.strategy")
+        ):
+            SketchSettings(**values)  # type: ignore[arg-type]

@@ -187,8 +187,6 @@ class Policy(nn.Module):
     def _check_guidance(self) -> None:
         """Refuse guidance without goals or without training by `goal_dropout`."""
         dropout, guidance = self.config.goal_dropout, self.config.guidance
-        if not 0 <= dropout < 1:
-            raise ConfigError(f"policy.goal_dropout must lie in [0, 1); got {dropout}.")
         if guidance != 1 and not dropout:
             raise ConfigError(
                 f"policy.guidance={guidance} needs a policy trained with policy.goal_dropout > 0; got 0."

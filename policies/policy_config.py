@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -50,8 +51,16 @@ class ChunkSpec(Checked):
 
 
 @dataclass
-class PolicyConfig:
-    """Policy configuration; `process`, `encoder`, `backbone` and `sampler` are registered parts."""
+class PolicyConfig(Checked):
+    """Policy configuration; `process`, `encoder`, `backbone` and `sampler` are registered parts.
+
+    Attributes:
+        observation_clip: Clip normalised states and goals to ± this; null: no clipping.
+        goal_dropout: Fraction of training rows with zeroed goal; required for guidance.
+        guidance: Goal guidance weight; 0: unconditional, 1: conditional as trained, > 1: amplified.
+    """
+
+    key: ClassVar[str] = "policy"
 
     process: Any = None  # None: VP diffusion with its defaults
     encoder: Any = None  # None: the state without encoding
@@ -65,9 +74,9 @@ class PolicyConfig:
         {"state": "limits", "goal": "limits", "action": "limits"}
         # per feature: limits (to [-1, 1]) | gaussian (mean 0, deviation 1) | identity
     )
-    observation_clip: float | None = 5.0  # clip normalised states and goals to ± this; null: no clipping
-    goal_dropout: float = 0.0  # fraction of training rows with zeroed goal; required for guidance
-    guidance: float = 1.0  # goal guidance weight; 0: unconditional, 1: conditional as trained, > 1: amplified
+    observation_clip: float | None = bounded(5.0, ge=1, le=math.inf)
+    goal_dropout: float = bounded(0.0, ge=0, lt=1)
+    guidance: float = bounded(1.0, ge=-math.inf)
 
     def chunk(self, action_dim: int) -> ChunkSpec:
         """Return the horizons for an action width."""

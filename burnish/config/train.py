@@ -25,7 +25,7 @@ def _shape_schema() -> type:
         if f.name not in PART_GROUPS:
             default = {k: getattr(f, k) for k in ("default", "default_factory")}
             default = {k: value for k, value in default.items() if value is not dataclasses.MISSING}
-            kept.append((f.name, hints[f.name], field(**default)))
+            kept.append((f.name, hints[f.name], field(**default, metadata=f.metadata)))
     schema = make_dataclass("PolicyShape", kept)
     schema.__module__ = __name__
     return schema

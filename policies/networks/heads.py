@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,8 @@ class Critic(nn.Module):
 @dataclass(frozen=True)
 class DensityHeadConfig(TrunkConfig):
     """Common settings of densities over action chunks: std per action dimension, learned or fixed."""
+
+    key: ClassVar[str] = "process"  # which has the settings of deviations and modes
 
     width: int = bounded(256, ge=1)
     activation: str = bounded("mish", choices=tuple(ACTIVATIONS))

@@ -245,8 +245,11 @@ def test_a_start_or_hooks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"process": MixtureProcess(num_modes=0)}, "num_modes must be at least 1; got 0"),
-        ({"process": MixtureProcess(min_std=0.3)}, "init_std must be between min_std=0.3 and max_std=0.2"),
+        ({"process": MixtureProcess(num_modes=0)}, "process.num_modes must be at least 1; got 0"),
+        (
+            {"process": MixtureProcess(min_std=0.3)},
+            "process.init_std must be between min_std=0.3 and max_std=0.2",
+        ),
         ({"backbone": object()}, r"process=mixture needs a fully connected backbone \(backbone=mlp\)"),
         ({"backbone": MlpConfig(cond_dims=(8, 4))}, r"process=mixture has no .*cond_dims=\[8, 4\]"),
         ({"process": GaussianProcess(), "sampler": ModeMean()}, "process=gaussian needs sampler=mean"),

@@ -8,6 +8,7 @@ from messages import mentions
 
 from policies.errors import ConfigError
 from policies.normalizer import MODES, CentredNormalizer, Normalizer
+from policies.policy_config import PolicyConfig
 
 
 def fitted(mode: str, data: torch.Tensor) -> Normalizer:
@@ -71,7 +72,7 @@ def test_identity_is_never_clipped_and_a_clip_inside_the_data_is_refused() -> No
     assert normalizer.encode("state", torch.tensor([[40.0]])).item() == 40.0
     for clip in (0.5, float("nan")):
         with pytest.raises(ConfigError, match=mentions("policy.observation_clip 1")):
-            Normalizer({"state": "limits"}, {"state": 1}, {"state": clip})
+            PolicyConfig(observation_clip=clip)
 
 
 def test_a_feature_without_statistics_is_an_error() -> None:

@@ -95,8 +95,9 @@ class OnPolicyConfig(Checked):
             self.batch_size > 1 or not self.normalize_advantage,
             "at least 2 with algo.normalize_advantage=true, for one advantage normalises to 0",
         )
-        low, high = self.advantage_quantiles if rising(self.advantage_quantiles) else (-1.0, 2.0)
-        self.require("advantage_quantiles", low >= 0 and high <= 1, "two rising numbers in [0, 1]")
+        shares = self.advantage_quantiles
+        are_shares = rising(shares) and shares[0] >= 0 and shares[1] <= 1
+        self.require("advantage_quantiles", are_shares, "two rising numbers in [0, 1]")
         if self.surrogate in TRUST_REGIONS:
             what = f"for algo.surrogate={self.surrogate}"
             self.require("target_kl", math.isfinite(self.target_kl or math.inf), f"finite {what}: the bound")

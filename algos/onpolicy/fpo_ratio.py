@@ -159,14 +159,15 @@ class FpoRatio(FlowRatio):
         cond = policy.encode(policy.observation(obs))
         action = policy.decode(cond, policy.sample_noise(len(cond), generator=generator))
         if self.action_noise:
-            action = action + self.action_noise * self._normal(action.shape, generator)
-        eps = self._normal((len(cond), self.num_draws, *policy.chunk.shape), generator)
+            action = action + self.action_noise * policy._randn(action.shape, generator)
+        eps = policy._randn((len(cond), self.num_draws, *policy.chunk.shape), generator)
         t = self.draw_times((len(cond), self.num_draws), generator)
         pairs = action.repeat_interleave(self.num_draws, 0), eps.flatten(0, 1), t.flatten()
         loss = self.losses(cond.repeat(self.num_draws), *pairs).view_as(t)
         return policy.executed(action), {"action": action, "eps": eps, "t": t, "loss": loss}
 
     def draw_times(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draw sampling times, those of `times`."""
         uniform = torch.rand(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
         uniform = uniform.to(self.policy.device)
         if self.times == "grid":
@@ -181,10 +182,6 @@ class FpoRatio(FlowRatio):
         times = torch.tensor(table.times[:-1], dtype=torch.float64)
         has_signal = torch.tensor(table.alpha) > 0  # where there is none, eps is the state itself
         return times[has_signal] if self.matching.prediction == "eps" else times
-
-    def _normal(self, shape: Any, generator: torch.Generator) -> Tensor:
-        draws = torch.randn(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
-        return draws.to(self.policy.device)
 
     def losses(self, cond: Cond, action: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return the losses (P,) of chunks (P, Th, Da) with noise (P, Th, Da) at times (P,)."""

@@ -188,8 +188,7 @@ class PpoUpdate:
         for index in self.minibatches(rows, draws):
             self.stage = f"{len(reports)} of {planned} minibatches"
             reports.append(self.step(experience, index, draws=draws, train_actor=train_actor))
-            limit = self.stop_kl
-            if limit is not None and float(reports[-1]["policy/approx_kl"]) > limit:
+            if self.stop_kl is not None and float(reports[-1]["policy/approx_kl"]) > self.stop_kl:
                 break
         means = {name: torch.stack([report[name] for report in reports]).mean() for name in reports[0]}
         means["policy/lr"] = torch.tensor(actor_lr if train_actor else 0.0)
@@ -331,7 +330,7 @@ class PpoUpdate:
 
     def cloning_tasks(self, experience: Experience, index: Tensor, draws: GeneratorDraws) -> list[Task]:
         """Return the cloning term's tasks over the first `bc_rows` sampled rows; empty without the term."""
-        if self.cloning is None or not self.config.bc_weight:
+        if self.cloning is None:
             return []
         state = index[: self.config.bc_rows].sort().values // self.ratio.inner_steps
         noise = draws.noise((len(state), *self.cloning.noise_shape), experience.advantage)

@@ -85,10 +85,13 @@ class AdaptiveSampling:
         steps: int,
         draws: GeneratorDraws,
         *,
-        reset: bool = False,
-        on_progress: Callable[[int], None] = lambda chunks: None,
+        reset: bool,
+        on_progress: Callable[[int], None],
     ) -> Rollout:
-        """Return a rollout of `steps` chunk steps; its record has densities of the policy in training."""
+        """Return a rollout of `steps` chunk steps; its record has densities of the policy in training.
+
+        `reset` begins new episodes; `on_progress` is told the number of chunks so far.
+        """
         collecting: ChainRatio = self.ratio
         before = latest = 0
 

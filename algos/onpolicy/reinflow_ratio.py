@@ -190,8 +190,7 @@ class ReinflowRatio(NoisyFlowRatio):
         policy = self.policy
         cond = policy.encode(policy.observation(obs))
         shape = (len(cond), policy.tuned_steps + 1, *policy.chunk.shape)
-        draws = torch.randn(shape, generator=generator, device=generator.device, dtype=policy.dtype)
-        chain, mean, std = self.walk(cond, draws.to(policy.device))
+        chain, mean, std = self.walk(cond, policy._randn(shape, generator))
         log_prob = gaussian_log_prob(chain[:, self.first + 1 :], mean, std)
         record = {"chain": chain, "log_prob": self.reduce(log_prob, chain)}
         return policy.executed(chain[:, -1]), record

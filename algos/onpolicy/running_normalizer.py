@@ -84,8 +84,8 @@ class RunningMeanStd:
     def std(self) -> Tensor:
         return (self.squares / max(1, self.count - 1)).sqrt()
 
-    def apply(self, normalizer: Normalizer, feature: str = "state") -> None:
-        """Fit a normaliser to the observations so far: mean 0, standard deviation 1."""
+    def apply(self, normalizer: Normalizer, feature: str) -> None:
+        """Fit the map of a feature to the observations so far: mean 0, standard deviation 1."""
         if not self.count:
             return
         moments = {"mean": self.mean, "std": self.std, "min": self.mean, "max": self.mean}

@@ -102,7 +102,6 @@ class FixpoUpdate(TrustRegionUpdate):
     """FixPO; see the module docstring. `policy/penalty` is beta D; `policy/fixes` are steps of fix-up."""
 
     beta_lr, caution = 0.01, 2.0  # rate of beta; its target is that `caution` times the largest D is d
-    piece: int | None = None  # rows of a fix-up step; None: a minibatch's
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
@@ -134,7 +133,7 @@ class FixpoUpdate(TrustRegionUpdate):
         self._taken += 1
         rows = len(experience) * self.ratio.inner_steps
         if self._taken % max(1, rows // len(index)) == 0:
-            self.fix_up(experience, draws, len(index) if self.piece is None else self.piece)
+            self.fix_up(experience, draws, len(index))
         return metrics
 
     def move_beta(self, largest: float) -> None:
@@ -145,7 +144,7 @@ class FixpoUpdate(TrustRegionUpdate):
             self.beta.clamp_(min=0.0)
 
     def fix_up(self, experience: Experience, draws: GeneratorDraws, piece: int) -> None:
-        """Step on beta D until a whole pass finds no row beyond the bound."""
+        """Step on beta D, `piece` rows at a time, until a whole pass finds no row beyond the bound."""
         for _ in range(SWEEPS):
             if not self.sweep(experience, draws, piece):
                 self._certified = _flat(self.actor).detach()

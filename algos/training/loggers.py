@@ -10,14 +10,14 @@ import csv
 import logging
 import os
 import secrets
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from policies.extras import require
 from policies.registry import lookup, register
+from policies.storage.atomic_write import write_text
 
 PROJECT = "burnish"
 """Project of Weights & Biases, experiment of MLflow; unless WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME are set."""
@@ -144,11 +144,11 @@ class MlflowLogger:
         self._client.set_terminated(self._id)
 
 
-def _known_id(run: RunDirectory, tracker: str, make: Any) -> str:
+def _known_id(run: RunDirectory, tracker: str, make: Callable[[], str]) -> str:
     """Return the tracker's id of a run, from <run>/<tracker>.id; make and keep one if there is none."""
-    path = Path(run.path) / f"{tracker}.id"
+    path = run.path / f"{tracker}.id"
     if not path.exists():
-        path.write_text(f"{make()}\n", encoding="utf-8")
+        write_text(path, f"{make()}\n")
     return path.read_text(encoding="utf-8").strip()
 
 

@@ -185,4 +185,4 @@ class Lines:
         self._start += seconds
 
     def close(self) -> None:
-        """See `Display`."""
+        """Hold nothing open."""

@@ -29,9 +29,7 @@ from policies.seeds import seeded_generator
 
 T = TypeVar("T")
 _LARGE = 1 << 18  # numbers of a vector from which on shared memory is faster than sockets
-_PATIENCE = timedelta(
-    hours=6
-)  # of a rank that waits, e.g. for an evaluation; a killed one is noticed at once
+_PATIENCE = timedelta(hours=6)  # of a rank that waits, as for an evaluation; killed ones are noticed at once
 
 
 class Ranks:
@@ -94,7 +92,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order."""
-        return self._gather(value)
+        return [value]
 
     def share(self, value: T) -> T:
         """Return the value of rank 0."""
@@ -135,9 +133,6 @@ class Ranks:
         """Return the sum of a vector over ranks, divided; it is valid until the next exchange."""
         return flat
 
-    def _gather(self, value: T) -> list[T]:
-        return [value]
-
 
 class TorchRanks(Ranks):
     """The ranks of `torch.distributed`'s default group: gloo, and nccl for tensors on a GPU.
@@ -170,7 +165,7 @@ class TorchRanks(Ranks):
             return flat if divisor == 1 else flat.div_(divisor)
         return found
 
-    def _gather(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.world
         with self._met():
             distributed.all_gather_object(found, value)

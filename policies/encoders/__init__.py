@@ -24,9 +24,9 @@ ImageShape = tuple[int, int, int]
 class ObservationSizes:
     """Sizes of an observation."""
 
-    obs_dim: int  # do, width of `state`
-    obs_steps: int = 1  # to, length of the history
-    goal_dim: int = 0  # dg, width of `goal`; 0: no goal
+    obs_dim: int  # Do, width of `state`
+    obs_steps: int = 1  # To, length of the history
+    goal_dim: int = 0  # Dg, width of `goal`; 0: no goal
     images: Mapping[str, ImageShape] = field(default_factory=dict)  # image shapes by camera
 
 

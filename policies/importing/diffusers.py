@@ -41,13 +41,7 @@ _NAMES = {
 """Its names -> those of Diffusion Policy's U-Net."""
 _PLACES = ("scheduler_config.json", "../scheduler/scheduler_config.json")
 _STEPS = 20  # of schedulers other than DDPM and DDIM
-_BOUND = (
-    "num_train_timesteps",
-    "beta_schedule",
-    "beta_start",
-    "beta_end",
-    "prediction_type",
-)  # by the process
+_OF_PROCESS = {"num_train_timesteps", "beta_schedule", "beta_start", "beta_end", "prediction_type"}
 
 
 @register("source", "diffusers")
@@ -109,7 +103,7 @@ class DiffusersSource(PolicySource):
             raise CapabilityError(
                 f"scheduler {name} cannot be imported; DDPMScheduler, {', '.join(DIFFUSION_SCHEDULERS)} can."
             )
-        others = {key: one for key, one in settings.items() if key[0] != "_" and key not in _BOUND}
+        others = {key: one for key, one in settings.items() if key[0] != "_" and key not in _OF_PROCESS}
         own = {key: one for key, one in others.items() if one != -math.inf}  # which stands for no bound
         steps = self.steps or _STEPS
         return process_of(settings), Diffusers(scheduler=name, steps=steps, clip_action=None, options=own)

@@ -131,7 +131,7 @@ class TanhGaussian(nn.Module):
 def gaussian_draw(mean: Tensor, log_std: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
     """Return g = mean + std eps (B, L) and its log-density (B,), summed over L."""
     g = mean + log_std.exp() * eps
-    log_prob = -0.5 * eps.square() - log_std - 0.5 * math.log(2 * math.pi)
+    log_prob = -0.5 * eps.square() - log_std - 0.5 * LOG_2PI
     return g, log_prob.sum(dim=1)
 
 

@@ -6,7 +6,6 @@ normalised actions. The policy acts by tanh of the mean, or by a draw where the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
-from policies.networks.distributions import MAX_LOG_STD, TanhGaussian
+from policies.networks.distributions import LOG_2PI, MAX_LOG_STD, TanhGaussian
 from policies.policy import PolicyConfig, reduce_elements
 from policies.processes.gaussian import GaussianDensity
 from policies.processes.one_step import ClosedFormPolicy, OneStepSampler, trunk_of
@@ -122,5 +121,5 @@ def squashed_nll(action: Tensor, mean: Tensor, log_std: Tensor, edge: float) -> 
     """Return -log density (B, Th, Da) of actions clamped to ± edge under tanh of N(mean, std), (B, Th Da)."""
     inside = action.clamp(-edge, edge).flatten(1)
     z = (torch.atanh(inside) - mean) * (-log_std).exp()
-    nll = 0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi) + torch.log1p(-inside.square())
+    nll = 0.5 * z.square() + log_std + 0.5 * LOG_2PI + torch.log1p(-inside.square())
     return nll.view(action.shape)

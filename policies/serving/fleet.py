@@ -13,7 +13,6 @@ from typing import Any
 from policies.errors import DatasetError, ServingError, WriteError
 from policies.serving.endpoint import Endpoint, EndpointSettings
 from policies.serving.fleet_messages import FleetEpisode, from_bytes, max_message, read_episode
-from policies.serving.messages import require
 from policies.storage.atomic_write import atomic_file, sync
 from policies.storage.features import short
 
@@ -83,7 +82,6 @@ class FleetEndpoint(Endpoint):
     """
 
     def __init__(self, settings: EndpointSettings, task: FleetTask, folder: Path) -> None:
-        require("msgpack")
         self.task, self.files = task, EpisodeFiles(folder, task)
         self.arrived: list[FleetEpisode] = []
         self.repeated = self.received_bytes = self.sent_bytes = 0

@@ -233,10 +233,10 @@ class CandidatePolicy(WrappedPolicy):
     def candidates(self, cond: Cond, noise: Tensor, *, grad: bool = False) -> tuple[Tensor, Tensor]:
         """Return the ranked plans (B, R, Th, Da) and their executed parts (B, R, A)."""
         plans = self.sampled(cond, noise, grad=grad)
-        actions, count, edited = self.executed_part(plans), *self._numbers
+        actions, edited = self.executed_part(plans), self.wrapper.num_edited
         if not edited:
             return plans, actions
-        eps = noise[:, count:].flatten(2)[..., : self.width]
+        eps = noise[:, self.wrapper.num_candidates :].flatten(2)[..., : self.width]
         eps = eps if self.wrapper.stochastic else torch.zeros_like(eps)
         vec = cond.vec.unsqueeze(1).expand(-1, edited, -1).flatten(0, 1)
         u = self.edits(vec, actions[:, :edited].flatten(0, 1), eps.flatten(0, 1))[0].view_as(eps)
@@ -266,10 +266,6 @@ class CandidatePolicy(WrappedPolicy):
             lr=wrapper.ascent_lr,
             box=None if bound is None else (-bound, bound),
         )
-
-    @property
-    def _numbers(self) -> tuple[int, int]:
-        return self.wrapper.num_candidates, self.wrapper.num_edited
 
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()

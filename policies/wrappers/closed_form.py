@@ -33,6 +33,7 @@ from torch import Tensor
 from policies.bounds import bounded
 from policies.errors import CapabilityError
 from policies.networks.critics import EnsembleConfig
+from policies.networks.distributions import LOG_2PI
 from policies.networks.energy import energy_and_gradient
 from policies.policy import Policy
 from policies.processes.gaussian import GaussianPolicy
@@ -57,7 +58,7 @@ def has_modes(policy: Policy) -> bool:
 def proposals(modes: Modes, slope: Tensor, radii: Tensor) -> Tensor:
     """Return a_k (B, K, n, A) for slopes (B, K, A) and radii (n,)."""
     mean, std, log_weight = modes
-    log_peak = log_weight - (std.log() + 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+    log_peak = log_weight - (std.log() + 0.5 * LOG_2PI).sum(dim=-1)
     margin = log_peak - log_peak.logsumexp(dim=1, keepdim=True)
     squared = 2 * (radii + margin[..., None]).clamp(min=0)
     scaled = std.square() * slope

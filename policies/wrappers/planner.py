@@ -191,8 +191,13 @@ class PlannerPolicy(WrappedPolicy):
 
     # -- acting -----------------------------------------------------------------------------------------
 
-    noise_shape: Any = property(lambda self: self._draws() + self.base.noise_shape)  # (N, …) of several plans
     noise_sensitive: Any = property(lambda self: self.wrapper.temperature > 0)
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """That of the inner policy, or (N, …) of several plans."""
+        several = (self.wrapper.plans,) if self.wrapper.plans > 1 else ()
+        return (*several, *self.base.noise_shape)
 
     @property
     def table(self) -> Any:
@@ -204,9 +209,6 @@ class PlannerPolicy(WrappedPolicy):
         flat = noise.flatten(0, 1) if self.wrapper.plans > 1 else noise
         first: Tensor = cast(Any, self.base).start_noise(flat)
         return self.wrapper.temperature * first
-
-    def _draws(self) -> tuple[int, ...]:
-        return (self.wrapper.plans,) if self.wrapper.plans > 1 else ()
 
     @property
     def follows_value(self) -> bool:
@@ -386,6 +388,5 @@ def _require_plans(base: Any, wrapper: Planner) -> None:
     if wrapper.inverse_dims and chunk.act_steps >= chunk.horizon:
         raise ConfigError(
             f"policy.act_steps must be below policy.horizon={chunk.horizon} where actions lie between "
-            f"states; "
-            f"got {chunk.act_steps}."
+            f"states; got {chunk.act_steps}."
         )

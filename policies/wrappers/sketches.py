@@ -6,8 +6,8 @@ Legend: B batch, To observation history, Th horizon, D and Da widths, n points o
 An action sketch is a whole plan, resampled to the horizon by truncation, point floor(k (n - 1) / (Th - 1)).
 A position sketch is a path in the world for policies whose actions are velocities or displacements; a
 waypoint sketch is the same for policies whose actions are positions. A planner follows either in the states
-of its plan (`policies.wrappers.planned_sketch`). Their guides lead from the observed
-position to the nearest point of the path, s(0), and along it::
+of its plan (`policies.wrappers.planned_sketch`). Their guides lead from the observed position to the nearest
+point of the path, s(0), and along it::
 
     p_k = path(s(0) + (k + 1) pace) + (p_-1 - path(s(0))) max(1 - (k + 1) / Th, 0)
     guide_k = (p_k - p_(k-1)) / reach        position sketch

@@ -63,7 +63,7 @@ class ThreadRanks(Ranks):
     def _sum(self, flat: torch.Tensor, divisor: int) -> torch.Tensor:
         return torch.stack(self._meeting.exchange(self.rank, flat)).sum(dim=0) / divisor
 
-    def _gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         return self._meeting.exchange(self.rank, value)
 
 

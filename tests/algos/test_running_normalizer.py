@@ -61,10 +61,10 @@ def test_moments_do_not_depend_on_how_the_data_arrive(cuts: list[int], seed: int
 def test_moments_become_mean_zero_and_deviation_one() -> None:
     data = torch.randn(500, 2) * torch.tensor([3.0, 0.1]) + 7
     normalizer, moments = Normalizer({"state": "gaussian"}, {"state": 2}), RunningMeanStd(2)
-    moments.apply(normalizer)  # nothing was seen: stays as it is
+    moments.apply(normalizer, "state")  # nothing was seen: stays as it is
     assert torch.equal(normalizer.encode("state", data), data)
     moments.update(data)
-    moments.apply(normalizer)
+    moments.apply(normalizer, "state")
     encoded = normalizer.encode("state", data)
     torch.testing.assert_close(encoded.mean(0), torch.zeros(2), rtol=0, atol=1e-4)
     torch.testing.assert_close(encoded.std(0), torch.ones(2), rtol=1e-4, atol=0)

@@ -157,7 +157,9 @@ def test_two_epochs_of_fixpo(golden_path: Path) -> None:
     update = FixpoUpdate(config, ratio=ChainRatio(policy, log_prob_range=None, reduction="joint"),
                          actor=[*policy.parameters()], critic=critic)  # fmt: skip
     assert update.caution == caution
-    update.piece, update.beta_optimizer.param_groups[0]["lr"] = int(piece), beta_lr
+    update.beta_optimizer.param_groups[0]["lr"] = beta_lr
+    sweep = update.sweep
+    update.sweep = lambda experience, draws, _: sweep(experience, draws, int(piece))  # type: ignore[method-assign]
     columns = (get[name] for name in ("obs", "act", "logp_old", "adv", "returns"))
     experience = experience_of(*columns)
     metrics = update.update(experience, iteration=0, draws=Tape(get["permutations"]))

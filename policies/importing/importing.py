@@ -119,7 +119,14 @@ def _import_whole(
     files: Files, source: PolicySource, identity: Sequence[str], sampler: Any
 ) -> tuple[Policy, Conversion]:
     """Build a described policy and give every weight its place."""
-    found = source.read(files)
+    try:
+        found = source.read(files)
+    except KeyError as error:
+        program = registry.name_of("source", source)
+        raise CheckpointError(
+            f"{files.path}: its configuration has no {error}, which files of source={program} hold; "
+            f"it may be of another version of that program."
+        ) from error
     maps = _chosen_maps(found.maps, [*identity, *found.fixed])
     own_maps = maps if found.wrapper is None else {}  # a wrapper has the normaliser of its policy
     modes = {name: "limits" if name in own_maps else "identity" for name in (*FEATURES, "goal")}

@@ -169,6 +169,15 @@ def test_files_beside_the_weights_are_needed(tmp_path: Path) -> None:
         import_policy(path, LerobotSource())
 
 
+def test_a_configuration_without_a_key_is_refused(tmp_path: Path) -> None:
+    path, _ = written("lerobot_states", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["horizon"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=mentions("source=lerobot 'horizon' version")):
+        import_policy(path, LerobotSource())
+
+
 @pytest.mark.parametrize("change", ["missing", "unexpected"])
 def test_tensors_that_do_not_fit_are_named(change: str, tmp_path: Path) -> None:
     path, _ = written("lerobot_states", tmp_path)

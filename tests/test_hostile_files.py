@@ -490,6 +490,18 @@ def test_a_lock_that_a_full_disk_refuses_is_named_and_free(tmp_path: Path) -> No
     take_lock(tmp_path).close()
 
 
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_takes_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    take_lock(tmp_path).close()
+    write_text(tmp_path / "a.txt", "x")
+
+
 def test_a_report_is_written_or_not_at_all(run: RunDirectory) -> None:
     run.log({"policy/loss": 1.0}, 1)
     run.log({"policy/loss": 0.5}, 2)

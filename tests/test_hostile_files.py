@@ -522,7 +522,7 @@ def test_demonstrations_are_written_or_not_at_all(tmp_path: Path, capsys: pytest
         assert exit_code(*words, f"hydra.run.dir={tmp_path / 'job'}") == 2
     error = capsys.readouterr().err
     assert error.count("burnish: error:") == 1
-    assert "demos.hdf5 cannot be written" in error
+    assert ".demos.hdf5.unfinished/00000000.npz cannot be written" in error
     assert "Traceback" not in error
     assert not list(tmp_path.glob("*demos*"))
 

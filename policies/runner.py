@@ -425,6 +425,7 @@ class Runner:
             if list(value.shape[1:]) != self.inputs[name]["shape"][1:]:
                 expected = ", ".join(map(str, self.inputs[name]["shape"]))
                 raise ValueError(f"{name} must have shape ({expected}); got {value.shape}.")
+            _require_finite(name, value, value)
         return self._predict(inputs)
 
 
@@ -436,10 +437,14 @@ def _typed(name: str, value: Any, dtype: str) -> Array:
         fix = "Use np.rint(255 * x).astype(np.uint8)"
         raise ValueError(f"{name} must be bytes, 0 to 255; got {given.dtype}. {fix}.")
     typed = given.astype(dtype, copy=False)
-    if typed.dtype.kind == "f" and not (is_finite := np.isfinite(typed)).all():
+    _require_finite(name, typed, given)
+    return typed
+
+
+def _require_finite(name: str, value: Array, given: Array) -> None:
+    if value.dtype.kind == "f" and not (is_finite := np.isfinite(value)).all():
         place = np.argwhere(~is_finite)[0].tolist()
         raise ValueError(f"{name} must be finite; got {given[tuple(place)]} at {place}.")
-    return typed
 
 
 def _array(values: Any) -> Array | None:

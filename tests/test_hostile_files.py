@@ -490,6 +490,18 @@ def test_a_lock_that_a_full_disk_refuses_is_named_and_free(tmp_path: Path) -> No
     take_lock(tmp_path).close()
 
 
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_takes_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    take_lock(tmp_path).close()
+    write_text(tmp_path / "a.txt", "x")
+
+
 def test_a_report_is_written_or_not_at_all(run: RunDirectory) -> None:
     run.log({"policy/loss": 1.0}, 1)
     run.log({"policy/loss": 0.5}, 2)
@@ -510,7 +522,7 @@ def test_demonstrations_are_written_or_not_at_all(tmp_path: Path, capsys: pytest
         assert exit_code(*words, f"hydra.run.dir={tmp_path / 'job'}") == 2
     error = capsys.readouterr().err
     assert error.count("burnish: error:") == 1
-    assert "demos.hdf5 cannot be written" in error
+    assert ".demos.hdf5.unfinished/00000000.npz cannot be written" in error
     assert "Traceback" not in error
     assert not list(tmp_path.glob("*demos*"))
 

@@ -1,4 +1,4 @@
-"""Write lock of a run: one process writes to it."""
+"""Write lock of a run: one process writes to it; file systems without locks have none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from policies.errors import CheckpointError
-from policies.storage.atomic_write import write_errors
+from policies.storage.atomic_write import WITHOUT_LOCKS, write_errors
 from policies.storage.strict_json import fits, own_file
 
 LOCK = ".lock"
@@ -29,11 +29,12 @@ def take_lock(run: Path) -> IO[str]:
         lock = (run / LOCK).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise CheckpointError(
-            f"{run} is being written by another process. Wait for it, or choose another place."
-        ) from None
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            lock.close()
+            raise CheckpointError(
+                f"{run} is being written by another process. Wait for it, or choose another place."
+            ) from None
     try:
         with write_errors(run / LOCK):
             lock.truncate(0)

@@ -27,7 +27,6 @@ from burnish.runs.locate import (
 )
 from burnish.runs.tasks import require_task_of, task_of
 from envs.datasets import Episode, EpisodeDataset, write_dataset
-from envs.datasets.files.arrays import readable
 from envs.datasets.recorded_task import meta_to_write
 from envs.datasets.writers import FOLDERS, WITH_IMAGES, check_place, format_to_write
 from envs.evaluation.policy_episodes import policy_episodes
@@ -39,7 +38,7 @@ from envs.rollouts.kept_episodes import KeptEpisodes
 from envs.spec import EnvSpec
 from policies import registry
 from policies.bounds import Checked, bounded
-from policies.errors import CapabilityError, ConfigError, DatasetError
+from policies.errors import CapabilityError, ConfigError, DatasetError, reason_of
 from policies.paths import path_field
 from policies.storage.atomic_write import write_errors, write_text
 
@@ -181,20 +180,22 @@ def _unfinished(config: CollectConfig, found: ResolvedCollect) -> Iterator[KeptE
         folder.mkdir(parents=True, exist_ok=True)
     with take_lock(folder):
         store = KeptEpisodes(folder)
-        _check_settings(store, meta_to_write(vars(config), found.env, _FREE))
+        env = found.env.compared() if hasattr(found.env, "compared") else found.env
+        _check_settings(store, meta_to_write(vars(config), env, _FREE))
         try:
             yield store
-        except BaseException:
+        except BaseException as error:
             if num := len(store.attempts):
+                goes_on = f"the same command goes on from there; with episodes={num} it writes these alone"
                 _log.warning(
-                    "kept %d of %d episodes in %s: the same command goes on from there; with episodes=%d it "
-                    "writes these alone.", num, config.episodes, folder, num,
+                    "kept %d of %d episodes in %s: %s.", num, config.episodes, folder,
+                    "remove it to begin again" if isinstance(error, DatasetError) else goes_on,
                 )  # fmt: skip
             else:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         store.clear()
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # on NFS the open lock stays
 
 
 def _check_settings(store: KeptEpisodes, settings: dict[str, Any]) -> None:
@@ -203,8 +204,10 @@ def _check_settings(store: KeptEpisodes, settings: dict[str, Any]) -> None:
     if not store.attempts:
         write_text(path, json.dumps(settings))
         return
-    with readable(path, "file of settings"):
+    try:
         before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        raise DatasetError(f"{path} cannot be read ({reason_of(error)}): remove its folder.") from error
     if differing := [key for key in settings if settings[key] != before.get(key)]:
         raise DatasetError(
             f"{store.folder} holds {len(store.attempts)} episodes of an interrupted recording whose settings "

@@ -43,6 +43,13 @@ def check_episode(episode: Episode, first: Episode, source: str) -> None:
     for key, (value, wanted) in rows.items():
         if np.shape(value)[:1] != (wanted,):
             raise DatasetError(f"{source}: key '{key}' must have {wanted} rows; got shape {np.shape(value)}.")
+    for key, value in {
+        "actions": episode.actions,
+        **{key: value for key, (value, _) in rows.items()},
+    }.items():
+        numbers = np.asarray(value)
+        if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
+            raise DatasetError(f"{source}: key '{key}' must be finite; it holds NaN or infinity.")
 
 
 def refuse_images(dataset: EpisodeColumns, form: str) -> None:

@@ -90,6 +90,7 @@ class ChunkVector:
         self._history = np.zeros((self.num_envs, obs_steps, spec.obs_dim))
         self._elapsed = np.zeros(self.num_envs, np.int64)
         self._finished = np.ones(self.num_envs, bool)
+        self._seeds: list[int | None] = [None] * self.num_envs  # of the episodes; None: loaded
 
     @property
     def can_save(self) -> bool:
@@ -109,6 +110,7 @@ class ChunkVector:
         if len(seeds) != len(index):
             raise ConfigError(f"reset needs one seed per row; got {len(seeds)} seeds for {len(index)} rows.")
         for row, seed in zip(index.tolist(), seeds, strict=True):
+            self._seeds[row] = int(seed)
             with named_errors(self.spec.name, "reset"):
                 self._history[row] = self.stepper.reset(row, int(seed))
             if self._image_history is not None:
@@ -227,9 +229,11 @@ class ChunkVector:
         if np.isfinite(values).all():
             return
         bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
+        places = (bad if rows is None else rows[bad]).tolist()
+        seeds = [seed for row in places if (seed := self._seeds[row]) is not None]
         raise EnvironmentFailure(
             f"environment '{self.spec.name}' must give finite numbers; its {what} is not finite in rows "
-            f"{(bad if rows is None else rows[bad]).tolist()}. Repair the environment."
+            f"{places}, seeds {seeds}. Repair the environment."
         )
 
     def _terminated(self, step: StepResult) -> Array:
@@ -262,6 +266,7 @@ class ChunkVector:
         self._history = history.copy()
         self._elapsed = np.array(state["elapsed"], np.int64)
         self._finished = np.array(state["finished"], bool)
+        self._seeds = [None] * self.num_envs
         self.stepper.set_state(state["simulator"])
         if self._image_history is not None:
             self._image_history.set_state(state["film"])

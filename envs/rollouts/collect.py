@@ -181,11 +181,11 @@ class _Attempts:
             is_kept = episode.success or self.keep_failures
             if is_kept and not episode.images:
                 episode = with_images(self.env, episode)
-            if is_kept and self.store is not None:
-                self.store.add(self.done, episode)
-            self._count(self.done + 1, is_kept)
             if is_kept:
-                yield episode
+                yield episode  # is checked
+                if self.store is not None:
+                    self.store.add(self.done, episode)
+            self._count(self.done + 1, is_kept)
             if self.kept == self.wanted:
                 return
         raise DatasetError(

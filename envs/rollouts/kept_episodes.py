@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from envs.datasets.episode import Episode
-from envs.datasets.files.arrays import readable
+from policies.errors import DatasetError, reason_of
 from policies.storage.atomic_write import atomic_file
 
 _SCALARS = {"terminated": bool, "truncated": bool, "success": bool, "seed": int}
@@ -26,7 +26,7 @@ class KeptEpisodes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.attempts = sorted(int(path.stem) for path in folder.glob("*.npz"))
+        self.attempts = sorted(int(path.stem) for path in folder.glob("[0-9]*.npz"))
 
     def add(self, attempt: int, episode: Episode) -> None:
         """Write the episode of an attempt.
@@ -48,12 +48,18 @@ class KeptEpisodes:
             DatasetError: If its file is damaged.
         """
         path = self._path(attempt)
-        with readable(path, "kept episode"), np.load(path, allow_pickle=False) as file:
-            values = {name: kind(file[name]) for name, kind in _SCALARS.items()}
-            values |= {name: file[name] for name in _ARRAYS}
-            for group in _GROUPS:
-                keys = [key for key in file.files if key.startswith(f"{group}/")]
-                values[group] = {key.removeprefix(f"{group}/"): file[key] for key in keys}
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                values = {name: kind(file[name]) for name, kind in _SCALARS.items()}
+                values |= {name: file[name] for name in _ARRAYS}
+                for group in _GROUPS:
+                    keys = [key for key in file.files if key.startswith(f"{group}/")]
+                    values[group] = {key.removeprefix(f"{group}/"): file[key] for key in keys}
+        except Exception as error:  # numpy and zipfile raise their own classes
+            raise DatasetError(
+                f"{path} cannot be read ({reason_of(error)}). Remove it with all later episodes of its "
+                "folder: these are recorded again."
+            ) from error
         return Episode(**values)
 
     def clear(self) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 from policies.errors import WriteError
 
 _HERE, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2: current directory; exchange names
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+"""What locking a file raises on file systems that have no locks."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _STALE_S = 60.0  # minimum age of a draft [s] before it counts as left by a killed program
 
@@ -143,7 +145,7 @@ def _locked(handle: int) -> Iterator[None]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):  # file system without locks
+        if error.errno not in WITHOUT_LOCKS:
             raise
     yield
 

@@ -10,16 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from messages import mentions
 
 import burnish
 from burnish.commands import collect as command
-from envs.datasets import read_dataset
+from envs.datasets import Episode, read_dataset
 from envs.engine.workers import ProcessWorkers
 from envs.tasks.avoid.task import Avoid
 from policies.build import build_policy
@@ -65,6 +68,15 @@ def kept(out: Path) -> int:
     return len(list(left_of(out).glob("*.npz")))
 
 
+def saved_policy(folder: Path, *, obs_dim: int, action_dim: int) -> Path:
+    ones = {"state": torch.ones(obs_dim), "action": torch.ones(action_dim)}
+    statistics = {name: {"min": -value, "max": value} for name, value in ones.items()}
+    save_policy(
+        build_policy(PolicyConfig(), obs_dim=obs_dim, action_dim=action_dim, statistics=statistics), folder
+    )
+    return folder
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     out = tmp_path_factory.mktemp("whole") / "demos.hdf5"
@@ -100,15 +112,19 @@ def test_images_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_episodes_of_a_policy_are_kept(tmp_path: Path, num_workers: int) -> None:
-    ones = {"state": torch.ones(4), "action": torch.ones(2)}
-    statistics = {name: {"min": -value, "max": value} for name, value in ones.items()}
-    policy = build_policy(PolicyConfig(), obs_dim=4, action_dim=2, statistics=statistics)
-    save_policy(policy, tmp_path / "policy")
-    played = {"policy": tmp_path / "policy", "env.max_episode_steps": 3, "keep_failures": True, "noise": None}
+    policy = saved_policy(tmp_path / "policy", obs_dim=4, action_dim=2)
+    played = {"policy": policy, "env.max_episode_steps": 3, "keep_failures": True, "noise": None}
     one_go = record(tmp_path / "whole.hdf5", episodes=43, **played)
     for num in (3, 19, 40):
         interrupt(tmp_path / "parts.hdf5", num, episodes=43, num_workers=num_workers, **played)
     assert record(tmp_path / "parts.hdf5", episodes=43, num_workers=num_workers, **played) == one_go
+
+
+def test_an_environment_of_a_notebook_may_be_made_again(tmp_path: Path) -> None:
+    out, policy = tmp_path / "parts.hdf5", saved_policy(tmp_path / "policy", obs_dim=3, action_dim=1)
+    played = {"policy": policy, "noise": None, "allow_other_task": True}
+    interrupt(out, 1, env=lambda: gym.make("Pendulum-v1"), **played)
+    record(out, env=lambda: gym.make("Pendulum-v1"), **played)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -186,9 +202,43 @@ def test_other_settings_do_not_go_on(tmp_path: Path, whole: bytes) -> None:
         key = next(iter(changed)).split(".")[0]
         with pytest.raises(DatasetError, match=mentions(f"{left_of(out)} 3 {key} remove")):
             record(out, **changed)
-    (left_of(out) / "settings.json").write_text("{")
-    with pytest.raises(DatasetError, match=mentions("settings.json")):
+    for content in ("{", "null"):
+        (left_of(out) / "settings.json").write_text(content)
+        with pytest.raises(DatasetError, match=mentions("settings.json cannot be read remove")):
+            record(out)
+
+
+def test_a_damaged_episode_is_recorded_again_with_those_after_it(
+    tmp_path: Path, whole: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "demos.hdf5"
+    interrupt(out, 3)
+    caplog.clear()
+    damaged, *later = sorted(left_of(out).glob("*.npz"))[1:]
+    damaged.write_bytes(damaged.read_bytes()[:99])
+    with pytest.raises(DatasetError, match=mentions(f"{damaged.name} cannot be read later again")):
         record(out)
+    assert "kept 4 of 5" in caplog.text and "goes on" not in caplog.text.partition("kept")[2]
+    for path in (damaged, *later):
+        path.unlink()
+    assert record(out) == whole
+
+
+def test_an_episode_that_is_not_finite_is_refused_at_once_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, demonstrate = tmp_path / "demos.hdf5", Avoid.demonstrate
+
+    def damaged(self: Avoid, seed: int) -> Episode:
+        episode = demonstrate(self, seed)
+        return replace(episode, rewards=episode.rewards * np.nan) if kept(out) == 2 else episode
+
+    monkeypatch.setattr(Avoid, "demonstrate", damaged)
+    with pytest.raises(DatasetError, match=mentions("episode 2 rewards finite")):
+        record(out)
+    assert kept(out) == 2
+    monkeypatch.undo()
+    record(out, episodes=2)
 
 
 def test_another_expert_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,16 +245,16 @@ class Failing(PointStepper):
     [
         ("reset", "failed in reset: RuntimeError: the physics is unstable"),
         ("step", "failed in step: ZeroDivisionError: the physics is unstable"),
-        ("first observation", r"its observation is not finite in rows \[0\]"),
-        ("observation", r"its observation is not finite in rows \[1\]"),
-        ("reward", r"its reward is not finite in rows \[1\]"),
+        ("first observation", r"its observation is not finite in rows \[0\], seeds \[5\]"),
+        ("observation", r"its observation is not finite in rows \[1\], seeds \[6\]"),
+        ("reward", r"its reward is not finite in rows \[1\], seeds \[6\]"),
     ],
 )
 def test_an_environment_that_fails_is_named_in_one_line(way: str, said: str) -> None:
     vector = ChunkVector(PointEnv().spec, Failing(2, way))
     with pytest.raises(EnvironmentFailure, match=said) as caught:
-        vector.reset([0], rows=[0])
-        vector.reset([1], rows=[1])
+        vector.reset([5], rows=[0])
+        vector.reset([6], rows=[1])
         for _ in range(2):
             vector.step_chunk(np.zeros((2, 1, 2)))
     assert "'point'" in str(caught.value) and "\n" not in str(caught.value)

@@ -86,6 +86,18 @@ def test_an_observation_that_is_not_finite_is_refused_and_forgotten(made: Any, b
     assert runner.track.step == other.track.step == 2
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_histories_that_are_not_finite_are_refused_by_every_way_in(made: Any, bad: float) -> None:
+    runner, seen = Runner(made[1]), observations(TO)[None].astype(np.float32)
+    seen[0, 1, 2] = bad
+    for decide in (
+        lambda: runner.predict({"observation": seen, "noise": runner.draw_noise(1)}),
+        lambda: ExportedPolicy(made[1]).act(seen),
+    ):
+        with pytest.raises(ValueError, match=mentions(f"observation finite {bad} [0, 1, 2]")):
+            decide()
+
+
 def test_a_robot_that_asks_elsewhere_acts_as_one_that_runs_the_folder_seed_for_seed(made: Any) -> None:
     runner, elsewhere = Runner(made[1], seed=4), Runner(made[1])
 

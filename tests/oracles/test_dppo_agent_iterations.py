@@ -189,7 +189,9 @@ class Replay:
         self.policy = self.config.exploring(tunable_copy(init, explore, self.config.tuned_steps), explore)
         self.critic = AffineCritic(int(data["Do"]))
         load(self.critic, data, "init_critic")
-        self.ratio, self.draws = TapeRatio(self.policy), TapePermutations()
+        bounds, reduction = self.config.log_prob_range, self.config.log_prob_reduction
+        self.ratio = TapeRatio(self.policy, log_prob_range=bounds, reduction=reduction)
+        self.draws = TapePermutations()
         actor = list(self.policy.scored_net.parameters())
         self.learner = RecordingLearner(self.config, ratio=self.ratio, actor=actor, critic=self.critic)
         self.env = ScriptedEnv(data)

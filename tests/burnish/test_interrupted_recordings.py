@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,10 @@ def test_an_environment_of_a_notebook_may_be_made_again(tmp_path: Path) -> None:
 def test_a_process_that_is_ended_keeps_its_episodes(tmp_path: Path, whole: bytes, stop: int) -> None:
     out, keys = tmp_path / "demos.hdf5", ["env=avoid", "first_seed=21", "noise=3.0", "episodes=5000"]
     words = [sys.executable, "-m", "burnish", "collect", *keys, f"out={out}"]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # unlike background jobs of a script
+    process = subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, env=dict(os.environ), preexec_fn=heeds
+    )
     wait_for(lambda: kept(out) >= 2, process)
     process.send_signal(stop)
     errors = process.communicate(timeout=60)[1]

@@ -59,12 +59,12 @@ def test_worker_processes_change_nothing(way: str) -> None:
     )
 
 
-def test_a_sketch_changes_what_is_done_and_no_sketch_changes_nothing(way: str) -> None:
-    plain, off, on = (
+def test_a_sketch_changes_what_is_done(way: str) -> None:
+    plain, on = (
         evaluate(policy_of(), TASK, Settings(episodes=3, steer=steer), keep_observations=True)
-        for steer in (SketchSettings(), SketchSettings(sketch=way), SketchSettings("guided_diffusion", way))
+        for steer in (SketchSettings(), SketchSettings("guided_diffusion", way))
     )
-    assert plain.rows == off.rows and plain.protocol_hash == off.protocol_hash
+    assert plain.protocol_hash != on.protocol_hash
     ends = [[row.observations[-1, 1] for row in evaluation.rows] for evaluation in (plain, on)]
     assert min(ends[1]) > max(ends[0])  # an untrained policy wanders, the sketch leads up
 

@@ -125,7 +125,12 @@ def test_an_environment_of_a_notebook_may_be_made_again(tmp_path: Path) -> None:
     out, policy = tmp_path / "parts.hdf5", saved_policy(tmp_path / "policy", obs_dim=3, action_dim=1)
     played = {"policy": policy, "noise": None, "allow_other_task": True}
     interrupt(out, 1, env=lambda: gym.make("Pendulum-v1"), **played)
-    record(out, env=lambda: gym.make("Pendulum-v1"), **played)
+    whole = tmp_path / "whole.hdf5"
+    for path in (out, whole):  # whose metadata name the address of the function
+        record(path, env=lambda: gym.make("Pendulum-v1"), **played)
+    resumed, at_once = read_dataset(out), read_dataset(whole)
+    np.testing.assert_array_equal(resumed.observations, at_once.observations)
+    np.testing.assert_array_equal(resumed.actions, at_once.actions)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

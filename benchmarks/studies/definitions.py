@@ -59,11 +59,18 @@ CRITICS_OF_PLAY = {
     f"algo.edit_scale=0.2 {_EDITS} algo.ramp_after=3000 algo.ramp_steps=1000",
     "famo2o": f"{_PLAY} name=play_famo2o algo=famo2o algo.refit=true algo.min_coefficient=8 "
     "algo.max_coefficient=14 algo.ema_decay=0.995",
+    "qc": f"{_PLAY} name=play_qc algo=qc algo.num_candidates=8",
+    "expo": f"{_PLAY} name=play_expo algo=expo {_FOUR_CRITICS} algo.num_candidates=4 algo.num_edited=4 "
+    f"algo.edit_scale=0.2 {_EDITS}",
+    "pa_rl": f"{_PLAY} name=play_pa_rl algo=pa_rl {_FOUR_CRITICS} algo.num_candidates=8 algo.num_ascended=2 "
+    "algo.ascent_steps=5 algo.ascent_lr=0.02 algo.temperature=0.1 algo.refit=true algo.refit_after=20000 "
+    "algo.actor_lr=1e-5 algo.ema_decay=0.995",
 }
 """Critics that learn from play, and their experiments. All were set before any run of theirs.
 
 Temperatures, scales of edits and coefficients are the published ones of such tasks, and one chunk is drawn
-where the authors draw one; the start of edits, budgets and ramps are those of `avoid`.
+where the authors draw one; the start of edits, budgets, ramps, numbers of candidates and ascents are those of
+`avoid`. PA-RL clones improved chunks only in the task, as the released program does.
 """
 
 STUDIES = {

@@ -211,7 +211,7 @@ def _unfinished(played: Evaluation, episodes: int) -> str:
     mean = f"their mean {played.quantity} is {played.values(played.quantity).mean():.4g}"
     return (
         f"{len(played.rows)} of {episodes} episodes had ended; {mean}, and nothing is stored. Episodes "
-        "follow from their seeds: leave those of this error out by first_seed and episodes."
+        "follow from their seeds: others can be played without those of this error."
     )
 
 

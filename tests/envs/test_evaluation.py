@@ -96,7 +96,7 @@ def test_an_error_names_the_seed_and_how_the_episodes_before_it_ended() -> None:
     policy = Failing(first=torch.from_numpy(vector.reset([1])[0, -1]))
     vector.close()
     (alone,) = evaluate(Standing(), TASK, replace(settings, episodes=1)).values("return")
-    with pytest.raises(TrainingError, match=mentions(f"hopper [1] 1 2 return {alone:.4g} first_seed")):
+    with pytest.raises(TrainingError, match=mentions(f"hopper [1] 1 2 return {alone:.4g} stored")):
         evaluate(policy, TASK, settings)
     with pytest.raises(TrainingError, match=mentions("hopper [1] None 2")):
         evaluate(policy, TASK, replace(settings, first_seed=1))

@@ -101,6 +101,15 @@ class BcConfig(Checked):
         super().__post_init__()
         self.require("min_lr", self.min_lr <= self.lr, f"in 0..lr={self.lr}")
 
+    def unused(self) -> dict[str, str]:
+        found = super().unused()
+        if self.epochs is not None:
+            found["steps"] = f"beside algo.epochs={self.epochs:g}, which replaces it"
+        if not self.validation_fraction:
+            names = ("validation_every", "validation_windows", "validation_samples")
+            found |= dict.fromkeys(names, "without algo.validation_fraction")
+        return found
+
     def build(self, setup: Setup) -> Bc:
         """Check the setup and return the algorithm, ready to advance.
 

@@ -72,6 +72,11 @@ class DppoConfig(PpoConfig):
         super().__post_init__()
         self.require("entropy_coef", self.entropy_coef == 0, "0: the noise of denoising steps is not learned")
 
+    def unused(self) -> dict[str, str]:
+        found = super().unused()
+        names = ("clip_range_base", "clip_range_rate")
+        return found | (dict.fromkeys(names, found["clip_range"]) if "clip_range" in found else {})
+
     def clip_range_of(self, inner_steps: int) -> Tensor:
         base, last, rate = self.clip_range_base, self.clip_range, self.clip_range_rate
         return clip_ranges(inner_steps, base=base, last=last, rate=rate)

@@ -254,6 +254,15 @@ class DsrlConfig(OffPolicyConfig):
             "0 with algo.variant=sac: under another goal the same noise gives another chunk",
         )  # fmt: skip
 
+    def unused(self) -> dict[str, str]:
+        found = super().unused()
+        if self.variant == "sac":
+            names = ("distillation_share", "distillation_latents")
+            found |= dict.fromkeys(names, "without algo.variant=na")
+        if self.steering.adapter != "low_rank":
+            found["steering.rank"] = "without algo.steering.adapter=low_rank"
+        return found
+
     def build(self, setup: Setup) -> OffPolicyRun:
         """Check the setup and return the algorithm, ready to advance.
 

@@ -59,6 +59,10 @@ class FpoConfig(FieldConfig):
         has_both = bounds is None or (len(bounds) == 2 and bounds[0] < 0 < bounds[1])
         self.require("difference_range", has_both, "a negative and a positive number, or empty")
 
+    def unused(self) -> dict[str, str]:
+        times = {"time_power": "without algo.times=density"} if self.times == "grid" else {}
+        return super().unused() | times
+
     def matching(self, policy: DenoisingPolicy) -> Matching:
         """Return the matching loss of a policy."""
         usual = "eps" if policy.process.kind == "velocity" else policy.process.kind
@@ -100,6 +104,9 @@ class AwmConfig(FpoConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("surrogate", self.surrogate == "ppo", "ppo: its ratios are 1, so nothing bounds them")
+
+    def unused(self) -> dict[str, str]:
+        return super().unused() | {"clip_range": "with algo=awm, whose ratios are 1"}
 
     def estimator(self, policy: DenoisingPolicy) -> FpoRatio:
         return AwmRatio(policy, self.matching(policy), weight=self.weight, **self.drawing)

@@ -49,6 +49,10 @@ class PpoConfig(OnPolicyConfig):
         bounds = self.log_prob_range
         self.require("log_prob_range", bounds is None or rising(bounds), "two rising numbers, or empty")
 
+    def unused(self) -> dict[str, str]:
+        moves = {} if self.props_every else {"props_kl": "without algo.props_every"}
+        return super().unused() | moves
+
     def build(self, setup: Setup) -> OnPolicy:
         """Return PPO on a copy of the policy `setup.init`; without `init`, on a new policy.
 

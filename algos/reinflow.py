@@ -84,6 +84,9 @@ class ReinFlowConfig(PpoConfig):
         self.require("props_every", not self.props_every, "0: PROPS takes densities without learned noise")
         self.require("tuned_steps", tuned is None or tuned <= steps, f"in 1..{steps}, or empty")
 
+    def unused(self) -> dict[str, str]:
+        return super().unused() | {f"noise.{name}": why for name, why in self.noise.unused().items()}
+
     def build(self, setup: Setup) -> OnPolicy:
         """Return ReinFlow on a copy of the policy `setup.init`; without `init`, on a new policy.
 

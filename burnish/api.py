@@ -26,7 +26,13 @@ from burnish.config.schema import compose_command, compose_config
 from burnish.console import log_lines
 from burnish.reports.html import render
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.locate import check_folder_to_write, dated_folder, locate, require_writable
+from burnish.runs.locate import (
+    check_folder_to_write,
+    dated_folder,
+    given_policy,
+    locate,
+    require_writable,
+)
 from burnish.runs.open_loop import OpenLoopResult
 from burnish.runs.open_loop import measure as measure_open_loop
 from burnish.runs.resolve import resume_directory_error, resumed_parts
@@ -241,10 +247,23 @@ def clone(dataset: Any, *overrides: str, **values: Any) -> Run:
 
 
 @log_lines()
-def evaluate(policy: str | Path | Run, *overrides: str, **values: Any) -> Result:
-    """Evaluate a policy, optionally against a second one (`baseline=…`); see `burnish eval`."""
-    config = compose_config("eval", overrides_of(overrides, {"policy": policy, **values}))
-    return evaluate_command.evaluate(config)
+def evaluate(policy: Any, *overrides: str, **values: Any) -> Result:
+    """Evaluate a policy, optionally against a second one (`baseline=…`); see `burnish eval`.
+
+    Either is a run, a path, or an object (`envs.rollouts.player.EvaluatedPolicy`), which plays in this
+    process unless `num_workers` is given. `out` of an object is runs/<date>/<time>-<its class>/eval-<n>.json.
+    """
+    values, usual = {"policy": policy, **values}, []
+    given = {key: one for key in ("policy", "baseline") if (one := given_policy(values.get(key)))}
+    values |= {key: one.label for key, one in given.items()}
+    if given:
+        usual.append("num_workers=0")
+    if "policy" in given:
+        folder = dated_folder(given["policy"].label)
+        number = 1 + len(list(folder.glob("*.json")))
+        usual.append(f"out={quoted(folder / f'eval-{number}.json')}")
+    config = compose_config("eval", overrides_of((*usual, *overrides), values))
+    return evaluate_command.evaluate(config, given)
 
 
 @log_lines()

@@ -140,6 +140,14 @@ class Checked:
         if not holds:
             raise ConfigError(f"{self._key_of(name)} must be {rule}; got {_shown(getattr(self, name))}.")
 
+    def unused(self) -> dict[str, str]:
+        """Return the fields without effect beside the values of others, by name, and why.
+
+        A name stands for all keys below it. A reason completes "<key> has no effect …", such as
+        "without algo.bc_weight". Typed keys among them are refused; defaults and experiments are not.
+        """
+        return {}
+
     def _key_of(self, name: str) -> str:
         return f"{self.key}.{name}" if self.key else name
 

@@ -22,7 +22,8 @@ from burnish.cli import split_command
 from burnish.commands.list import KINDS
 from burnish.config.commands import COMMANDS
 from burnish.config.nodes import GROUPS
-from burnish.config.schema import compose_config
+from burnish.config.schema import compose_command
+from burnish.runs.resolve import refuse_unused
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones import Backbone
@@ -160,7 +161,11 @@ def _single(override: str) -> str:
 
 @cache
 def _compose(command: str, overrides: tuple[str, ...]) -> Any:
-    return compose_config(command, [_single(override) for override in overrides])
+    """Return a configuration; no key of it may be without effect."""
+    composed = compose_command(command, [_single(override) for override in overrides])
+    if command == "train":
+        refuse_unused(*composed)
+    return composed.config
 
 
 @_names(OWN)

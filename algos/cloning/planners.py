@@ -134,6 +134,11 @@ class DiffuserConfig(PlanningConfig):
     guide_rest: int = bounded(2, ge=0)  # last denoising steps without moves
     failure_cost: float = bounded(100.0, ge=0)  # subtracted from the reward at a termination
 
+    def unused(self) -> dict[str, str]:
+        names = ("guide_scale", "guide_repeats", "guide_rest", "failure_cost", "gamma")
+        guided = {} if self.value_widths else dict.fromkeys(names, "without algo.value_widths")
+        return super().unused() | guided
+
     def planner(self, dataset: EpisodeDataset, sizes: Mapping[str, Any]) -> Planner:
         return Planner(
             **sizes,
@@ -168,6 +173,10 @@ class DecisionDiffuserConfig(PlanningConfig):
     label_dropout: float = bounded(0.25, gt=0, lt=1)  # share of rows without return
     guidance: float = bounded(1.2, ge=0)  # weight of the return when acting; 0: without it
     wanted: float = bounded(0.9, gt=0, le=1)  # quantile of the data's returns that the policy asks for
+
+    def unused(self) -> dict[str, str]:
+        names = ("label_dropout", "guidance", "wanted", "gamma")
+        return super().unused() | ({} if self.returns else dict.fromkeys(names, "without algo.returns"))
 
     def inner(self) -> dict[str, Any]:
         return {"goal_dropout": self.label_dropout, "guidance": self.guidance}

@@ -95,6 +95,10 @@ class RecapConfig(BcConfig):
         super().__post_init__()
         self.require("teacher", self.teacher is None, "null")
 
+    def unused(self) -> dict[str, str]:
+        cost = {} if self.rewards == "steps" else {"failure_cost": "without algo.rewards=steps"}
+        return super().unused() | cost
+
     def build(self, setup: Setup) -> Recap:
         """Check the setup and return the algorithm, ready to advance.
 

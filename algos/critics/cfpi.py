@@ -99,6 +99,10 @@ class CfpiConfig(ChunkCriticConfig):
         super().__post_init__()
         self.improvement().critic_config()  # refuses what critics of quantiles cannot have
 
+    def unused(self) -> dict[str, str]:
+        quantiles = {} if self.critic_cosines else {"quantiles": "without algo.critic_cosines"}
+        return super().unused() | quantiles
+
     def resume_invariants(self) -> dict[str, Any]:
         return super().resume_invariants() | {"algo.critic_cosines": self.critic_cosines}
 

@@ -126,6 +126,10 @@ class DqcConfig(ChunkCriticConfig):
         super().__post_init__()
         self.require("critic_bins", not self.critic_bins, "0: these critics are a logit in their range")
 
+    def unused(self) -> dict[str, str]:
+        bounds = ("value_min", "value_max")  # of the logit
+        return {name: why for name, why in super().unused().items() if name not in bounds}
+
     @property
     def value_span(self) -> float:
         return self.value_max - self.value_min

@@ -50,6 +50,11 @@ class EditConfig(ChunkCriticConfig):
     learn_alpha: bool = True  # tune the temperature towards the target entropy
     alpha_lr: float = bounded(3e-4, gt=0)  # Adam, of the log temperature
 
+    def unused(self) -> dict[str, str]:
+        names = ("target_entropy", "alpha_lr")
+        kept = {} if self.learn_alpha else dict.fromkeys(names, "without algo.learn_alpha")
+        return super().unused() | kept
+
     def target_entropy_of(self, width: int) -> float:
         """Return H of edits of `width` numbers; ConfigError if no edit reaches it.
 

@@ -130,6 +130,7 @@ class Famo2oConfig(ChunkCriticConfig):
 
     needs_noise: ClassVar[bool] = False
     may_keep: ClassVar[bool] = False
+    reduces: ClassVar[bool] = False
 
     critic_dims: tuple[int, ...] = bounded((256, 256), ge=1, some=True)  # hidden widths of a critic
     critic_activation: str = "relu"

@@ -125,6 +125,8 @@ class IdqlConfig(ChunkCriticConfig):
         arXiv 2304.10573.
     """
 
+    reduces: ClassVar[bool] = False
+
     expectile: float = bounded(0.7, gt=0, lt=1)  # kappa
     value_loss: str = bounded("expectile", choices=VALUE_LOSSES)
     weighting: str = bounded("clone", choices=WEIGHTS)  # of rows in the policy's loss; clone: all 1

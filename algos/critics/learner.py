@@ -40,7 +40,7 @@ from policies.build import build_policy
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.activations import ACTIVATIONS
-from policies.networks.critics import AGGREGATES, Ensemble, EnsembleConfig, aggregate, polyak
+from policies.networks.critics import AGGREGATES, USED_BY, Ensemble, EnsembleConfig, aggregate, polyak
 from policies.policy import Policy, PolicyConfig
 from policies.protocols import MatchingLoss
 from policies.registry import name_of
@@ -75,6 +75,7 @@ class ChunkCriticConfig(TransitionsConfig):
 
     needs_noise: ClassVar[bool] = True  # the policy must sample different chunks
     may_keep: ClassVar[bool] = True  # whether one without matching loss may stay as it is, by refit=false
+    reduces: ClassVar[bool] = True  # values of critics by `aggregate`; false: the least counts
 
     steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
     critics: int = bounded(2, ge=1)  # E, size of the critic ensemble
@@ -97,6 +98,18 @@ class ChunkCriticConfig(TransitionsConfig):
         self.require("subset", self.subset <= self.critics, f"at most algo.critics={self.critics}")
         self.require("critic_bins", self.critic_bins != 1, "0, or 2 and more")
         self.require("value_max", self.value_max > self.value_min, f"above algo.value_min={self.value_min:g}")
+
+    def unused(self) -> dict[str, str]:
+        found, reductions = super().unused(), (self.aggregate, getattr(self, "actor_aggregate", None))
+        found |= {k: f"without algo.aggregate={how}" for k, how in USED_BY.items() if how not in reductions}
+        if not self.reduces:
+            found |= dict.fromkeys(("aggregate", *USED_BY), "here: the least value of the critics counts")
+        if not self.critic_bins:
+            names = ("bin_sigma", "value_min", "value_max")
+            found |= dict.fromkeys(names, "without algo.critic_bins")
+        if not self.critic_layer_norm:
+            found["norm_after"] = "without algo.critic_layer_norm"
+        return found
 
     def resume_invariants(self) -> dict[str, Any]:
         names = ("critic_bins", "value_min", "value_max") if self.critic_bins else ("critic_bins",)
@@ -190,6 +203,10 @@ class ChainConfig(ChunkCriticConfig):
         super().__post_init__()
         if self.iterate_every:
             self.require("critics", self.critics > 1, "2 or more with algo.iterate_every")
+
+    def unused(self) -> dict[str, str]:
+        chain = {"tau": "with algo.iterate_every"} if self.iterate_every else {}
+        return super().unused() | (chain or {"chain_every": "without algo.iterate_every"})
 
 
 class ChunkCriticLearner:

@@ -133,5 +133,13 @@ class PaRlConfig(ChunkCriticConfig):
         chooses = self.num_candidates > 1 or self.ascent_steps > 0
         self.require("ascent_steps", chooses, "at least 1 where algo.num_candidates=1")
 
+    def unused(self) -> dict[str, str]:
+        found = super().unused()
+        if not self.ascent_steps:
+            found["ascent_lr"] = "without algo.ascent_steps"
+        if not self.refit:
+            found |= dict.fromkeys(("temperature", "refit_after"), "without algo.refit")
+        return found
+
     def learner_of(self, policy: Policy, seed: int) -> PaRlLearner:
         return PaRlLearner(policy, self)

@@ -161,6 +161,7 @@ class SrpoConfig(ChunkCriticConfig):
 
     fixed_length: ClassVar[bool] = True  # the actor's learning rate falls to 0 over the run
     needs_noise: ClassVar[bool] = False
+    reduces: ClassVar[bool] = False
 
     steps: int = bounded(2_500_000, ge=1)  # gradient steps: of the values, then of the actor
     warmup_steps: int = bounded(1_500_000, ge=1)  # steps of the values, before the actor

@@ -80,6 +80,10 @@ class TransitionsConfig(Checked):
         is_single = self.normalize_returns is None or self.reward_scale == 1
         self.require("normalize_returns", is_single, "null with algo.reward_scale")
 
+    def unused(self) -> dict[str, str]:
+        online = {} if self.online_steps else {"online": "without algo.online_steps"}
+        return super().unused() | online
+
     def rewarding(self, dataset: EpisodeDataset) -> Rewarding:
         """Return the reward transform."""
         scale = self.reward_scale

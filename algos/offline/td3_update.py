@@ -352,6 +352,10 @@ class ConstrainedTd3Config(OfflineConfig):
         super().__post_init__()
         self.require("warmup_steps", self.warmup_steps < self.steps, "0 or more and below algo.steps")
 
+    def unused(self) -> dict[str, str]:
+        noise = {} if self.policy_noise else {"noise_clip": "with algo.policy_noise=0"}
+        return super().unused() | noise
+
     def critic_config(self) -> EnsembleConfig:
         return EnsembleConfig(hidden_dims=self.critic_dims, layer_norm=self.critic_layer_norm)
 

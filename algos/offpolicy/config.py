@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from algos.offpolicy.replay_buffer import Discounting
 from algos.training.observations import ENCODERS
 from policies.bounds import Checked, bounded
-from policies.networks.critics import AGGREGATES, EnsembleConfig
+from policies.networks.critics import AGGREGATES, USED_BY, EnsembleConfig
 
 
 @dataclass
@@ -81,6 +81,15 @@ class OffPolicyConfig(Checked):
             "0 with algo.paper_compat=true: transitions of a dataset have the other conventions",
         )  # fmt: skip
         self.critic_config()
+
+    def unused(self) -> dict[str, str]:
+        found, reductions = super().unused(), (self.aggregate, self.actor_aggregate)
+        found |= {k: f"without algo.aggregate={how}" for k, how in USED_BY.items() if how not in reductions}
+        if self.encoder == "frozen":
+            found |= dict.fromkeys(("encoder_lr", "image_shift"), "without algo.encoder=trained")
+        if not self.learn_alpha:
+            found |= dict.fromkeys(("target_entropy", "alpha_lr"), "without algo.learn_alpha")
+        return found
 
     def critic_config(self) -> EnsembleConfig:
         return EnsembleConfig(self.critics, self.critic_dims, self.critic_activation, self.critic_layer_norm)

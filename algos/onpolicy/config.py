@@ -114,6 +114,24 @@ class OnPolicyConfig(Checked):
         for network in ("actor", "critic"):
             check_schedule(network, **self.schedule(network), may_rise=self.paper_compat)
 
+    def unused(self) -> dict[str, str]:
+        found = super().unused()
+        if self.encoder == "frozen":
+            found |= dict.fromkeys(("encoder_lr", "image_shift"), "without algo.encoder=trained")
+        if self.surrogate in TRUST_REGIONS:
+            found["clip_range"] = f"with algo.surrogate={self.surrogate}, which algo.target_kl bounds"
+        if not self.bc_weight:
+            found["bc_rows"] = "without algo.bc_weight"
+        if not self.reward_scaling:
+            found |= dict.fromkeys(("reward_scale_gamma", "reward_scale_clip"), "without algo.reward_scaling")
+        if self.env_steps is not None:
+            found["iterations"] = f"beside algo.env_steps={self.env_steps}, which replaces it"
+        for network in ("actor", "critic"):
+            if getattr(self, f"{network}_min_lr") is None:
+                names = (f"{network}_lr_warmup", f"{network}_lr_cycle")
+                found |= dict.fromkeys(names, f"without algo.{network}_min_lr")
+        return found
+
     @property
     def takes_dataset(self) -> bool:
         """Whether demonstrations are learned from; experience comes from the environment."""

@@ -120,6 +120,11 @@ class GorlConfig(OnPolicyConfig):
             self.require(name, is_unset, "0: latents are near the clone by algo.latent_weight")
         self.require("encoder", self.encoder == "frozen", "frozen")
 
+    def unused(self) -> dict[str, str]:
+        names = ("stage_steps", "refit_rollouts", "refit_lr")
+        refits = {} if self.refit_steps else dict.fromkeys(names, "without algo.refit_steps")
+        return super().unused() | refits
+
     @staticmethod
     def fits(policy: Any) -> bool:
         fixed = policy.noise_sensitive and getattr(policy, "is_deterministic", False)

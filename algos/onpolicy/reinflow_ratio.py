@@ -63,6 +63,11 @@ class NoiseConfig(Checked):
         super().__post_init__()
         self.require("max_std", self.min_std <= self.max_std, f"at least algo.noise.min_std={self.min_std:g}")
 
+    def unused(self) -> dict[str, str]:
+        names = ("input", "hidden_dims", "activation")
+        learned = {} if self.level == "learned" else dict.fromkeys(names, "without algo.noise.level=learned")
+        return learned | ({"final_share": "with algo.noise.hold=1"} if self.hold >= 1 else {})
+
     def build(self, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int) -> NoiseNet:
         return NoiseNet(self, chunk_shape, time_dim, cond_dim)
 

@@ -39,7 +39,7 @@ from envs.spec import EnvSpec
 from policies import registry
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError, DatasetError, reason_of
-from policies.paths import path_field
+from policies.paths import lasting, path_field
 from policies.storage.atomic_write import write_errors, write_text
 
 _log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _unfinished(config: CollectConfig, found: ResolvedCollect) -> Iterator[KeptE
     with take_lock(folder):
         store = KeptEpisodes(folder)
         env = found.env.compared() if hasattr(found.env, "compared") else found.env
-        _check_settings(store, meta_to_write(vars(config), env, _FREE))
+        _check_settings(store, meta_to_write(vars(lasting(config)), lasting(env), _FREE), config.episodes)
         try:
             yield store
         except BaseException as error:
@@ -198,8 +198,8 @@ def _unfinished(config: CollectConfig, found: ResolvedCollect) -> Iterator[KeptE
         shutil.rmtree(folder, ignore_errors=True)  # on NFS the open lock stays
 
 
-def _check_settings(store: KeptEpisodes, settings: dict[str, Any]) -> None:
-    """Refuse to go on with episodes of other settings; without any, store these settings."""
+def _check_settings(store: KeptEpisodes, settings: dict[str, Any], episodes: int) -> None:
+    """Refuse to go on with more episodes, or of other settings; without any, store these settings."""
     path = store.folder / _SETTINGS
     if not store.attempts:
         write_text(path, json.dumps(settings))
@@ -212,6 +212,11 @@ def _check_settings(store: KeptEpisodes, settings: dict[str, Any]) -> None:
         raise DatasetError(
             f"{store.folder} holds {len(store.attempts)} episodes of an interrupted recording whose settings "
             f"differ in {', '.join(differing)}. Repeat its command, choose another out, or remove the folder."
+        )
+    if (num := len(store.attempts)) > episodes:
+        raise DatasetError(
+            f"{store.folder} holds {num} episodes of an interrupted recording, and episodes={episodes} would "
+            f"drop {num - episodes}. Give episodes={num} or more, choose another out, or remove the folder."
         )
     _log.info("going on after the %d episodes in %s.", len(store.attempts), store.folder)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
@@ -138,8 +139,8 @@ class ResolvedEval:
     env: Any
 
 
-def resolve(config: EvalConfig) -> ResolvedEval:
-    """Locate the policies and the task; a policy of another task is refused."""
+def resolve(config: EvalConfig, given: Mapping[str, Located]) -> ResolvedEval:
+    """Locate the policies that are not `given` by key, and the task; a policy of another task is refused."""
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
     if config.dataset is not None:
@@ -148,11 +149,13 @@ def resolve(config: EvalConfig) -> ResolvedEval:
     if config.out is not None:
         check_file_to_write(config.out)
         require_no_other_file(Path(config.out))
-    mine = locate_actor(config.policy, "policy")
+    mine = given.get("policy") or locate_actor(config.policy, "policy")
     if config.out is None:
         folder = Path() if mine.run is None else mine.run / EVAL
         require_writable(folder / "eval.json", remedy="Give out=<file>")
-    other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
+    other = given.get("baseline")
+    if config.baseline is not None and other is None:
+        other = locate_actor(config.baseline, "baseline")
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
     for key, one in (("policy", mine), ("baseline", other)):
         if one is not None:
@@ -160,9 +163,12 @@ def resolve(config: EvalConfig) -> ResolvedEval:
     return ResolvedEval(config, mine, other, env)
 
 
-def evaluate(config: EvalConfig) -> Result:
-    """Evaluate the policy, and the baseline on the same episodes; write the results."""
-    found = resolve(config)
+def evaluate(config: EvalConfig, given: Mapping[str, Located] = MappingProxyType({})) -> Result:
+    """Evaluate the policy, and the baseline on the same episodes; write the results.
+
+    `given` are policies that are objects, by key; the configuration names them.
+    """
+    found = resolve(config, given)
     if config.videos:
         try_drawing(found.env)
     policy, other = found.policy.load(), None if found.baseline is None else found.baseline.load()

@@ -61,6 +61,26 @@ class LocatedExport(Located):
         return read_signature(self.path).provenance
 
 
+@dataclass(frozen=True)
+class GivenPolicy(Located):
+    """A policy that is an object of this program; see `envs.rollouts.player.EvaluatedPolicy`."""
+
+    policy: Any = None
+
+    def load(self) -> Any:
+        return self.policy
+
+    def provenance(self) -> Mapping[str, Any]:
+        return getattr(self.policy, "provenance", {})
+
+
+def given_policy(value: Any) -> GivenPolicy | None:
+    """Return a policy that is given itself, named after its class; None for a path and other objects."""
+    members = ("chunk", "noise_shape", "sample_noise", "act")
+    is_policy = all(hasattr(value, name) for name in members)
+    return GivenPolicy(Path(type(value).__name__), policy=value) if is_policy else None
+
+
 def identified(policy: Located) -> dict[str, str]:
     """Return the name of a policy and the SHA-256 of its weights."""
     return {"name": policy.label, "sha256": sha256(policy.path / WEIGHTS)}

@@ -141,13 +141,18 @@ def parts_of(directory: RunDirectory) -> Overrides:
     return Overrides.parse(f"{group}={name}" for group, name in names.items())
 
 
-def _new(config: TrainConfig, context: RunContext, **facts: Any) -> ResolvedRun:
+def _new(
+    config: TrainConfig, context: RunContext, typed: Overrides | None = None, **facts: Any
+) -> ResolvedRun:
+    """Resolve a new run; `typed` are the overrides without those that were chosen, None: all."""
     _refuse_unused_policy(config, context.overrides)
     config, *policies = _with_absolute_paths(config)
     config = _with_task(config, *policies)
     if is_auto(context.overrides):
-        context = replace(context, overrides=with_choices(config, context.overrides, policies[0]))
-        return _new(compose_config("train", context.overrides.texts), context, **facts)
+        typed = context.overrides
+        context = replace(context, overrides=with_choices(config, typed, policies[0]))
+        return _new(compose_config("train", context.overrides.texts), context, typed, **facts)
+    refuse_unused(config, context.overrides if typed is None else typed)
     runs = [(config, context.overrides)]
     if config.seeds is not None:  # sorted, as when resumed: the order in a stack affects the last bits
         others = context.overrides.without("seeds")
@@ -167,6 +172,7 @@ def _continued(
         overrides = context.overrides.without("resume").items
         changes = Overrides(tuple(item for item in overrides if (item.key, item.value) not in parts))
         config, *located = _with_absolute_paths(at_home(restore(TrainConfig, run.config, changes)), run)
+        refuse_unused(config, changes)
         _require_its_task(config, run)
         require_known_code(config.env, run.path, f"the run {run.path}")
         resumed.append((config, changes))
@@ -316,6 +322,16 @@ def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
             f"algo={algo} makes its own actor (see algo.hidden_dims), so {', '.join(keys)} would have no "
             "effect. Leave it out; or clone a policy of that kind with algo=bc and give it as init."
         )
+
+
+def refuse_unused(config: TrainConfig, typed: Overrides) -> None:
+    """Refuse typed values that have no effect beside others: see `policies.bounds.Checked.unused`."""
+    for item in typed.items:
+        part, _, name = item.key.partition(".")
+        unused = getattr(getattr(config, part, None), "unused", dict)()
+        for key, why in unused.items():
+            if f"{name}.".startswith(f"{key}.") and item.value is not None:
+                raise ConfigError(f"{item.key} has no effect {why}. Change that, or leave {item.key} out.")
 
 
 def _warn_of_unused_evaluation(config: TrainConfig, typed: Overrides) -> None:

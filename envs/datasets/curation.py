@@ -85,6 +85,10 @@ class Curation(Checked):
         rule = f"{'given' if needed else 'null'} with curation.keep={self.keep}"
         self.require("share", (self.share is not None) == needed, rule)
 
+    def unused(self) -> dict[str, str]:
+        drawn = {} if self.weighting != "none" else {"temperature": "without curation.weighting"}
+        return super().unused() | drawn
+
     def __call__(self, dataset: EpisodeDataset) -> EpisodeDataset:
         """Return the kept episodes, with `SAMPLING_WEIGHT` if they are weighted.
 

@@ -229,12 +229,15 @@ class ChunkVector:
         if np.isfinite(values).all():
             return
         bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
-        places = (bad if rows is None else rows[bad]).tolist()
-        seeds = [seed for row in places if (seed := self._seeds[row]) is not None]
+        places = self._places((bad if rows is None else rows[bad]).tolist())
         raise EnvironmentFailure(
-            f"environment '{self.spec.name}' must give finite numbers; its {what} is not finite in rows "
-            f"{places}, seeds {seeds}. Repair the environment."
+            f"environment '{self.spec.name}' must give finite numbers; its {what} is not finite in {places}. "
+            "Repair the environment."
         )
+
+    def _places(self, rows: Sequence[int]) -> str:
+        """Return rows with the seeds of their episodes, for errors."""
+        return f"rows {rows}, seeds {[seed for row in rows if (seed := self._seeds[row]) is not None]}"
 
     def _terminated(self, step: StepResult) -> Array:
         return step.terminated | step.success if self.spec.terminate_on_success else step.terminated
@@ -285,7 +288,8 @@ class ChunkVector:
             )
         if not np.isfinite(actions).all() and not np.isfinite(actions[active]).all():
             bad = np.flatnonzero(active & ~np.isfinite(actions).all(axis=(1, 2)))
-            raise TrainingError(f"actions of '{self.spec.name}' must be finite; rows {bad.tolist()} are not.")
+            places = self._places(bad.tolist())
+            raise TrainingError(f"actions of '{self.spec.name}' must be finite; they are not in {places}.")
         if not self.paper_compat and (self._finished & active).any():
             rows = np.flatnonzero(self._finished & active).tolist()
             raise ConfigError(f"environments {rows} of '{self.spec.name}' are finished; reset them first.")

@@ -33,7 +33,13 @@ from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.fleet import LOCAL, Fleet
 from envs.rollouts.player import NETWORK_CALLS, EpisodeRunner, EvaluatedPolicy, Evaluator
 from envs.spec import Array, EnvConfig, judged_by
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import (
+    CheckpointError,
+    ConfigError,
+    EnvironmentFailure,
+    TrainingError,
+    WorkerError,
+)
 from policies.policy import Policy
 from policies.wrappers.best_of_n import BestOfN
 
@@ -165,6 +171,8 @@ def evaluate(
             `act_steps`, `warm_start` or `steer` and the policy does not plan, or the policy requires images
             of a task that cannot be rendered.
         MissingExtraError: If the policy requires images and rendering is unavailable.
+        TrainingError: If an action is not finite; the error tells how the episodes before it ended.
+        EnvironmentFailure, WorkerError: If the simulator or a process fails; likewise.
     """
     settings = EvaluationSettings(**{f.name: getattr(settings, f.name) for f in fields(EvaluationSettings)})
     episodes, noises = settings.episodes, (settings.start_noise, settings.sampling_noise)
@@ -179,17 +187,31 @@ def evaluate(
         with_settings(policy, settings), settings.first_seed, settings.noise_seed, *noises,
         keep=keep_observations, warm_start=settings.warm_start, noise_span=noise_span,
     )  # fmt: skip
-    finished = 0
+    finished: list[EpisodeRow] = []
 
-    def count(ended: int) -> None:
-        nonlocal finished
-        finished += ended
+    def count(ended: list[EpisodeRow]) -> None:
+        finished.extend(ended)
         if on_progress is not None:
-            on_progress(finished, episodes)
+            on_progress(len(finished), episodes)
 
-    rows = _run_episodes(runner, task, episodes, settings.num_envs, num_workers, fleet, count)
-    return Evaluation(
-        tuple(sorted(rows, key=lambda row: row.episode)), describe_protocol(env, settings, task)
+    described = describe_protocol(env, settings, task)
+    try:
+        rows = _run_episodes(runner, task, episodes, settings.num_envs, num_workers, fleet, count)
+    except (TrainingError, EnvironmentFailure, WorkerError) as error:
+        raise type(error)(
+            f"{error} {_unfinished(Evaluation(tuple(finished), described), episodes)}"
+        ) from error
+    return Evaluation(tuple(sorted(rows, key=lambda row: row.episode)), described)
+
+
+def _unfinished(played: Evaluation, episodes: int) -> str:
+    """Return what is known of an evaluation that an error ended."""
+    if not played.rows:
+        return f"None of {episodes} episodes had ended."
+    mean = f"their mean {played.quantity} is {played.values(played.quantity).mean():.4g}"
+    return (
+        f"{len(played.rows)} of {episodes} episodes had ended; {mean}, and nothing is stored. Episodes "
+        "follow from their seeds: others can be played without those of this error."
     )
 
 
@@ -200,7 +222,7 @@ def _run_episodes(
     num_envs: int,
     num_workers: int,
     fleet: Fleet,
-    on_message: Callable[[int], None],
+    on_message: Callable[[list[EpisodeRow]], None],
 ) -> list[EpisodeRow]:
     count = min(max(1, num_workers), episodes, num_envs)
     shares = [part.tolist() for part in np.array_split(np.arange(episodes), count)]

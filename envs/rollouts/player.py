@@ -173,7 +173,7 @@ class EpisodeRunner:
 class Evaluator:
     """One worker's share of an evaluation: `episodes` of a task with the policy's cameras."""
 
-    notify: Callable[[Any], None]
+    notify: Callable[[list[EpisodeRow]], None]  # told of episodes that ended, without their trajectories
 
     def __init__(self, env: EnvConfig, runner: EpisodeRunner, episodes: list[int], num_envs: int) -> None:
         self._runner = runner
@@ -191,10 +191,7 @@ class Evaluator:
         done: list[EpisodeRow] = []
         self._begin(np.arange(len(self._episode)))
         while (self._episode >= 0).any():
-            ended = self._advance()
-            done += ended
-            if ended:
-                self.notify(len(ended))
+            done += self._advance()
         return done
 
     def close(self) -> None:
@@ -237,6 +234,8 @@ class Evaluator:
         rows = [
             _with_network_calls(row, self._memories[i]) for i, row in zip(ended.tolist(), rows, strict=True)
         ]
+        if rows:
+            self.notify(rows)
         if self._runner.keep:
             rows = [self._buffers[i].attach_to(row) for i, row in zip(ended.tolist(), rows, strict=True)]
         self._begin(ended)

@@ -62,6 +62,10 @@ class StartSettings(Checked):
         recorded = self.dataset is not None or self.order != "values"
         self.require("order", recorded, "back or random without start.dataset")
 
+    def unused(self) -> dict[str, str]:
+        names = ("steps", "order", "stages", "episodes", "tolerance")
+        return {} if self.is_on else dict.fromkeys(names, "without start.guide or start.dataset")
+
     @property
     def is_on(self) -> bool:
         return self.guide is not None or self.dataset is not None

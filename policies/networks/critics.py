@@ -36,6 +36,8 @@ from policies.networks.activations import ACTIVATIONS
 from policies.networks.native import Evaluation
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
+USED_BY = {"subset": "subset_min", "pessimism": "mean_std"}
+"""Setting of a reduction -> the reduction that uses it."""
 _LARGE = 32_768  # rows times width
 _MIDPOINTS = 32
 

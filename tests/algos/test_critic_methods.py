@@ -11,17 +11,7 @@ import pytest
 import torch
 from messages import mentions
 from pairwise import everything, repeated
-from small_algorithms import (
-    QAMS,
-    begin,
-    dataset,
-    finished,
-    init,
-    noise_of,
-    observed,
-    small,
-    weights,
-)
+from small_algorithms import QAMS, begin, dataset, finished, init, noise_of, observed, small, weights
 from torch import Tensor
 
 from algos.bc import BcConfig

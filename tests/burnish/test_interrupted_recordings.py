@@ -199,6 +199,24 @@ def test_fewer_episodes_write_those_that_are_there(tmp_path: Path, monkeypatch: 
     assert record(tmp_path / "demos.hdf5", episodes=3) == few
 
 
+def test_fewer_episodes_than_are_there_are_refused_and_drop_none(tmp_path: Path, whole: bytes) -> None:
+    out = tmp_path / "demos.hdf5"
+    interrupt(out, 3)
+    with pytest.raises(DatasetError, match=mentions(f"{left_of(out)} 4 episodes=1 drop 3 episodes=4")):
+        record(out, episodes=1)
+    assert kept(out) == 4 and not out.exists()
+    assert record(out) == whole
+
+
+def test_another_path_to_the_same_policy_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = saved_policy(tmp_path / "policy", obs_dim=4, action_dim=2)
+    played = {"env.max_episode_steps": 3, "keep_failures": True, "noise": None}
+    monkeypatch.chdir(tmp_path)
+    interrupt(tmp_path / "demos.hdf5", 1, policy="policy", **played)
+    one_go = record(tmp_path / "whole.hdf5", policy=policy, **played)
+    assert record(tmp_path / "demos.hdf5", policy=policy, **played) == one_go
+
+
 def test_other_settings_do_not_go_on(tmp_path: Path, whole: bytes) -> None:
     out = tmp_path / "demos.hdf5"
     interrupt(out, 2)

@@ -432,7 +432,7 @@ def test_numbers_of_numpy_and_torch_are_written_as_plain_ones() -> None:
 
 def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run) -> None:
     policy = burnish.load_policy(base)
-    for command in (burnish.evaluate, burnish.export):
+    for command in (burnish.rank, burnish.export):
         with pytest.raises(ConfigError, match=mentions("policy= burnish.save_policy text")):
             command(policy)
     with pytest.raises(ConfigError, match=mentions("init= DenoisingPolicy burnish.save_policy")):
@@ -445,6 +445,12 @@ def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run) -> N
         burnish.evaluate(base, env=3)
     with pytest.raises(ConfigError, match=mentions("compose=")):
         burnish.compose([base, object()])
+
+
+def test_a_loaded_policy_is_evaluated_as_its_run_is(base: Run, tmp_path: Path) -> None:
+    loaded = burnish.evaluate(base.load_policy(), episodes=1, out=tmp_path / "loaded.json")
+    same = burnish.evaluate(base, episodes=1, num_workers=0, out=tmp_path / "run.json")
+    assert loaded.evaluation == same.evaluation
 
 
 @pytest.mark.parametrize(

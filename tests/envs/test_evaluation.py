@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from envs.rollouts.episodes import EpisodeRow
 from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
-from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
 from policies.execution.warm_start import WarmStart
 from policies.policy import Policy, PolicyConfig
 from policies.policy_config import ChunkSpec
@@ -78,6 +78,28 @@ def small(process: object | None = None) -> Policy:
     }
     config = PolicyConfig(process=process, backbone=MlpConfig(width=13, time_dim=6), obs_steps=2)
     return build_policy(config, obs_dim=spec.obs_dim, action_dim=spec.action_dim, statistics=stats, seed=3)
+
+
+@dataclass
+class Failing(Standing):
+    """Gives a number that is not finite in the episode with this first state (Do,)."""
+
+    first: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def act(self, obs: dict[str, Tensor], *, noise: Tensor) -> Tensor:
+        fails = (obs["state"][:, -1] == self.first.to(obs["state"])).all(dim=1)
+        return torch.where(fails[:, None, None], torch.nan, super().act(obs, noise=noise))
+
+
+def test_an_error_names_the_seed_and_how_the_episodes_before_it_ended() -> None:
+    vector, settings = TASK.make_vector(1), Settings(episodes=2, num_envs=1)
+    policy = Failing(first=torch.from_numpy(vector.reset([1])[0, -1]))
+    vector.close()
+    (alone,) = evaluate(Standing(), TASK, replace(settings, episodes=1)).values("return")
+    with pytest.raises(TrainingError, match=mentions(f"hopper [1] 1 2 return {alone:.4g} stored")):
+        evaluate(policy, TASK, settings)
+    with pytest.raises(TrainingError, match=mentions("hopper [1] None 2")):
+        evaluate(policy, TASK, replace(settings, first_seed=1))
 
 
 @pytest.mark.parametrize("process", [None, RectifiedFlow()], ids=["diffusion", "flow"])

@@ -1,0 +1,85 @@
+"""A typed key without effect beside the others is refused by name; a default or an experiment's is not."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from messages import mentions
+
+from algos.ppo import PpoConfig
+from burnish.config.overrides import Overrides, RunContext
+from burnish.config.schema import compose_command
+from burnish.config.train import TrainConfig
+from burnish.runs.resolve import refuse_unused, resolve
+from policies import registry
+from policies.errors import ConfigError
+
+KEYS = [
+    ("dppo algo.encoder_lr=1e-4", "algo.encoder=trained"),
+    ("dppo algo.image_shift=2", "algo.encoder=trained"),
+    ("rlpd algo.image_shift=2", "algo.encoder=trained"),
+    ("dppo algo.bc_rows=300", "algo.bc_weight"),
+    ("dppo algo.surrogate=trpo algo.clip_range=0.1", "algo.surrogate=trpo algo.target_kl"),
+    ("dppo algo.surrogate=fixpo algo.clip_range_base=0.1", "algo.surrogate=fixpo"),
+    ("awm algo.clip_range=0.1", "algo=awm"),
+    ("fpo algo.time_power=2", "algo.times=density"),
+    ("ppo algo.env_steps=100 algo.iterations=7", "algo.env_steps=100"),
+    ("ppo algo.actor_lr_cycle=70", "algo.actor_min_lr"),
+    ("reinflow algo.noise.level=constant algo.noise.hidden_dims=[8]", "algo.noise.level=learned"),
+    ("bc algo.epochs=2 algo.steps=10", "algo.epochs=2"),
+    ("sac algo.pessimism=1", "algo.aggregate=mean_std"),
+    ("dsrl algo.variant=sac algo.distillation_share=1", "algo.variant=na"),
+    ("iql algo.online.num_envs=2", "algo.online_steps"),
+    ("idql algo.aggregate=mean", "least"),
+    ("qc algo.value_min=-1", "algo.critic_bins"),
+    ("bc start.steps=3", "start.guide start.dataset"),
+]
+
+
+@pytest.mark.parametrize(("words", "why"), KEYS, ids=[words for words, _ in KEYS])
+def test_a_typed_key_without_effect_is_refused_by_name(words: str, why: str) -> None:
+    algo, *typed = words.split()
+    composed = compose_command("train", [f"algo={algo}", *typed])
+    with pytest.raises(ConfigError, match=mentions(f"{typed[-1].partition('=')[0]} {why}")):
+        refuse_unused(*composed)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "experiment=avoid_dppo algo.bc_weight=0",  # the experiment has rows of this term
+        "experiment=avoid_dppo algo.surrogate=trpo",  # and a clip range
+        "algo=dppo algo.bc_rows=null",
+        "algo=dppo algo.encoder=trained algo.image_shift=2 algo.encoder_lr=1e-4",
+        "algo=dqc algo.value_min=-10 algo.value_max=0",
+        "algo=iql algo.online_steps=9 algo.online.num_envs=2",
+        "algo=qam_edit algo.actor_aggregate=mean_std algo.aggregate=mean algo.pessimism=1",
+    ],
+)
+def test_what_an_experiment_sets_or_another_key_uses_is_accepted(words: str) -> None:
+    refuse_unused(*compose_command("train", words.split()))
+
+
+def test_it_is_refused_before_a_run_begins_and_choices_of_auto_are_not(tmp_path: Path) -> None:
+    typed = ["algo=ppo", "env=avoid", "algo.surrogate=trpo", "algo.target_kl=0.01"]
+    context = RunContext(tmp_path / "run", Overrides.parse([*typed, "algo.clip_range=0.1"]))
+    with pytest.raises(ConfigError, match=mentions("algo.clip_range algo.surrogate=trpo")):
+        resolve(TrainConfig(algo=PpoConfig(surrogate="trpo", clip_range=0.1)), context)
+    chosen = compose_command("train", ["experiment=auto", *typed, "algo.actor_min_lr=null"])
+    assert (
+        resolve(chosen.config, RunContext(tmp_path / "run", chosen.overrides)).config.algo.surrogate == "trpo"
+    )
+
+
+@pytest.mark.parametrize("name", registry.names("algo"))
+def test_keys_that_may_be_without_effect_exist(name: str) -> None:
+    algo = registry.lookup("algo", name)()
+    unused = algo.unused()
+    for key in unused:
+        part: Any = algo
+        for step in key.split("."):
+            assert step in {one.name for one in fields(part)}, key
+            part = getattr(part, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,34 @@ def test_a_damaged_evaluation_is_left_out(
         file.path.write_text(content)
     assert stored_evaluation(run) is None and best_evaluation(run) is None
     assert not evaluations_while_training(run)
+    assert f"{file.path} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["a folder", "another task", "no values", "no task"])
+def test_one_damaged_evaluation_takes_no_other_run_from_a_table_or_a_report(
+    damage: str, sweep: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("0", "1"):
+        shutil.copytree(sweep / name, tmp_path / "runs" / name)
+    hurt = RunDirectory.open(tmp_path / "runs" / "0")
+    for file in hurt.evals():
+        content = json.loads(file.path.read_text())
+        if damage == "another task":
+            content["protocol"]["env"]["name"] = "lift"  # edited: its hash is another
+        elif damage == "no values":
+            content["summary"] = {}
+        elif damage == "no task":
+            content = {"protocol": {}, "summary": {}, "rows": []}
+        file.path.unlink()
+        if damage == "a folder":
+            file.path.mkdir()
+        else:
+            file.path.write_text(json.dumps(content))
+    runs = [RunDirectory.open(tmp_path / "runs" / name) for name in ("0", "1")]
+    columns, rows = tabulate(runs, tmp_path / "runs")
+    last = columns.index("last")
+    assert rows[0][last] == "" and str(rows[1][last]).endswith("%")
+    assert burnish.report(tmp_path / "runs", episodes=0).is_file()
     assert f"{file.path} is damaged" in caplog.text
 
 

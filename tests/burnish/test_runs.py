@@ -14,6 +14,7 @@ import pytest
 import burnish
 from algos.training.run_directory import RunDirectory
 from burnish.commands import runs as runs_command
+from burnish.commands.report import ReportConfig
 from burnish.commands.runs import differing_keys, readable_runs, tabulate
 from burnish.reports.results import evaluations_while_training, stored_evaluation
 from burnish.runs.best_evaluation import best_evaluation
@@ -127,3 +128,16 @@ def test_a_folder_of_runs_is_one_page_with_the_swept_key(sweep: Path, tmp_path: 
     clash = burnish.report([sweep / "0", copy], episodes=0, out=tmp_path / "clash").read_text()
     assert "2 runs: sweep-0, again-0" in clash
     assert RunDirectory.open(sweep / "0").latest() == 2
+
+
+def test_a_run_that_is_given_twice_is_not_pooled_with_itself(sweep: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(sweep / "0")
+    given = [str(path) for path in (sweep / "0", tmp_path / "link", sweep / "1", sweep / "0")]
+    assert [one.path.resolve() for one in ReportConfig(run=given).runs()] == [sweep / "0", sweep / "1"]
+
+
+def test_a_run_of_damaged_sections_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    RunDirectory.create_at(tmp_path / "whole", {"algo": {"name": "bc"}, "env": None}, [])
+    RunDirectory.create_at(tmp_path / "damaged", {"algo": "bc"}, [])
+    assert [run.path.name for run in readable_runs(runs_below(tmp_path))] == ["whole"]
+    assert "damaged is left out" in caplog.text

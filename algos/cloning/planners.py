@@ -42,6 +42,15 @@ from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 from policies.wrappers.planner import Planner, PlannerPolicy, denoises_plans
 
+_LEARNED = {
+    "inverse_dims": "the inverse dynamics",
+    "value_widths": "the value (algo.value_widths)",
+    "label": "the condition on returns (algo.returns)",
+}
+"""What a planner has or lacks, by the field of `Planner`."""
+_ACTING = ("label", "temperature", "plans", "guide_scale", "guide_repeats", "guide_rest")
+"""Fields of `Planner` that no weights depend on."""
+
 
 @dataclass
 class PlanningConfig(BcConfig):
@@ -62,7 +71,7 @@ class PlanningConfig(BcConfig):
         Raises:
             ConfigError: If the dataset is missing, sizes or modes of the normaliser differ.
             DatasetError: If no episode holds a whole plan.
-            CapabilityError: If `init` is no planner, or the process has no plain loss.
+            CapabilityError: If `init` is no planner of these networks, or the process has no plain loss.
         """
         with torch_threads(setup.threads(THREADS)):
             return Planning(self, setup)
@@ -79,6 +88,25 @@ class PlanningConfig(BcConfig):
         """Return settings of the policy that denoises the plans."""
         return {"goal_dropout": 0.0, "guidance": 1.0}
 
+    def continued(self, init: PlannerPolicy, dataset: EpisodeDataset) -> PlannerPolicy:
+        """Return `init`, which acts by these settings.
+
+        Raises:
+            CapabilityError: If it has other networks or conditions than this algorithm trains.
+        """
+        before = init.wrapper
+        sizes = {name: getattr(before, name) for name in ("obs_dim", "action_dim", "goal_dim", "normalizer")}
+        new = self.planner(dataset, sizes)
+        for field, what in _LEARNED.items():
+            if bool(wanted := getattr(new, field)) != bool(getattr(before, field)):
+                needs, has = ("needs", "lacks") if wanted else ("does not train", "has")
+                raise CapabilityError(
+                    f"algo={name_of('algo', self)} {needs} {what} with these settings, and init {has} it. "
+                    "Continue a planner by the algorithm that made it, with its settings."
+                )
+        policy = init.with_fields(**{name: getattr(new, name) for name in _ACTING})
+        return policy if new.label is None else policy.with_guidance(self.inner()["guidance"])
+
     def starting_policy(self, setup: Setup, dataset: EpisodeDataset) -> PlannerPolicy:
         """Return `init`, or a new policy."""
         algo = name_of("algo", self)
@@ -88,7 +116,7 @@ class PlanningConfig(BcConfig):
                     f"algo={algo} continues planners; init is a {type(setup.init).__name__}. Leave it out."
                 )
             require_one_policy(setup.init.base, algo)
-            return setup.init
+            return self.continued(setup.init, dataset)
         config, recorded = complete(setup.policy), dataset.extras.get("goal")
         if not denoises_plans(config.process):
             raise CapabilityError(

@@ -94,7 +94,8 @@ class ReportConfig(Checked):
             raise ConfigError("report needs run=<run directory>, or run=[<run>,<run>].")
         for path in given:
             require_complete(str(path), "run")
-        return [RunDirectory.open(run) for path in given for run in _runs_of(path)]
+        found = {run.resolve(): run for path in given for run in _runs_of(path)}  # each once, or it is pooled
+        return [RunDirectory.open(run) for run in found.values()]
 
     def folder(self, runs: Sequence[RunDirectory]) -> Path:
         if self.out is not None:

@@ -52,7 +52,7 @@ def readable_runs(paths: Sequence[Path]) -> list[RunDirectory]:
     for path in paths:
         try:
             run = RunDirectory.open(path)
-            run.config  # noqa: B018 - reads the file
+            run.section("algo"), run.section("env")  # reads the file
             found.append(run)
         except BurnishError as error:
             _log.warning("%s is left out: %s", path, error)

@@ -231,7 +231,13 @@ class Lab:
             receiving.cancel()
 
     async def _visit(self, socket: Any, inbox: Inbox, subject: Subject) -> None:
-        session, left = await self._run(Session, subject), Event()
+        left = Event()
+        try:
+            session = await self._run(Session, subject)
+        except Exception as error:
+            await socket.send_json({"error": _told(error)})
+            await socket.close(1011)
+            return
         try:
             await socket.send_json({"facts": session.facts(), **await self._run(session.reset, 0)})
             await self._converse(socket, inbox, session, left)
@@ -262,8 +268,8 @@ class Lab:
                 if "compare" in message and (comparison is None or comparison.done()):
                     doing = self._compare(socket, session, left, message["compare"])
                     comparison = asyncio.create_task(doing)
-            except (BurnishError, ValueError) as error:
-                answer["error"] = str(error)
+            except Exception as error:  # also of a task or policy of one's own
+                answer["error"], due = _told(error), time.monotonic() + _PAUSE_S
                 if "compare" in message:
                     answer |= {"compared": {}, "round": message["compare"]}
             if answer:
@@ -276,8 +282,8 @@ class Lab:
             answer: dict[str, Any] = {
                 "compared": await asyncio.to_thread(self._compared, subject, plane, controls, left)
             }
-        except (BurnishError, ValueError) as error:
-            answer = {"error": str(error), "compared": {}}
+        except Exception as error:
+            answer = {"error": _told(error), "compared": {}}
         with suppress(_ended(), RuntimeError):  # the latter from Starlette, once it has seen the end
             await socket.send_json(answer | {"round": number})
 
@@ -290,6 +296,13 @@ class Lab:
 
     async def _read(self, do: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reading, do, *arguments)
+
+
+def _told(error: Exception) -> str:
+    """Return what a visitor reads of an error; the traceback of one that is not ours is logged."""
+    if not isinstance(error, (BurnishError, ValueError)):
+        _log.error("what a page asked for failed", exc_info=error)
+    return str(error) or type(error).__name__
 
 
 def _ended() -> type[Exception]:

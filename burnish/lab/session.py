@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -199,14 +200,20 @@ class Session:
     # -- what is computed -----------------------------------------------------------------------------
 
     def plan(self) -> dict[str, Any]:
-        """Compute plans from where the robot is; the first one is executed from now on."""
+        """Compute plans from where the robot is; the first one is executed from now on.
+
+        Raises:
+            ConfigError: If they are not finite.
+        """
         started, controls, plane = time.perf_counter(), self.controls, self.plane
         policy = self.subject.view(controls, plane)
         obs = self._observation()
         chunks, film = planned(policy, obs, controls, self._noise_seed)
-        actions = policy.physical(chunks).numpy()
+        actions, *states = (policy.physical(one).numpy() for one in (chunks, *film))
+        if not all(np.isfinite(one).all() for one in (actions, *states)):
+            raise ConfigError("plans with these controls are not finite: choose others, or another policy.")
         self._queue = actions[0, policy.chunk.executed]
-        drawn = [self._drawn(one) for one in (actions, *(policy.physical(one).numpy() for one in film))]
+        drawn = [self._drawn(one) for one in (actions, *states)]
         took = time.perf_counter() - started
         return {
             **self.frame(),
@@ -260,7 +267,7 @@ def compared(
 ) -> dict[str, Any]:
     """Play the compared starts with these controls, and without steering; the numbers are those of `eval`.
 
-    Neither is begun once the visitor has `left`.
+    Once the visitor has `left`, what is not finished is left out.
 
     Returns:
         By `steered` and `plain`: the mean success or return, the mean distance of the paths from the sketch
@@ -275,13 +282,16 @@ def compared(
     both = {"steered": controls} if controls.is_steered else {}
     line = plane.sketch(controls.sketch) if plane is not None and controls.is_steered else None
     for name, one in (both | {"plain": replace(controls, strategy="off")}).items():
-        if left is not None and left.is_set():
-            break
         settings = EvaluationSettings(
             episodes=STARTS, first_seed=START_SEED, start_noise=kind, sampling_noise=kind
         )
         view = subject.view(one, plane).clone()
-        evaluation = evaluate(view, subject.env, settings, keep_observations=plane is not None)
+        for part in view.modules() if left is not None else ():
+            part.register_forward_pre_hook(partial(_stop_if, left))
+        try:
+            evaluation = evaluate(view, subject.env, settings, keep_observations=plane is not None)
+        except _LeftError:
+            break
         kept = [row.observations for row in evaluation.rows if row.observations is not None]
         paths = [] if plane is None else [one[:, list(plane.observed)] for one in kept]
         found[name] = {
@@ -291,6 +301,15 @@ def compared(
             "won": [row.success for row in evaluation.rows],
         }
     return found
+
+
+class _LeftError(Exception):
+    """Nobody waits for the comparison."""
+
+
+def _stop_if(left: Event, *_: Any) -> None:
+    if left.is_set():
+        raise _LeftError
 
 
 def _distance(sketch: Any, path: Array) -> float:

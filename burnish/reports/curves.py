@@ -109,15 +109,20 @@ class Chart:
 def read_curves(
     metrics: Mapping[str, Rows], name: str, intervals: Mapping[str, Intervals] | None = None
 ) -> list[Curve]:
-    """Return the curve of a metric for every run with it."""
+    """Return the curve of a metric for every run with it; rows of a damaged file are left out."""
     curves = []
     for label, rows in metrics.items():
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        points = [(row.get("step"), row.get(name)) for row in rows]
+        points = [point for point in points if all(map(_is_number, point))]
         if points:
             steps, values = np.array(points, dtype=np.float64).T
             known = (intervals or {}).get(label, {}).get(name, {})
             curves.append(Curve(label, steps, values, known))
     return curves
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def run_colours(labels: Sequence[str]) -> dict[str, str]:

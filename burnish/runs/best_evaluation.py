@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from algos.training.run_directory import EvalFile, RunDirectory
+from envs.evaluation.evaluate import Evaluation
 from envs.spec import judged_by
+from policies.errors import BurnishError
 
 _log = logging.getLogger(__name__)
 
@@ -66,10 +68,12 @@ def read_evaluations(directory: RunDirectory) -> Iterator[tuple[EvalFile, dict[s
     """Yield the evaluations of a run with their content; damaged files are left out with a warning."""
     for file in directory.evals():
         try:
-            content = json.loads(file.path.read_text())
+            text = file.path.read_text(encoding="utf-8")
+            content = json.loads(text)
             if not {"protocol", "summary", "rows"} <= set(content):
                 raise ValueError("it holds no evaluation")
-        except (TypeError, ValueError) as error:
+            float(content["summary"][Evaluation.from_json(text).quantity]["value"])
+        except (BurnishError, OSError, TypeError, ValueError, LookupError) as error:
             _log.warning("%s is damaged (%s) and is left out. Restore or remove it.", file.path, error)
             continue
         yield file, content

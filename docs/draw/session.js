@@ -564,6 +564,7 @@ globalThis.draw = (() => {
           }
         } catch (error) {
           answer.error = error.message;
+          due = performance.now() + PAUSE_MS;
         }
         if (Object.keys(answer).length) this.answer(answer);
         if ("compare" in message) this.compare(session, message.compare);
@@ -617,5 +618,5 @@ globalThis.draw = (() => {
   }
 
   if (globalThis.document) globalThis.ownSocket = () => new OwnSocket(opened());
-  return { Session, Sketch };
+  return { Session, Sketch, OwnSocket };
 })();

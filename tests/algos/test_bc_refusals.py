@@ -16,7 +16,7 @@ from small_cloning import finish, tiny
 from two_modes import two_mode_dataset, two_mode_setup
 
 from algos.base import Setup
-from algos.cloning.planners import DiffuserConfig
+from algos.cloning.planners import DecisionDiffuserConfig, DiffuserConfig
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError, DatasetError
 from policies.policy_config import ChunkSpec
@@ -110,6 +110,41 @@ def test_a_planner_is_not_cloned_on() -> None:
     planner = small(DiffuserConfig).build(setup("diffusion", init=None)).snapshot()
     with pytest.raises(CapabilityError, match=mentions("algo=bc planner algo=diffuser")):
         tiny().build(setup("diffusion", init=planner))
+
+
+@pytest.mark.parametrize(
+    ("made_by", "continued_by", "words"),
+    [
+        ({"part": DiffuserConfig}, {"part": DecisionDiffuserConfig}, "algo=decision_diffuser inverse lacks"),
+        ({"part": DecisionDiffuserConfig}, {"part": DiffuserConfig}, "algo=diffuser inverse has"),
+        (
+            {"part": DiffuserConfig},
+            {"part": DiffuserConfig, "value_widths": (), "plans": 1},
+            "value_widths has",
+        ),
+        ({"part": DecisionDiffuserConfig}, {"part": DecisionDiffuserConfig, "returns": False}, "returns has"),
+    ],
+    ids=["states", "actions", "value", "returns"],
+)
+def test_a_planner_of_other_networks_is_not_continued(
+    made_by: dict[str, Any], continued_by: dict[str, Any], words: str
+) -> None:
+    init = planner_of(**made_by).build(setup("diffusion", init=None)).snapshot()
+    with pytest.raises(CapabilityError, match=mentions(words)):
+        planner_of(**continued_by).build(setup("diffusion", init=init))
+
+
+def test_a_continued_planner_acts_by_the_new_settings_and_the_new_returns() -> None:
+    first = planner_of(DecisionDiffuserConfig).build(setup("diffusion", init=None)).snapshot()
+    given = {"temperature": 0.25, "wanted": 0.3, "guidance": 3.0}
+    run = planner_of(DecisionDiffuserConfig, **given).build(setup("diffusion", init=first))
+    fresh = planner_of(DecisionDiffuserConfig, **given).build(setup("diffusion", init=None)).policy
+    assert run.policy.wrapper == fresh.wrapper != first.wrapper
+    assert run.policy.base.config.guidance == 3.0
+
+
+def planner_of(part: type, **values: Any) -> Any:
+    return replace(small(part), **values)
 
 
 @pytest.mark.parametrize(

@@ -152,3 +152,24 @@ def page(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tab() -> Any:
     with browser() as found:
         yield found
+
+
+FAILING = """
+require(process.argv[1]);
+const facts = { hz: 100 }, heard = [];
+const step = async () => { throw new Error("no memory"); };
+const session = { made: { facts }, reset: async () => ({}), step };
+const socket = new globalThis.draw.OwnSocket(Promise.resolve(session));
+socket.addEventListener("message", (event) => heard.push(JSON.parse(event.data).error));
+socket.send('{"play": true}');
+setTimeout(() => { process.stdout.write(JSON.stringify(heard)); process.exit(); }, 300);
+"""
+
+
+def test_a_step_that_fails_is_told_now_and_then() -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is missing")
+    command = [node, "-e", FAILING, str(ROOT / "docs/draw/session.js")]
+    told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    assert told == [None, "no memory"]  # the facts, and one error

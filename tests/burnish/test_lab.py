@@ -369,3 +369,24 @@ def test_starts_are_compared_as_eval_does(
     assert compared(subject, session.plane, session.controls, left) == {}, "nobody waits for it"
     with pytest.raises(ConfigError, match=mentions("noise 0.5")):
         compared(subject, session.plane, Controls(noise=0.5))
+
+
+def test_a_comparison_ends_when_the_visitor_leaves_in_the_middle(subject: Subject, session: Session) -> None:
+    class Leaving(Event):
+        asked = 0
+
+        def is_set(self) -> bool:
+            self.asked += 1
+            return self.asked > 3
+
+    left = Leaving()
+    assert compared(subject, session.plane, session.controls, left) == {}
+    assert left.asked == 4
+
+
+def test_plans_that_are_not_finite_are_refused_and_the_ones_before_stay(session: Session) -> None:
+    before = session.controls
+    with pytest.raises(ConfigError, match=mentions("not finite")):
+        session.control({"strategy": "guided_diffusion", "sketch": [[0, 0], [0, 1e-320]]})
+    assert session.controls == before
+    assert np.isfinite(session.step()["at"]).all()

@@ -19,7 +19,7 @@ from burnish.commands.lab import LabConfig, subject_of
 from burnish.lab.controls import Subject
 from burnish.lab.run_control import RunControl
 from burnish.lab.runs import RunFolder
-from burnish.lab.server import Lab, LabServer
+from burnish.lab.server import MOST_VISITORS, Lab, LabServer
 from burnish.runs.locate import Located
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.gym.task import Gym
@@ -218,3 +218,13 @@ def test_a_row_of_pillars_is_dragged(tab: Browser) -> None:
         drag(tab, scene, [(x, y), (x - 0.01, y), (x - 0.02, y)])
         tab.wait(f"return document.querySelector('#scene').toDataURL() !== '{before}'")
         assert not text_of(tab, "problem") and not tab.complaints()
+
+
+def test_a_page_too_many_says_so(tab: Browser) -> None:
+    lab = Lab(subject_of(LabConfig(policy=f"{OLD}/cloned")))
+    lab._visitors = MOST_VISITORS
+    with served(lab) as address:
+        tab.open(address)
+        tab.wait("return !document.querySelector('#problem').hidden")
+        tab.run("return new Promise((done) => setTimeout(done, 300))")
+        assert "pages are open already" in text_of(tab, "problem")

@@ -219,6 +219,35 @@ def test_a_wrong_message_is_answered_and_the_visitor_goes_on(server: LabServer, 
         assert talk(visitor, {"step": True}, "step")["step"] == 1
 
 
+def test_a_task_that_fails_is_answered_now_and_then_and_the_visitor_goes_on(
+    server: LabServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("the simulator is unstable")
+
+    with visit(server) as visitor:
+        with monkeypatch.context() as broken:
+            broken.setattr("burnish.lab.session.Session.step", failing)
+            broken.setattr("burnish.lab.server.compared", failing)
+            assert talk(visitor, {"compare": 3}, "compared")["error"] == "the simulator is unstable"
+            assert talk(visitor, {"play": True}, "error")["error"] == "the simulator is unstable"
+            with pytest.raises(TimeoutError):
+                visitor.recv(timeout=0.3)
+            visitor.send(json.dumps({"play": False}))
+        assert talk(visitor, {"step": True}, "step")["step"] == 1
+
+
+def test_a_task_that_cannot_begin_says_why(server: LabServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("burnish.lab.server.Session", failing)
+    with visit(server) as visitor:
+        assert visitor.first == {"error": "too many open files"}
+        with pytest.raises(ConnectionClosed):
+            visitor.recv(timeout=10)
+
+
 def test_messages_are_bounded(server: LabServer) -> None:
     for message in ("x" * (MESSAGE_BYTES + 1), b"\x00bytes"):
         with visit(server) as visitor, pytest.raises(ConnectionClosed):

@@ -37,6 +37,13 @@ def made(path: Path, algo: str, env: dict[str, Any] | None, seed: int = 0) -> Ru
     return RunDirectory.create_at(path, config, [])
 
 
+def test_curves_leave_out_what_is_no_number() -> None:
+    good: list[dict[str, Any]] = [{"step": 1, "policy/loss": 1.0}, {"step": 2, "policy/loss": 0.5}]
+    odd = [{"policy/loss": 3.0}, *({"step": 3, "policy/loss": one} for one in (None, np.nan, np.inf, "1"))]
+    whole, damaged = (learning_charts({"run": rows}, "steps") for rows in (good, [*good, *odd]))
+    assert whole and damaged == whole
+
+
 def test_runs_of_one_algorithm_on_one_task_are_a_group(tmp_path: Path) -> None:
     avoid, first, second = {"name": "avoid"}, *({"name": "cube-single", "task": task} for task in (1, 2))
     kinds = {

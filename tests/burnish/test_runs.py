@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import burnish
 from algos.training.run_directory import RunDirectory
 from burnish.commands import runs as runs_command
+from burnish.commands.report import ReportConfig
 from burnish.commands.runs import differing_keys, readable_runs, tabulate
 from burnish.reports.results import evaluations_while_training, stored_evaluation
 from burnish.runs.best_evaluation import best_evaluation
@@ -81,6 +83,34 @@ def test_a_damaged_evaluation_is_left_out(
     assert f"{file.path} is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("damage", ["a folder", "another task", "no values", "no task"])
+def test_one_damaged_evaluation_takes_no_other_run_from_a_table_or_a_report(
+    damage: str, sweep: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("0", "1"):
+        shutil.copytree(sweep / name, tmp_path / "runs" / name)
+    hurt = RunDirectory.open(tmp_path / "runs" / "0")
+    for file in hurt.evals():
+        content = json.loads(file.path.read_text())
+        if damage == "another task":
+            content["protocol"]["env"]["name"] = "lift"  # edited: its hash is another
+        elif damage == "no values":
+            content["summary"] = {}
+        elif damage == "no task":
+            content = {"protocol": {}, "summary": {}, "rows": []}
+        file.path.unlink()
+        if damage == "a folder":
+            file.path.mkdir()
+        else:
+            file.path.write_text(json.dumps(content))
+    runs = [RunDirectory.open(tmp_path / "runs" / name) for name in ("0", "1")]
+    columns, rows = tabulate(runs, tmp_path / "runs")
+    last = columns.index("last")
+    assert rows[0][last] == "" and str(rows[1][last]).endswith("%")
+    assert burnish.report(tmp_path / "runs", episodes=0).is_file()
+    assert f"{file.path} is damaged" in caplog.text
+
+
 def test_the_budget_of_a_run_on_data_and_in_the_task_is_both(tmp_path: Path) -> None:
     algo = {"name": "qc", "steps": 40, "online_steps": 100}
     run = RunDirectory.create_at(tmp_path / "qc", {"algo": algo, "env": {"name": "avoid"}}, [])
@@ -98,3 +128,16 @@ def test_a_folder_of_runs_is_one_page_with_the_swept_key(sweep: Path, tmp_path: 
     clash = burnish.report([sweep / "0", copy], episodes=0, out=tmp_path / "clash").read_text()
     assert "2 runs: sweep-0, again-0" in clash
     assert RunDirectory.open(sweep / "0").latest() == 2
+
+
+def test_a_run_that_is_given_twice_is_not_pooled_with_itself(sweep: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(sweep / "0")
+    given = [str(path) for path in (sweep / "0", tmp_path / "link", sweep / "1", sweep / "0")]
+    assert [one.path.resolve() for one in ReportConfig(run=given).runs()] == [sweep / "0", sweep / "1"]
+
+
+def test_a_run_of_damaged_sections_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    RunDirectory.create_at(tmp_path / "whole", {"algo": {"name": "bc"}, "env": None}, [])
+    RunDirectory.create_at(tmp_path / "damaged", {"algo": "bc"}, [])
+    assert [run.path.name for run in readable_runs(runs_below(tmp_path))] == ["whole"]
+    assert "damaged is left out" in caplog.text

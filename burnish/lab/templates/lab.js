@@ -35,7 +35,10 @@
     socket.send(JSON.stringify(message));
   }
 
-  socket.addEventListener("close", () => problem("The laboratory has ended. Start burnish lab again."));
+  socket.addEventListener("close", () => {
+    const saidWhy = !facts && !$("problem").hidden;
+    if (!saidWhy) problem("The laboratory has ended. Start burnish lab again.");
+  });
   socket.addEventListener("message", (event) => {
     const message = JSON.parse(event.data);
     if (message.scene) scene = message.scene;

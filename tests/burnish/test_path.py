@@ -194,7 +194,8 @@ def test_another_task_is_told_and_not_reported_as_the_own_one(
 
 
 def test_several_seeds_share_a_report(base: Run, tmp_path: Path) -> None:
-    page = burnish.report([base, base], episodes=0, out=tmp_path / "both").read_text()
+    other = shutil.copytree(base.path, tmp_path / "other")
+    page = burnish.report([base, other], episodes=0, out=tmp_path / "both").read_text()
     assert "2 runs" in page and "<th>all runs</th>" in page
 
 

@@ -286,8 +286,9 @@ def compared(
             episodes=STARTS, first_seed=START_SEED, start_noise=kind, sampling_noise=kind
         )
         view = subject.view(one, plane).clone()
-        for part in view.modules() if left is not None else ():
-            part.register_forward_pre_hook(partial(_stop_if, left))
+        if left is not None:
+            for part in view.modules():
+                part.register_forward_pre_hook(partial(_stop_if, left))
         try:
             evaluation = evaluate(view, subject.env, settings, keep_observations=plane is not None)
         except _LeftError:

@@ -38,6 +38,7 @@ from envs.datasets.curation import Curation
 from envs.evaluation.settings import check_seeds
 from envs.fit import require_same_task, task_text
 from policies import registry
+from policies.bounds import Checked
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import at_home, lasting
 from policies.policy_config import PART_GROUPS
@@ -328,8 +329,8 @@ def refuse_unused(config: TrainConfig, typed: Overrides) -> None:
     """Refuse typed values that have no effect beside others: see `policies.bounds.Checked.unused`."""
     for item in typed.items:
         part, _, name = item.key.partition(".")
-        unused = getattr(getattr(config, part, None), "unused", dict)()
-        for key, why in unused.items():
+        section = getattr(config, part, None)
+        for key, why in section.unused().items() if isinstance(section, Checked) else ():
             if f"{name}.".startswith(f"{key}.") and item.value is not None:
                 raise ConfigError(f"{item.key} has no effect {why}. Change that, or leave {item.key} out.")
 

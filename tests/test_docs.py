@@ -8,6 +8,7 @@ import shlex
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -132,6 +133,18 @@ def _defined(body: list[ast.stmt], prefix: str) -> Iterator[str]:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_every_test_file_stands_beside_its_law() -> None:
+    """tests/README.md names files without `test_` and `.py`."""
+    lines = (ROOT / "tests" / "README.md").read_text().splitlines()
+    cells = [line.split("|")[2] for line in lines if line.startswith("| ")]
+    named = {name.rpartition("/")[2] for cell in cells for name in CODE.findall(cell)}
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert not {file for file in files if not any(fnmatch(file, name) for name in named)}, (
+        "not in tests/README.md"
+    )
+    assert not {name for name in named if not any(fnmatch(file, name) for file in files)}, "no such test file"
 
 
 def test_references_to_code_exist() -> None:

@@ -158,8 +158,8 @@ def read(
 
     Args:
         path: HDF5 file.
-        max_episode_steps: Time limit in steps; required for files without `timeouts` or with missing ones.
-            Unused with `d4rl_compat` if there are `timeouts`.
+        max_episode_steps: Time limit in steps, for files without `timeouts` or with incomplete ones. Unused
+            with `d4rl_compat` if there are `timeouts`.
         d4rl_compat: Reproduce the official transitions instead of correct ones (see the module).
         infos: Also keep keys under `infos/` with one row per frame or episode; the goals of mazes,
             `infos/goal`, become the extra key `goal`.

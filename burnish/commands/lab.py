@@ -38,7 +38,7 @@ def run(config: LabConfig, context: RunContext) -> None:
 
     Raises:
         ConfigError: If there is nothing to show, or policy and task do not fit.
-        CapabilityError: If the task cannot be seen from above.
+        CapabilityError: If the task is neither seen from above nor simulated by MuJoCo.
     """
     folder = None if config.runs is None else Path(config.runs)
     runs = RunFolder(folder) if folder is not None and folder.is_dir() else None

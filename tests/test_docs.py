@@ -135,6 +135,20 @@ def _defined(body: list[ast.stmt], prefix: str) -> Iterator[str]:
             yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
 
 
+def test_errors_that_pages_explain_are_raised() -> None:
+    """What begins a row under *When it fails* and is no name occurs in the sources."""
+    sources = "".join(
+        path.read_text() for name in (*registry.PACKAGES, "burnish") for path in (ROOT / name).rglob("*.py")
+    )
+    said = re.sub(r'"\s*\n\s*f?"', "", sources)
+    rows = [row for page in OWN for row in page.read_text().partition("## When it fails")[2].splitlines()]
+    quoted = [text for row in rows if row.startswith("| `") for text in CODE.findall(row.split("|")[1])]
+    messages = [re.sub(r"^algo=\w+ ", "", text) for text in quoted if " " in text]
+    assert len(messages) > 10
+    for message in messages:
+        assert all(part.strip() in said for part in message.split("…")), message
+
+
 def test_every_test_file_stands_beside_its_law() -> None:
     """tests/README.md names files without `test_` and `.py`."""
     lines = (ROOT / "tests" / "README.md").read_text().splitlines()

@@ -54,8 +54,9 @@ def write(found: Located) -> None:
     """Write a policy, its graphs and its facts into docs/draw.
 
     Raises:
-        CapabilityError: If the page does not know how to run it.
+        CapabilityError: If the page does not know how to run it; nothing is written then.
     """
+    facts(found)
     policy = found.load().eval()
     with tempfile.TemporaryDirectory() as name:
         export_onnx(policy, Path(name) / "graphs", graph="step", latency_batches=())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from burnish.config.commands import COMMANDS
 from burnish.name_clashes import prefer_own_packages, require_graphics_library, require_own_packages
@@ -22,9 +24,16 @@ def set_thread_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
+def escape_odd_names(stream: Any) -> None:
+    """Let a stream escape what its encoding lacks, such as file names that are no text, not end a command."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 success, 2 user error, 130 interrupted, 1 internal error."""
     set_thread_defaults()
+    escape_odd_names(sys.stdout)
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in (["-sc"], ["--shell-completion"]):
         sys.exit(_complete(given))

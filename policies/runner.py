@@ -44,6 +44,8 @@ MODEL, ENCODER, STEP, LOOP = "policy.onnx", "encoder.onnx", "step.onnx", "loop.j
 SIGNATURE, SAMPLE = "signature.json", "sample.npz"
 _MOST_BYTES, _MOST_STEPS = 2**26, 10_000
 NOT_HISTORIES = ("goal", "noise")
+_FACTS = ("format", "graph", "inputs", "outputs", "act_steps", "obs_steps")
+_LOOP_FACTS = ("action_offset", "action_scale", "action_start", "act_steps")
 
 
 @dataclass(frozen=True)
@@ -348,7 +350,9 @@ class Runner:
         place = Path(folder)
         if not (place / SIGNATURE).is_file():
             raise ValueError(f"{place} is no exported policy: it holds no {SIGNATURE}.")
-        self.signature: dict[str, Any] = _read_facts(place / SIGNATURE)
+        self.signature: dict[str, Any] = _read_facts(place / SIGNATURE, _FACTS)
+        if self.signature["format"] != "onnx" or self.signature["graph"] not in ("whole", "step"):
+            raise ValueError(f"{place} is no export of this version. Export the policy again.")
         self.inputs: dict[str, Any] = self.signature["inputs"]
         self._is_noisy = is_noisy
         self._predict: Callable[[Mapping[str, Array]], Actions]
@@ -421,24 +425,43 @@ class Runner:
         if wrong := self.inputs.keys() ^ inputs.keys():
             got = f"got {sorted(inputs)}; wrong or missing: {sorted(wrong)}"
             raise ValueError(f"inputs must be {sorted(self.inputs)}; {got}.")
-        for name, value in inputs.items():
-            if list(value.shape[1:]) != self.inputs[name]["shape"][1:]:
+        typed = {name: _typed(name, value, self.inputs[name]["dtype"]) for name, value in inputs.items()}
+        for name, value in typed.items():
+            if not value.ndim or list(value.shape[1:]) != self.inputs[name]["shape"][1:]:
                 expected = ", ".join(map(str, self.inputs[name]["shape"]))
                 raise ValueError(f"{name} must have shape ({expected}); got {value.shape}.")
-            _require_finite(name, value, value)
-        return self._predict(inputs)
+        if len(set(batches := {name: len(value) for name, value in typed.items()}.values())) > 1:
+            raise ValueError(f"inputs must be of one batch; got {dict(zip(typed, batches, strict=True))}.")
+        return self._predict(typed)
 
 
 def _typed(name: str, value: Any, dtype: str) -> Array:
     """Return an input in its type; refuses numbers that are not finite, and float images (0.9: black)."""
-    given = np.asarray(value)
-    are_bytes = given.dtype.kind in "iu" and bool(((given >= 0) & (given <= 255)).all())
-    if dtype == "uint8" and not are_bytes:
+    given = _numbers(name, value)
+    if dtype == "uint8" and not _are_bytes(given):
         fix = "Use np.rint(255 * x).astype(np.uint8)"
         raise ValueError(f"{name} must be bytes, 0 to 255; got {given.dtype}. {fix}.")
     typed = given.astype(dtype, copy=False)
     _require_finite(name, typed, given)
     return typed
+
+
+def _numbers(name: str, value: Any) -> Array:
+    try:
+        given = np.asarray(value)
+        if given.dtype.kind in "biuf":
+            return given
+        if given.dtype.kind == "O":  # None, or numbers of other programs
+            return given.astype(np.float64)
+    except (TypeError, ValueError):  # lists of different lengths, objects
+        raise ValueError(f"{name} must be an array of numbers; got {str(value)[:80]}.") from None
+    raise ValueError(f"{name} must be real numbers; got {given.dtype}.")
+
+
+def _are_bytes(given: Array) -> bool:
+    if given.dtype == np.uint8:
+        return True
+    return given.dtype.kind in "iu" and bool(((given >= 0) & (given <= 255)).all())
 
 
 def _require_finite(name: str, value: Array, given: Array) -> None:
@@ -458,7 +481,7 @@ class _Stepwise:
         self._encoder = open_session(folder / ENCODER, threads=threads)
         self._network = open_session(folder / STEP, threads=threads)
         self._conditions = [node.name for node in self._encoder.get_outputs()]
-        self._loop: dict[str, Any] = _read_facts(folder / LOOP)
+        self._loop: dict[str, Any] = _read_facts(folder / LOOP, _LOOP_FACTS)
         if not self._loop.get("walk", {}).get("steps", 1) <= _MOST_STEPS:
             raise ValueError(f"{folder / LOOP}: a walk must have at most {_MOST_STEPS} steps.")
         self._rows = [
@@ -539,6 +562,8 @@ def run(session: Any, inputs: Mapping[str, Array]) -> list[Array]:
 def open_session(path: str | Path, *, threads: int = 1) -> Any:
     """Open an ONNX file with onnxruntime on the CPU; ValueError if it holds more than a plain graph."""
     with open(path, "rb") as file:
+        if not file.seek(0, 2):
+            raise ValueError(f"{path} is no ONNX graph: it is empty.")
         content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     _refuse_more_than_a_graph(content, "model", path)
     try:
@@ -610,11 +635,16 @@ def _varint(content: memoryview, place: int, path: str | Path) -> tuple[int, int
     raise ValueError(f"{path} is no ONNX graph.")
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def _read_facts(path: Path, needed: Sequence[str]) -> dict[str, Any]:
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} must have at most {_MOST_BYTES} bytes; got {path.stat().st_size}.")
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return facts
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON file ({error}). Export the policy again.") from None
+    if missing := set(needed) - set(facts if isinstance(facts, dict) else ()):
+        raise ValueError(f"{path} lacks {sorted(missing)}: it is damaged, or of another version.")
+    return dict(facts)
 
 
 def check(folder: str | Path) -> float:

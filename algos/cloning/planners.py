@@ -34,7 +34,7 @@ from algos.cloning.validation import masked_mean
 from envs.datasets.episodes import EpisodeDataset
 from policies.bounds import bounded
 from policies.build import build_policy, complete
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import CapabilityError, ConfigError, DatasetError
 from policies.policy_config import ChunkSpec
 from policies.protocols import TE
 from policies.registry import name_of, register
@@ -180,6 +180,11 @@ class DiffuserConfig(PlanningConfig):
     def with_returns(self, dataset: EpisodeDataset) -> EpisodeDataset:
         if not self.value_widths:
             return dataset
+        if dataset.num_frames < 2:
+            raise DatasetError(
+                f"{dataset.source} holds one frame, and a value compares returns of several. Record more, or "
+                "use algo.value_widths=[] algo.plans=1."
+            )
         cost = self.failure_cost * dataset.terminated.to(dataset.rewards)
         to_go = replace(dataset, rewards=dataset.rewards - cost).returns_to_go(self.gamma)
         scaled = (to_go - to_go.mean()) / to_go.std().clamp(min=1e-6)

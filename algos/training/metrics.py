@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 Scalars = dict[str, float]
 """`component/quantity` -> plain number."""
 
+_LARGEST = sys.float_info.max
 _VITAL_WORDS = frozenset({"loss", "norm"})
 
 
@@ -62,8 +64,15 @@ def append_jsonl(path: Path, values: Mapping[str, float], step: int) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file; invalid lines are skipped, with a warning unless truncated."""
-    return [row for _, row in _complete_rows(Path(path))]
+    """Return the rows of a metrics file, numbers and None by name.
+
+    What is damaged is left out, and a file that cannot be read: with a warning, unless a line is truncated.
+    """
+    try:
+        return [row for _, row in _complete_rows(Path(path))]
+    except OSError as error:
+        _log.warning("%s cannot be read (%s) and is left out.", path, error.strerror)
+        return []
 
 
 def truncate_jsonl(path: Path, size: int, *, through: int | None = None) -> None:
@@ -77,7 +86,7 @@ def truncate_jsonl(path: Path, size: int, *, through: int | None = None) -> None
         size = max((end for end, _ in _complete_rows(path)), default=0)
     elif through is not None:
         later = ((end, row) for end, row in _complete_rows(path) if end > size)
-        kept = takewhile(lambda found: found[1].get("step", through + 1) <= through, later)
+        kept = takewhile(lambda found: _is_number(step := found[1].get("step")) and step <= through, later)
         size = max((end for end, _ in kept), default=size)
     os.truncate(path, size)
 
@@ -96,10 +105,17 @@ def _complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 row = json.loads(line)
             except ValueError:
                 row = None
-            if isinstance(row, dict):
-                yield end, row
-            else:
+            if not isinstance(row, dict):
                 _log.warning("%s: line %d is no JSON object and is left out; it is damaged.", path, number)
+                continue
+            known = {name: value for name, value in row.items() if value is None or _is_number(value)}
+            if odd := next((name for name in row if name not in known), ""):
+                _log.warning("%s: '%s' of line %d is no number and is left out.", path, odd[:80], number)
+            yield end, known
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and -_LARGEST <= value <= _LARGEST
 
 
 class Means:

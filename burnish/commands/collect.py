@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +181,11 @@ def _unfinished(config: CollectConfig, found: ResolvedCollect) -> Iterator[KeptE
     with take_lock(folder):
         store = KeptEpisodes(folder)
         env = found.env.compared() if hasattr(found.env, "compared") else found.env
-        _check_settings(store, meta_to_write(vars(lasting(config)), lasting(env), _FREE), config.episodes)
+        actors = {"policy": found.policy, "model": found.model}
+        settings = vars(lasting(config)) | {
+            key: one.content() for key, one in actors.items() if one is not None
+        }
+        _check_settings(store, meta_to_write(settings, lasting(env), _FREE), config.episodes)
         try:
             yield store
         except BaseException as error:
@@ -212,6 +216,7 @@ def _check_settings(store: KeptEpisodes, settings: dict[str, Any], episodes: int
         raise DatasetError(
             f"{store.folder} holds {len(store.attempts)} episodes of an interrupted recording whose settings "
             f"differ in {', '.join(differing)}. Repeat its command, choose another out, or remove the folder."
+            f"{_former(before, differing)}"
         )
     if (num := len(store.attempts)) > episodes:
         raise DatasetError(
@@ -219,6 +224,13 @@ def _check_settings(store: KeptEpisodes, settings: dict[str, Any], episodes: int
             f"drop {num - episodes}. Give episodes={num} or more, choose another out, or remove the folder."
         )
     _log.info("going on after the %d episodes in %s.", len(store.attempts), store.folder)
+
+
+def _former(before: Mapping[str, Any], differing: Sequence[str]) -> str:
+    """Return where policies lay that are others now, such as the last checkpoint of a run that went on."""
+    found = {key: before.get(key) for key in differing if key in ("policy", "model")}
+    places = [f"{key}={one.get('path')}" for key, one in found.items() if isinstance(one, dict)]
+    return f" It was {' '.join(places)} as it was then." if places else ""
 
 
 def _played(

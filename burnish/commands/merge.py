@@ -45,7 +45,7 @@ def run(config: MergeConfig, context: RunContext) -> float:
 
 def write_merged(config: MergeConfig) -> tuple[Path, dict[str, Any]]:
     """Write the merged policy; return its directory and the facts of the merge."""
-    if isinstance(config.policies, str) or not config.policies:
+    if not isinstance(config.policies, list | tuple) or not config.policies:
         raise ConfigError(f"merge needs policies=[a,b,…]; got {config.policies}.")
     found = [locate(str(path), "policies") for path in config.policies]
     start = None if config.init is None else locate(config.init, "init")

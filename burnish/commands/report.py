@@ -170,7 +170,7 @@ def _write(target: Path, page: str, pictures: Mapping[str, bytes]) -> Path:
     with draft_folder(target) as draft:  # an earlier report stays if the disk is full
         for name, image in pictures.items():
             (draft / name).write_bytes(image)
-        (draft / INDEX).write_text(page, encoding="utf-8")
+        (draft / INDEX).write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files
         for path in target.glob("*.*"):
             if PICTURE.fullmatch(path.name):
                 path.unlink()

@@ -52,9 +52,9 @@ def readable_runs(paths: Sequence[Path]) -> list[RunDirectory]:
     for path in paths:
         try:
             run = RunDirectory.open(path)
-            run.section("algo"), run.section("env")  # reads the file
+            run.section("algo"), run.section("env"), run.latest()  # reads the files
             found.append(run)
-        except BurnishError as error:
+        except (BurnishError, OSError) as error:
             _log.warning("%s is left out: %s", path, error)
     return found
 

@@ -53,6 +53,7 @@ class RunFolder:
             for path in runs_below(self._folder):
                 if home == path.resolve() or home in path.resolve().parents:
                     name = path.relative_to(self._folder).as_posix()
+                    name = name.encode("utf-8", "backslashreplace").decode()  # what a browser can ask for
                     found[self._folder.name if name == "." else name] = RunDirectory.open(path)
             self._found = {name: self._found.get(name, run) for name, run in found.items()}
         return self._found

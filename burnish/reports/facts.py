@@ -31,8 +31,9 @@ class Facts(NamedTuple):
 def facts_of(directory: RunDirectory) -> Facts:
     """Return what was run; facts that the run directory lacks are left out."""
     environment = _environment(directory)
-    packages = environment.get("packages") or {}
-    versions = [f"{name} {version}" for name, version in packages.items()]
+    packages = environment.get("packages")
+    known = packages if isinstance(packages, dict) else {}
+    versions = [f"{name} {version}" for name, version in known.items()]
     if python := environment.get("python"):
         versions.append(f"Python {python}")
     rows = {
@@ -46,8 +47,8 @@ def facts_of(directory: RunDirectory) -> Facts:
         "versions": ", ".join(versions),
         "source": environment.get("commit") or "",
     }
-    known = tuple((name, str(value)) for name, value in rows.items() if value not in (None, ""))
-    return Facts(known, repeating(directory))
+    told = tuple((name, str(value)) for name, value in rows.items() if value not in (None, ""))
+    return Facts(told, repeating(directory))
 
 
 def origin_of(directory: RunDirectory) -> str:

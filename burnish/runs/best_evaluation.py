@@ -72,6 +72,8 @@ def read_evaluations(directory: RunDirectory) -> Iterator[tuple[EvalFile, dict[s
             content = json.loads(text)
             if not {"protocol", "summary", "rows"} <= set(content):
                 raise ValueError("it holds no evaluation")
+            if file.is_of_training and not {"protocol_hash", "episodes"} <= set(content["summary"]):
+                raise ValueError("its summary lacks protocol_hash or episodes")
             float(content["summary"][Evaluation.from_json(text).quantity]["value"])
         except (BurnishError, OSError, TypeError, ValueError, LookupError) as error:
             _log.warning("%s is damaged (%s) and is left out. Restore or remove it.", file.path, error)

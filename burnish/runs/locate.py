@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from algos.training.run_directory import RunDirectory
 from policies.errors import CheckpointError, ConfigError
 from policies.export.exported_policy import ExportedPolicy
+from policies.export.folder import MODELS
 from policies.export.signature import is_exported, read_signature
 from policies.policy import Policy
+from policies.runner import SIGNATURE
 from policies.storage import policy_folder
 from policies.storage.checksums import sha256
 from policies.storage.hub import PREFIX, fetch, is_on_hub
@@ -29,9 +31,17 @@ _SEED_FOLDER = re.compile(r"seed-(\d+)")
 class Located:
     """A policy directory with its run and step, if inside a run."""
 
+    files: ClassVar[tuple[str, ...]] = (POLICY_CONFIG, WEIGHTS)
+
     path: Path
     run: Path | None = None
     step: int | None = None
+
+    def content(self) -> dict[str, str]:
+        """Return the place of the policy and the SHA-256 of what acts, which a run replaces as it grows."""
+        place = self.path.resolve()
+        files = [place / name for name in self.files if (place / name).is_file()]
+        return {"path": str(place), **{file.name: sha256(file) for file in files}}
 
     @property
     def label(self) -> str:
@@ -53,6 +63,8 @@ class Located:
 @dataclass(frozen=True)
 class LocatedExport(Located):
     """A folder written by `burnish export`."""
+
+    files = (SIGNATURE, *MODELS)
 
     def load(self) -> Any:
         return ExportedPolicy(self.path)

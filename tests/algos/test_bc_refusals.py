@@ -11,7 +11,7 @@ import torch
 from messages import mentions
 from point_steering import composed
 from point_steering import dataset as demonstrations
-from small_algorithms import setup, small
+from small_algorithms import dataset, setup, small
 from small_cloning import finish, tiny
 from two_modes import two_mode_dataset, two_mode_setup
 
@@ -132,6 +132,13 @@ def test_a_planner_of_other_networks_is_not_continued(
     init = planner_of(**made_by).build(setup("diffusion", init=None)).snapshot()
     with pytest.raises(CapabilityError, match=mentions(words)):
         planner_of(**continued_by).build(setup("diffusion", init=init))
+
+
+def test_a_value_of_plans_needs_more_than_one_frame() -> None:
+    alone = setup("diffusion", init=None, dataset=dataset(episodes=1, length=1))
+    with pytest.raises(DatasetError, match=mentions("one frame algo.value_widths=[]")):
+        planner_of(DiffuserConfig, pad_end=True).build(alone)
+    assert planner_of(DiffuserConfig, pad_end=True, value_widths=(), plans=1).build(alone).total
 
 
 def test_a_continued_planner_acts_by_the_new_settings_and_the_new_returns() -> None:

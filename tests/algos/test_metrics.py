@@ -108,3 +108,25 @@ def test_truncation_cuts_at_the_size_and_drops_partial_rows(tmp_path: Path) -> N
 def test_missing_file_is_empty(tmp_path: Path) -> None:
     truncate_jsonl(tmp_path / "none", 0)
     assert read_jsonl(tmp_path / "none") == []
+
+
+def test_what_is_no_number_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": 1, "time/elapsed_s": "12 s", "a/b": None},
+        {"step": "two", "time/elapsed_s": [3.0]},
+        {"step": 10**400, "a/b": 2},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_jsonl(path) == [{"step": 1, "a/b": None}, {}, {"a/b": 2}]
+    assert f"{path}: 'time/elapsed_s' of line 1 is no number" in caplog.text
+    truncate_jsonl(path, 0, through=1)
+    assert read_jsonl(path) == [{"step": 1, "a/b": None}]
+
+
+def test_a_file_that_cannot_be_read_has_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+    assert f"{tmp_path / 'metrics.jsonl'} cannot be read" in caplog.text

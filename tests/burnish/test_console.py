@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 
 import pytest
 
 from burnish import console
+from burnish.cli import escape_odd_names
 
 
 def test_long_work_logs_its_progress_where_there_is_no_bar(
@@ -23,3 +25,13 @@ def test_long_work_logs_its_progress_where_there_is_no_bar(
         "recording lift: 40/100, 41 attempts",
         "recording lift: 90/100, 91 attempts",
     ]
+
+
+def test_names_of_files_that_are_no_text_are_printed_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdout", stream)
+    escape_odd_names(stream)
+    console.output().print(console.table("", ("run",), [["r\udcff"]]))
+    stream.flush()
+    assert rb"r\udcff" in written.getvalue()

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from chromium import Browser, browser
+from messages import mentions
+from small_policies import policy_for
 from test_site import HOOKS
 
 from benchmarks import draw
@@ -20,7 +22,10 @@ from burnish.runs.locate import locate
 from envs.spec import Array
 from envs.tasks.avoid.task import Avoid
 from envs.tasks.plane import Plane
+from policies.errors import CapabilityError
 from policies.runner import ENCODER, STEP, open_session, run
+from policies.samplers.ddpm import DDIM
+from policies.storage.policy_folder import save_policy
 from policies.wrappers.sketch_guidance import SketchedPolicy
 from policies.wrappers.sketch_settings import STRATEGIES, SketchSettings
 
@@ -173,3 +178,14 @@ def test_a_step_that_fails_is_told_now_and_then() -> None:
     command = [node, "-e", FAILING, str(ROOT / "docs/draw/session.js")]
     told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
     assert told == [None, "no memory"]  # the facts, and one error
+
+
+def test_a_policy_that_the_page_cannot_run_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("POLICY", "GRAPHS", "FACTS"):
+        monkeypatch.setattr(draw, name, tmp_path / name)
+    saved = save_policy(policy_for(Avoid()).with_sampler(DDIM(steps=5)), tmp_path / "saved")
+    with pytest.raises(CapabilityError, match=mentions("docs/draw/session.js stochastic sampler")):
+        draw.write(locate(saved))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]

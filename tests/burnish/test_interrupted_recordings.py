@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +120,23 @@ def test_episodes_of_a_policy_are_kept(tmp_path: Path, num_workers: int) -> None
     for num in (3, 19, 40):
         interrupt(tmp_path / "parts.hdf5", num, episodes=43, num_workers=num_workers, **played)
     assert record(tmp_path / "parts.hdf5", episodes=43, num_workers=num_workers, **played) == one_go
+
+
+def test_a_run_that_went_on_in_between_is_another_policy(tmp_path: Path) -> None:
+    out, policy = tmp_path / "parts.hdf5", saved_policy(tmp_path / "policy", obs_dim=4, action_dim=2)
+    played = {"policy": policy, "env.max_episode_steps": 3, "keep_failures": True, "noise": None}
+    interrupt(out, 1, **played)
+    first = policy.rename(tmp_path / "first")
+    loaded = burnish.load_policy(first)
+    with torch.no_grad():
+        next(loaded.parameters()).add_(1.0)
+    save_policy(loaded, policy)
+    with pytest.raises(DatasetError, match=mentions(f"2 episodes differ in policy It was policy={policy}")):
+        record(out, **played)
+    assert kept(out) == 2
+    shutil.rmtree(policy)
+    first.rename(policy)
+    assert record(out, **played) == record(tmp_path / "whole.hdf5", **played)
 
 
 def test_an_environment_of_a_notebook_may_be_made_again(tmp_path: Path) -> None:

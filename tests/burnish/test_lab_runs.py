@@ -65,6 +65,13 @@ def test_runs_are_listed_youngest_first(tmp_path: Path) -> None:
     assert {(row["algo"], row["task"], row["step"]) for row in listed} == {("bc", "avoid", None)}
 
 
+def test_a_run_whose_name_is_no_text_is_asked_for_by_text(tmp_path: Path) -> None:
+    made(tmp_path / os.fsdecode(b"r\xff"), (1, 0.5), (2, 0.7))
+    folder = RunFolder(tmp_path)
+    (row,) = folder.listed()
+    assert row["name"].encode("utf-8") == rb"r\udcff" and shown(folder, row["name"])["html"].encode()
+
+
 def test_a_run_that_begins_is_found_and_one_that_goes_is_forgotten(tmp_path: Path) -> None:
     clock = Clock(1000.0)
     folder = RunFolder(tmp_path, clock=clock)

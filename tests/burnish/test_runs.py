@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,26 @@ def test_one_damaged_evaluation_takes_no_other_run_from_a_table_or_a_report(
     assert f"{file.path} is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("damage", ["packages", "elapsed", "step", "hash", "name"])
+def test_a_run_edited_by_hand_has_its_row_and_its_page(damage: str, sweep: Path, tmp_path: Path) -> None:
+    place = tmp_path / "runs" / (os.fsdecode(b"r\xff") if damage == "name" else "run")
+    run = RunDirectory.open(shutil.copytree(sweep / "0", place))
+    if damage == "packages":
+        (place / "environment.json").write_text(json.dumps({"packages": ["torch"], "python": "3.11"}))
+    elif damage == "hash":
+        for file in run.evals():
+            content = json.loads(file.path.read_text())
+            del content["summary"]["protocol_hash"]
+            file.path.write_text(json.dumps(content))
+    elif damage != "name":
+        odd = {"elapsed": {"time/elapsed_s": "12 s"}, "step": {"step": "two"}}[damage]
+        with run.metrics_path.open("a") as file:
+            file.write(json.dumps({"step": 3, **odd}) + "\n")
+    assert len(tabulate([run], tmp_path)[1]) == 1
+    page = burnish.report(place, episodes=0, out=tmp_path / "page").read_text(encoding="utf-8")
+    assert "bc on avoid" in page
+
+
 def test_the_budget_of_a_run_on_data_and_in_the_task_is_both(tmp_path: Path) -> None:
     algo = {"name": "qc", "steps": 40, "online_steps": 100}
     run = RunDirectory.create_at(tmp_path / "qc", {"algo": algo, "env": {"name": "avoid"}}, [])
@@ -141,3 +162,20 @@ def test_a_run_of_damaged_sections_is_left_out(tmp_path: Path, caplog: pytest.Lo
     RunDirectory.create_at(tmp_path / "damaged", {"algo": "bc"}, [])
     assert [run.path.name for run in readable_runs(runs_below(tmp_path))] == ["whole"]
     assert "damaged is left out" in caplog.text
+
+
+def test_a_run_that_may_not_be_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("own", "theirs"):
+        RunDirectory.create_at(tmp_path / name, {"algo": {"name": "bc"}, "env": None}, [])
+    found = RunDirectory.checkpoints
+
+    def checkpoints(run: RunDirectory) -> list[int]:
+        if run.path.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(run.path / "checkpoints"))
+        return found(run)
+
+    monkeypatch.setattr(RunDirectory, "checkpoints", checkpoints)
+    assert [run.path.name for run in readable_runs(runs_below(tmp_path))] == ["own"]
+    assert "theirs is left out" in caplog.text and "Permission denied" in caplog.text

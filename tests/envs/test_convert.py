@@ -415,3 +415,10 @@ def test_inspection_shows_every_camera(tmp_path: Path) -> None:
     assert found["cameras"] == {"left eye": [4, 5, 3]}
     assert (tmp_path / "seen" / "frames-left_eye.png").is_file()
     assert any("action_low" in remark for remark in found["remarks"])
+
+
+@pytest.mark.parametrize("names", [("observations", "observations/a"), ("observations/a", "observations")])
+def test_observations_as_one_array_and_by_name_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    np.savez(tmp_path / "both.npz", actions=ACTIONS, episode_ends=[len(OBS)], **dict.fromkeys(names, OBS))
+    with pytest.raises(DatasetError, match=mentions("both.npz 'observations' 'observations/<name>'")):
+        read_dataset(tmp_path / "both.npz")

@@ -150,8 +150,9 @@ def test_the_command_writes_a_policy_that_records_its_parents(tmp_path: Path) ->
     assert len(found["merge"]["init"]["sha256"]) == 64 and found["merge"]["scale"] == 0.5
     with pytest.raises(ConfigError, match=mentions("out= overwrite=true")):
         run(config, RunContext(tmp_path))
-    with pytest.raises(ConfigError, match=mentions("policies=[a,b")):
-        run(MergeConfig(policies=None), RunContext(tmp_path))
+    for given in (None, 3, {"a": 1}):
+        with pytest.raises(ConfigError, match=mentions("policies=[a,b")):
+            run(MergeConfig(policies=given), RunContext(tmp_path))
     (tmp_path / "graphs").mkdir()
     (tmp_path / "graphs" / SIGNATURE).write_text("{}")
     with pytest.raises(CheckpointError, match=mentions("policies= exported folder Give")):

@@ -453,3 +453,59 @@ def test_a_loop_at_a_rate_decides_on_a_thread_and_passes_its_errors_on() -> None
 def test_what_makes_no_sense_over_time_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=mentions(message)):
         make()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([[1.0], [1.0, 2.0]], "observation array of numbers"),
+        ({"x": 1.0}, "observation array of numbers"),
+        (["1.0"] * OBS_DIM, "observation real numbers"),
+        (np.full(OBS_DIM, 1j), "observation real numbers complex128"),
+        (None, "observation finite"),
+    ],
+)
+def test_what_is_no_array_of_numbers_is_refused_by_name(made: Any, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=mentions(words)):
+        Runner(made[1]).act({"observation": value})
+
+
+def test_decisions_for_a_batch_take_any_numbers_of_one_batch(made: Any) -> None:
+    runner, seen = Runner(made[1]), observations(TO)[None]
+    noise = runner.draw_noise(1)
+    expected = runner.predict({"observation": seen, "noise": noise}).action
+    for given in (seen.astype(np.float64), seen.tolist()):
+        np.testing.assert_array_equal(runner.predict({"observation": given, "noise": noise}).action, expected)
+    with pytest.raises(ValueError, match=mentions("one batch 2 1")):
+        runner.predict({"observation": np.repeat(seen, 2, axis=0), "noise": noise})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("signature.json", b"{", "signature.json is no JSON file"),
+        ("signature.json", b"[]", "signature.json lacks inputs another version"),
+        ("signature.json", None, "made no export of this version"),
+        ("graph", b"", "is empty"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_the_name_of_its_file(
+    made: Any, tmp_path: Path, name: str, content: bytes | None, words: str
+) -> None:
+    folder = Path(shutil.copytree(made[1], tmp_path / "made"))
+    if content is None:
+        content = json.dumps({**Runner(folder).signature, "format": "torch"}).encode()
+    graphs = sorted(path.name for path in folder.glob("*.onnx"))
+    (folder / {"graph": graphs[-1]}.get(name, name)).write_bytes(content)
+    with pytest.raises(ValueError, match=mentions(words)):
+        Runner(folder)
+
+
+def test_a_damaged_loop_is_refused_by_name(made: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made[1], tmp_path / "made"))
+    (folder / "loop.json").write_text("{}")
+    if Runner(made[1]).signature["graph"] == "whole":
+        assert Runner(folder).signature, "a whole graph has no loop"
+    else:
+        with pytest.raises(ValueError, match=mentions("loop.json lacks action_scale another version")):
+            Runner(folder)

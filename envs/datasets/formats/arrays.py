@@ -21,6 +21,7 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.files.hdf5 import datasets_of, peek_hdf5, read_hdf5, read_numbers
 from envs.datasets.files.npz import peek_npz, read_npz_into
 from envs.datasets.formats import d4rl, dppo, ogbench
+from policies.errors import DatasetError
 
 
 def matches(path: str | Path) -> bool:
@@ -56,7 +57,7 @@ def read(path: str | Path, *, cache: str | Path | None = None) -> EpisodeDataset
             items = {key: stored[key] for key in wanted}
             storage = choose_storage(2 * sum(one.nbytes for one in items.values()), path, cache=cache)
             arrays = {key: read_numbers(one, str(path), key, storage) for key, one in items.items()}
-    data = as_dataset(_nested(arrays), source=str(path), storage=storage)
+    data = as_dataset(_nested(arrays, path), source=str(path), storage=storage)
     data.meta["format"] = "arrays"
     data.meta["not_read"] = log_skipped_fields(path, unread, hint=HINT)
     return data
@@ -74,11 +75,13 @@ def _top(key: str) -> str:
     return key.replace(".", "/").split("/")[0]
 
 
-def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _nested(arrays: Mapping[str, np.ndarray], path: str | Path) -> dict[str, Any]:
     """Return `observations/<name>` and `images/<name>` as dicts by name."""
     found: dict[str, Any] = {}
     for key, value in arrays.items():
         top, _, name = key.replace(".", "/").partition("/")
+        if top in found and (not name or not isinstance(found[top], dict)):
+            raise DatasetError(f"{path}: expected the key '{top}', or arrays '{top}/<name>'; both are there.")
         if name:
             found.setdefault(top, {})[name] = value
         else:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ def _complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield end, known
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and -_LARGEST <= value <= _LARGEST
 
 

@@ -217,12 +217,8 @@ def test_what_has_no_velocity_along_its_path_is_refused(init: Any) -> None:
     ("options", "message"),
     [
         ({"num_draws": 0}, "num_draws 1"),
-        ({"log_prob_reduction": "per_dim"}, "per_step"),
-        ({"brownian_coef": -0.1}, "brownian_coef 0"),
-        ({"denoising_steps": 0}, "denoising_steps 1"),
-        ({"num_draws": 0}, "num_draws 1"),
         ({"log_prob_reduction": "per_dim"}, "mean, per_step, joint"),
-        ({"brownian_coef": -0.1}, "brownian_coef -0.1"),
+        ({"brownian_coef": -0.1}, "brownian_coef 0 -0.1"),
         ({"denoising_steps": 0}, "denoising_steps 1"),
     ],
 )

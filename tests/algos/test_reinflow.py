@@ -86,13 +86,10 @@ def test_the_upper_bound_falls_from_its_value_to_its_last_share(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_std": 0.3, "max_std": 0.2}, "min_std max_std"),
-        ({"level": "vp"}, "algo.noise.level vp"),
-        ({"input": "time"}, "state_time"),
-        ({"min_std": 0.0}, "noise.min_std 0.0"),
-        ({"min_std": 0.3, "max_std": 0.2}, "noise.max_std 0.3 0.2"),
-        ({"level": "vp"}, "learned, constant"),
+        ({"min_std": 0.3, "max_std": 0.2}, "min_std noise.max_std 0.3 0.2"),
+        ({"level": "vp"}, "algo.noise.level learned, constant vp"),
         ({"input": "time"}, "state_time, state"),
+        ({"min_std": 0.0}, "noise.min_std 0.0"),
         ({"hold": 1.5}, "hold"),
         ({"activation": "gelu"}, "tanh"),
         ({"hidden_dims": (0,)}, "hidden_dims"),
@@ -315,16 +312,10 @@ def test_a_policy_without_steps_is_refused_by_name() -> None:
     [
         ({"denoising_steps": 0}, "algo.denoising_steps 1"),
         ({"tuned_steps": 5}, "algo.tuned_steps 1 4 empty 5"),
-        ({"noise_clip": 0.0}, "algo.noise_clip"),
-        ({"clip_state": -1.0}, "algo.clip_state"),
-        ({"log_prob_reduction": "sum"}, "per_step per_dim"),
-        ({"surrogate": "clip"}, "algo.surrogate"),
-        ({"denoising_steps": 0}, "algo.denoising_steps 1"),
-        ({"tuned_steps": 5}, "algo.tuned_steps 5"),
         ({"noise_clip": 0.0}, "algo.noise_clip 0.0"),
         ({"clip_state": -1.0}, "algo.clip_state -1.0"),
         ({"log_prob_reduction": "sum"}, "mean, per_step, per_dim, joint"),
-        ({"surrogate": "clip"}, "ppo, spo, aspo"),
+        ({"surrogate": "clip"}, "algo.surrogate ppo, spo, aspo"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 from messages import mentions
-from pairwise import everything
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -284,33 +283,6 @@ def test_a_warm_start_enters_at_the_first_step_that_is_clean_enough() -> None:
     assert [table.step_at(t) for t in (0.0, 0.1, 0.25, 0.6, 0.75)] == [0, 1, 1, 3, 3]
     with pytest.raises(ConfigError, match=mentions("0.75 0.9")):
         table.step_at(0.9)
-
-
-@pytest.mark.skipif(not everything, reason="with --all: without it the contracts compile and export loops")
-@pytest.mark.parametrize("index", [3, -1, -3, 0, 5, 6])
-def test_eager_compiled_and_exported_give_the_same_numbers(index: int) -> None:
-    torch.compiler.reset()
-    sampler, process = PAIRS[index]
-    table = sampler.table(process)
-
-    class Loop(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(TH * DA, TH * DA)
-
-        def forward(self, noise: Tensor) -> Tensor:
-            return denoise(lambda k, x: self.net(x.flatten(1)).view_as(x), table, noise).action
-
-    torch.manual_seed(0)
-    loop = Loop()
-    batch = torch.export.Dim("batch", min=1, max=64)
-    program = torch.export.export(loop, (draw(table, torch.float32),), dynamic_shapes=({0: batch},))
-    compiled = torch.compile(loop, backend="eager", fullgraph=True)
-    for n in (1, 2, 7):
-        noise = draw(table, torch.float32, n)
-        want = loop(noise).detach()
-        torch.testing.assert_close(program.module()(noise), want, rtol=0, atol=1e-6)
-        torch.testing.assert_close(compiled(noise), want, rtol=0, atol=1e-6)
 
 
 # -- settings -------------------------------------------------------------------------------------------

@@ -9,10 +9,8 @@ import pytest
 import torch
 from messages import mentions
 from point_dppo import make_init
-from point_env import PointEnv
 from point_flows import FPO, RATES, SIZES, make_flow, make_run
 
-from algos.base import Setup
 from algos.fpo import AwmConfig, FpoConfig
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.fpo_ratio import AwmRatio, FpoRatio, Matching
@@ -20,8 +18,6 @@ from algos.onpolicy.ratios import Rows
 from algos.training.observations import encode
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import PolicyConfig
-from policies.processes.flow import RectifiedFlow
 from policies.processes.shortcut import Shortcut
 from policies.samplers.ode import Euler
 
@@ -214,17 +210,6 @@ def test_a_run_trains_the_network_and_ships_its_sampler(config: FpoConfig) -> No
     assert not all(torch.equal(a, b) for a, b in zip(before, run.learner.actor, strict=True))
     assert float(metrics["policy/updates"]) > 0
     assert run.snapshot().sampler == Euler(steps=4)  # type: ignore[attr-defined]
-    run.close()
-
-
-def test_a_fresh_flow_learns_from_the_reward_alone_with_a_scale_of_its_own() -> None:
-    config = PolicyConfig(
-        process=RectifiedFlow(), horizon=2, act_steps=2, normalizer={"state": "gaussian", "action": "limits"}
-    )
-    run = FPO.build(Setup(policy=config, env=PointEnv(), seed=5, num_workers=0, num_threads=1))
-    before = run.policy.normalizer.get_buffer("state_scale").clone()
-    run.advance()
-    assert not torch.equal(before, run.policy.normalizer.get_buffer("state_scale"))
     run.close()
 
 

@@ -12,12 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import mentions
-from pairwise import everything
 from point_flows import REINFLOW, make_flow, make_run
 
 from algos.onpolicy.reinflow_ratio import NoiseConfig, PathTerm, ReinflowRatio
 from algos.reinflow import ReinFlowConfig
-from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
 from policies.build import build_policy
@@ -214,21 +212,6 @@ def test_the_noise_follows_the_share_of_the_run(env_steps: int | None) -> None:
     assert bounds == pytest.approx([noise.max_std_at(share) for share in shares])
     assert bounds[0] == 0.3 and bounds[-1] < 0.2
     run.close()
-
-
-@pytest.mark.skipif(not everything, reason="with --all: without it the contracts resume it")
-def test_a_resumed_run_continues_bit_for_bit_with_its_noise(tmp_path: Path) -> None:
-    config = replace(REINFLOW, bc_weight=0.1, entropy_coef=0.01)
-    straight = make_run(config)
-    straight.advance()
-    torch.save(to_plain(straight.state_dict()), tmp_path / "state.pt")
-    resumed = make_run(config)
-    resumed.load_state_dict(from_plain(torch.load(tmp_path / "state.pt", weights_only=True)))
-    for run in (straight, resumed):
-        run.advance()
-        run.close()
-    ours, theirs = (run.ratio.trainable.state_dict() for run in (resumed, straight))  # type: ignore[attr-defined]
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 TAIL = replace(REINFLOW, tuned_steps=1, denoising_steps=3)

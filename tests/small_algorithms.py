@@ -116,6 +116,13 @@ def dataset(episodes: int = 40, length: int = 5) -> EpisodeDataset:
     )
 
 
+def mixed(frames: int = 800) -> EpisodeDataset:
+    """Episodes of two steps whose actions are +-0.6 alike; the reward is the first action."""
+    sign = torch.randint(0, 2, (frames // 2,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
+    actions = torch.stack([0.6 * sign.repeat_interleave(2), torch.zeros(frames)], 1)
+    return dataclasses.replace(dataset(frames // 2, 2), actions=actions, rewards=actions[:, 0].clone())
+
+
 def policy_config(process: str) -> PolicyConfig:
     levels = {"num_levels": 4}
     part = registry.lookup("process", process)

@@ -165,15 +165,6 @@ def test_snapshot_is_the_average_of_all_weights_so_far() -> None:
     assert not torch.allclose(weights(algorithm.snapshot()), weights(algorithm.policy))
 
 
-def test_snapshot_stays_as_it_was_while_training_goes_on() -> None:
-    algorithm = tiny().build(two_mode_setup())
-    snapshot = algorithm.snapshot()
-    before = weights(snapshot)
-    finish(algorithm)
-    assert torch.equal(weights(snapshot), before)
-    assert not snapshot.training
-
-
 def test_power_rule_changes_the_average_every_few_steps_only() -> None:
     algorithm = tiny(steps=9, ema="power", ema_every=2, log_every=1).build(two_mode_setup())
     average = weights(algorithm.policy)

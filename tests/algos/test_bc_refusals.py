@@ -48,11 +48,6 @@ class NamedEnv:
         raise AssertionError("cloning needs no simulator")
 
 
-def test_missing_dataset_is_named() -> None:
-    with pytest.raises(ConfigError, match=mentions("algo=bc dataset=")):
-        tiny().build(Setup())
-
-
 @pytest.mark.parametrize(
     ("env", "message"),
     [

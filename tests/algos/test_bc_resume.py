@@ -2,50 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
-import torch
 from messages import mentions
-from pairwise import each_value
-from small_cloning import PROCESSES, finish, tiny, weights
+from small_cloning import tiny
 from two_modes import two_mode_setup
 
 from policies.errors import CheckpointError
-
-
-@pytest.mark.parametrize(("process", "stop_at"), each_value([one.values[0] for one in PROCESSES], [2, 4]))
-def test_continuation_is_bit_exact(process: object, stop_at: int) -> None:
-    config = tiny(validation_fraction=0.1, validation_every=2)
-    straight = config.build(two_mode_setup(process=process))
-    expected = finish(straight)
-    first = config.build(two_mode_setup(process=process))
-    while first.progress < stop_at:
-        first.advance()
-    state = copy.deepcopy(first.state_dict())
-    second = config.build(two_mode_setup(process=process))
-    second.load_state_dict(state)
-    got = finish(second)
-    assert torch.equal(weights(second.policy), weights(straight.policy))
-    assert torch.equal(weights(second.snapshot()), weights(straight.snapshot()))
-    for row, other in zip(got, expected[-len(got) :], strict=True):
-        assert {k: float(v) for k, v in row.items() if not k.startswith("time/")} == {
-            k: float(v) for k, v in other.items() if not k.startswith("time/")
-        }
-
-
-def test_runs_of_a_seed_repeat_and_ignore_the_global_state() -> None:
-    results = []
-    for global_seed in (0, 1):
-        torch.manual_seed(global_seed)
-        algorithm = tiny().build(two_mode_setup(3))
-        finish(algorithm)
-        results.append(weights(algorithm.policy))
-    other = tiny().build(two_mode_setup(4))
-    finish(other)
-    assert torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], weights(other.policy))
 
 
 def test_a_continued_run_takes_the_weight_decay_it_is_given() -> None:

@@ -87,18 +87,6 @@ def test_a_critic_that_values_all_alike_changes_nothing(num_edited: int) -> None
     torch.testing.assert_close(chosen.act(observed(), noise=noise), base.act(observed(), noise=noise[:, 0]))
 
 
-def test_the_candidate_of_the_largest_value_is_executed() -> None:
-    chosen = wrapped(init("flow"), num_candidates=6)
-    cond, noise = chosen.encode({"state": observed()}), noise_of(chosen)
-    plans, actions = chosen.candidates(cond, noise)
-    assert chosen.critic is not None
-    for row in range(len(plans)):
-        values = [chosen.critic(cond.vec[row : row + 1], a[None]).mean() for a in actions[row]]
-        best = int(torch.stack(values).argmax())
-        assert torch.equal(chosen.decode(cond, noise)[row], plans[row, best])
-    assert len({tuple(plan.flatten().tolist()) for plan in plans[0]}) == 6
-
-
 @pytest.mark.parametrize("bound", [1.0, None])
 def test_edits_of_scale_zero_are_the_policy_bit_by_bit(bound: float | None) -> None:
     base = init("flow")

@@ -40,29 +40,15 @@ def test_config_is_a_structured_config() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr"),
-        ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup"),
+        ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr exceed actor_lr"),
+        ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup lie"),
         ({"sampler": "euler"}, "algo.sampler auto ddpm ddim ancestral euler"),
         ({"tuned_steps": 0}, "algo.tuned_steps 1 0"),
-        ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr must not exceed"),
-        ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup must lie in"),
-        ({"sampler": "euler"}, "algo.sampler ddpm ddim euler"),
         ({"eta": 0.0}, "algo.eta 0.0"),
-        ({"tuned_steps": 0}, "algo.tuned_steps 1 0"),
         ({"batch_size": 0}, "algo.batch_size"),
         ({"gamma": 1.5}, "algo.gamma"),
         ({"log_prob_reduction": "sum"}, "per_step"),
         ({"advantage_quantiles": (0.9, 0.1)}, "algo.advantage_quantiles"),
-        ({"min_log_prob_std": 0.0}, "algo.min_log_prob_std"),
-        ({"entropy_coef": 0.1}, "algo.entropy_coef 0 0.1"),
-        ({"batch_size": 1}, "algo.batch_size 2 algo.normalize_advantage=true"),
-        ({"advantage_quantiles": (0.5,)}, "algo.advantage_quantiles"),
-        ({"advantage_quantiles": (0.1, 0.2, 0.3)}, "algo.advantage_quantiles"),
-        ({"log_prob_range": (1.0,)}, "algo.log_prob_range"),
-        ({"log_prob_range": (5.0, math.nan)}, "algo.log_prob_range"),
-        ({"clip_range_rate": 1000.0}, "algo.clip_range_rate -100 100 1000"),
-        ({"clip_range_rate": math.nan}, "algo.clip_range_rate"),
-        ({"actor_min_lr": math.inf, "paper_compat": True}, "algo.actor_min_lr"),
         ({"min_log_prob_std": 0.0}, "algo.min_log_prob_std 0.0"),
         ({"entropy_coef": 0.1}, "algo.entropy_coef 0 0.1"),
         ({"batch_size": 1}, "algo.batch_size 2 algo.normalize_advantage=true"),
@@ -70,10 +56,10 @@ def test_config_is_a_structured_config() -> None:
         ({"advantage_quantiles": (0.1, 0.2, 0.3)}, "algo.advantage_quantiles two"),
         ({"log_prob_range": (1.0,)}, "algo.log_prob_range two"),
         ({"log_prob_range": (5.0, math.nan)}, "algo.log_prob_range two"),
-        ({"clip_range_rate": 1000.0}, "algo.clip_range_rate 1000"),
+        ({"clip_range_rate": 1000.0}, "algo.clip_range_rate -100 100 1000"),
         ({"clip_range_rate": math.nan}, "algo.clip_range_rate"),
-        ({"min_sampling_std": math.inf}, "algo.min_sampling_std inf"),
         ({"actor_min_lr": math.inf, "paper_compat": True}, "algo.actor_min_lr"),
+        ({"min_sampling_std": math.inf}, "algo.min_sampling_std inf"),
     ],
 )
 def test_bad_values_are_refused(change: dict[str, Any], message: str) -> None:
@@ -112,8 +98,6 @@ def test_a_composition_is_not_tuned(config: Any) -> None:
 def test_rising_rate_is_allowed_for_parity_only() -> None:
     rising = {"actor_lr": 2e-5, "actor_min_lr": 1e-4}
     assert replace(SMALL, paper_compat=True, **rising).actor_min_lr == 1e-4
-    with pytest.raises(ConfigError, match=mentions("actor_min_lr actor_lr")):
-        replace(SMALL, **rising)
 
 
 def test_unfit_setups_are_refused_before_work_starts() -> None:

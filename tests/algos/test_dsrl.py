@@ -17,7 +17,7 @@ import torch
 from messages import mentions
 from pairwise import each_value, repeated
 from point_env import PointEnv, PointStepper
-from point_steering import AS_IT_IS, changed, composed, dataset, flow, start
+from point_steering import AS_IT_IS, changed, composed, flow, start
 from torch import Tensor
 
 from algos.offpolicy.loop import OffPolicyRun
@@ -329,14 +329,6 @@ def _by_hand(values: Tensor, how: str, draws: dict[str, Tensor]) -> Tensor:
         array = array[draws["subset"].numpy()]
     by_name = {"min": array.min(0), "subset_min": array.min(0), "mean": array.mean(0)}
     return torch.as_tensor(by_name[how] if how in by_name else array.mean(0) - 0.7 * array.std(0))
-
-
-def test_a_share_may_be_any_number_and_is_drawn_together_with_experience() -> None:
-    run = start(changed(offline_ratio=0.3, batch_size=40, updates_per_step=1.0), dataset=dataset())
-    run._collect()
-    drawn = run.source.draw(40, torch.Generator().manual_seed(0))
-    assert int((drawn.reward > 6).sum()) == 12 and len(drawn) == 40
-    until_the_end(run)
 
 
 # -- learning -------------------------------------------------------------------------------------------

@@ -105,9 +105,11 @@ def test_the_temperature_settles_at_a_target_that_can_be_reached() -> None:
 
 
 @pytest.mark.parametrize("process", [Mip(), Regression(), TanhGaussianProcess()])
-def test_a_policy_that_is_deaf_to_its_noise_is_refused(process: Any) -> None:
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_policy_that_is_deaf_to_its_noise_is_refused(process: Any, steps: int | None) -> None:
+    """Whatever steps are asked for."""
     with pytest.raises(CapabilityError, match=mentions(f"algo=dsrl noise {type(process).__name__}")):
-        start(init=flow(process))
+        start(changed(denoising_steps=steps), init=flow(process))
 
 
 def test_a_composition_that_draws_at_every_step_is_refused() -> None:
@@ -127,12 +129,6 @@ def test_a_composition_of_random_steps_is_steered_by_as_many_steps_without_noise
     expected = quiet.decode(quiet.encode(quiet.observation({"state": OBS})), export_policy.noise_of(latent))
     assert torch.equal(export_policy.chunk_of(cond, latent), expected)
     run.close()
-
-
-@pytest.mark.parametrize("process", [Mip(), Regression(), TanhGaussianProcess()])
-def test_a_policy_that_is_deaf_to_its_noise_is_refused_whatever_steps_are_asked_for(process: Any) -> None:
-    with pytest.raises(CapabilityError, match=mentions(f"algo=dsrl noise {type(process).__name__}")):
-        start(changed(denoising_steps=3), init=flow(process))
 
 
 @pytest.mark.parametrize(

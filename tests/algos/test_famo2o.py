@@ -11,7 +11,7 @@ import pytest
 import torch
 from messages import mentions
 from pairwise import everything
-from small_algorithms import dataset, finished, init, noise_of, observed, policy_config, setup, small
+from small_algorithms import finished, init, mixed, noise_of, observed, policy_config, setup, small
 
 from algos.critics.famo2o import Famo2oConfig
 from algos.offline.loop import OfflineRun
@@ -114,13 +114,6 @@ def test_in_the_task_the_policy_clones_at_the_choice_of_before_the_step() -> Non
         u = fresh.worth(batch.cond, batch.action) - learner.value_of(batch.cond)
     torch.testing.assert_close(weight, (before * u).exp().clamp(max=100))
     assert not torch.equal(draws["choice"], draws["coefficient"])
-
-
-def mixed(frames: int = 800) -> Any:
-    """Actions are +-0.6 alike; the reward is the first action."""
-    sign = torch.randint(0, 2, (frames // 2,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
-    actions = torch.stack([0.6 * sign.repeat_interleave(2), torch.zeros(frames)], 1)
-    return replace(dataset(frames // 2, 2), actions=actions, rewards=actions[:, 0].clone())
 
 
 @pytest.mark.slow

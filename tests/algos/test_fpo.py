@@ -9,10 +9,8 @@ import pytest
 import torch
 from messages import mentions
 from point_dppo import make_init
-from point_env import PointEnv
 from point_flows import FPO, RATES, SIZES, make_flow, make_run
 
-from algos.base import Setup
 from algos.fpo import AwmConfig, FpoConfig
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.fpo_ratio import AwmRatio, FpoRatio, Matching
@@ -20,8 +18,6 @@ from algos.onpolicy.ratios import Rows
 from algos.training.observations import encode
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import PolicyConfig
-from policies.processes.flow import RectifiedFlow
 from policies.processes.shortcut import Shortcut
 from policies.samplers.ode import Euler
 
@@ -217,17 +213,6 @@ def test_a_run_trains_the_network_and_ships_its_sampler(config: FpoConfig) -> No
     run.close()
 
 
-def test_a_fresh_flow_learns_from_the_reward_alone_with_a_scale_of_its_own() -> None:
-    config = PolicyConfig(
-        process=RectifiedFlow(), horizon=2, act_steps=2, normalizer={"state": "gaussian", "action": "limits"}
-    )
-    run = FPO.build(Setup(policy=config, env=PointEnv(), seed=5, num_workers=0, num_threads=1))
-    before = run.policy.normalizer.get_buffer("state_scale").clone()
-    run.advance()
-    assert not torch.equal(before, run.policy.normalizer.get_buffer("state_scale"))
-    run.close()
-
-
 def test_what_has_no_matching_loss_of_its_sampler_is_refused() -> None:
     with pytest.raises(CapabilityError, match=mentions("algo=fpo Shortcut algo=dppo algo=reinflow")):
         make_run(FPO, make_flow(process=Shortcut(max_steps=8)))
@@ -246,22 +231,12 @@ def test_the_sampler_may_draw_noise() -> None:
     ("options", "message"),
     [
         ({"num_draws": 0}, "num_draws 1"),
-        ({"prediction": "score"}, "algo.prediction x0"),
-        ({"times": "uniform"}, "density"),
-        ({"loss_reduction": "sum"}, "per_step"),
-        ({"entropy_coef": 0.1}, "algo.entropy_coef"),
-        ({"difference_range": (0.5, 1.0)}, "algo.difference_range"),
-        ({"huber": 0.0}, "algo.huber"),
-        ({"action_noise": -0.1}, "action_noise 0"),
-        ({"denoising_steps": 0}, "denoising_steps 1"),
-        ({"time_power": 0.0}, "time_power"),
-        ({"num_draws": 0}, "num_draws 1"),
-        ({"prediction": "score"}, "velocity, eps, x0"),
+        ({"prediction": "score"}, "algo.prediction velocity, eps, x0"),
         ({"times": "uniform"}, "grid, density"),
         ({"loss_reduction": "sum"}, "mean, sqrt, per_step, joint"),
-        ({"entropy_coef": 0.1}, "entropy of a flow is not known"),
-        ({"difference_range": (0.5, 1.0)}, "a negative and a positive number"),
-        ({"huber": 0.0}, "huber 0.0"),
+        ({"entropy_coef": 0.1}, "algo.entropy_coef flow"),
+        ({"difference_range": (0.5, 1.0)}, "algo.difference_range negative positive"),
+        ({"huber": 0.0}, "algo.huber 0.0"),
         ({"action_noise": -0.1}, "action_noise 0"),
         ({"denoising_steps": 0}, "denoising_steps 1"),
         ({"time_power": 0.0}, "time_power 0.0"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from messages import mentions
 from pairwise import everything
-from small_algorithms import dataset, finished, init, observed, policy_config, setup, small
+from small_algorithms import dataset, finished, init, mixed, observed, policy_config, setup, small
 
 from algos.cloning.advantage_labels import is_positive
 from algos.cloning.recap import Recap, RecapConfig, with_goal
@@ -192,13 +192,6 @@ def test_a_run_begins_with_its_init_and_goes_on_from_another_run() -> None:
     assert other.policy.config.goal_dropout == 0.4
     fresh = finished(begin(init=None)).snapshot()
     assert not torch.equal(fresh.act(observed(), noise=noise), made.act(observed(), noise=noise))
-
-
-def mixed(frames: int = 800) -> Any:
-    """Actions are +-0.6 alike; the reward is the first action."""
-    sign = torch.randint(0, 2, (frames // 2,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
-    actions = torch.stack([0.6 * sign.repeat_interleave(2), torch.zeros(frames)], 1)
-    return replace(dataset(frames // 2, 2), actions=actions, rewards=actions[:, 0].clone())
 
 
 def learned(data: Any) -> Policy:

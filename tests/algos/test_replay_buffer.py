@@ -57,20 +57,6 @@ def test_every_part_of_a_row_comes_back() -> None:
     assert batch.discount.tolist() == [0.0, 0.25]
 
 
-@pytest.mark.parametrize("compat", [False, True])
-def test_rewards_are_discounted_as_asked(compat: bool) -> None:
-    rewards = torch.tensor([[1.0, 2.0, 4.0]]).expand(3, 3)
-    length = torch.tensor([3.0, 2.0, 2.0])
-    terminated, truncated = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 1.0])
-    end = torch.stack([length, terminated, truncated], dim=1)
-    law = Discounting(gamma=0.5, scale=2.0, shift=-1.0, paper_compat=compat)
-    reward, discount = law(rewards, end)
-    if compat:
-        assert reward.tolist() == [11.0, 4.0, 4.0] and discount.tolist() == [0.5, 0.0, 0.0]
-    else:
-        assert reward.tolist() == [1 + 1.5 + 1.75, 2.5, 2.5] and discount.tolist() == [0.125, 0.0, 0.25]
-
-
 def table(n: int) -> TransitionTable:
     ones = torch.full((n, 1), -1.0)
     return TransitionTable([single_steps(ones.expand(n, C), ones.expand(n, A), outcome=-1.0)], n)

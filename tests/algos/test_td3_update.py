@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import fields, replace
 from typing import Any
@@ -184,31 +183,6 @@ def test_an_actor_in_another_precision_has_graphs(monkeypatch: pytest.MonkeyPatc
     with torch_threads(1):
         none, found = actor_gradients(Td3BcConfig(steps=4, autocast="bfloat16", **SIZES), monkeypatch)
     assert found and not none
-
-
-@pytest.mark.parametrize("members", [1, 2, 5])
-@pytest.mark.parametrize("layer_norm", [False, True])
-def test_an_ensemble_is_its_members(members: int, layer_norm: bool) -> None:
-    torch.manual_seed(0)
-    net = EnsembleConfig(
-        members=members, hidden_dims=(16, 8), activation="tanh", layer_norm=layer_norm
-    ).build(3, 2)
-    cond, action = torch.randn(7, 3), torch.randn(7, 2)
-    values = net(cond, action)
-    for e in range(members):
-        h = torch.cat([cond, action], 1)
-        for i, layer in enumerate(net.layers_of(e)):
-            h = torch.nn.functional.linear(h, layer["weight"], layer["bias"])
-            if i < 2:
-                if layer_norm:
-                    h = torch.nn.functional.layer_norm(h, h.shape[-1:], layer["scale"], layer["shift"])
-                h = h.tanh()
-        torch.testing.assert_close(values[e], h.squeeze(1))
-    torch.testing.assert_close(net(cond, action, members=1)[0], values[0])
-    torch.testing.assert_close(net(cond, action, frozen=True), values)
-    twin = copy.deepcopy(net)
-    twin.load_members([net.layers_of(e) for e in reversed(range(members))])
-    torch.testing.assert_close(twin(cond, action).flip(0), values)
 
 
 def test_aggregates() -> None:

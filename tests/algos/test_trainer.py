@@ -235,14 +235,6 @@ def test_run_killed_before_its_first_checkpoint_starts_over(run: RunDirectory) -
     assert [row["step"] for row in read_jsonl(run.metrics_path)] == [1, 2, 3, 4]
 
 
-def test_finished_run_can_be_called_again_and_stays_as_it_is(run: RunDirectory) -> None:
-    train(RandomWalk(4), run, progress=False)
-    before = run.metrics_path.read_text()
-    train(RandomWalk(4), run, progress=False)
-    assert run.metrics_path.read_text() == before
-    assert run.latest() == 4
-
-
 def test_checkpoint_of_another_configuration_is_refused(run: RunDirectory) -> None:
     class Wider(RandomWalk):
         def load_state_dict(self, state: dict) -> None:

@@ -126,15 +126,6 @@ def test_single_steps_are_the_transitions_of_the_dataset() -> None:
     assert torch.equal(batch.discount == 0, own.terminated)
 
 
-def test_the_executed_rows_of_a_plan_are_the_action() -> None:
-    sizes = {"horizon": 6, "act_steps": 3, "obs_steps": 2, "action_start": 1}
-    table = tabulate(dataset(), policy(**sizes), Rewarding())
-    batch = table.gather(torch.arange(len(table)))
-    plan = batch.plan.view(-1, 6, 2)[:, 1:4].flatten(1)
-    torch.testing.assert_close(plan, batch.action)
-    assert batch.real[:, 1].all() and not batch.real.all()
-
-
 def test_the_next_action_is_the_one_recorded_next() -> None:
     data = dataset()
     table = tabulate(data, policy(horizon=1, act_steps=1), Rewarding())

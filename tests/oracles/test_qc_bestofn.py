@@ -89,16 +89,3 @@ def test_cloning_is_the_official_loss_of_recorded_steps(arrays: dict[str, Any], 
     assert learner.base_optimizer is not None
     if any(name.startswith("grad_actor_bc_flow") for name in arrays):
         assert_flow_gradient(learner.base.field, arrays, "grad_actor_bc_flow.mlp")
-
-
-@qc
-def test_target_copies_move_towards_the_critics_of_before_the_step(
-    arrays: dict[str, Any], learner: QcLearner
-) -> None:
-    before = [weight.clone() for weight in learner.critic.parameters()]
-    targets = [weight.clone() for weight in learner.target_critic.parameters()]
-    batch = valid_rows(batch_of(arrays))
-    learner.step(batch, learner.draw(len(batch), torch.Generator().manual_seed(0)))
-    tau = learner.config.tau
-    for old, target, moved in zip(before, targets, learner.target_critic.parameters(), strict=True):
-        torch.testing.assert_close(moved, tau * old + (1 - tau) * target)

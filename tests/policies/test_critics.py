@@ -41,18 +41,18 @@ def ensemble(members: int = 3, width: int = 32, **config: Any) -> Ensemble:
 
 def one_by_one(net: Ensemble, cond: Tensor, action: Tensor) -> Tensor:
     """Return values (E, B) by plain layers."""
-    found = []
+    found, act = [], torch.tanh if net.config.activation == "tanh" else F.relu
     for e in range(net.members):
         h = torch.cat([cond, action], dim=1)
         layers = net.layers_of(e)
         for layer in layers[:-1]:
             h = F.linear(h, layer["weight"], layer["bias"])
             if net.config.norm_after:
-                h = F.relu(h)
+                h = act(h)
             if "scale" in layer:
                 h = F.layer_norm(h, h.shape[-1:], layer["scale"], layer["shift"], net.config.norm_eps)
             if not net.config.norm_after:
-                h = F.relu(h)
+                h = act(h)
         found.append(F.linear(h, layers[-1]["weight"], layers[-1]["bias"])[:, 0])
     return torch.stack(found)
 
@@ -62,7 +62,9 @@ AFTER = {"layer_norm": True, "norm_after": True, "norm_eps": 0.1}
 
 @pytest.mark.parametrize("rows", [7, 2048])
 @pytest.mark.parametrize(
-    "config", [{}, {"layer_norm": True}, AFTER], ids=["plain", "normalised before", "normalised after"]
+    "config",
+    [{}, {"layer_norm": True}, AFTER, {"activation": "tanh"}, {"activation": "tanh", "layer_norm": True}],
+    ids=["plain", "normalised before", "normalised after", "tanh", "tanh, normalised before"],
 )
 def test_small_and_large_batches_are_the_networks_one_by_one(rows: int, config: dict[str, Any]) -> None:
     """Few rows go through one batched product per layer, many through plain ones."""
@@ -79,6 +81,15 @@ def test_small_and_large_batches_are_the_networks_one_by_one(rows: int, config: 
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("members", [1, 2, 5])
+def test_members_are_loaded_in_any_order(members: int) -> None:
+    net, twin = ensemble(members, layer_norm=True), ensemble(members, layer_norm=True)
+    cond, action = torch.randn(7, COND), torch.randn(7, ACTION)
+    twin.load_members([net.layers_of(e) for e in reversed(range(members))])
+    torch.testing.assert_close(twin(cond, action).flip(0), net(cond, action))
+    torch.testing.assert_close(net(cond, action), one_by_one(net, cond, action), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [7, 2048])

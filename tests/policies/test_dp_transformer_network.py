@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from plain_transformer import PlainTransformer
-from small_transformers import COND, CONFIGS, assert_same, build, gradients, inputs
+from small_backbones import COND, CONFIGS, assert_same, build, gradients, inputs
 
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.errors import CapabilityError, ConfigError

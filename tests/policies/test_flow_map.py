@@ -19,7 +19,7 @@ from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import PolicyConfig
-from policies.processes import FlowMap, MeanFlow, RectifiedFlow, Shortcut
+from policies.processes import FlowMap, MeanFlow, RectifiedFlow
 from policies.processes.average import AveragePath, derivative
 from policies.processes.base import over_rows
 from policies.processes.flow_map import OBJECTIVES
@@ -299,8 +299,3 @@ def test_samplers_of_local_predictions_are_refused(sampler: str) -> None:
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
-
-
-def test_every_process_of_whole_steps_is_registered() -> None:
-    names = {registry.name_of("process", part()) for part in (FlowMap, MeanFlow, Shortcut)}
-    assert names == {"flow_map", "meanflow", "shortcut"}

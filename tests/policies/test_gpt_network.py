@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
-from small_transformers import COND, build, inputs
+from small_backbones import COND, build, inputs
 
 from policies.backbones.gpt import GptConfig
 from policies.errors import CapabilityError, ConfigError

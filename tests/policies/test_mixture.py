@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from policies.policy import PolicyConfig
 from policies.processes.gaussian import GaussianProcess
 from policies.processes.mixture import MixturePolicy, MixtureProcess, ModeMean, drawn_mode, elementwise_nll
 from policies.protocols import Cond, has_density
-from policies.storage.policy_folder import load_policy, save_policy
 
 SHAPE = (4, 3)
 
@@ -190,14 +188,6 @@ def test_cloning_keeps_both_modes_of_the_demonstrations(seed: int) -> None:
     assert 0.3 < (action[:, 0] > 0).float().mean() < 0.7
     assert (action[:, 0].sign() == action[:, 1].sign()).float().mean() > 0.95
     assert last["validation/action_mse_best"] < 0.5
-
-
-def test_a_saved_mixture_chooses_its_chunks_as_before(tmp_path: Path) -> None:
-    policy = small_policy(MixtureProcess(num_modes=3, learn_std=False), ModeMean(temperature=0.5))
-    again = load_policy(save_policy(policy, tmp_path / "policy"))
-    obs, noise = observations(5), policy.sample_noise(5)
-    assert again.config.process == policy.config.process and again.sampler == policy.sampler
-    assert torch.equal(again.act(obs, noise=noise), policy.act(obs, noise=noise))
 
 
 # -- exploration --------------------------------------------------------------------------------------

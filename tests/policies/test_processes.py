@@ -13,7 +13,6 @@ from policies.errors import ConfigError
 from policies.processes import Edm, GaussianPath, RectifiedFlow, VPDiffusion
 from policies.processes.base import KINDS
 from policies.processes.schedules import cumulative_alphas, make_betas, time_of_level
-from policies.registry import from_json, to_json
 
 PROCESSES = [
     *(VPDiffusion(20, prediction=p) for p in ("eps", "x0", "v")),
@@ -133,26 +132,15 @@ def test_corruption_compiles_to_one_graph_with_the_same_numbers(process: Gaussia
     torch.testing.assert_close(compiled(x0, eps, t), process.corrupt(x0, eps, t), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("process", PROCESSES, ids=NAMES)
-def test_a_saved_process_is_the_same_process(process: GaussianPath) -> None:
-    assert from_json("process", to_json("process", process)) == process
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: VPDiffusion(1), "num_levels 2 1"),
-        (lambda: VPDiffusion(prediction="velocity"), "x0 velocity eps"),
-        (lambda: VPDiffusion(schedule="sqrt"), "process.schedule scaled_linear"),
-        (lambda: VPDiffusion(beta_start=0.5), "beta_start beta_end"),
-        (lambda: RectifiedFlow("cosine"), "time_density"),
-        (lambda: RectifiedFlow(time_scale=0.0), "time_scale"),
-        (lambda: VPDiffusion(1), "num_levels must be at least 2; got 1"),
-        (lambda: VPDiffusion(prediction="velocity"), "prediction must be one of eps, x0, v; got 'velocity'"),
-        (lambda: VPDiffusion(schedule="sqrt"), "schedule must be one of cosine"),
-        (lambda: VPDiffusion(beta_start=0.5), "beta_end must be at least beta_start=0.5; got 0.02"),
-        (lambda: RectifiedFlow("cosine"), "time_density must be one of uniform"),
-        (lambda: RectifiedFlow(time_scale=0.0), "time_scale must be above 0"),
+        (lambda: VPDiffusion(prediction="velocity"), "prediction eps x0 v velocity"),
+        (lambda: VPDiffusion(schedule="sqrt"), "process.schedule cosine scaled_linear"),
+        (lambda: VPDiffusion(beta_start=0.5), "beta_start=0.5 beta_end 0.02"),
+        (lambda: RectifiedFlow("cosine"), "time_density uniform"),
+        (lambda: RectifiedFlow(time_scale=0.0), "time_scale 0"),
     ],
 )
 def test_bad_settings_are_named(make, message: str) -> None:

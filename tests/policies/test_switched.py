@@ -10,7 +10,7 @@ from messages import mentions
 from pairwise import everything
 from torch import Tensor, nn
 
-from policies.backbones import Backbone, switched
+from policies.backbones import switched
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
@@ -176,10 +176,6 @@ def test_networks_that_share_weights_are_refused() -> None:
     net = MlpConfig(width=8, time_dim=4).build((2, 3), 5)
     with pytest.raises(ConfigError, match=mentions("SwitchedField networks")):
         SwitchedField(net, net, SWITCH)
-
-
-def test_a_switched_field_is_a_backbone(field: SwitchedField) -> None:
-    assert isinstance(field, Backbone)
 
 
 @pytest.mark.skipif(not everything, reason="with --all: without it the contracts compile two networks")

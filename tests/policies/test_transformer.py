@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_transformers import COND, CONFIGS, assert_same, build, gradients, inputs
+from small_backbones import COND, CONFIGS, assert_same, build, gradients, inputs
 from torch import Tensor
 
 from policies.backbones.transformer import TransformerConfig

@@ -2,73 +2,40 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
-from pairwise import each_value, everything
-from torch import Tensor, nn
+from pairwise import everything
+from small_backbones import COND, UNETS, assert_same, build, gradients
+from torch import Tensor
 
 import policies.backbones.unet1d as module
-from policies.backbones import Backbone
 from policies.backbones.unet1d import Unet1dBackbone, Unet1dConfig
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import ConfigError
 from policies.networks.embeddings import PositionalEmbedding, sinusoid
 from policies.networks.mlp_blocks import ResidualTrunk
-from policies.networks.unet import ConvBlock, ResidualBlock, UnetConfig
+from policies.networks.unet import ConvBlock, ResidualBlock
 from policies.protocols import Cond
-from policies.registry import from_json, to_json
 
-CHUNK, COND, STEPS = (6, 3), 5, 4
-
-CONFIGS = {
-    "three-levels": Unet1dConfig(widths=(8, 12, 16), groups=2, time_dim=8, kernel=3),
-    "scale-deep-relu": Unet1dConfig(
-        widths=(8, 16), groups=4, final_groups=2, film="scale", film_layers=3, activation="relu", time_dim=8
-    ),
-    "bias-residual-encoder": Unet1dConfig(
-        widths=(8, 8), groups=2, film="bias", cond_dims=(6, 6, 6, 4), time_dim=8, norm_eps=1e-3
-    ),
-    "plain-linear-encoder": Unet1dConfig(
-        widths=(8, 16), groups=0, final_groups=2, cond_dims=(6, 4), time_dim=8, time_expansion=1
-    ),
-    "one-level": Unet1dConfig(widths=(8,), groups=2, time_dim=4, film="bias", film_layers=3),
-    "positional-plain-encoder": Unet1dConfig(
-        widths=(8, 16),
-        groups=2,
-        film="scale",
-        times="positional",
-        time_dim=8,
-        cond_dims=(6, 4),
-        cond_activation="tanh",
-    ),
-}
+CHUNK, STEPS = (6, 3), 4
 
 
-@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.fixture(params=UNETS)
 def net(request: pytest.FixtureRequest) -> Unet1dBackbone:
     return built(request.param)
 
 
 @pytest.fixture
 def small() -> Unet1dBackbone:
-    return built(CONFIGS["scale-deep-relu"])
+    return built("unet-scale-deep-relu")
 
 
-def built(config: Unet1dConfig, chunk: tuple[int, int] = CHUNK, **options: bool) -> Unet1dBackbone:
-    """Build a network whose normalisations are not the identity."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = config.build(chunk, COND, **options)
-        for part in net.modules():
-            if isinstance(part, nn.GroupNorm):
-                nn.init.uniform_(part.weight, 0.5, 1.5)
-                nn.init.uniform_(part.bias, -0.5, 0.5)
-    return net.double()
+def built(name: str, chunk: tuple[int, int] = CHUNK, **options: Any) -> Unet1dBackbone:
+    net: Unet1dBackbone = build(name, chunk=chunk, **options).double()
+    return net
 
 
 def inputs(n: int, chunk: tuple[int, int] = CHUNK) -> tuple[Tensor, Tensor, Cond]:
@@ -145,15 +112,10 @@ class Textbook:
         return self.act(h if block.norm is None else block.norm(h))
 
 
-def gradients(net: Unet1dBackbone, out: Tensor, *others: Tensor) -> list[Tensor]:
-    weight = torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)
-    return list(torch.autograd.grad((out * weight).sum(), [*net.parameters(), *others]))
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor], rtol: float = 1e-9) -> None:
-    scale = max(float(b.norm()) for b in theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).norm() <= rtol * b.norm() + 1e-3 * rtol * scale
+def assert_same_gradients(of: Sequence[Tensor], ours: Tensor, theirs: Tensor) -> None:
+    expected = gradients(theirs, *of)
+    scale = max(float(one.norm()) for one in expected)
+    assert_same(gradients(ours, *of), expected, 1e-9, scale=scale)
 
 
 # -- the same numbers -------------------------------------------------------------------------------------
@@ -161,10 +123,10 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], rtol: float = 1e-9) ->
 
 def test_forward_and_all_gradients_equal_the_textbook_network(net: Unet1dBackbone) -> None:
     x, time, cond = inputs(3)
-    x.requires_grad_(), cond.vec.requires_grad_()
+    of = [x.requires_grad_(), cond.vec.requires_grad_(), *net.parameters()]
     ours, theirs = net(x, time, cond), Textbook(net)(x, time, cond)
     torch.testing.assert_close(ours, theirs)
-    assert_same(gradients(net, ours, x, cond.vec), gradients(net, theirs, x, cond.vec))
+    assert_same_gradients(of, ours, theirs)
 
 
 def test_float32_is_as_close_as_it_can_be(net: Unet1dBackbone) -> None:
@@ -177,7 +139,7 @@ def test_float32_is_as_close_as_it_can_be(net: Unet1dBackbone) -> None:
 @pytest.mark.parametrize("horizon", range(1, 34) if everything else (*range(1, 10), 16, 33))
 def test_any_horizon_equals_the_chunk_padded_by_its_last_row(horizon: int) -> None:
     chunk = (horizon, 2)
-    net = built(CONFIGS["three-levels"], chunk)
+    net = built("unet-three-levels", chunk)
     x, time, cond = inputs(2, chunk)
     assert net.unet.padding == (4 - horizon % 4) % 4
     with torch.no_grad():
@@ -190,68 +152,6 @@ def test_a_chunk_of_another_length_is_refused(small: Unet1dBackbone) -> None:
     x, time, cond = inputs(2, (4, 3))
     with pytest.raises(ConfigError, match="built for chunks of 6 rows; got 4"):
         small(x, time, cond)
-
-
-@pytest.mark.parametrize("shared", ["time", "cond", "both"])
-def test_shared_rows_equal_repeated_rows(net: Unet1dBackbone, shared: str) -> None:
-    x, _, cond = inputs(5)
-    times = steps()
-    step, row = torch.tensor([3, 0, 0, 2, 3]), torch.tensor([1, 1, 0, 2, 0])
-    few = Cond(cond.vec[:3].clone().requires_grad_())
-    time_args = (times, step) if shared != "cond" else (times[step], None)
-    cond_args = (few, row) if shared != "time" else (few.rows(row), None)
-    ours = net(x, time_args[0], cond_args[0], cond_row=cond_args[1], time_row=time_args[1])
-    theirs = Textbook(net)(x, times[step], few.rows(row))
-    torch.testing.assert_close(ours, theirs)
-    assert_same(gradients(net, ours, few.vec), gradients(net, theirs, few.vec))
-
-
-@pytest.mark.parametrize(("grad", "laid_out"), each_value([False, True], [True, False]))
-def test_bind_equals_forward(
-    net: Unet1dBackbone, grad: bool, laid_out: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not laid_out:
-        monkeypatch.setattr(module, "_FEW_NUMBERS", 0)
-    times = steps()
-    for batch in (1, 3):
-        x, _, cond = inputs(batch)
-        with torch.set_grad_enabled(grad):
-            for _ in range(2):  # the second time from the tables of the first
-                bound = net.bind(cond, times)
-                for k in (3, 0):
-                    torch.testing.assert_close(bound(k, x), net(x, times[k].expand(batch), cond))
-
-
-def test_one_condition_may_be_shared_by_all_rows(net: Unet1dBackbone) -> None:
-    x, _, cond = inputs(3)
-    one = Cond(cond.vec[:1])
-    torch.testing.assert_close(net.bind(one, steps())(2, x), net.bind(one.repeat(3), steps())(2, x))
-
-
-def test_gradients_flow_through_bind(net: Unet1dBackbone) -> None:
-    x, _, cond = inputs(3)
-    times = steps()
-    with torch.no_grad():
-        net.bind(cond, times)  # a remembered table must not cut the graph
-        net(x, times[:3], cond)
-    x.requires_grad_(), cond.vec.requires_grad_()
-    ours, theirs = net.bind(cond, times)(1, x), Textbook(net)(x, times[1].expand(3), cond)
-    assert_same(gradients(net, ours, x, cond.vec), gradients(net, theirs, x, cond.vec))
-
-
-def test_bound_field_of_frozen_weights_is_differentiable_in_the_state(net: Unet1dBackbone) -> None:
-    net.requires_grad_(False)
-    x, _, cond = inputs(3)
-    times = steps()
-    x.requires_grad_()
-    (theirs,) = torch.autograd.grad(Textbook(net)(x, times[1].expand(3), cond).sum(), x)
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with mode():
-            bound = net.bind(Cond(cond.vec.clone()), times)
-        if mode is torch.inference_mode:
-            bound = net.bind(cond, times)  # tables made without a graph serve one that needs it
-        (ours,) = torch.autograd.grad(bound(1, x).sum(), x)
-        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -274,7 +174,18 @@ def test_second_derivatives_equal_those_of_the_textbook_network(net: Unet1dBackb
     for ours, theirs in zip(*results, strict=True):
         assert (ours is None) is (theirs is None)
         if ours is not None and theirs is not None:
-            assert_same([ours], [theirs], 1e-7)
+            assert_same([ours], [theirs], 1e-7, scale=float(theirs.norm()))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_modulations_before_the_loop_and_in_it_are_the_same(
+    net: Unet1dBackbone, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, time, cond = inputs(3)
+    with torch.set_grad_enabled(grad):
+        before = net.bind(cond, time)(1, x)
+        monkeypatch.setattr(module, "_FEW_NUMBERS", 0)
+        torch.testing.assert_close(net.bind(cond, time)(1, x), before)
 
 
 # -- times ------------------------------------------------------------------------------------------------
@@ -291,7 +202,7 @@ def test_one_time_for_each_action_that_is_the_same_equals_one_time(net: Unet1dBa
 
 
 def test_each_action_sees_its_own_time() -> None:
-    net = built(Unet1dConfig(widths=(8,), groups=0, time_dim=8, kernel=1))  # rows that do not see each other
+    net = built("unet-one-level", groups=0, kernel=1)  # rows that do not see each other
     x, _, cond = inputs(2)
     each = torch.arange(12).double().view(2, 6)
     with torch.no_grad():
@@ -302,7 +213,7 @@ def test_each_action_sees_its_own_time() -> None:
 
 
 def test_coarser_levels_see_the_mean_of_embedded_times() -> None:
-    net = built(CONFIGS["three-levels"])
+    net = built("unet-three-levels")
     rows = torch.arange(6.0).view(1, 6, 1)
     fine, coarse, coarsest = net.unet.coarsened(rows)
     assert fine.flatten().tolist() == [0, 1, 2, 3, 4, 5, 5, 5]
@@ -311,106 +222,12 @@ def test_coarser_levels_see_the_mean_of_embedded_times() -> None:
 
 
 def test_a_second_time_has_an_embedding_of_its_own_that_is_added() -> None:
-    net = built(CONFIGS["bias-residual-encoder"], second_time=True)
+    net = built("unet-bias-residual-encoder", second_time=True)
     x, time, cond = inputs(3)
     second = time.flip(0) + 0.5
     ours, theirs = net(x, time, cond, second_time=second), Textbook(net)(x, time, cond, second)
     torch.testing.assert_close(ours, theirs)
-    assert_same(gradients(net, ours), gradients(net, theirs))
-    with torch.no_grad():
-        bound = net.bind(cond, time, second)
-        torch.testing.assert_close(bound(1, x)[1], ours[1])
-        moved = net.bind(cond, time, second + 1)(1, x)
-    assert not torch.allclose(moved[1], ours[1])
-
-
-def test_a_second_time_that_is_missing_or_not_expected_is_refused(small: Unet1dBackbone) -> None:
-    x, time, cond = inputs(3)
-    with pytest.raises(CapabilityError, match="built with a second time and called without"):
-        built(CONFIGS["one-level"], second_time=True)(x, time, cond)
-    with pytest.raises(CapabilityError, match="built without a second time and called with"):
-        small(x, time, cond, second_time=time)
-
-
-# -- state ------------------------------------------------------------------------------------------------
-
-
-def test_rows_do_not_influence_each_other(net: Unet1dBackbone) -> None:
-    x, time, cond = inputs(4)
-    spoiled = x.clone()
-    spoiled[2] = torch.nan
-    with torch.no_grad():
-        for evaluate in (lambda x: net(x, time, cond), lambda x: net.bind(cond, steps())(0, x)):
-            assert torch.equal(evaluate(x)[[0, 1, 3]], evaluate(spoiled)[[0, 1, 3]])
-            assert evaluate(spoiled)[2].isnan().all()
-
-
-def _fused_step(net: Unet1dBackbone) -> None:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
-    net(*inputs(3)).square().sum().backward()
-    with torch.no_grad():
-        net.bind(inputs(3)[2], steps())  # acting between backward and step
-    optimizer.step()
-
-
-@torch.no_grad()
-def _perturb_a_convolution(net: Unet1dBackbone) -> None:
-    weight = net.unet.blocks[1].second.conv.weight
-    weight.add_(torch.cos(torch.arange(weight.numel()).double()).view_as(weight))
-
-
-@torch.no_grad()
-def _perturb_time_embedding(net: Unet1dBackbone) -> None:
-    net.time_embedding.linear1.bias.add_(3.0)
-
-
-def _load_other(net: Unet1dBackbone) -> None:
-    net.load_state_dict({name: value + 0.1 for name, value in net.state_dict().items()})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [_fused_step, _perturb_a_convolution, _perturb_time_embedding, _load_other],
-    ids=["fused", "convolution", "time-embedding", "load"],
-)
-def test_acting_follows_the_weights(small: Unet1dBackbone, change: Callable[[Unet1dBackbone], None]) -> None:
-    x, _, cond = inputs(3)
-    times = steps()
-    with torch.no_grad():
-        before = small.bind(cond, times)(2, x)
-    change(small)
-    with torch.no_grad():
-        after, time = small.bind(cond, times)(2, x), times[2].expand(3)
-        expected = Textbook(small)(x, time, cond)
-        torch.testing.assert_close(after, expected)
-        torch.testing.assert_close(small(x, time, cond), expected)
-    assert (after - before).abs().max() > 1e-3
-
-
-def test_acting_follows_the_times(small: Unet1dBackbone) -> None:
-    x, _, cond = inputs(3)
-    times = steps()
-    with torch.no_grad():
-        small.bind(cond, times)
-        times.add_(1.0)
-        torch.testing.assert_close(
-            small.bind(cond, times)(0, x), Textbook(small)(x, torch.ones(3).double(), cond)
-        )
-
-
-def test_copies_pickles_and_state_carry_no_tables(small: Unet1dBackbone) -> None:
-    x, _, cond = inputs(3)
-    times = steps()
-    keys, size = set(small.state_dict()), len(pickle.dumps(small))
-    with torch.no_grad():
-        out = small.bind(cond, times)(0, x)
-        assert set(small.state_dict()) == keys
-        assert len(pickle.dumps(small)) == size
-        for twin in (copy.deepcopy(small), pickle.loads(pickle.dumps(small))):
-            assert torch.equal(twin.bind(cond, times)(0, x), out)
-            twin.unet.outlet.bias.add_(1.0)
-            torch.testing.assert_close(twin.bind(cond, times)(0, x), out + 1)
-        assert torch.equal(small.bind(cond, times)(0, x), out)
+    assert_same_gradients(list(net.parameters()), ours, theirs)
 
 
 # -- configuration ----------------------------------------------------------------------------------------
@@ -458,7 +275,7 @@ def test_official_keys_name_every_parameter_once(net: Unet1dBackbone) -> None:
 
 
 def test_a_first_level_as_wide_as_an_action_has_no_shortcut() -> None:
-    net = built(CONFIGS["one-level"], (6, 8))
+    net = built("unet-one-level", (6, 8))
     keys = net.config.official_keys("dppo", action_dim=8)
     assert sorted(keys.values()) == sorted(dict(net.named_parameters()))
     assert net.unet.blocks[0].shortcut is None
@@ -466,7 +283,7 @@ def test_a_first_level_as_wide_as_an_action_has_no_shortcut() -> None:
 
 
 def test_official_keys_of_diffusion_policy_name_every_parameter_once() -> None:
-    net = built(CONFIGS["three-levels"])
+    net = built("unet-three-levels")
     keys = net.config.official_keys("diffusion_policy", action_dim=CHUNK[1])
     assert sorted(keys.values()) == sorted(dict(net.named_parameters()))
     assert keys["diffusion_step_encoder.1.weight"] == "time_embedding.linear1.weight"
@@ -486,17 +303,7 @@ def test_official_keys_of_diffusion_policy_name_every_parameter_once() -> None:
 )
 def test_networks_that_a_program_never_had_have_no_keys(name: str, program: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CONFIGS[name].official_keys(program)
-
-
-def test_configuration_survives_json_and_omegaconf() -> None:
-    for config in CONFIGS.values():
-        assert from_json("backbone", to_json("backbone", config)) == config
-    assert tuple(OmegaConf.structured(Unet1dConfig).widths) == Unet1dConfig().widths
-
-
-def test_backbone_satisfies_the_protocol(small: Unet1dBackbone) -> None:
-    assert isinstance(small, Backbone) and issubclass(Unet1dConfig, UnetConfig)
+        UNETS[f"unet-{name}"].official_keys(program)
 
 
 @pytest.mark.parametrize(
@@ -532,24 +339,4 @@ def test_impossible_configurations_are_refused(fields: dict[str, object], messag
     assert message in str(refused.value) and str(refused.value).startswith("backbone.")
 
 
-def test_tokens_are_refused() -> None:
-    with pytest.raises(CapabilityError, match="backbone=unet1d cannot attend to tokens"):
-        CONFIGS["one-level"].build(CHUNK, COND, token_dim=3)
-
-
 # -- tracing ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not everything, reason="with --all: without it a perceptron is compiled")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_gradients_of_a_compiled_network_equal_eager_ones() -> None:
-    small = built(CONFIGS["one-level"])
-    x, _, cond = inputs(3)
-    times, row = steps(), torch.tensor([2, 0, 0])
-
-    def shared(x: Tensor, vec: Tensor) -> Tensor:
-        return small(x, times, Cond(vec), cond_row=row, time_row=row)
-
-    compiled = torch.compile(shared, fullgraph=True, backend="aot_eager")
-    assert_same(gradients(small, compiled(x, cond.vec)), gradients(small, shared(x, cond.vec)))

@@ -128,8 +128,9 @@ class _Window(NamedTuple):
         """Return the convolution with weights and bias by plain operations."""
         weight, bias = parts
         windows = x
-        if self.size > 1:
-            windows = _Windows.apply(x, *self) if torch.is_grad_enabled() else _windows(x, *self)
+        if self.size > 1:  # torch.compile takes no function with a derivative of its own along a direction
+            is_plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+            windows = _windows(x, *self) if is_plain else _Windows.apply(x, *self)
         return F.linear(windows, weight.flatten(1), bias)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

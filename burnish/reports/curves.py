@@ -109,20 +109,16 @@ class Chart:
 def read_curves(
     metrics: Mapping[str, Rows], name: str, intervals: Mapping[str, Intervals] | None = None
 ) -> list[Curve]:
-    """Return the curve of a metric for every run with it; rows of a damaged file are left out."""
+    """Return the curve of a metric for every run with it, of what `read_jsonl` returns."""
     curves = []
     for label, rows in metrics.items():
         points = [(row.get("step"), row.get(name)) for row in rows]
-        points = [point for point in points if all(map(_is_number, point))]
+        points = [point for point in points if None not in point]
         if points:
             steps, values = np.array(points, dtype=np.float64).T
             known = (intervals or {}).get(label, {}).get(name, {})
             curves.append(Curve(label, steps, values, known))
     return curves
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def run_colours(labels: Sequence[str]) -> dict[str, str]:

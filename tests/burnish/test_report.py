@@ -16,6 +16,7 @@ from chromium import browser
 from messages import mentions
 from small_policies import small_policy
 
+from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish.commands import report as report_module
 from burnish.commands.report import ReportConfig, grouped, report
@@ -37,10 +38,12 @@ def made(path: Path, algo: str, env: dict[str, Any] | None, seed: int = 0) -> Ru
     return RunDirectory.create_at(path, config, [])
 
 
-def test_curves_leave_out_what_is_no_number() -> None:
+def test_curves_leave_out_what_is_no_number(tmp_path: Path) -> None:
     good: list[dict[str, Any]] = [{"step": 1, "policy/loss": 1.0}, {"step": 2, "policy/loss": 0.5}]
     odd = [{"policy/loss": 3.0}, *({"step": 3, "policy/loss": one} for one in (None, np.nan, np.inf, "1"))]
-    whole, damaged = (learning_charts({"run": rows}, "steps") for rows in (good, [*good, *odd]))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in [*good, *odd]))
+    whole, damaged = (learning_charts({"run": rows}, "steps") for rows in (good, read_jsonl(path)))
     assert whole and damaged == whole
 
 

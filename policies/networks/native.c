@@ -6,6 +6,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 
 typedef void (*gemm_t)(const char *, const char *, const int *, const int *, const int *, const float *,
                        const float *, const int *, const float *, const int *, const float *, float *, const int *);
@@ -25,6 +28,17 @@ enum { TILE_ROWS = 6, PANEL = LANES * VECTORS, DEPTH = 512 };
 
 typedef float lanes_t __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* a b + c, rounded once in every tile: compilers choose for some processors by the shape of a loop. */
+INLINE lanes_t fused(float a, lanes_t b, lanes_t c) {
+#ifdef __AVX512F__
+    return (lanes_t)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)c);
+#elif defined __FMA__
+    return (lanes_t)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)c);
+#else
+    return c + a * b;
+#endif
+}
+
 /* A tile of C: steps of a_row between rows of A and a_k along them; the panel b has `vectors` in a row. */
 INLINE void tile(int rows, int vectors, int depth, const float *a, long a_row, long a_k, const float *b, int is_added,
                  float *c, long c_row, int columns) {
@@ -33,7 +47,7 @@ INLINE void tile(int rows, int vectors, int depth, const float *a, long a_row, l
         for (int v = 0; v < vectors; v++) sums[r][v] = (lanes_t){0};
     for (int i = 0; i < depth; i++, a += a_k, b += vectors * LANES)
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < vectors; v++) sums[r][v] += a[r * a_row] * *(const lanes_t *)(b + v * LANES);
+            for (int v = 0; v < vectors; v++) sums[r][v] = fused(a[r * a_row], *(const lanes_t *)(b + v * LANES), sums[r][v]);
     for (int r = 0; r < rows; r++, c += c_row) {
         if (columns == vectors * LANES) {
             for (int v = 0; v < vectors; v++) {
@@ -265,7 +279,22 @@ static inline float gelu_slope(float x) {
     return x < -10.0f ? 0.0f : x > 10.0f ? 1.0f : slope;
 }
 
-enum { RELU, TANH, GELU, MISH };
+/* x / (1 + e^-x), and its slope; 0 or x to rounding beyond 87 and 20. */
+static inline float silu_of(float x) {
+    const float low = x < -87.0f ? -87.0f : x, w = exp_of(low), y = low * w / (1 + w);
+    return x > 20.0f ? x : y;
+}
+
+static inline float silu_slope(float x) {
+    const float low = x < -87.0f ? -87.0f : x, w = exp_of(low), p = 1 / (1 + w);
+    const float slope = w * p * (1 + low * p);
+    return x > 20.0f ? 1.0f : slope;
+}
+
+enum { RELU, TANH, GELU, MISH, SILU };
+
+/* Whether the slope is a function of the value; of the others it is one of the argument. */
+static inline int keeps_value(int kind) { return kind == RELU || kind == TANH; }
 
 static inline void activate(int kind, int n, float *h) {
     if (kind == RELU)
@@ -274,18 +303,24 @@ static inline void activate(int kind, int n, float *h) {
         for (int j = 0; j < n; j++) h[j] = tanh_of(h[j]);
     else if (kind == GELU)
         for (int j = 0; j < n; j++) h[j] = gelu_of(h[j]);
-    else
+    else if (kind == MISH)
         for (int j = 0; j < n; j++) h[j] = mish_of(h[j]);
+    else
+        for (int j = 0; j < n; j++) h[j] = silu_of(h[j]);
 }
 
-/* grad times the slope of the activation, of which h is the argument for GELU, and the value for the others. */
+/* grad times the slope of the activation; h: its value or its argument, see keeps_value. */
 static inline void through_activation(int kind, int n, const float *h, float *grad) {
     if (kind == RELU)
         for (int j = 0; j < n; j++) grad[j] = h[j] <= 0 ? 0 : grad[j];
     else if (kind == TANH)
         for (int j = 0; j < n; j++) grad[j] *= 1 - h[j] * h[j];
-    else
+    else if (kind == GELU)
         for (int j = 0; j < n; j++) grad[j] *= gelu_slope(h[j]);
+    else if (kind == MISH)
+        for (int j = 0; j < n; j++) grad[j] *= mish_slope(h[j]);
+    else
+        for (int j = 0; j < n; j++) grad[j] *= silu_slope(h[j]);
 }
 
 /* z becomes (z - mean) / deviation; returns 1 / deviation. */
@@ -342,9 +377,9 @@ void stack_forward(const int *dims, int layers, int members, int sharing, int ro
                 if (is_last) continue;
                 for (int part = 0; part < 2; part++) {
                     if (part == (normed == NORM_BEFORE)) {
-                        if (kind == GELU) memcpy(steep, z, n * sizeof *z), steep += n;
+                        if (!keeps_value(kind)) memcpy(steep, z, n * sizeof *z), steep += n;
                         activate(kind, n, z);
-                        if (kind != GELU && normed == NORM_AFTER) memcpy(steep, z, n * sizeof *z), steep += n;
+                        if (keeps_value(kind) && normed == NORM_AFTER) memcpy(steep, z, n * sizeof *z), steep += n;
                     } else if (normed) {
                         const float *s = scale[i] + (long)e * n, *t = shift[i] + (long)e * n;
                         *inverse++ = normalise(n, eps, z);
@@ -375,7 +410,7 @@ void stack_backward(const int *dims, int layers, int members, int sharing, int r
                     const float *unit, const float *inverse, const float *grad, float **part_grads, float *x_grad,
                     float *work, long work_size) {
     const float **weight = parts, **scale = parts + 2 * layers;
-    const int is_hidden = kind != GELU && normed != NORM_AFTER; /* what `steep` would be */
+    const int is_hidden = keeps_value(kind) && normed != NORM_AFTER; /* what `steep` would be */
     long width = 0;
     for (int i = 1; i < layers; i++) width += dims[i];
     for (int e = 0; e < members; e++) {

@@ -28,8 +28,10 @@ from policies.networks.activations import ACTIVATIONS, mish
 from policies.networks.compiled import addresses, program
 
 SOURCE = Path(__file__).with_name("native.c")
-KINDS = {"relu": 0, "tanh": 1, "gelu": 2}
-"""Activations of stacks, as the C program numbers them."""
+KINDS = {"relu": 0, "tanh": 1, "gelu": 2, "mish": 3, "silu": 4}
+"""Activations, as the C program numbers them."""
+KEEP_VALUE = ("relu", "tanh")
+"""Activations whose slopes follow from their values; of the others they follow from their arguments."""
 _AFTER = 2  # where a stack normalises, as the C program numbers it
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _ARGUMENTS = {
@@ -183,7 +185,7 @@ class Stack(NamedTuple):
         layers, rows = len(dims) - 1, x.shape[-2]
         hidden = x.new_empty(self.members * rows * sum(dims[1:-1]))
         out = x.new_empty(self.members, rows, dims[-1])
-        is_apart = self.activation == "gelu" or self._norm == _AFTER
+        is_apart = self.activation not in KEEP_VALUE or self._norm == _AFTER
         steep = torch.empty_like(hidden) if is_apart else hidden
         unit, factor = hidden, hidden
         if self.has_norm:

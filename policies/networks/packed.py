@@ -22,8 +22,6 @@ from torch import Tensor
 
 from policies.networks import native
 
-KINDS = native.KINDS | {"mish": 3}
-"""Activations, as the C program numbers them."""
 _LANES = 16  # numbers to which panels are filled, at most
 _at = Tensor.data_ptr
 
@@ -57,7 +55,7 @@ def packed_block(
     """Pack S (H', C), W (H', n), A (H, H) and F (n, H); None: the program cannot read them."""
     matrices = (cond, chunk, weight, feature)
     is_read = native.reads(bias) and all(map(native.reads_rows, matrices))
-    if activation not in KINDS or native.library() is None or not is_read:
+    if activation not in native.KINDS or native.library() is None or not is_read:
         return None
     s, w, a, f = map(pack, matrices)
     return PackedBlock(s, w, a, bias, f, activation, cond.shape[1], len(feature))
@@ -74,7 +72,7 @@ class PackedSteps(NamedTuple):
         """Return the network for a call of the program; what it is made of has to outlive it."""
         block, matrices = self.block, (self.block.cond, self.block.chunk, self.block.weight)
         places = map(_at, (self.cond, *matrices, block.bias, block.feature))
-        return Net(len(block.bias), KINDS[block.activation], block.conds, len(self.cond) == 1, *places)
+        return Net(len(block.bias), native.KINDS[block.activation], block.conds, len(self.cond) == 1, *places)
 
     def work(self, rows: int) -> Tensor:
         """Return memory for a call."""

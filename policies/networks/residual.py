@@ -24,7 +24,6 @@ from policies.networks import native
 
 Table = tuple[Tensor, Tensor | None]
 """Rows (R, H') and the index (M,) int64 of the one that a row of z reads; None: all read the only one."""
-_KINDS = ("relu", "tanh")  # activations whose slopes follow from their values
 _BLOCK = 256  # rows, as in native.c
 _at = Tensor.data_ptr
 
@@ -58,7 +57,7 @@ class ResidualBlock(NamedTuple):
 
     def __call__(self, first: FirstLayer) -> Tensor | None:
         """Return y (M, outputs); None: plain operations have to serve."""
-        if self.activation not in _KINDS or not (native.serves(first.inputs) and self._fits(first)):
+        if self.activation not in native.KEEP_VALUE or not (native.serves(first.inputs) and self._fits(first)):
             return None
         if not torch.is_grad_enabled():
             found = self._run(first)

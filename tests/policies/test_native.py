@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.networks import native
+from policies.networks.activations import ACTIVATIONS
 from policies.networks.mlp_blocks import PlainTrunk
 
 ROWS, WIDTHS = 13, (5, 24, 17, 3)
@@ -130,17 +131,18 @@ def test_tanh_is_exact_to_rounding_and_within_one() -> None:
 
 
 @needs_compiler
-def test_gelu_and_its_slope_are_exact_to_rounding() -> None:
+@pytest.mark.parametrize("activation", sorted(set(native.KINDS) - set(native.KEEP_VALUE)))
+def test_an_activation_and_its_slope_are_exact_to_rounding(activation: str) -> None:
     one = [torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)]
     x = torch.cat([torch.linspace(-30, 30, 60_001), torch.tensor([-1e30, 0.0, 1e30])]).requires_grad_()
-    found = native.Stack(1, "gelu")(x.unsqueeze(1), one).flatten()
+    found = native.Stack(1, activation)(x.unsqueeze(1), one).flatten()
     (slope,) = torch.autograd.grad(found.sum(), x)
     exact = x.detach().double().requires_grad_()
-    expected = F.gelu(exact, approximate="tanh")
+    expected = ACTIVATIONS[activation][0](exact)
     (expected_slope,) = torch.autograd.grad(expected[:-3].sum(), exact)
     torch.testing.assert_close(found.double(), expected, rtol=5e-7, atol=1e-7)
     torch.testing.assert_close(slope[:-3].double(), expected_slope[:-3], rtol=1e-6, atol=5e-7)
-    assert slope[-3:].tolist() == [0.0, 0.5, 1.0]
+    assert slope[-3:].tolist() == pytest.approx([0.0, 0.6 if activation == "mish" else 0.5, 1.0], rel=1e-6)
 
 
 @needs_compiler

@@ -57,7 +57,8 @@ class ResidualBlock(NamedTuple):
 
     def __call__(self, first: FirstLayer) -> Tensor | None:
         """Return y (M, outputs); None: plain operations have to serve."""
-        if self.activation not in native.KEEP_VALUE or not (native.serves(first.inputs) and self._fits(first)):
+        serves = self.activation in native.KEEP_VALUE and native.serves(first.inputs)
+        if not (serves and self._fits(first)):
             return None
         if not torch.is_grad_enabled():
             found = self._run(first)

@@ -79,7 +79,7 @@ class JudgedByCritics(Checked):
         return EnsembleConfig(*shape, norm_eps=1e-6, bins=bins, low=low, high=high)
 
     def worth(self, critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
-        """Return the values (B, R) of executed chunks (B, R, A) at conditions (B, C), constant in the weights."""
+        """Return the values (B, R) of executed chunks (B, R, A) at conditions (B, C); weights get no gradient."""
         values = ranked(critic, vec, actions, frozen=True)
         return aggregate(values, self.aggregate, pessimism=self.pessimism)
 
@@ -364,7 +364,7 @@ def with_candidates(policy: Policy, score: str, num_candidates: int, **values: A
 
 
 def ranked(critic: Any, vec: Tensor, actions: Tensor, *, frozen: bool = False) -> Tensor:
-    """Return values (E, B, R) of R executed chunks (B, R, A) at conditions (B, C); `frozen`: as of critics."""
+    """Return values (E, B, R) of R executed chunks (B, R, A) at conditions (B, C); see `Ensemble.forward`."""
     count = actions.shape[1]
     repeated = vec.unsqueeze(1).expand(-1, count, -1).flatten(0, 1)
     values: Tensor = critic(repeated, actions.flatten(0, 1), frozen=frozen)

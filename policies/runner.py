@@ -413,8 +413,9 @@ class Runner:
         """Return a plan (R, Da), not clipped, for histories of `see`, by default the last; see `act`."""
         seen, decisions = self._history.stacked() if seen is None else seen, self._decisions
         drawn = self.draw_noise(1) if noise is None else np.asarray(noise, np.float32)[None]
+        inputs = {name: value[None] for name, value in seen.items()} | {"noise": drawn}
         try:
-            return self.predict({name: value[None] for name, value in seen.items()} | {"noise": drawn}).plan[0]
+            return self.predict(inputs).plan[0]
         except BaseException:
             self._decisions = decisions  # the noise is that of the decision that replaces the failed one
             raise

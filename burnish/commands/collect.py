@@ -92,9 +92,9 @@ class CollectConfig(Checked):
 
     def unused(self) -> dict[str, str]:
         if self.model is None:
-            return {"guidance": "without model, which imagines near policy"}
-        kept = {"keep_failures": "beside model, all of whose windows are kept"}
-        return kept if self.policy is not None else kept | {"guidance": "without policy, near which it imagines"}
+            return {"guidance": "without model"}
+        found = {"keep_failures": "beside model, all of whose windows are kept"}
+        return found | ({} if self.policy is not None else {"guidance": "without policy, whose weight it is"})
 
 
 def run(config: CollectConfig, context: RunContext) -> float:

@@ -105,7 +105,8 @@ def refuse_unused(config: Any, typed: Overrides) -> None:
         for key, section in ((item.key, config), (name, getattr(config, part, None))):
             for unused, why in section.unused().items() if isinstance(section, Checked) else ():
                 if f"{key}.".startswith(f"{unused}.") and item.value is not None:
-                    raise ConfigError(f"{item.key} has no effect {why}. Change that, or leave {item.key} out.")
+                    remedy = f"Change that, or leave {item.key} out."
+                    raise ConfigError(f"{item.key} has no effect {why}. {remedy}")
 
 
 def _without_parts(node: DictConfig) -> DictConfig:

@@ -39,7 +39,7 @@ KEYS = [
     ("qc algo.refit=false algo.actor_lr=1e-4", "algo.refit"),
     ("pa_rl algo.refit=false algo.actor_every=2", "algo.refit"),
     ("idql algo.refit=false algo.weighting=soft", "algo.refit"),
-    ("bc backbone=mlp backbone.residual=false backbone.hidden_dims=[8] backbone.width=9", "backbone.residual"),
+    ("bc backbone.residual=false backbone.hidden_dims=[8] backbone.width=9", "backbone.residual"),
     ("bc backbone=mlp backbone.cond_activation=relu", "backbone.cond_dims"),
     ("bc backbone=unet1d backbone.groups=0 backbone.norm_eps=1e-6", "backbone.groups"),
     ("bc backbone=gpt backbone.goal_unread=[0]", "backbone.goal_tokens"),

@@ -116,6 +116,11 @@ def test_joined_parts_of_two_tasks_name_neither(tmp_path: Path, caplog: pytest.L
     assert recorded_task(same.meta) == ("avoid", {}) and same.meta["interface"]["control_hz"] == 20.0
 
 
+def test_a_number_in_the_place_of_a_file_is_no_dataset(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=mentions("3 file")):
+        convert(DataConvertConfig(dataset=3, out=str(tmp_path / "x.hdf5")))
+
+
 def test_small_matrices_are_vectors() -> None:
     assert as_dataset(pictured(np.zeros((9, 4, 4)))).obs_dim == 3 + 16
     assert as_dataset(pictured(np.zeros((9, 2, 20)))).obs_dim == 3 + 40

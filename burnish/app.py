@@ -30,7 +30,7 @@ from burnish.config.overrides import (
     with_home,
     with_no_option,
 )
-from burnish.config.schema import to_command
+from burnish.config.schema import refuse_unused, to_command
 from policies.errors import ConfigError
 from policies.extras import require
 
@@ -54,6 +54,8 @@ class Task:
         )
         try:
             config = to_command(node)
+            if self.command != "train":  # which chooses keys first, or continues a run
+                refuse_unused(config, context.overrides)
             if hydra_config.mode == RunMode.MULTIRUN and self.command == "train":
                 config, context = _requeued(config, context)
             result: float | None = COMMANDS[self.command].load().run(config, context)

@@ -253,7 +253,10 @@ def run_at_rate(
             report.steps += 1
             late_s = clock() - (start + report.steps / hz)
             report.late += late_s > 0.1 / hz
-            sleep(max(0.0, -late_s))
+            wait_s = min(max(0.0, -late_s), 1 / hz)
+            if abs(late_s) > 1 / hz:  # the clock was set, or the loop stood still: ticks are not made up for
+                start += late_s + wait_s
+            sleep(wait_s)
     report.starved, report.not_finite = track.starved, track.not_finite
     return report
 
@@ -408,9 +411,14 @@ class Runner:
 
     def plan(self, seen: Mapping[str, Array] | None = None, *, noise: Array | None = None) -> Array:
         """Return a plan (R, Da), not clipped, for histories of `see`, by default the last; see `act`."""
-        seen = self._history.stacked() if seen is None else seen
+        seen, decisions = self._history.stacked() if seen is None else seen, self._decisions
         drawn = self.draw_noise(1) if noise is None else np.asarray(noise, np.float32)[None]
-        return self.predict({name: value[None] for name, value in seen.items()} | {"noise": drawn}).plan[0]
+        inputs = {name: value[None] for name, value in seen.items()} | {"noise": drawn}
+        try:
+            return self.predict(inputs).plan[0]
+        except BaseException:
+            self._decisions = decisions  # the noise is that of the decision that replaces the failed one
+            raise
 
     def draw_noise(self, batch: int) -> Array:
         """Draw the noise (B, ...) of the next decision, or zeros."""

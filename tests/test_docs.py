@@ -23,8 +23,7 @@ from burnish.cli import split_command
 from burnish.commands.list import KINDS
 from burnish.config.commands import COMMANDS
 from burnish.config.nodes import GROUPS
-from burnish.config.schema import compose_command
-from burnish.runs.resolve import refuse_unused
+from burnish.config.schema import compose_command, refuse_unused
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones import Backbone

@@ -38,6 +38,8 @@ EDITED = ("data", "policy")
 class EditConfig(ChunkCriticConfig):
     """Settings shared by algorithms that edit actions."""
 
+    has_actor: ClassVar[bool] = True
+
     edit_scale: float = bounded(0.1, ge=0)  # beta, in normalised action units
     edit_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1, some=True)  # widths of the edits; ReLU
     edit_init_std: float | None = bounded(None, gt=0)  # initial std of unscaled edits, mean 0; null: about 1

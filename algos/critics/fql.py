@@ -19,7 +19,7 @@ release starts a plain network anew; from a teacher that is no flow it starts an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ def student_of(teacher: DenoisingPolicy, seed: int) -> DenoisingPolicy:
 @dataclass
 class StudentConfig(ChunkCriticConfig):
     """Settings shared by algorithms that train a student."""
+
+    has_actor: ClassVar[bool] = True
 
     alpha: float = bounded(10.0, ge=0)  # weight of the distillation
     normalize_value: bool = False  # divide the value term by its mean magnitude

@@ -132,5 +132,8 @@ class IdqlConfig(ChunkCriticConfig):
     weighting: str = bounded("clone", choices=WEIGHTS)  # of rows in the policy's loss; clone: all 1
     num_candidates: int = bounded(64, ge=1)  # N, chunks to choose from
 
+    def unused(self) -> dict[str, str]:
+        return super().unused() | ({} if self.refit else {"weighting": "without algo.refit"})
+
     def learner_of(self, policy: Policy, seed: int) -> IdqlLearner:
         return IdqlLearner(policy, self)

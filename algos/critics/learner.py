@@ -75,6 +75,7 @@ class ChunkCriticConfig(TransitionsConfig):
 
     needs_noise: ClassVar[bool] = True  # the policy must sample different chunks
     may_keep: ClassVar[bool] = True  # whether one without matching loss may stay as it is, by refit=false
+    has_actor: ClassVar[bool] = False  # whether one beside the policy is trained
     reduces: ClassVar[bool] = True  # values of critics by `aggregate`; false: the least counts
 
     steps: int = bounded(1_000_000, ge=0)  # gradient steps on the dataset
@@ -109,6 +110,8 @@ class ChunkCriticConfig(TransitionsConfig):
             found |= dict.fromkeys(names, "without algo.critic_bins")
         if not self.critic_layer_norm:
             found["norm_after"] = "without algo.critic_layer_norm"
+        if not (self.refit or self.has_actor):
+            found |= dict.fromkeys(("actor_lr", "actor_every"), "without algo.refit")
         return found
 
     def resume_invariants(self) -> dict[str, Any]:

@@ -177,6 +177,7 @@ class QamConfig(ChunkCriticConfig):
         QAM, released code.
     """
 
+    has_actor: ClassVar[bool] = True
     may_keep: ClassVar[bool] = False  # what has no matching loss has no velocity either
 
     critics: int = bounded(10, ge=1)  # E, size of the critic ensemble

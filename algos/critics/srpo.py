@@ -161,6 +161,7 @@ class SrpoConfig(ChunkCriticConfig):
 
     fixed_length: ClassVar[bool] = True  # the actor's learning rate falls to 0 over the run
     needs_noise: ClassVar[bool] = False
+    has_actor: ClassVar[bool] = True
     reduces: ClassVar[bool] = False
 
     steps: int = bounded(2_500_000, ge=1)  # gradient steps: of the values, then of the actor

@@ -115,7 +115,7 @@ class OnPolicyConfig(Checked):
             check_schedule(network, **self.schedule(network), may_rise=self.paper_compat)
 
     def unused(self) -> dict[str, str]:
-        found = super().unused()
+        found = super().unused() | {f"critic.{name}": why for name, why in self.critic.unused().items()}
         if self.encoder == "frozen":
             found |= dict.fromkeys(("encoder_lr", "image_shift"), "without algo.encoder=trained")
         if self.surrogate in TRUST_REGIONS:

@@ -90,6 +90,12 @@ class CollectConfig(Checked):
         if format_to_write(self.out, self.format) != "robomimic" and self.valid_fraction:
             raise ConfigError(f"valid_fraction needs format=robomimic; got {self.valid_fraction}.")
 
+    def unused(self) -> dict[str, str]:
+        if self.model is None:
+            return {"guidance": "without model"}
+        found = {"keep_failures": "beside model, all of whose windows are kept"}
+        return found | ({} if self.policy is not None else {"guidance": "without policy, whose weight it is"})
+
 
 def run(config: CollectConfig, context: RunContext) -> float:
     """Record, write and summarise; return the expert's success rate or mean return."""

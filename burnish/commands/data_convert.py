@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from burnish.commands.collect import dataset_target
@@ -71,8 +70,8 @@ def convert(config: DataConvertConfig) -> EpisodeDataset:
 
 def _read(config: DataConvertConfig) -> EpisodeDataset:
     """Return the dataset, or several as one, which names them in `meta["parts"]`."""
-    if isinstance(config.dataset, str | Path):
-        return read_dataset(config.dataset, **config.reader)
+    if not isinstance(config.dataset, list):
+        return read_dataset(str(config.dataset), **config.reader)
     parts = [read_dataset(str(one), **config.reader) for one in config.dataset]
     data = as_dataset(parts, source="dataset")
     if len(tasks := {_task_of(part) for part in parts}) > 1:

@@ -26,6 +26,9 @@ class RankConfig(Checked):
     out: str | None = path_field()  # directory; null: ranked-<policy>
     overwrite: bool = False  # replace the policy in an existing directory
 
+    def unused(self) -> dict[str, str]:
+        return {} if self.score == "density" else {"score_draws": "without score=density"}
+
 
 def run(config: RankConfig, context: RunContext) -> None:
     """Write the policy directory and print its path."""

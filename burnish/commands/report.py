@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from burnish.commands.runs import MOST_KEYS, differing_keys, settings_of
+from burnish.commands.runs import MOST_KEYS, differing_keys, readable_runs, settings_of
 from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.reports.beside_data import beside_data
@@ -94,8 +94,8 @@ class ReportConfig(Checked):
             raise ConfigError("report needs run=<run directory>, or run=[<run>,<run>].")
         for path in given:
             require_complete(str(path), "run")
-        found = {run.resolve(): run for path in given for run in _runs_of(path)}  # each once, or it is pooled
-        return [RunDirectory.open(run) for run in found.values()]
+        found = {run.path.resolve(): run for path in given for run in _runs_of(path)}  # each is pooled once
+        return list(found.values())
 
     def folder(self, runs: Sequence[RunDirectory]) -> Path:
         if self.out is not None:
@@ -142,12 +142,15 @@ def report(config: ReportConfig) -> Path:
     return _write(target, page, dict(_files(shown)))
 
 
-def _runs_of(path: Any) -> list[Path]:
-    """Return the runs of a path: itself, those of its seeds, or those below it, such as of a sweep."""
+def _runs_of(path: Any) -> list[RunDirectory]:
+    """Return the runs of a path: itself, or those of its seeds or below it, such as of a sweep.
+
+    Damaged runs of a folder are left out with a warning, unless all are.
+    """
     given = Path(str(path))
-    if (given / RUN_CONFIG).is_file():
-        return [given]
-    return seed_folders(given) or runs_below(given) or [given]
+    several = [] if (given / RUN_CONFIG).is_file() else seed_folders(given) or runs_below(given)
+    found = readable_runs(several, also=lambda run: (run.overrides, _unit(run)))
+    return found or [RunDirectory.open(run) for run in several or [given]]
 
 
 def _title(config: ReportConfig, names: Sequence[str]) -> str:

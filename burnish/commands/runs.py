@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def readable_runs(paths: Sequence[Path]) -> list[RunDirectory]:
-    """Open runs; damaged ones are skipped with a warning."""
+def readable_runs(
+    paths: Sequence[Path], also: Callable[[RunDirectory], object] | None = None
+) -> list[RunDirectory]:
+    """Open runs; damaged ones are skipped with a warning, as are those of which `also` cannot be read."""
     found = []
     for path in paths:
         try:
             run = RunDirectory.open(path)
             run.section("algo"), run.section("env"), run.latest()  # reads the files
+            if also is not None:
+                also(run)
             found.append(run)
         except (BurnishError, OSError) as error:
             _log.warning("%s is left out: %s", path, error)

@@ -14,7 +14,7 @@ from algos.base import device_of
 from burnish.commands.export import surroundings_of
 from burnish.config.overrides import RunContext
 from burnish.console import output
-from burnish.runs.locate import locate
+from burnish.runs.locate import check_folder_to_write, locate
 from envs.evaluation.protocol import with_steps
 from policies.errors import ConfigError
 from policies.export.signature import is_exported
@@ -54,6 +54,7 @@ class ServeConfig(ServerSettings):
 def run(config: ServeConfig, context: RunContext) -> None:
     """Serve until a stop signal."""
     if config.new_client is not None:
+        check_folder_to_write(str(config.keys), "keys")
         path = make_keys(str(config.keys), config.new_client)
         output().print(f"written: {path}", markup=False, soft_wrap=True)
         return

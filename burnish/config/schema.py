@@ -25,6 +25,7 @@ from burnish.config.errors import error_message, unknown_key
 from burnish.config.hydra_sources import register_configs
 from burnish.config.nodes import GROUPS
 from burnish.config.overrides import Overrides, check_overrides, with_no_option
+from policies.bounds import Checked
 from policies.errors import ConfigError
 from policies.paths import at_home
 from policies.storage.strict_json import type_hints
@@ -42,8 +43,10 @@ class Composed(NamedTuple):
 
 
 def compose_config(command: str, overrides: Sequence[str]) -> Any:
-    """Return the configuration of a command; see `compose_command`."""
-    return compose_command(command, overrides).config
+    """Return the configuration of a command without keys that have no effect; see `compose_command`."""
+    composed = compose_command(command, overrides)
+    refuse_unused(*composed)
+    return composed.config
 
 
 def compose_command(command: str, overrides: Sequence[str]) -> Composed:
@@ -93,6 +96,17 @@ def to_command(node: DictConfig) -> Any:
                 f"{group}=<name>, or leave out what sets them."
             )
     return at_home(config)
+
+
+def refuse_unused(config: Any, typed: Overrides) -> None:
+    """Refuse typed values that have no effect beside others: see `policies.bounds.Checked.unused`."""
+    for item in typed.items:
+        part, _, name = item.key.partition(".")
+        for key, section in ((item.key, config), (name, getattr(config, part, None))):
+            for unused, why in section.unused().items() if isinstance(section, Checked) else ():
+                if f"{key}.".startswith(f"{unused}.") and item.value is not None:
+                    remedy = f"Change that, or leave {item.key} out."
+                    raise ConfigError(f"{item.key} has no effect {why}. {remedy}")
 
 
 def _without_parts(node: DictConfig) -> DictConfig:

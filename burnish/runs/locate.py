@@ -233,7 +233,9 @@ def seed_folders(place: str | Path | None) -> list[Path]:
 def runs_below(folder: str | Path) -> list[Path]:
     """Return the run directories below a folder, such as those of a sweep, by path."""
     configs = Path(folder).rglob(RUN_CONFIG) if Path(folder).is_dir() else ()
-    return sorted(path.parent for path in configs if (path.parent / "checkpoints").is_dir())
+    return sorted(
+        path.parent for path in configs if path.is_file() and (path.parent / "checkpoints").is_dir()
+    )
 
 
 def _perhaps_on_hub(place: Path) -> str:

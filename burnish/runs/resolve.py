@@ -20,7 +20,7 @@ from algos.training.run_directory import RunDirectory
 from burnish.config.nodes import GROUPS
 from burnish.config.overrides import NO_OVERRIDES, Overrides, RunContext
 from burnish.config.saved import restore, restore_part
-from burnish.config.schema import compose_config
+from burnish.config.schema import compose_command, refuse_unused
 from burnish.config.train import TrainConfig
 from burnish.runs.auto import is_auto, with_choices
 from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, locate, seed_folders
@@ -38,7 +38,6 @@ from envs.datasets.curation import Curation
 from envs.evaluation.settings import check_seeds
 from envs.fit import require_same_task, task_text
 from policies import registry
-from policies.bounds import Checked
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import at_home, lasting
 from policies.policy_config import PART_GROUPS
@@ -152,7 +151,7 @@ def _new(
     if is_auto(context.overrides):
         typed = context.overrides
         context = replace(context, overrides=with_choices(config, typed, policies[0]))
-        return _new(compose_config("train", context.overrides.texts), context, typed, **facts)
+        return _new(compose_command("train", context.overrides.texts).config, context, typed, **facts)
     refuse_unused(config, context.overrides if typed is None else typed)
     runs = [(config, context.overrides)]
     if config.seeds is not None:  # sorted, as when resumed: the order in a stack affects the last bits
@@ -323,16 +322,6 @@ def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
             f"algo={algo} makes its own actor (see algo.hidden_dims), so {', '.join(keys)} would have no "
             "effect. Leave it out; or clone a policy of that kind with algo=bc and give it as init."
         )
-
-
-def refuse_unused(config: TrainConfig, typed: Overrides) -> None:
-    """Refuse typed values that have no effect beside others: see `policies.bounds.Checked.unused`."""
-    for item in typed.items:
-        part, _, name = item.key.partition(".")
-        section = getattr(config, part, None)
-        for key, why in section.unused().items() if isinstance(section, Checked) else ():
-            if f"{name}.".startswith(f"{key}.") and item.value is not None:
-                raise ConfigError(f"{item.key} has no effect {why}. Change that, or leave {item.key} out.")
 
 
 def _warn_of_unused_evaluation(config: TrainConfig, typed: Overrides) -> None:

@@ -71,10 +71,13 @@ def with_given(
     """Return the facts with a rate and limits given by the user; a number is a limit of all entries.
 
     Raises:
-        ConfigError: If limits are no numbers, of another width, or the lower ones are not below the upper.
+        ConfigError: If the rate is not positive, or limits are no numbers, of another width, or the lower
+            ones not below the upper.
     """
     found = dict(interface)
     if control_hz is not None:
+        if not 0 < control_hz < math.inf:
+            raise ConfigError(f"control_hz must be positive and finite, or null; got {control_hz}.")
         found["control_hz"] = float(control_hz)
     for key, value in (("action_low", action_low), ("action_high", action_high)):
         if value is not None:

@@ -59,6 +59,9 @@ class GptConfig(Checked):
         limit = f"below backbone.obs_tokens={self.obs_tokens}"
         self.require("goal_tokens", self.goal_tokens < self.obs_tokens, limit)
 
+    def unused(self) -> dict[str, str]:
+        return {} if self.goal_tokens else {"goal_unread": "without backbone.goal_tokens"}
+
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> Gpt:

@@ -85,6 +85,10 @@ class MlpConfig(TrunkConfig):
         fits = self.expansion is None or (self.residual and self.layer_norm)
         self.require("expansion", fits, "null without residual=true and layer_norm=true")
 
+    def unused(self) -> dict[str, str]:
+        bare = {} if self.cond_dims else {"cond_activation": "without backbone.cond_dims"}
+        return super().unused() | bare
+
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> MlpBackbone:

@@ -62,6 +62,12 @@ class Unet1dConfig(UnetConfig):
         fits = self.times == "learned" or self.time_dim % 4 == 0
         self.require("time_dim", fits, "a multiple of 4 for backbone.times=positional")
 
+    def unused(self) -> dict[str, str]:
+        found = {} if self.cond_dims else {"cond_activation": "without backbone.cond_dims"}
+        if not (self.groups or self.final_groups):
+            found["norm_eps"] = "without backbone.groups"
+        return super().unused() | found
+
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> Unet1dBackbone:

@@ -63,6 +63,10 @@ class TrunkConfig(Checked):
         if not self.residual and not self.hidden_dims:
             raise ConfigError("residual=false needs hidden_dims, e.g. hidden_dims=[256,256]; got none.")
 
+    def unused(self) -> dict[str, str]:
+        plain = dict.fromkeys(("width", "num_blocks"), f"without {self._key_of('residual')}")
+        return super().unused() | ({} if self.residual else plain)
+
     def build_trunk(self, in_dim: int, out_dim: int) -> Trunk:
         if self.residual:
             dims = (in_dim, self.width, out_dim)

@@ -199,7 +199,7 @@ class Endpoint(ABC):
                 router.setsockopt(zmq.USE_FD, self._listener.descriptor())
                 self.endpoint = self._listener.endpoint
             router.bind(self.endpoint)
-        except OSError as error:  # includes ZMQError
+        except (OSError, zmq.ZMQError) as error:  # the latter of a host that is none
             router.close(linger=0)
             raise _cannot_listen(self.endpoint, error) from None
         return router
@@ -299,7 +299,7 @@ class _Listener:
         self._socket.close()
 
 
-def _cannot_listen(endpoint: str, error: OSError) -> ConfigError:
+def _cannot_listen(endpoint: str, error: Any) -> ConfigError:
     return ConfigError(f"cannot listen at {endpoint}: {error.strerror}. Choose another host or port.")
 
 

@@ -17,9 +17,11 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands import runs as runs_command
 from burnish.commands.report import ReportConfig
 from burnish.commands.runs import differing_keys, readable_runs, tabulate
+from burnish.lab.runs import RunFolder
 from burnish.reports.results import evaluations_while_training, stored_evaluation
 from burnish.runs.best_evaluation import best_evaluation
 from burnish.runs.locate import runs_below
+from policies.errors import CheckpointError
 
 DATA = (np.zeros((9, 4)), np.linspace(-1, 1, 18).reshape(9, 2))
 TINY: dict[str, Any] = {"algo.steps": 2, "algo.warmup_steps": 0, "algo.batch_size": 8, "backbone.width": 8}
@@ -140,7 +142,6 @@ def test_the_budget_of_a_run_on_data_and_in_the_task_is_both(tmp_path: Path) -> 
 
 
 def test_a_folder_of_runs_is_one_page_with_the_swept_key(sweep: Path, tmp_path: Path) -> None:
-    (sweep / "damaged" / "config.yaml").unlink()
     page = burnish.report(sweep, episodes=0, out=tmp_path / "page").read_text()
     assert "2 runs: sweep" in page and "<th>algo.lr</th>" in page and "<td>0.0001</td>" in page
     both = burnish.report([sweep / "0", sweep / "1"], episodes=0, out=tmp_path / "both").read_text()
@@ -149,6 +150,28 @@ def test_a_folder_of_runs_is_one_page_with_the_swept_key(sweep: Path, tmp_path: 
     clash = burnish.report([sweep / "0", copy], episodes=0, out=tmp_path / "clash").read_text()
     assert "2 runs: sweep-0, again-0" in clash
     assert RunDirectory.open(sweep / "0").latest() == 2
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "overrides.txt", "checkpoints/2/policy/config.json"])
+def test_one_damaged_run_takes_no_other_from_a_report(
+    file: str, sweep: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("0", "1"):
+        shutil.copytree(sweep / name, tmp_path / "runs" / name, symlinks=True)
+    (tmp_path / "runs" / "0" / file).write_bytes(b"\xff")
+    found = ReportConfig(run=str(tmp_path / "runs")).runs()
+    assert [one.path.name for one in found] == ["1"]
+    assert f"{tmp_path / 'runs' / '0'} is left out" in caplog.text and file in caplog.text
+    burnish.report(tmp_path / "runs", episodes=0, out=tmp_path / "page")
+    (tmp_path / "runs" / "1" / file).write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=file):
+        burnish.report(tmp_path / "runs", episodes=0, out=tmp_path / "none")
+
+
+def test_a_folder_in_the_place_of_a_configuration_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").mkdir()
+    assert RunFolder(tmp_path).listed() == []
 
 
 def test_a_run_that_is_given_twice_is_not_pooled_with_itself(sweep: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from messages import mentions
 
 from algos.ppo import PpoConfig
 from burnish.config.overrides import Overrides, RunContext
-from burnish.config.schema import compose_command
+from burnish.config.schema import compose_command, compose_config, refuse_unused
 from burnish.config.train import TrainConfig
-from burnish.runs.resolve import refuse_unused, resolve
+from burnish.runs.resolve import resolve
 from policies import registry
 from policies.errors import ConfigError
 
@@ -36,6 +36,14 @@ KEYS = [
     ("idql algo.aggregate=mean", "least"),
     ("qc algo.value_min=-1", "algo.critic_bins"),
     ("bc start.steps=3", "start.guide start.dataset"),
+    ("qc algo.refit=false algo.actor_lr=1e-4", "algo.refit"),
+    ("pa_rl algo.refit=false algo.actor_every=2", "algo.refit"),
+    ("idql algo.refit=false algo.weighting=soft", "algo.refit"),
+    ("bc backbone.residual=false backbone.hidden_dims=[8] backbone.width=9", "backbone.residual"),
+    ("bc backbone=mlp backbone.cond_activation=relu", "backbone.cond_dims"),
+    ("bc backbone=unet1d backbone.groups=0 backbone.norm_eps=1e-6", "backbone.groups"),
+    ("bc backbone=gpt backbone.goal_unread=[0]", "backbone.goal_tokens"),
+    ("ppo algo.critic.residual=false algo.critic.hidden_dims=[8] algo.critic.num_blocks=2", "residual"),
 ]
 
 
@@ -56,11 +64,28 @@ def test_a_typed_key_without_effect_is_refused_by_name(words: str, why: str) -> 
         "algo=dppo algo.encoder=trained algo.image_shift=2 algo.encoder_lr=1e-4",
         "algo=dqc algo.value_min=-10 algo.value_max=0",
         "algo=iql algo.online_steps=9 algo.online.num_envs=2",
+        "algo=residual algo.refit=false algo.actor_lr=1e-4 algo.actor_every=2",
         "algo=qam_edit algo.actor_aggregate=mean_std algo.aggregate=mean algo.pessimism=1",
     ],
 )
 def test_what_an_experiment_sets_or_another_key_uses_is_accepted(words: str) -> None:
     refuse_unused(*compose_command("train", words.split()))
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "why"),
+    [
+        ("collect", "env=avoid guidance=3", "guidance model"),
+        ("collect", "env=avoid model=runs/x guidance=3", "guidance policy"),
+        ("collect", "env=avoid model=runs/x keep_failures=true", "keep_failures model"),
+        ("rank", "policy=runs/x score=energy score_draws=3", "score_draws score=density"),
+    ],
+)
+def test_keys_of_other_commands_are_refused_too(command: str, words: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=mentions(f"{why} no effect")):
+        compose_config(command, words.split())
+    kept = "env=avoid model=runs/x policy=runs/y guidance=3"
+    assert compose_config("collect", kept.split()).guidance == 3
 
 
 def test_it_is_refused_before_a_run_begins_and_choices_of_auto_are_not(tmp_path: Path) -> None:

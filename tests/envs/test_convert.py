@@ -25,7 +25,7 @@ from burnish.runs.locate import locate
 from envs.datasets import Episode, dataset_format, read_dataset, write_dataset, write_robomimic
 from envs.datasets.convert import KEYS, as_dataset
 from envs.datasets.files.hdf5 import datasets_of
-from envs.datasets.interface import interface_of
+from envs.datasets.interface import interface_of, with_given
 from envs.datasets.recorded_task import recorded_task
 from policies.errors import ConfigError, DatasetError
 
@@ -114,6 +114,11 @@ def test_joined_parts_of_two_tasks_name_neither(tmp_path: Path, caplog: pytest.L
     assert re.search(mentions("env=avoid env=pointmaze-umaze mixed.hdf5"), caplog.text)
     same = convert(DataConvertConfig(dataset=[files[0], files[2]], out=str(tmp_path / "same.hdf5")))
     assert recorded_task(same.meta) == ("avoid", {}) and same.meta["interface"]["control_hz"] == 20.0
+
+
+def test_a_number_in_the_place_of_a_file_is_no_dataset(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=mentions("3 file")):
+        convert(DataConvertConfig(dataset=3, out=str(tmp_path / "x.hdf5")))
 
 
 def test_small_matrices_are_vectors() -> None:
@@ -379,6 +384,12 @@ def test_robomimics_names_and_rate_are_kept(tmp_path: Path) -> None:
 def test_limits_that_are_none_are_refused(given: dict[str, Any], parts: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=mentions(parts)):
         burnish.clone((OBS, ACTIONS), directory=tmp_path / "run", **given, **TINY, **QUIET)
+
+
+@pytest.mark.parametrize("rate", [0.0, -3.0, float("inf"), float("nan")])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match=mentions("control_hz positive")):
+        with_given({}, 2, control_hz=rate, action_low=None, action_high=None)
 
 
 def test_actions_outside_of_given_limits_are_told_once(

@@ -152,6 +152,10 @@ def test_a_decision_that_fails_is_made_at_the_next_step(made: Any, monkeypatch: 
     assert runner.track.is_due
     runner.act({"observation": seen[1]})
     assert runner.track.has_plan and not runner.track.is_pending
+    other = Runner(made[1], seed=1)
+    for one in seen:
+        other.see({"observation": one})
+    np.testing.assert_array_equal(runner.plan(), (other.plan(), other.plan())[1])
 
 
 def test_an_evaluation_gets_the_noise_and_the_actions_of_the_policy(made: Any) -> None:
@@ -396,6 +400,21 @@ def test_slow_ticks_are_counted_as_late_and_slow_decisions_as_steps_without_a_pl
     assert Machine(ticks=5, decision_s=0.0, work_s=0.13).run(Track(3)).late == 5
     report = Machine(ticks=9, decision_s=0.5).run(Track(2))
     assert report.late == 0 and report.starved == 2
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_costs_a_tick_at_most(jump_s: float) -> None:
+    machine, waits = Machine(ticks=9, decision_s=0.0), list[float]()
+    sent, slept = machine.send, machine.sleep
+
+    def send(command: np.ndarray) -> bool:
+        machine.now += jump_s if len(machine.sent) == 3 else 0.0
+        return sent(command)
+
+    machine.send, machine.sleep = send, lambda s: (waits.append(s), slept(s))  # type: ignore[method-assign]
+    report = machine.run(Track(3))
+    assert report.late == (jump_s > 0)
+    assert waits == pytest.approx([0.1] * 3 + [0.1 if jump_s < 0 else 0.0] + [0.1] * 5)
 
 
 def test_plans_that_are_not_finite_are_reported_as_missed_deadlines_are() -> None:

@@ -516,10 +516,12 @@ def test_other_machines_must_be_asked_in() -> None:
     assert ServerSettings(host="0.0.0.0", allow_remote=True).host == "0.0.0.0"
 
 
-def test_a_port_that_is_taken_is_said(server: Server) -> None:
+def test_a_place_that_cannot_be_listened_at_is_said(server: Server) -> None:
     port = int(server.endpoint.rpartition(":")[2])
     with pytest.raises(ConfigError, match=mentions("listen tcp://127.0.0.1")):
         Server(ServedPolicy(flow()), ServerSettings(port=port))
+    with pytest.raises(ConfigError, match=mentions("listen tcp://nowhere.invalid host")):
+        Server(ServedPolicy(flow()), ServerSettings(host="nowhere.invalid", allow_remote=True))
 
 
 def test_only_who_has_a_key_is_answered(tmp_path: Path) -> None:

@@ -91,29 +91,24 @@ def with_sketch(around: Surroundings, steer: SketchSettings) -> Surroundings:
     return around if sketch is None else replace(around, provenance={**around.provenance, "steer": sketch})
 
 
-def surroundings_of(
-    found: Located, policy: Policy | None = None, given: ExportConfig | None = None
-) -> Surroundings:
+def surroundings_of(found: Located, policy: Policy, given: ExportConfig | None = None) -> Surroundings:
     """Return names, rate and limits: those given, else of the policy's task, else of its dataset.
 
     Without any limits there is a warning.
     """
-    provenance = found.provenance()
-    task, reason, facts, width = None, "", {}, 0 if policy is None else policy.chunk.action_dim
+    provenance, task, reason, width = found.provenance(), None, "", policy.chunk.action_dim
     try:
         spec = task_of(found).spec
         task, facts = spec.name, {key: getattr(spec, key) for key in (*NAMES, *LIMITS, "control_hz")}
     except ConfigError as error:
-        reason = str(error)
-        if policy is not None:
-            facts = interface_of(provenance, policy.obs_dim, width)
+        reason, facts = str(error), interface_of(provenance, policy.obs_dim, width)
     if given is not None:
         limits = {"action_low": given.action_low, "action_high": given.action_high}
         facts = with_given(facts, width, control_hz=given.control_hz, **limits)
     if "action_low" not in facts:
         _log.warning(
-            "the export knows no limits, so what runs it does not limit actions; give action_low=… and "
-            "action_high=…: %s", reason,
+            "the policy knows no limits, so what runs it does not limit actions; give burnish export "
+            "action_low=… and action_high=…: %s", reason,
         )  # fmt: skip
     names = (facts.get("control_hz"), facts.get("obs_names"), facts.get("action_names"))
     box = facts.get("action_low"), facts.get("action_high")

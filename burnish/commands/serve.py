@@ -83,8 +83,8 @@ def served_by(config: ServeConfig) -> Served:
     device = device_of(config.device)
     found = locate(config.policy)
     policy = cast(Policy, with_steps(found.load(), config.steps)).to(device)
-    chosen = steered(policy, config.steer)
-    return ServedPolicy(chosen, surroundings_of(found), sha256(found.path / WEIGHTS))
+    chosen, around = steered(policy, config.steer), surroundings_of(found, policy)
+    return ServedPolicy(chosen, around, sha256(found.path / WEIGHTS))
 
 
 def _print_result(endpoint: str, page: int | None) -> None:

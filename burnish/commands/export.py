@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ from burnish.runs.tasks import task_of
 from envs.datasets.interface import LIMITS, NAMES, interface_of, with_given
 from envs.evaluation.protocol import with_steps
 from envs.evaluation.settings import check_seeds
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.export.card import latency_table
 from policies.export.export import GRAPHS, export_onnx
@@ -29,14 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(Checked):
     """Configuration of `burnish export`."""
 
     policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, or a policy directory
-    graph: str = "whole"  # whole: including the sampler | step: one network evaluation plus a step table
+    graph: str = bounded("whole", choices=GRAPHS)  # whole: with the sampler | step: one network evaluation
     out: str | None = path_field()  # directory; null: exported-<policy>
     steps: int | None = None  # denoising steps; null: the policy's default
-    tolerance: float = 1e-5  # largest allowed difference to the original, see the report
+    tolerance: float = bounded(1e-5, gt=0)  # largest allowed difference to the original, see the report
     seed: int = 0  # seed of the random inputs for the comparison
     steer: SketchSettings = field(default_factory=SketchSettings)  # sketch guidance, part of the graph
     control_hz: float | None = None  # rate of the robot [Hz]; null: that of the task or the dataset
@@ -45,10 +45,7 @@ class ExportConfig:
     overwrite: bool = False  # replace the export in an existing directory
 
     def __post_init__(self) -> None:
-        if self.graph not in GRAPHS:
-            raise ConfigError(f"graph must be one of: {', '.join(GRAPHS)}; got '{self.graph}'.")
-        if not (math.isfinite(self.tolerance) and self.tolerance > 0):
-            raise ConfigError(f"tolerance must be positive and finite; got {self.tolerance}.")
+        super().__post_init__()
         check_seeds("seed", self.seed)
 
 

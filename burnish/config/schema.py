@@ -131,7 +131,7 @@ def to_object(node: Any) -> Any:
 
 
 def _outer_keys(node: DictConfig, kind: type, text: str) -> str:
-    """Return the keys above the one that an error of a dataclass begins with, such as `evaluation.`; or ''."""
+    """Return the keys above the one that a dataclass's error begins with, such as `evaluation.`; or ""."""
     place, own = str(node._get_full_key("") or ""), getattr(kind, "key", "")
     outer = place.removesuffix(own) if own else f"{place}."
     names = (own,) if own else tuple(f.name for f in fields(kind))

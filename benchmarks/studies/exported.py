@@ -182,7 +182,7 @@ def measure(found: Located, options: argparse.Namespace, *, title: str = "", liv
         "exports": {},
     }
     with tempfile.TemporaryDirectory() as place:
-        facts: dict[str, Any] = {"surroundings": surroundings_of(found)}
+        facts: dict[str, Any] = {"surroundings": surroundings_of(found, policy)}
         for graph in GRAPHS:
             folder = Path(place) / graph
             try:

@@ -91,8 +91,8 @@ def inspect(
     check_folder_to_write(target)
     if config.task is not None:
         reference(config.task)  # refuses, by name
-    facts: dict[str, Any] = {"file": str(path), "keys": _keys(path), "remarks": []}
-    facts["bytes"] = size_of(path)
+    size = size_of(path)
+    facts: dict[str, Any] = {"file": str(path), "keys": _keys(path, size), "remarks": [], "bytes": size}
     on_keys(facts)
     try:
         data = read_dataset(path, **config.reader)
@@ -112,8 +112,8 @@ def inspect(
     return facts | {"written": str(target)}
 
 
-def _keys(path: Path) -> list[dict[str, Any]]:
-    with Counting(f"reading {path.name} (MiB)", max(round(size_of(path) / _MEBI), 1)) as counting:
+def _keys(path: Path, size: int) -> list[dict[str, Any]]:
+    with Counting(f"reading {path.name} (MiB)", max(round(size / _MEBI), 1)) as counting:
         found: list[KeyFacts] = describe_file(path, lambda seen: counting.show(round(seen / _MEBI)))
     return [asdict(one) for one in found]
 

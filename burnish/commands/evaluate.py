@@ -133,7 +133,6 @@ def shown_names(label: str, policy: str, baseline: str) -> tuple[str, str]:
 class ResolvedEval:
     """A resolved evaluation; nothing is loaded yet."""
 
-    config: EvalConfig
     policy: Located
     baseline: Located | None
     env: Any
@@ -160,7 +159,7 @@ def resolve(config: EvalConfig, given: Mapping[str, Located]) -> ResolvedEval:
     for key, one in (("policy", mine), ("baseline", other)):
         if one is not None:
             require_task_of(one, env, key, allow_other_task=config.allow_other_task)
-    return ResolvedEval(config, mine, other, env)
+    return ResolvedEval(mine, other, env)
 
 
 def evaluate(config: EvalConfig, given: Mapping[str, Located] = MappingProxyType({})) -> Result:

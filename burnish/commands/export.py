@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ from burnish.runs.tasks import task_of
 from envs.datasets.interface import LIMITS, NAMES, interface_of, with_given
 from envs.evaluation.protocol import with_steps
 from envs.evaluation.settings import check_seeds
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.export.card import latency_table
 from policies.export.export import GRAPHS, export_onnx
@@ -29,14 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(Checked):
     """Configuration of `burnish export`."""
 
     policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, or a policy directory
-    graph: str = "whole"  # whole: including the sampler | step: one network evaluation plus a step table
+    graph: str = bounded("whole", choices=GRAPHS)  # whole: with the sampler | step: one network evaluation
     out: str | None = path_field()  # directory; null: exported-<policy>
     steps: int | None = None  # denoising steps; null: the policy's default
-    tolerance: float = 1e-5  # largest allowed difference to the original, see the report
+    tolerance: float = bounded(1e-5, gt=0)  # largest allowed difference to the original, see the report
     seed: int = 0  # seed of the random inputs for the comparison
     steer: SketchSettings = field(default_factory=SketchSettings)  # sketch guidance, part of the graph
     control_hz: float | None = None  # rate of the robot [Hz]; null: that of the task or the dataset
@@ -45,10 +45,7 @@ class ExportConfig:
     overwrite: bool = False  # replace the export in an existing directory
 
     def __post_init__(self) -> None:
-        if self.graph not in GRAPHS:
-            raise ConfigError(f"graph must be one of: {', '.join(GRAPHS)}; got '{self.graph}'.")
-        if not (math.isfinite(self.tolerance) and self.tolerance > 0):
-            raise ConfigError(f"tolerance must be positive and finite; got {self.tolerance}.")
+        super().__post_init__()
         check_seeds("seed", self.seed)
 
 
@@ -91,29 +88,24 @@ def with_sketch(around: Surroundings, steer: SketchSettings) -> Surroundings:
     return around if sketch is None else replace(around, provenance={**around.provenance, "steer": sketch})
 
 
-def surroundings_of(
-    found: Located, policy: Policy | None = None, given: ExportConfig | None = None
-) -> Surroundings:
+def surroundings_of(found: Located, policy: Policy, given: ExportConfig | None = None) -> Surroundings:
     """Return names, rate and limits: those given, else of the policy's task, else of its dataset.
 
     Without any limits there is a warning.
     """
-    provenance = found.provenance()
-    task, reason, facts, width = None, "", {}, 0 if policy is None else policy.chunk.action_dim
+    provenance, task, reason, width = found.provenance(), None, "", policy.chunk.action_dim
     try:
         spec = task_of(found).spec
         task, facts = spec.name, {key: getattr(spec, key) for key in (*NAMES, *LIMITS, "control_hz")}
     except ConfigError as error:
-        reason = str(error)
-        if policy is not None:
-            facts = interface_of(provenance, policy.obs_dim, width)
+        reason, facts = str(error), interface_of(provenance, policy.obs_dim, width)
     if given is not None:
         limits = {"action_low": given.action_low, "action_high": given.action_high}
         facts = with_given(facts, width, control_hz=given.control_hz, **limits)
     if "action_low" not in facts:
         _log.warning(
-            "the export knows no limits, so what runs it does not limit actions; give action_low=… and "
-            "action_high=…: %s", reason,
+            "the policy knows no limits, so what runs it does not limit actions; give burnish export "
+            "action_low=… and action_high=…: %s", reason,
         )  # fmt: skip
     names = (facts.get("control_hz"), facts.get("obs_names"), facts.get("action_names"))
     box = facts.get("action_low"), facts.get("action_high")

@@ -133,7 +133,7 @@ def page() -> str:
         _row(f"`{process}`", *(cell(config, process) for config in found.values()))
         for process in registry.names("process")
     ]
-    lines += [CLOSING.format(no=NO).rstrip("\n")]
+    lines += [CLOSING.rstrip("\n")]
     lines += [_row(f"`{name}`", config.requires) for name, config in found.items()]
     return "\n".join(lines) + "\n" + WAYS + "\n".join(_row(*row) for row in _ways()) + "\n"
 

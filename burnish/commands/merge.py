@@ -9,6 +9,7 @@ from typing import Any
 from burnish.config.overrides import RunContext
 from burnish.console import output, table
 from burnish.runs.locate import check_folder_to_fill, identified, locate
+from policies.bounds import Checked, bounded
 from policies.composition.merging import METHODS, merge
 from policies.errors import ConfigError
 from policies.paths import path_field
@@ -16,20 +17,16 @@ from policies.storage.policy_folder import save_policy
 
 
 @dataclass
-class MergeConfig:
+class MergeConfig(Checked):
     """Configuration of `burnish merge`."""
 
     policies: Any = path_field()  # list of runs (last checkpoint), checkpoints or policy directories
     init: str | None = path_field()  # the policy that all were trained from; null: none
-    method: str = "linear"  # linear: weighted mean | spherical: along arcs around init, tensor by tensor
+    method: str = bounded("linear", choices=METHODS)  # linear: weighted mean | spherical: arcs around init
     weights: list[float] | None = None  # one per policy, of any sum; null: equal
     scale: float = 1.0  # share of the way from init to the mean; below 1 stays nearer to init
     out: str | None = path_field()  # directory; null: merged-<first policy>
     overwrite: bool = False  # replace the policy in an existing directory
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(f"method must be one of: {', '.join(METHODS)}; got '{self.method}'.")
 
 
 def run(config: MergeConfig, context: RunContext) -> float:

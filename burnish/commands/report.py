@@ -18,7 +18,7 @@ from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.reports.beside_data import beside_data
 from burnish.reports.curves import MEAN_COLOURS, Chart, learning_charts, run_colours
-from burnish.reports.facts import cost_of, facts_of, origin_of, part_name
+from burnish.reports.facts import Facts, facts_of, part_name
 from burnish.reports.html import render
 from burnish.reports.results import (
     Headline,
@@ -125,6 +125,7 @@ def report(config: ReportConfig) -> Path:
     shown = _behaviours(config, named)
     stored = {name: found for name, one in named.items() if (found := stored_evaluation(one)) is not None}
     heads = {name: headline(one, stored.get(name), shown[name].played) for name, one in named.items()}
+    facts = {name: facts_of(one) for name, one in named.items()}
     page = render(
         "report.html",
         title=title,
@@ -135,8 +136,8 @@ def report(config: ReportConfig) -> Path:
         panels=_panels(groups, heads, colours),
         behaviours=list(shown.values()) if config.episodes else [],
         tables=_tables(groups, stored),
-        overview=_overview(named) if len(runs) > 1 else None,
-        runs={name: facts_of(one) for name, one in named.items()},
+        overview=_overview(named, facts) if len(runs) > 1 else None,
+        runs=facts,
         data={key: value for one in shown.values() for key, value in one.data()},
     )
     return _write(target, page, dict(_files(shown)))
@@ -162,8 +163,8 @@ def _title(config: ReportConfig, names: Sequence[str]) -> str:
 
 def _files(shown: Mapping[str, Behaviour]) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of the pictures beside the page, for slides."""
-    for number, one in enumerate(shown.values(), 1):
-        stem = "behaviour" if len(shown) == 1 else f"behaviour-{number}"
+    for one in shown.values():
+        stem = "behaviour" if len(shown) == 1 else f"behaviour-{one.number}"
         for picture in (one.paths, one.moving):
             if picture is not None:
                 yield f"{stem}.{picture.kind}", picture.image
@@ -280,11 +281,12 @@ def _settings(run: RunDirectory, keys: Sequence[str]) -> tuple[object, ...]:
     return tuple("" if config.get(key) is None else config[key] for key in keys)
 
 
-def _overview(runs: Mapping[str, RunDirectory]) -> Table:
+def _overview(runs: Mapping[str, RunDirectory], facts: Mapping[str, Facts]) -> Table:
     rows = []
     for name, one in runs.items():
-        facts = part_name(one, "algo"), task_label(one), one.config.get("seed"), origin_of(one), cost_of(one)
-        rows.append((name, *facts, one.latest() or "none"))
+        known = dict(facts[name].rows)
+        shown = (known.get(key, "") for key in ("algorithm", "task", "seed", "from", "cost"))
+        rows.append((name, *shown, one.latest() or "none"))
     return Table(("run", "algo", "task", "seed", "from", "cost", "last checkpoint"), tuple(rows))
 
 

@@ -16,6 +16,7 @@ from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.runs.locate import check_folder_to_write, locate
 from envs.evaluation.protocol import with_steps
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.export.signature import is_exported
 from policies.paths import path_field
@@ -40,15 +41,15 @@ class ServeConfig(ServerSettings):
     steps: int | None = None  # denoising steps; null: the policy's default
     steer: SketchSettings = field(default_factory=SketchSettings)  # sketch guidance
     device: str = "cpu"  # inference device: cpu, cuda or cuda:<n>
-    metrics_port: int | None = None  # port of http://127.0.0.1:<port>/metrics; 0: any free port; null: none
+    metrics_port: int | None = bounded(
+        None, ge=0, lt=65536
+    )  # port of http://127.0.0.1:<port>/metrics; 0: any
     new_client: str | None = None  # create keys for this client in keys=<folder>, and exit
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.new_client is not None and self.keys is None:
             raise ConfigError("new_client needs keys=<folder>, where the keys are put.")
-        if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:
-            raise ConfigError(f"metrics_port must lie in 0 to 65535, or null; got {self.metrics_port}.")
 
 
 def run(config: ServeConfig, context: RunContext) -> None:
@@ -84,8 +85,8 @@ def served_by(config: ServeConfig) -> Served:
     device = device_of(config.device)
     found = locate(config.policy)
     policy = cast(Policy, with_steps(found.load(), config.steps)).to(device)
-    chosen = steered(policy, config.steer)
-    return ServedPolicy(chosen, surroundings_of(found), sha256(found.path / WEIGHTS))
+    chosen, around = steered(policy, config.steer), surroundings_of(found, policy)
+    return ServedPolicy(chosen, around, sha256(found.path / WEIGHTS))
 
 
 def _print_result(endpoint: str, page: int | None) -> None:

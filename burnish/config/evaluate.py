@@ -19,12 +19,13 @@ _OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "search", "estim
 class EvalConfig(EvaluationSettings):
     """Configuration of `burnish eval`."""
 
+    episodes: int = bounded(100, ge=1)
     policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, a policy or an exported folder
     baseline: str | None = path_field(was="versus")  # a second policy: same episodes, paired difference
     env: Any = None  # null: the policy's own task
     allow_other_task: bool = False  # evaluate policies on another task than the one that they were made for
     videos: int = bounded(0, ge=0)  # moving pictures of episodes, failures first, beside the JSON file
-    num_workers: int = 2  # rollout processes; 0: this process; results are equal for any number
+    num_workers: int = bounded(2, ge=0)  # rollout processes; 0: this one; results are equal for any number
     fleet: Any = None  # where they run: local (null), or ray, the actors of a cluster
     out: str | None = (
         path_field()  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json;
@@ -48,12 +49,8 @@ class EvalConfig(EvaluationSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.episodes < 1:
-            raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")
         if self.reader and self.dataset is None:
             raise ConfigError(f"reader={self.reader} needs dataset=<file>, whose reader has these options.")
-        if self.num_workers < 0:
-            raise ConfigError(f"num_workers must be 0 or more; got {self.num_workers}.")
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """Return which of some keys do not have their default."""

@@ -135,7 +135,21 @@ def to_object(node: Any) -> Any:
         if key not in names:  # `+key=value` may add any key
             raise ConfigError(unknown_key(node._get_full_key(key), kind))
     hints = type_hints(kind)
-    return kind(**{f.name: _value(node, f.name, hints[f.name]) for f in fields(kind) if f.init})
+    values = {f.name: _value(node, f.name, hints[f.name]) for f in fields(kind) if f.init}
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        if outer := _outer_keys(node, kind, str(error)):
+            raise ConfigError(f"{outer}{error}") from error
+        raise
+
+
+def _outer_keys(node: DictConfig, kind: type, text: str) -> str:
+    """Return the keys above the one that a dataclass's error begins with, such as `evaluation.`; or ""."""
+    place, own = str(node._get_full_key("") or ""), getattr(kind, "key", "")
+    outer = place.removesuffix(own) if own else f"{place}."
+    names = (own,) if own else tuple(f.name for f in fields(kind))
+    return outer if place and outer.endswith(".") and text.startswith(names) else ""
 
 
 def _value(node: DictConfig, name: str, hint: Any) -> Any:

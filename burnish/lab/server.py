@@ -2,9 +2,9 @@
 
 Everything is refused without the token, which is compared in constant time; under a host name other than that
 of this machine, which keeps out pages that resolve their name to it; and with any method but GET, except for
-POST to /run where runs may be stopped and continued. A message
-of a visitor has at most `MESSAGE_BYTES`, of which the newest of each kind is kept, and there are at most
-`MOST_VISITORS`. Pages take nothing from elsewhere and run no script but the one that comes with them.
+POST to /run where runs may be stopped and continued. A message of a visitor has at most `MESSAGE_BYTES`, of
+which the newest of each kind is kept, and there are at most `MOST_VISITORS`. Pages take nothing from
+elsewhere and run no script but the one that comes with them.
 """
 
 from __future__ import annotations

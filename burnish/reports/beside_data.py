@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from algos.training.run_directory import RunDirectory
-from burnish.runs.best_evaluation import CheckpointEvaluation, alike_evaluations, best_evaluation
+from burnish.runs.best_evaluation import CheckpointEvaluation, alike_evaluations
 from burnish.runs.locate import locate
 from envs.evaluation.comparison import format_interval
 
@@ -17,15 +18,15 @@ def beside_data(directory: RunDirectory) -> str | None:
 
     None without evaluation, or where the data hold nothing in the unit of the task.
     """
-    both = None if directory.latest() is None else best_evaluation(directory)
-    if both is None:
+    alike = [] if directory.latest() is None else alike_evaluations(directory)
+    if not alike:
         return None
-    last, data = both.last, locate(directory.path, "run").provenance().get("data", {})
+    last, data = alike[-1], locate(directory.path, "run").provenance().get("data", {})
     if last.quantity not in data:
         return None
     recorded, _ = format_interval(last.quantity, {"value": data[last.quantity]})
     own, around = format_interval(last.quantity, last.summary[last.quantity])
-    halfway = _halfway(directory, last)
+    halfway = _halfway(alike)
     rises = halfway is not None and is_above(last, halfway)
     return (
         f"{last.quantity} of the data {recorded} (mean of {data['episodes']} episodes), of the policy {own} "
@@ -33,11 +34,11 @@ def beside_data(directory: RunDirectory) -> str | None:
     )
 
 
-def _halfway(directory: RunDirectory, last: CheckpointEvaluation) -> CheckpointEvaluation | None:
-    """Return the evaluation nearest to half of the steps of the last, by its protocol; None without one."""
-    low, high = 0.25 * last.step, 0.75 * last.step
-    between = [one for one in alike_evaluations(directory) if low <= one.step <= high]
-    return min(between, key=lambda one: abs(one.step - last.step / 2), default=None)
+def _halfway(alike: Sequence[CheckpointEvaluation]) -> CheckpointEvaluation | None:
+    """Return the evaluation nearest to half of the steps of the last; None without one."""
+    end = alike[-1].step
+    between = [one for one in alike if 0.25 * end <= one.step <= 0.75 * end]
+    return min(between, key=lambda one: abs(one.step - end / 2), default=None)
 
 
 def is_above(one: CheckpointEvaluation, other: CheckpointEvaluation) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -98,14 +97,12 @@ def stored_evaluation(directory: RunDirectory) -> Stored | None:
     Evaluations on another task than the run's own (possible with `burnish eval`) are excluded.
     """
     own = None if directory.latest() is None else description_of(locate(directory.path, "run"))
-    found: list[tuple[int, int, bool, dict[str, Any]]] = []
-    for one, content in read_evaluations(directory):
-        if own is None or is_same_task(own, content["protocol"]["env"]):
-            found.append((one.step, len(content["rows"]), "versus" in content, content))
-    if not found:
-        return None
-    content = max(found, key=lambda item: item[:3])[3]
-    return Stored(Evaluation.from_json(json.dumps(content)), content.get("versus"))
+    found = [
+        ((file.step, len(one.rows), "versus" in content), Stored(one, content.get("versus")))
+        for file, content, one in read_evaluations(directory)
+        if own is None or is_same_task(own, one.protocol["env"])
+    ]
+    return max(found, key=lambda item: item[0])[1] if found else None
 
 
 def is_same_task(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -184,11 +181,7 @@ def _evaluation_of_init(directory: RunDirectory) -> Evaluation | None:
 
 def evaluations_while_training(directory: RunDirectory) -> dict[int, Evaluation]:
     """Return the evaluations of a run's checkpoints, by step."""
-    return {
-        one.step: Evaluation.from_json(json.dumps(content))
-        for one, content in read_evaluations(directory)
-        if one.is_of_training
-    }
+    return {file.step: one for file, _, one in read_evaluations(directory) if file.is_of_training}
 
 
 def intervals_over(runs: Sequence[Mapping[int, Evaluation]]) -> Intervals:

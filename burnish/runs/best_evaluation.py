@@ -14,7 +14,6 @@ from typing import Any
 
 from algos.training.run_directory import EvalFile, RunDirectory
 from envs.evaluation.evaluate import Evaluation
-from envs.spec import judged_by
 from policies.errors import BurnishError
 
 _log = logging.getLogger(__name__)
@@ -59,28 +58,27 @@ def best_evaluation(directory: RunDirectory) -> BestEvaluation | None:
 
 def alike_evaluations(directory: RunDirectory) -> list[CheckpointEvaluation]:
     """Return the evaluations during training with the protocol of the last one, by step."""
-    found = [_read(file, content) for file, content in read_evaluations(directory) if file.is_of_training]
+    found = [
+        CheckpointEvaluation(file.step, content["summary"], one.quantity)
+        for file, content, one in read_evaluations(directory)
+        if file.is_of_training
+    ]
     found.sort(key=lambda evaluation: evaluation.step)
     return [one for one in found if one.summary["protocol_hash"] == found[-1].summary["protocol_hash"]]
 
 
-def read_evaluations(directory: RunDirectory) -> Iterator[tuple[EvalFile, dict[str, Any]]]:
-    """Yield the evaluations of a run with their content; damaged files are left out with a warning."""
+def read_evaluations(directory: RunDirectory) -> Iterator[tuple[EvalFile, dict[str, Any], Evaluation]]:
+    """Yield file, content and evaluation of those of a run; damaged ones are left out with a warning."""
     for file in directory.evals():
         try:
-            text = file.path.read_text(encoding="utf-8")
-            content = json.loads(text)
+            content = json.loads(file.path.read_text(encoding="utf-8"))
             if not {"protocol", "summary", "rows"} <= set(content):
                 raise ValueError("it holds no evaluation")
             if file.is_of_training and not {"protocol_hash", "episodes"} <= set(content["summary"]):
                 raise ValueError("its summary lacks protocol_hash or episodes")
-            float(content["summary"][Evaluation.from_json(text).quantity]["value"])
+            evaluation = Evaluation.from_json(content)
+            float(content["summary"][evaluation.quantity]["value"])
         except (BurnishError, OSError, TypeError, ValueError, LookupError) as error:
             _log.warning("%s is damaged (%s) and is left out. Restore or remove it.", file.path, error)
             continue
-        yield file, content
-
-
-def _read(file: EvalFile, content: dict[str, Any]) -> CheckpointEvaluation:
-    quantity = judged_by(content["protocol"]["env"]["success_rule"])
-    return CheckpointEvaluation(file.step, content["summary"], quantity)
+        yield file, content, evaluation

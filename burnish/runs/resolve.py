@@ -93,10 +93,12 @@ def resolve_seeds(config: TrainConfig, context: RunContext) -> ResolvedRun:
     """Resolve runs of several seeds trained at once; each equals a single run.
 
     Raises:
-        ConfigError: E.g. if the algorithm trains one seed at a time, `init` is set, or resumed runs differ in
-            more than their seeds.
+        ConfigError: E.g. if the algorithm trains one seed at a time, `init` is set, there are several
+            processes, or resumed runs differ in more than their seeds.
         CheckpointError: If a run to resume is missing.
     """
+    if (world := current().world) > 1:
+        raise ConfigError(f"seeds are trained in one process; got {world}. Leave seeds or torchrun out.")
     if config.resume is not None:
         return _continued(_runs_below(config), context, has_folders=True)
     require_distinct(config.seeds or [])
@@ -295,8 +297,6 @@ def _require_parallel(config: TrainConfig) -> None:
     world, algo = current().world, registry.name_of("algo", config.algo)
     if world == 1:
         return
-    if has_seeds(config):
-        raise ConfigError(f"seeds are trained in one process; got {world}. Leave seeds or torchrun out.")
     online = getattr(config.algo, "online_steps", None)
     if online or not getattr(config.algo, "splits_batches", False):
         what = " with algo.online_steps" if online else ""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from policies.errors import DatasetError
+from policies.extras import require
 
 _TOLERANCE = 0.04  # metres
 _ARM = 14  # entries of qpos before the first object
@@ -36,7 +37,7 @@ def rewards_of_task(task: str, rows: Mapping[str, np.ndarray], source: str) -> t
     """
     if not _NAME.fullmatch(task):
         example = "cube-single-play-singletask-task2-v0"
-        raise DatasetError(f"{source}: task must be a single task such as {example}; got '{task}'.")
+        raise DatasetError(f"{source}: reader.task must be a single task such as {example}; got '{task}'.")
     env = _load(task, source)
     try:
         solved = _solved_parts(task, env, rows, source)
@@ -49,8 +50,6 @@ def rewards_of_task(task: str, rows: Mapping[str, np.ndarray], source: str) -> t
 
 def _load(task: str, source: str) -> Any:
     """Build OGBench's environment of a task and reset it, which sets the targets."""
-    from policies.extras import require
-
     ogbench = require("ogbench", extra="ogbench")
     import gymnasium
 
@@ -86,7 +85,7 @@ def _solved_parts(task: str, env: Any, rows: Mapping[str, np.ndarray], source: s
         targets = np.array([env._target_drawer_pos, env._target_window_pos])
         parts.append(np.abs(handles - targets) <= _TOLERANCE)
     if not parts:
-        raise DatasetError(f"{source}: rewards of '{task}' are not known; leave the task out.")
+        raise DatasetError(f"{source}: rewards of '{task}' are not known; leave reader.task out.")
     return np.concatenate(parts, axis=1)
 
 

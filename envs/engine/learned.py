@@ -56,9 +56,8 @@ class LearnedStepper:
         self._num_members = len(world.members)
         self._states = np.zeros((num_envs, world.state_dim))
         self._seeds, self._elapsed, self._member = np.zeros((3, num_envs), np.int64)
-        nobody = np.zeros(
-            0, np.int64
-        )  # one call, since caches of weights must be full before they are sealed
+        nobody = np.zeros(0, np.int64)
+        # One call, since caches of weights must be full before they are sealed.
         self._answers(nobody, nobody, np.zeros((0, world.obs_dim - world.state_dim)))
         seal(world)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from envs.engine.image_history import ImageHistory
 from envs.engine.ray_tracing import RayTracer
-from envs.engine.rendering import OffscreenRenderer
+from envs.engine.rendering import OffscreenRenderer, replay_frames
 from envs.engine.vector import ChunkVector
 from envs.spec import Array
 from policies.bounds import Checked, bounded
@@ -93,8 +93,6 @@ class HasCameras(Checked):
 
     def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
         """Replay an episode and return its frames (F, height, width, 3); see `rendering.replay_frames`."""
-        from envs.engine.rendering import replay_frames
-
         return replay_frames(self.make_vector(1), seed, actions, camera=self.camera, **options)
 
 

@@ -23,10 +23,9 @@ class SerialStepper:
     """Step gymnasium-API environments serially.
 
     Args:
-        envs: Objects with `reset(seed=, options=)` and `step(action)` as in gymnasium.
+        envs: Objects with `reset(seed=)` and `step(action)` as in gymnasium.
         observe: Maps an observation to a flat array (Do,).
         succeeded: Maps the info of a step to success.
-        options: Maps a seed to the `options` of its reset.
         metric_names: Keys of `info` that become per-episode metrics (NaN if absent).
 
     The state can be saved if every environment has `get_state()` and `set_state(state)`.
@@ -38,14 +37,12 @@ class SerialStepper:
         *,
         observe: Callable[[Any], Array] = _flat_observation,
         succeeded: Callable[[Mapping[str, Any]], bool] = _reported_success,
-        options: Callable[[int], dict[str, Any] | None] | None = None,
         metric_names: Sequence[str] = (),
     ) -> None:
         self.envs = list(envs)
         self.num_envs = len(self.envs)
         self._observe = observe
         self._succeeded = succeeded
-        self._options = options
         self._metrics = {name: np.full(self.num_envs, np.nan) for name in metric_names}
 
     @property
@@ -53,10 +50,7 @@ class SerialStepper:
         return all(hasattr(env, "get_state") and hasattr(env, "set_state") for env in self.envs)
 
     def reset(self, row: int, seed: int) -> Array:
-        if self._options is None:
-            obs, info = self.envs[row].reset(seed=seed)
-        else:
-            obs, info = self.envs[row].reset(seed=seed, options=self._options(seed))
+        obs, info = self.envs[row].reset(seed=seed)
         for values in self._metrics.values():
             values[row] = np.nan
         self._note(row, info)

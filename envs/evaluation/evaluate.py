@@ -121,14 +121,14 @@ class Evaluation:
         return json.dumps(data, indent=1, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Evaluation:
-        """Deserialise the output of `to_json`.
+    def from_json(cls, content: str | Mapping[str, Any]) -> Evaluation:
+        """Deserialise the output of `to_json`, as text or parsed.
 
         Raises:
-            CheckpointError: If the text is no evaluation or its protocol was modified.
+            CheckpointError: If the content is no evaluation or its protocol was modified.
         """
         try:
-            data = json.loads(text)
+            data = json.loads(content) if isinstance(content, str) else content
             out = cls(tuple(_row_from_json(row) for row in data["rows"]), data["protocol"])
             expected = data["protocol_hash"]
         except (ValueError, KeyError, TypeError) as error:

@@ -69,7 +69,7 @@ def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
     return Interval(p, low, high, confidence)
 
 
-def success_rate(successes: ArrayLike, *, confidence: float = 0.95) -> Interval:
+def success_rate(successes: ArrayLike) -> Interval:
     """Return the success rate of `successes` (S, E) or (E,), true or false, with its interval.
 
     Episodes of one seed are draws of one policy; the interval is Wilson's. Episodes of several seeds do not
@@ -88,29 +88,27 @@ def success_rate(successes: ArrayLike, *, confidence: float = 0.95) -> Interval:
     values = np.atleast_2d(np.asarray(successes, np.float64))
     if not np.isin(values, (0.0, 1.0)).all():
         raise ConfigError("a success rate needs successes of 0 and 1, false and true.")
-    pooled = wilson(int(values.sum()), values.size, confidence=confidence)
+    pooled = wilson(int(values.sum()), values.size)
     if len(values) == 1:
         return pooled
-    both = bootstrap_mean(values, confidence=confidence)
-    return Interval(pooled.value, min(pooled.low, both.low), max(pooled.high, both.high), confidence)
+    both = bootstrap_mean(values)
+    return Interval(pooled.value, min(pooled.low, both.low), max(pooled.high, both.high))
 
 
-def bootstrap_mean(
-    values: np.ndarray, *, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
-) -> Interval:
+def bootstrap_mean(values: np.ndarray, *, num_resamples: int = 10_000, seed: int = 0) -> Interval:
     """Return the mean of `values` (S, E) with a percentile bootstrap interval.
 
     Each resample draws seeds with replacement and, within each drawn seed, episodes with replacement, so the
     interval covers both sources of variance. With one seed, (E,) or (1, E), it covers episodes only.
     """
-    return _bootstrap(values, lambda means: means.mean(axis=1), confidence, num_resamples, seed)
+    return _bootstrap(values, lambda means: means.mean(axis=1), num_resamples, seed)
 
 
 def bootstrap_iqm(values: np.ndarray) -> Interval:
     """Return the interquartile mean of the seeds' means of `values` (S, E); below five seeds, their mean."""
     if np.atleast_2d(values).shape[0] < IQM_FROM_SEEDS:
         return bootstrap_mean(values)
-    return _bootstrap(values, _iqm_rows, confidence=0.95, num_resamples=10_000, seed=0)
+    return _bootstrap(values, _iqm_rows, num_resamples=10_000, seed=0)
 
 
 def value_at_risk(values: np.ndarray, share: float = RISK_SHARE) -> float:
@@ -176,7 +174,6 @@ def paired_difference(
 def _bootstrap(
     values: np.ndarray,
     statistic: Callable[[np.ndarray], np.ndarray],
-    confidence: float,
     num_resamples: int,
     seed: int,
 ) -> Interval:
@@ -186,7 +183,7 @@ def _bootstrap(
         raise ConfigError(f"a bootstrap needs finite values (S, E); got shape {values.shape}.")
     draws = [statistic(drawn.mean(axis=2)) for drawn in _resamples(values, num_resamples, seed)]
     point = float(statistic(values.mean(axis=1)[None])[0])
-    return _percentiles(point, np.concatenate(draws), confidence)
+    return _percentiles(point, np.concatenate(draws))
 
 
 def _resamples(values: np.ndarray, num_resamples: int, seed: int) -> Iterator[np.ndarray]:
@@ -200,7 +197,7 @@ def _resamples(values: np.ndarray, num_resamples: int, seed: int) -> Iterator[np
         yield values[rows[:, :, None], columns]
 
 
-def _percentiles(point: float, draws: np.ndarray, confidence: float) -> Interval:
+def _percentiles(point: float, draws: np.ndarray, confidence: float = 0.95) -> Interval:
     tail = (1 - confidence) / 2
     low, high = np.quantile(draws, [tail, 1 - tail])
     return Interval(point, float(low), float(high), confidence)

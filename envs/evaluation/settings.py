@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.execution.warm_start import WarmStart
 from policies.wrappers.sketch_settings import SketchSettings
@@ -21,35 +21,26 @@ def check_seeds(name: str, first: int, count: int = 1) -> None:
 
 
 @dataclass(frozen=True)
-class EvaluationSettings:
+class EvaluationSettings(Checked):
     """Evaluation protocol with its defaults; hashed and stored with the results."""
 
-    episodes: int = 100  # episode i starts from seed first_seed + i; use at least 100 for reported numbers
+    episodes: int = bounded(100, ge=0)  # episode i has seed first_seed + i; report 100 or more
     first_seed: int = 0  # seed of episode 0
     noise_seed: int = 0  # root of the episodes' sampling noise
-    start_noise: str = "random"  # random | zero: initial noise of denoising
-    sampling_noise: str = "random"  # random | zero: per-step noise of a stochastic sampler
-    steps: int | None = None  # denoising steps; null: the policy's own
-    num_envs: int = 16  # parallel environments; no effect on the numbers
-    act_steps: int | None = None  # executed actions per decision; null: the policy's own
+    start_noise: str = bounded("random", choices=NOISES)  # initial noise of denoising
+    sampling_noise: str = bounded("random", choices=NOISES)  # per-step noise of a stochastic sampler
+    steps: int | None = bounded(None, ge=1)  # denoising steps; null: the policy's own
+    num_envs: int = bounded(16, ge=1)  # parallel environments; no effect on the numbers
+    act_steps: int | None = bounded(None, ge=1)  # executed actions per decision; null: the policy's own
     warm_start: WarmStart = field(default_factory=WarmStart)
     steer: SketchSettings = field(default_factory=SketchSettings)
-    guidance: float | None = None  # weight of the goal or label; null: the policy's own
+    guidance: float | None = bounded(None, ge=0)  # weight of the goal or label; null: the policy's own
 
     def __post_init__(self) -> None:
-        for name, least in (("episodes", 0), ("num_envs", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
+        super().__post_init__()
         check_seeds("first_seed", self.first_seed, self.episodes)
-        if self.guidance is not None and not 0 <= self.guidance < math.inf:
-            raise ConfigError(f"guidance must be at least 0, or null; got {self.guidance}.")
         check_seeds("noise_seed", self.noise_seed)
-        for name in ("steps", "act_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, or null; got {getattr(self, name)}.")
         for name in ("start_noise", "sampling_noise"):
-            if getattr(self, name) not in NOISES:
-                raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")
             if self.steer.is_on and getattr(self, name) == "zero":
                 raise ConfigError(f"{name}=zero and steer exclude each other. Leave one of them out.")
         if self.steer.is_on and self.warm_start.is_on:

@@ -24,9 +24,11 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
+from envs.engine.rendering import gl_for_others, replay_frames
 from envs.spec import Array, EnvSpec, StepResult
 from policies.bounds import bounded
 from policies.errors import ConfigError
+from policies.extras import require
 from policies.registry import register
 
 TASKS = (
@@ -106,9 +108,6 @@ class SuiteStepper(MujocoStepper):
 @cache
 def load_suite(task: str) -> Any:
     """Build the suite's environment of a task once per process."""
-    from envs.engine.rendering import gl_for_others
-    from policies.extras import require
-
     with gl_for_others(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the viewer warns about a missing display on import
         suite = require("dm_control.suite", extra=ControlSuite.extra, what=f"env=dmc env.task={task}")
@@ -161,8 +160,6 @@ class ControlSuite(HasCameras):
         return SuiteStepper(self.task, num_envs)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        from envs.engine.rendering import replay_frames
-
         vector = self.make_vector(1)
         camera = load_suite(self.task).physics.model.id2name(0, "camera")
         return replay_frames(vector, seed, actions, camera=camera, **options)

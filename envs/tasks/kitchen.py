@@ -24,6 +24,7 @@ from envs.engine.pixels import HasCameras
 from envs.evaluation.scores import reference
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from policies.bounds import bounded
+from policies.extras import require
 from policies.registry import variant
 
 NUM_ROBOT = 9
@@ -153,8 +154,6 @@ class KitchenStepper(MujocoStepper):
 @lru_cache(maxsize=1)
 def load_kitchen() -> Any:
     """Build gymnasium-robotics' environment once per process, for its model and constants."""
-    from policies.extras import require
-
     with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about other tasks
         module = require("gymnasium_robotics.envs.franka_kitchen", extra="kitchen")
     kitchen = module.KitchenEnv()

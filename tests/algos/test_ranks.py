@@ -26,8 +26,9 @@ from algos.training.run_directory import RunDirectory
 from algos.training.serialization import to_plain
 from algos.training.settings import TrainerSettings
 from algos.training.trainer import train
+from burnish.config.overrides import RunContext
 from burnish.config.train import TrainConfig
-from burnish.runs.resolve import _require_parallel
+from burnish.runs.resolve import _require_parallel, resolve_seeds
 from envs.engine import workers
 from envs.engine.workers import LocalWorkers
 from envs.rollouts.fleet import RolloutSettings
@@ -244,7 +245,6 @@ def test_states_that_differ_between_ranks_stop_a_run() -> None:
         ({"algo": {"batch_size": 7}}, "algo.batch_size multiple 2 7"),
         ({"algo": "sac"}, "sac one process 2"),
         ({"algo": {"online_steps": 5}}, "algo.online_steps 2"),
-        ({"seeds": [1, 2]}, "seeds 2"),
     ],
 )
 def test_what_several_processes_cannot_train_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -255,3 +255,9 @@ def test_what_several_processes_cannot_train_is_refused(changes: dict[str, Any],
         setattr(config.algo, key, value)
     with pytest.raises(ConfigError, match=mentions(message)):
         in_ranks(2, lambda: None, lambda _: _require_parallel(config))
+
+
+def test_seeds_are_refused_in_several_processes(tmp_path: Path) -> None:
+    config = TrainConfig(algo=small(registry.lookup("algo", "iql")), seeds=[1, 2])
+    with pytest.raises(ConfigError, match=mentions("seeds one process 2")):
+        in_ranks(2, lambda: None, lambda _: resolve_seeds(config, RunContext(tmp_path / "runs")))

@@ -237,7 +237,7 @@ def test_an_export_reproduces_the_tuned_policy(tuned: Run, tmp_path: Path) -> No
 
 
 def test_an_export_knows_what_the_task_of_its_policy_says(base: Run) -> None:
-    facts, spec = surroundings_of(locate(base.path)), Avoid().spec
+    facts, spec = surroundings_of(locate(base.path), burnish.load_policy(base)), Avoid().spec
     assert (facts.task, facts.control_hz) == ("avoid", 20.0)
     assert (facts.obs_names, facts.action_names) == (spec.obs_names, spec.action_names)
     assert (facts.action_low, facts.action_high) == (spec.action_low, spec.action_high)
@@ -248,9 +248,10 @@ def test_a_policy_that_is_saved_anew_still_knows_its_task(
 ) -> None:
     policy = burnish.load_policy(base)
     saved = burnish.save_policy(policy, tmp_path / "saved")
-    assert surroundings_of(locate(saved)) == surroundings_of(locate(base.path)) and not caplog.records
+    own = surroundings_of(locate(base.path), policy)
+    assert surroundings_of(locate(saved), policy) == own and not caplog.records
     burnish.save_policy(policy, saved, provenance={})
-    assert surroundings_of(locate(saved)).action_low is None
+    assert surroundings_of(locate(saved), policy).action_low is None
     assert "knows no limits" in caplog.text and "or saved without its provenance" in caplog.text
 
 

@@ -21,6 +21,7 @@ import burnish
 from burnish.api import stored_dataset
 from burnish.commands.data_convert import DataConvertConfig, convert
 from burnish.commands.export import ExportConfig, surroundings_of
+from burnish.commands.serve import ServeConfig, served_by
 from burnish.runs.locate import locate
 from envs.datasets import Episode, dataset_format, read_dataset, write_dataset, write_robomimic
 from envs.datasets.convert import KEYS, as_dataset
@@ -355,6 +356,8 @@ def test_names_rates_and_texts_of_lerobot_reach_policy_card_and_export(tmp_path:
     assert facts.obs_names == [f"observation.state {i}" for i in range(3)]
     assert (facts.action_low, facts.action_high) == ([-90.0, -90.0], [90.0, 100.0])
     assert "so101" in (found.path / "README.md").read_text()
+    told = served_by(ServeConfig(policy=str(run.path))).schema
+    assert (told.control_hz, told.action_low, told.action_high) == (10, (-90.0, -90.0), (90.0, 100.0))
     other = surroundings_of(found, policy, ExportConfig(control_hz=50, action_low=-1, action_high=1))
     assert other.control_hz == 50 and other.action_low == [-1.0, -1.0]
     shown = burnish.inspect_data(folder, out=tmp_path / "seen", measures=False)

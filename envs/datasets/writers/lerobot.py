@@ -251,7 +251,7 @@ class _DataFiles:
     """Numbered Parquet files; a full one is followed by the next."""
 
     def __init__(self, folder: Path, pattern: str) -> None:
-        self._parquet = require("pyarrow.parquet", extra="lerobot")
+        self._parquet, self._pa = (require(one, extra="lerobot") for one in ("pyarrow.parquet", "pyarrow"))
         self._folder, self._pattern = folder, pattern
         self._number, self._place = -1, folder
         self._writer: Any = None
@@ -266,7 +266,7 @@ class _DataFiles:
 
     def add(self, columns: Mapping[str, Any]) -> tuple[int, int]:
         """Append rows; returns the numbers of their folder and file."""
-        table = self._table(columns)
+        table = self._pa.table(dict(columns))
         if self._writer is not None and self._place.stat().st_size >= DATA_BYTES:
             self.__exit__()
         if self._writer is None:
@@ -276,11 +276,6 @@ class _DataFiles:
             self._writer = self._parquet.ParquetWriter(self._place, table.schema)
         self._writer.write_table(table)
         return divmod(self._number, FILES_PER_FOLDER)
-
-    def _table(self, columns: Mapping[str, Any]) -> Any:
-        import pyarrow as pa
-
-        return pa.table(dict(columns))
 
 
 class _VideoFiles:

@@ -22,6 +22,7 @@ from envs.evaluation.scores import reference
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.adroit.initial_states import DoorState, read_initial_states
 from policies.bounds import bounded
+from policies.extras import require
 from policies.paths import path_field
 from policies.registry import register
 
@@ -128,8 +129,6 @@ class AdroitStepper(MujocoStepper):
 @lru_cache(maxsize=8)
 def load_adroit(scene: Scene, reward: str) -> Any:
     """Build gymnasium-robotics' environment of a task once per process."""
-    from policies.extras import require
-
     with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about the rewards
         module = require(f"{_MODULE}.{scene.module}", extra="adroit")
     env = getattr(module, scene.made)(reward_type=reward)

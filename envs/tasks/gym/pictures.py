@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from envs.engine.image_history import ImageHistory
+from envs.engine.rendering import gl_for_others
 from envs.engine.serial import SerialStepper
 from envs.spec import Array
 from envs.tasks.gym.spaces import part
@@ -41,8 +42,6 @@ def picture(env: Any) -> Array:
     Raises:
         ConfigError: If `render()` gives none.
     """
-    from envs.engine.rendering import gl_for_others
-
     needed = "this environment draws no picture: its render() must return (H, W, 3) in render_mode=rgb_array"
     try:
         with gl_for_others():

@@ -23,6 +23,7 @@ from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
 from envs.tasks.mazes.stepper import ANT_NAMES, MazeRows, MazeTask, ant_torques
 from envs.tasks.plane import Plane
 from policies.bounds import bounded
+from policies.extras import require
 from policies.registry import variant
 
 if TYPE_CHECKING:
@@ -177,8 +178,6 @@ class _PointMaze(_Maze):
 
     def agent_file(self) -> str:
         from importlib.resources import files
-
-        from policies.extras import require
 
         with contextlib.redirect_stderr(io.StringIO()):  # the import prints notices about other tasks
             require("gymnasium_robotics", extra="mazes")

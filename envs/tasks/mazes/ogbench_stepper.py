@@ -17,6 +17,7 @@ import numpy as np
 from envs.spec import Array, StepResult
 from envs.tasks.mazes.layouts import Layout
 from envs.tasks.mazes.stepper import MazeRows
+from policies.extras import require
 
 NUM_TASKS = 5
 _UINT32 = 2**32
@@ -119,8 +120,6 @@ def global_generator(seed: int) -> np.random.RandomState:
 @cache
 def load_maze(world: str) -> Any:
     """Build OGBench's environment of a maze once per process."""
-    from policies.extras import require
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing the viewer complains about a missing display
         require("ogbench", extra="ogbench")

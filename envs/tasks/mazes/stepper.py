@@ -12,6 +12,7 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
+from envs.engine.rendering import replay_frames
 from envs.engine.vector import ChunkVector
 from envs.spec import Array, EnvSpec, symmetric_spec
 from envs.tasks.mazes.layouts import Layout
@@ -155,8 +156,6 @@ class MazeTask(HasCameras, ABC):
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
         """Render an episode from above (F, height, width, 3); options as in `replay_frames`."""
-        from envs.engine.rendering import replay_frames
-
         stepper = self.stepper(1)
         stepper.reset(0, seed)
         stepper.model = copy.copy(stepper.model)

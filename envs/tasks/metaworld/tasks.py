@@ -19,10 +19,12 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
+from envs.engine.rendering import replay_frames
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.metaworld.expert import ScriptedExpert, demonstrate
 from policies.bounds import bounded
 from policies.errors import ConfigError
+from policies.extras import require
 from policies.registry import register
 
 if TYPE_CHECKING:
@@ -160,8 +162,6 @@ def _window(value: Array, data: Any) -> dict[str, list[Any]] | None:
 @lru_cache(maxsize=4)
 def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
     """Build Meta-World's environment of a task once per process; returns it with its initial variables."""
-    from policies.extras import require
-
     module = require("metaworld", extra="metaworld")
     env = module.ALL_V3_ENVIRONMENTS[f"{task}-v3"]()
     env._partially_observable = False
@@ -211,7 +211,5 @@ class Metaworld(HasCameras):
         return demonstrate(self.stepper(1), self.task, seed, self.expert, spec=self.spec)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        from envs.engine.rendering import replay_frames
-
         frames = replay_frames(self.make_vector(1), seed, actions, camera="corner2", **options)
         return frames[:, ::-1, ::-1].copy()  # the camera is mounted upside down

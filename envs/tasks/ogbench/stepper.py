@@ -23,6 +23,7 @@ import numpy as np
 
 from envs.engine.physics import MujocoStepper
 from envs.spec import Array, StepResult
+from policies.extras import require
 
 NUM_TASKS = 5
 
@@ -121,8 +122,6 @@ def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
     Returns:
         The environment, and its initial non-physics state.
     """
-    from policies.extras import require
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the viewer warns about a missing display on import
         require("ogbench", extra="ogbench")

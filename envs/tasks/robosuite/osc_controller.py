@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from envs.spec import Array
+from policies.extras import require
 
 STIFFNESS = 150.0  # of the hand [1/s²], both of translation and rotation
 DAMPING = 2.0 * np.sqrt(STIFFNESS)  # [1/s], critical
@@ -206,8 +207,6 @@ def compiled() -> tuple[Callable[..., None], Callable[..., None]]:
     Raises:
         MissingExtraError: If numba is not installed; robosuite brings it.
     """
-    from policies.extras import require
-
     require("numba", extra="robosuite")
     import numba
     from numba.extending import register_jitable

@@ -13,6 +13,7 @@ import numpy as np
 from envs.engine.seeding import seeded_globally
 from envs.spec import Array, StepResult
 from policies.errors import CapabilityError, ConfigError
+from policies.extras import require
 
 _MODEL_SEED = 0  # of what robosuite draws while it compiles a model
 
@@ -89,8 +90,6 @@ class RobosuiteStepper:
 
 def make_robosuite(task: str, num_arms: int) -> Any:
     """Build one environment as robomimic does, without cameras."""
-    from policies.extras import require
-
     with _quiet(), seeded_globally(_MODEL_SEED):
         robosuite = require("robosuite", extra="robosuite")
         from robosuite.controllers import load_composite_controller_config

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from envs.engine.pixels import HasCameras
+from envs.engine.rendering import replay_frames
 from envs.spec import Array, EnvSpec, symmetric_spec
 from envs.tasks.robosuite.expert import ArmExpert, demonstrate
 from envs.tasks.robosuite.fast_stepper import FastStepper
@@ -112,8 +113,6 @@ class _Robosuite(HasCameras):
         return engine(self.task, self.num_arms, self.keys, num_envs)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        from envs.engine.rendering import replay_frames
-
         vector = self.make_vector(1)
         model = vector.stepper.model  # type: ignore[attr-defined]
         hide_collisions(model)

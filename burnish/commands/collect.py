@@ -273,7 +273,8 @@ def check_expert(env: Any) -> None:
     choices = f"tasks with an expert: {', '.join(experts)}."
     if env is None:
         raise ConfigError(f"collect needs env=<name>, or policy=<run>; {choices}")
-    instead = "record a policy by policy=<run>, or clone recordings of your own (docs/own_data.md)"
+    own = "in Python a controller of your own (docs/evaluation.md)"
+    instead = f"record a policy by policy=<run>, {own}, or clone recordings of your own (docs/own_data.md)"
     raise CapabilityError(f"env={registry.name_of('env', env)} has no expert: {instead}; {choices}")
 
 

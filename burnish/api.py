@@ -120,10 +120,13 @@ def collect(*overrides: str, **values: Any) -> Path:
 
     Args:
         overrides: Command-line overrides, e.g. `"env.expert.noise=0.5"`.
-        values: Keys and their values, e.g. `env="avoid"`, `episodes=50`, `out="avoid.hdf5"`.
+        values: Keys and their values, e.g. `env="avoid"`, `episodes=50`, `out="avoid.hdf5"`. `policy` may
+            be an object (`envs.rollouts.player.EvaluatedPolicy`).
     """
+    given = given_policy(values.get("policy"))
+    values |= {} if given is None else {"policy": given.label}
     config = compose_config("collect", overrides_of(overrides, values))
-    collect_command.record(config)
+    collect_command.record(config, given)
     return Path(config.out)
 
 

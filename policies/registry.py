@@ -217,7 +217,9 @@ def load_plugins() -> None:
 @cache
 def _plugins() -> tuple[tuple[ModuleType, ...], tuple[tuple[EntryPoint, Exception], ...]]:
     """Import all plug-ins; return their modules, and those that fail to import."""
-    named = filter(None, map(str.strip, os.environ.get(PLUGIN_VARIABLE, "").split(",")))
+    named = [*filter(None, map(str.strip, os.environ.get(PLUGIN_VARIABLE, "").split(",")))]
+    if named and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as `python -m burnish` has it; installed packages come first
     entries = [*entry_points(group=PLUGIN_GROUP), *(EntryPoint(one, one, PLUGIN_GROUP) for one in named)]
     modules: list[ModuleType] = []
     broken: list[tuple[EntryPoint, Exception]] = []

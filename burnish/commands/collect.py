@@ -116,10 +116,10 @@ class ResolvedCollect:
     format: str
 
 
-def resolve(config: CollectConfig) -> ResolvedCollect:
-    """Check the task, the policy and the output."""
+def resolve(config: CollectConfig, given: Located | None = None) -> ResolvedCollect:
+    """Check the task, the policy (unless it is `given`) and the output."""
     env, allow = config.env, config.allow_other_task
-    policy = None if config.policy is None else locate_actor(config.policy)
+    policy = given if given is not None or config.policy is None else locate_actor(config.policy)
     model = None if config.model is None else locate(config.model, "model")
     if policy is None and model is None:
         check_expert(env)
@@ -149,9 +149,9 @@ def dataset_target(out: str, form: str | None, *, has_images: bool, overwrite: b
     return target, chosen
 
 
-def record(config: CollectConfig) -> EpisodeDataset:
-    """Record episodes and write them to `config.out`."""
-    return _record(config, resolve(config))
+def record(config: CollectConfig, given: Located | None = None) -> EpisodeDataset:
+    """Record episodes and write them to `config.out`; `given` is a policy that is an object."""
+    return _record(config, resolve(config, given))
 
 
 def _record(config: CollectConfig, found: ResolvedCollect) -> EpisodeDataset:
@@ -279,7 +279,8 @@ def check_expert(env: Any) -> None:
     choices = f"tasks with an expert: {', '.join(experts)}."
     if env is None:
         raise ConfigError(f"collect needs env=<name>, or policy=<run>; {choices}")
-    instead = "record a policy by policy=<run>, or clone recordings of your own (docs/own_data.md)"
+    own = "in Python a controller of your own (docs/evaluation.md)"
+    instead = f"record a policy by policy=<run>, {own}, or clone recordings of your own (docs/own_data.md)"
     raise CapabilityError(f"env={registry.name_of('env', env)} has no expert: {instead}; {choices}")
 
 

@@ -263,7 +263,7 @@ def _refused_object(key: str, value: Any) -> str:
     if "EpisodeDataset" in names:
         return f"{problem} Give the file or the folder that it was read from."
     if key in ("policy", "baseline"):
-        own = "burnish.evaluate plays objects with chunk, noise_shape, sample_noise and act"
+        own = "burnish.evaluate and .collect play objects with chunk, noise_shape, sample_noise and act"
         return f"{problem} Give a run or a directory; {own} (docs/evaluation.md)."
     if is_dataclass(value):
         return f"{problem} Give the name of a part, and its keys as '{key}.<key>'."

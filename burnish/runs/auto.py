@@ -139,7 +139,7 @@ def choose(algo: Any, facts: Facts, fixed: Collection[str] = ()) -> list[Choice]
     elif isinstance(algo, OnPolicyConfig):
         choices += _on_policy(algo, facts, fixed)
     elif isinstance(algo, OffPolicyConfig):
-        choices += _off_policy(algo, facts)
+        choices += _off_policy(algo, facts, fixed)
     return choices
 
 
@@ -251,9 +251,10 @@ def _of_algorithm(algo: OnPolicyConfig, facts: Facts, iterations: int) -> Iterat
         yield Choice("algo.critic_min_lr", None, "few iterations")
 
 
-def _off_policy(algo: OffPolicyConfig, facts: Facts) -> Iterator[Choice]:
+def _off_policy(algo: OffPolicyConfig, facts: Facts, fixed: Collection[str]) -> Iterator[Choice]:
     total = min(max(_rounded(_LEARNED_EPISODES * facts.length), 30_000), 100_000)
     yield Choice("algo.total_steps", total, f"{total // facts.length} episodes of full length")
+    total = algo.total_steps if "algo.total_steps" in fixed else total
     yield Choice("algo.warmup_steps", total // 10, "a tenth")
     yield Choice("algo.gamma", _discount(facts.length, 0.98), f"{facts.length} control steps")
     yield Choice("algo.batch_size", 128, "small networks on a processor")

@@ -75,6 +75,11 @@ def test_a_typed_budget_shortens_what_depends_on_its_length(steps: int) -> None:
     assert typed["algo.actor_lr_cycle"] == iterations + 5 < free["algo.actor_lr_cycle"]
 
 
+def test_a_typed_budget_of_off_policy_learning_shortens_its_warm_up() -> None:
+    free, typed = values("dsrl", SHORT), values("dsrl", SHORT, "algo.total_steps=600")
+    assert free["algo.warmup_steps"] * 10 == free["algo.total_steps"] and typed["algo.warmup_steps"] == 60
+
+
 def test_a_clone_of_a_task_with_success_may_move_further_once_its_critic_has_learned() -> None:
     clone, new = values("dppo", replace(SHORT, is_new=False, act_steps=4)), values("dppo", SHORT)
     published = DppoConfig()

@@ -1,4 +1,4 @@
-"""`burnish.evaluate` plays objects of this program in the place of runs."""
+"""`burnish.evaluate` and `burnish.collect` play objects of this program in the place of runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from messages import mentions
 from torch import Tensor
 
 import burnish
+from envs.datasets import read_dataset
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.settings import EvaluationSettings
 from envs.tasks.avoid.task import Avoid
@@ -46,6 +47,15 @@ def test_an_object_is_evaluated_and_compared_as_a_run_is(
     assert found.baseline == evaluate(slow, Avoid(), few)
     assert Evaluation.from_json(found.path.read_text()) == found.evaluation
     assert burnish.evaluate(slow, "out=mine.json", env="avoid", episodes=1).path == Path("mine.json")
+
+
+def test_an_object_is_recorded_as_a_run_is(tmp_path: Path) -> None:
+    path = burnish.collect(
+        policy=Forward(0.5), env="avoid", episodes=2, keep_failures=True, out=tmp_path / "played.hdf5"
+    )
+    data, played = read_dataset(path), evaluate(Forward(0.5), Avoid(), EvaluationSettings(2, 1_000_000))
+    assert data.lengths.tolist() == [row.length for row in played.rows]
+    assert (data.actions == torch.tensor([0.0, 0.5])).all()
 
 
 def test_evaluations_of_objects_do_not_replace_each_other(

@@ -94,6 +94,20 @@ def test_a_built_in_part_cannot_be_replaced() -> None:
     assert registry.lookup("sampler", "euler") is Euler
 
 
+def test_the_variable_names_modules_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_here.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(registry.PLUGIN_VARIABLE, "mine_here")
+    registry._plugins.cache_clear()
+    try:
+        assert "mine_here" in [module.__name__ for module in registry.plugins()]
+    finally:
+        registry._plugins.cache_clear()
+
+
 @pytest.fixture
 def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "broken_here.py").write_text("import no_such_module")

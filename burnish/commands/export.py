@@ -33,7 +33,7 @@ class ExportConfig(Checked):
     """Configuration of `burnish export`."""
 
     policy: str | None = path_field()  # a run (last checkpoint), a checkpoint, or a policy directory
-    graph: str = bounded("whole", choices=GRAPHS)  # whole: with the sampler | step: one network evaluation
+    graph: str = bounded("whole", choices=GRAPHS)  # with the sampler | one evaluation and a step table
     out: str | None = path_field()  # directory; null: exported-<policy>
     steps: int | None = None  # denoising steps; null: the policy's default
     tolerance: float = bounded(1e-5, gt=0)  # largest allowed difference to the original, see the report

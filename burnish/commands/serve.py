@@ -41,7 +41,7 @@ class ServeConfig(ServerSettings):
     steps: int | None = None  # denoising steps; null: the policy's default
     steer: SketchSettings = field(default_factory=SketchSettings)  # sketch guidance
     device: str = "cpu"  # inference device: cpu, cuda or cuda:<n>
-    metrics_port: int | None = bounded(None, ge=0, lt=65536)  # of http://127.0.0.1:<port>/metrics; 0: any
+    metrics_port: int | None = bounded(None, ge=0, lt=65536)  # port of /metrics; 0: any free one; null: none
     new_client: str | None = None  # create keys for this client in keys=<folder>, and exit
 
     def __post_init__(self) -> None:

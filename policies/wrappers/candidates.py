@@ -79,7 +79,7 @@ class JudgedByCritics(Checked):
         return EnsembleConfig(*shape, norm_eps=1e-6, bins=bins, low=low, high=high)
 
     def worth(self, critic: Any, vec: Tensor, actions: Tensor) -> Tensor:
-        """Return the values (B, R) of executed chunks (B, R, A), a graph of which ends at them."""
+        """Return the values (B, R) of executed chunks (B, R, A); no gradient reaches the weights."""
         values = ranked(critic, vec, actions, frozen=True)
         return aggregate(values, self.aggregate, pessimism=self.pessimism)
 

@@ -45,7 +45,7 @@ from algos.optim import adam, load_parts, regress, save_parts, weights_of
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
-from policies.networks.critics import Ensemble
+from policies.networks.critics import Ensemble, Members
 from policies.networks.distributions import (
     Drawn,
     gaussian_draw,
@@ -173,8 +173,8 @@ class NoiseAliasedUpdate(SacUpdate):
         self._latents, self._share = config.distillation_latents, config.distillation_share
         self.noise_critic_optimizer = adam(noise_critic.parameters(), config.critic_lr)
 
-    def next_values(self, cond: Tensor, latent: Tensor) -> Tensor:
-        return self.target_critic(cond, self.actor.chunk(cond, latent))
+    def next_values(self, cond: Tensor, latent: Tensor, members: Members = None) -> Tensor:
+        return self.target_critic(cond, self.actor.chunk(cond, latent), members=members)
 
     @property
     def climbed(self) -> Ensemble:

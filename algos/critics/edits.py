@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -174,8 +175,10 @@ class EditLearner(Edits):
         actions = self.acting.candidates(cond, draws["next"])[1]
         if actions.shape[1] == 1:
             return self.backup(batch, actions[:, 0], draws)
-        values = ranked(self.target_critic, batch.next_cond, actions)
-        return self.backup(batch, select(actions, self.aggregated(values, draws["choosing"])), draws)
+        worth = self.aggregated_of(
+            partial(ranked, self.target_critic, batch.next_cond, actions), draws["choosing"]
+        )
+        return self.backup(batch, select(actions, worth), draws)
 
     def update_actor(self, batch: Batch, draws: Draws) -> Quantities:
         return self.update_edits(batch, draws)

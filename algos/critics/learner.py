@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -40,7 +41,15 @@ from policies.build import build_policy
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.activations import ACTIVATIONS
-from policies.networks.critics import AGGREGATES, USED_BY, Ensemble, EnsembleConfig, aggregate, polyak
+from policies.networks.critics import (
+    AGGREGATES,
+    USED_BY,
+    Ensemble,
+    EnsembleConfig,
+    aggregate,
+    aggregate_of,
+    polyak,
+)
 from policies.policy import Policy, PolicyConfig
 from policies.protocols import MatchingLoss
 from policies.registry import name_of
@@ -340,11 +349,14 @@ class ChunkCriticLearner:
         how = self.config.aggregate if how is None else how
         return aggregate(values, how, subset=subset, pessimism=self.config.pessimism)
 
+    def aggregated_of(self, evaluate: Callable[..., Tensor], subset: Tensor) -> Tensor:
+        """Return C_i of the values that `evaluate(members=...)` returns, of the members that count."""
+        return aggregate_of(evaluate, self.config.aggregate, subset=subset, pessimism=self.config.pessimism)
+
     def backup(self, batch: Batch, action: Tensor, draws: Draws) -> Tensor:
         """Return y (B,) for next chunks (B, A); of a chain y (E, B), one for each critic."""
-        values = self.target_critic(batch.next_cond, action)
-        if self.iterated is None:
-            values = self.aggregated(values, draws["subset"])
+        evaluate = partial(self.target_critic, batch.next_cond, action)
+        values = evaluate() if self.iterated else self.aggregated_of(evaluate, draws["subset"])
         return torch.addcmul(batch.reward, batch.discount, values)
 
     def chunk(self, policy: Policy, vec: Tensor, noise: Tensor, *, grad: bool = False) -> Tensor:

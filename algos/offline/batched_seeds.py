@@ -31,7 +31,7 @@ from algos.offline.td3_update import Actor, ActorNetwork, Regulariser, actor_net
 from algos.training.metrics import Means
 from algos.transitions import Batch, TransitionTable
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.critics import Ensemble, Evaluation, inputs_of
+from policies.networks.critics import Ensemble, Evaluation, Members, inputs_of, taken
 from policies.networks.distributions import gaussian_log_prob
 from policies.networks.recorded import Recorded
 from policies.networks.weight_cache import keeps_values
@@ -239,17 +239,17 @@ class StackedEnsemble(Ensemble):
         cond: Tensor,
         action: Tensor | None = None,
         *,
-        members: int | None = None,
+        members: Members = None,
         frozen: bool = False,
     ) -> Tensor:
         """Return values (E, S, B); see `Ensemble.forward`."""
-        x, count = inputs_of(cond, action), self.members if members is None else members
+        x, count = inputs_of(cond, action), self._count(members)
+        parts = [self._stacks(part, members, frozen) for part in self._parts]
         if self._is_native(x):
-            parts = [part for each in self._parts for part in self._stacks(each, count, frozen)]
-            found = self._stack(len(x) * count)(x, parts)
+            found = self._stack(len(x) * count)(x, [layer for part in parts for layer in part])
         else:
             h = x.unsqueeze(1).expand(-1, count, -1, -1).flatten(0, 1)
-            found = self._evaluate_batched(h, count, frozen)
+            found = self._evaluate(torch.baddbmm, h, *parts)
         return found.view(len(x), count, -1).transpose(0, 1)
 
     def evaluate(self, cond: Tensor, action: Tensor | None, weights: Sequence[Tensor]) -> Evaluation:
@@ -271,9 +271,9 @@ class StackedEnsemble(Ensemble):
     def layers_of(self, member: int) -> NoReturn:
         raise CapabilityError("stacked ensembles share the weights of the single ones; read those.")
 
-    def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
-        """Return the weights of the first `count` members of every seed, (S E, ...)."""
-        stacks = (part[:, :count].flatten(0, 1) for part in parts)
+    def _stacks(self, parts: nn.ParameterList, members: Members, frozen: bool) -> list[Tensor]:
+        """Return the weights of the same members of every seed, (S E, ...)."""
+        stacks = (taken(part, members, axis=1).flatten(0, 1) for part in parts)
         return [stack.detach() if frozen else stack for stack in stacks]
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -40,7 +41,14 @@ from algos.optim import (
     weights_of,
 )
 from algos.training.ranks import current
-from policies.networks.critics import Ensemble, aggregate, aggregate_with_slopes, polyak
+from policies.networks.critics import (
+    Ensemble,
+    Members,
+    aggregate,
+    aggregate_of,
+    aggregate_with_slopes,
+    polyak,
+)
 from policies.networks.distributions import Drawn
 from policies.policy import Policy
 
@@ -173,14 +181,15 @@ class SacUpdate:
     def target(self, batch: ChunkBatch, draws: Draws, alpha: Tensor) -> Tensor:
         """Return y (B,) of the module docstring."""
         latent, log_prob = self.actor.draw(batch.next_cond, draws["next_eps"])
-        value = self._aggregated(self.next_values(batch.next_cond, latent), self.config.aggregate, draws)
+        values = partial(self.next_values, batch.next_cond, latent)
+        value = aggregate_of(values, self.config.aggregate, **self._options(draws))
         if self.config.entropy_in_target:
             value = value - alpha * log_prob
         return torch.addcmul(batch.reward, batch.discount, value)
 
-    def next_values(self, cond: Tensor, latent: Tensor) -> Tensor:
+    def next_values(self, cond: Tensor, latent: Tensor, members: Members = None) -> Tensor:
         """Return the target critics' values (E, B) of latents (B, L)."""
-        return self.target_critic(cond, latent)
+        return self.target_critic(cond, latent, members=members)
 
     @property
     def climbed(self) -> Ensemble:

@@ -37,6 +37,7 @@ from policies.networks.native import Evaluation
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
 USED_BY = {"subset": "subset_min", "pessimism": "mean_std"}
+Members = int | Tensor | None
 """Setting of a reduction -> the reduction that uses it."""
 _LARGE = 32_768  # rows times width
 _MIDPOINTS = 32
@@ -128,12 +129,13 @@ class Ensemble(nn.Module):
         cond: Tensor,
         action: Tensor | None = None,
         *,
-        members: int | None = None,
+        members: Members = None,
         frozen: bool = False,
     ) -> Tensor:
         """Return values (E, B) of conditions (B, C) and flattened chunks (B, A); None: of conditions alone.
 
-        `members` evaluates the leading ones only; `frozen` detaches the weights, not the inputs.
+        `members` evaluates so many leading ones, or those of indices (S,), only; `frozen` detaches the
+        weights, not the inputs.
         """
         return self.mean(self.outputs(cond, action, members=members, frozen=frozen))
 
@@ -198,17 +200,22 @@ class Ensemble(nn.Module):
         cond: Tensor,
         action: Tensor | None = None,
         *,
-        members: int | None = None,
+        members: Members = None,
         frozen: bool = False,
     ) -> Tensor:
         """Return values (E, B), or the logits (E, B, K) of the bins; see `forward`."""
         x = inputs_of(cond, action)
-        count = self.members if members is None else members
         if self._is_native(x):
-            return self._evaluate_natively(x, count, frozen)
+            return self._evaluate_natively(x, members, frozen)
+        parts, count = (self._stacks(part, members, frozen) for part in self._parts), self._count(members)
         if count == 1 or self._large(x):
-            return self._evaluate_each(x, count, frozen)
-        return self._evaluate_batched(repeat(x, "B C -> E B C", E=count), count, frozen)
+            return self._evaluate_each(x, count, *parts)
+        return self._evaluate(torch.baddbmm, repeat(x, "B C -> E B C", E=count), *parts)
+
+    def _count(self, members: Members) -> int:
+        if members is None:
+            return self.members
+        return members if isinstance(members, int) else len(members)
 
     def _is_native(self, x: Tensor) -> bool:
         config = self.config
@@ -219,13 +226,11 @@ class Ensemble(nn.Module):
             return False
         return x.device.type == "cpu" and x.shape[0] * min(self.config.hidden_dims) >= _LARGE
 
-    def _evaluate_natively(self, x: Tensor, count: int, frozen: bool) -> Tensor:
-        parts = self._in_order()
-        if count < self.members:
-            parts = [part[:count] for part in parts]
+    def _evaluate_natively(self, x: Tensor, members: Members, frozen: bool) -> Tensor:
+        parts = [taken(part, members) for part in self._in_order()]
         if frozen:
             parts = [part.detach() for part in parts]
-        found = self._stack(count)(x, parts)
+        found = self._stack(self._count(members))(x, parts)
         return found if self.config.bins else found.squeeze(-1)
 
     def _stack(self, members: int) -> native.Stack:
@@ -233,12 +238,7 @@ class Ensemble(nn.Module):
         norm = (config.layer_norm, config.norm_eps)
         return native.Stack(members, config.activation, *norm, norm_after=config.norm_after)
 
-    def _evaluate_batched(self, h: Tensor, count: int, frozen: bool) -> Tensor:
-        stacks = (self._stacks(part, count, frozen) for part in self._parts)
-        return self._evaluate(torch.baddbmm, h, *stacks)
-
-    def _evaluate_each(self, x: Tensor, count: int, frozen: bool) -> Tensor:
-        stacks = (self._stacks(part, count, frozen) for part in self._parts)
+    def _evaluate_each(self, x: Tensor, count: int, *stacks: list[Tensor]) -> Tensor:
         parts = [[stack.unbind(0) for stack in part] for part in stacks]
         members = ([[layer[e] for layer in part] for part in parts] for e in range(count))
         return torch.stack([self._evaluate(torch.addmm, x, *member) for member in members])
@@ -298,9 +298,9 @@ class Ensemble(nn.Module):
     def _parts(self) -> tuple[nn.ParameterList, ...]:
         return self.weight, self.bias, self.scale, self.shift
 
-    def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
+    def _stacks(self, parts: nn.ParameterList, members: Members, frozen: bool) -> list[Tensor]:
         layers: Any = parts._parameters.values()  # a list of parameters is slow to iterate over
-        stacks = (part if count == self.members else part[:count] for part in layers)
+        stacks = (taken(part, members) for part in layers)
         return [stack.detach() if frozen else stack for stack in stacks]
 
     def _in_order(self) -> list[Tensor]:
@@ -360,7 +360,7 @@ class QuantileEnsemble(Ensemble):
         cond: Tensor,
         action: Tensor | None = None,
         *,
-        members: int | None = None,
+        members: Members = None,
         frozen: bool = False,
     ) -> Tensor:
         """Return the quantiles (E, B, 32) at the midpoints; see `Ensemble.forward`."""
@@ -372,12 +372,12 @@ class QuantileEnsemble(Ensemble):
         action: Tensor | None,
         tau: Tensor,
         *,
-        members: int | None = None,
+        members: Members = None,
         frozen: bool = False,
     ) -> Tensor:
         """Return Z (E, B, n) at fractions (B, n), or (1, n) for all rows."""
-        count = self.members if members is None else members
-        parts = (self._stacks(part, count, frozen) for part in (*self._parts, self.fraction))
+        count = self._count(members)
+        parts = (self._stacks(part, members, frozen) for part in (*self._parts, self.fraction))
         weight, bias, scale, shift, (w, b, *norm) = parts
         x = repeat(inputs_of(cond, action), "B C -> E B C", E=count)
         h = self._hidden(torch.baddbmm, x, weight[:-2], bias[:-2], scale[:-1], shift[:-1])
@@ -391,6 +391,15 @@ class QuantileEnsemble(Ensemble):
 def inputs_of(cond: Tensor, action: Tensor | None) -> Tensor:
     """Return conditions (..., B, C) and chunks (..., B, A) as the input of an ensemble."""
     return cond if action is None else torch.cat([cond, action], dim=-1)
+
+
+def taken(part: Tensor, members: Members, axis: int = 0) -> Tensor:
+    """Return the entries of members along an axis; see `Ensemble.forward`."""
+    if members is None:
+        return part
+    if isinstance(members, int):
+        return part.narrow(axis, 0, members)
+    return part.index_select(axis, members)
 
 
 def _full_precision(device: str) -> AbstractContextManager[Any]:
@@ -415,6 +424,15 @@ def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimi
     raise ConfigError(
         f"an aggregate must be one of {', '.join(AGGREGATES)} (subset_min with a subset); got '{how}'."
     )
+
+
+def aggregate_of(
+    evaluate: Callable[..., Tensor], how: str, *, subset: Tensor | None = None, pessimism: float = 0.5
+) -> Tensor:
+    """Return `aggregate` of the values that `evaluate(members=...)` returns, of the members that count."""
+    if how == "subset_min" and subset is not None:
+        return aggregate(evaluate(members=subset), "min")
+    return aggregate(evaluate(), how, pessimism=pessimism)
 
 
 def aggregate_with_slopes(

@@ -33,6 +33,9 @@ KINDS = {"relu": 0, "tanh": 1, "gelu": 2, "mish": 3, "silu": 4}
 KEEP_VALUE = ("relu", "tanh")
 """Activations whose slopes follow from their values; of the others they follow from their arguments."""
 _AFTER = 2  # where a stack normalises, as the C program numbers it
+_BLOCK = (
+    512  # rows at once where no weight learns: what is kept of more leaves the cache, and costs page faults
+)
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _ARGUMENTS = {
     "work_of": "iii", "pack": "iiipp", "packed_field": "piipppp", "take_steps": "ppiiiipppp",
@@ -142,7 +145,10 @@ class Stack(NamedTuple):
         dims = self._dims(x, parts)
         if dims is None:
             return self.plain(x, parts)
-        if not torch.is_grad_enabled():
+        has_graph = torch.is_grad_enabled()
+        if x.shape[-2] > _BLOCK and not (has_graph and any(part.requires_grad for part in parts)):
+            return torch.cat([self(block, parts) for block in x.split(_BLOCK, dim=-2)], dim=1)
+        if not has_graph:
             return self.run(x, parts, dims)[0]
         found: Tensor = _Stack.apply(x, self, dims, *parts)
         return found

@@ -43,7 +43,7 @@ from torch import Tensor
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError
 from policies.networks.activations import ACTIVATIONS
-from policies.networks.critics import EnsembleConfig, aggregate
+from policies.networks.critics import EnsembleConfig, Members, aggregate
 from policies.networks.distributions import TanhGaussianConfig, tanh_draw
 from policies.networks.energy import energy_and_gradient
 from policies.policy import Policy
@@ -363,11 +363,13 @@ def with_candidates(policy: Policy, score: str, num_candidates: int, **values: A
     return view
 
 
-def ranked(critic: Any, vec: Tensor, actions: Tensor, *, frozen: bool = False) -> Tensor:
+def ranked(
+    critic: Any, vec: Tensor, actions: Tensor, *, members: Members = None, frozen: bool = False
+) -> Tensor:
     """Return values (E, B, R) of R executed chunks (B, R, A) at conditions (B, C); see `Ensemble.forward`."""
     count = actions.shape[1]
     repeated = vec.unsqueeze(1).expand(-1, count, -1).flatten(0, 1)
-    values: Tensor = critic(repeated, actions.flatten(0, 1), frozen=frozen)
+    values: Tensor = critic(repeated, actions.flatten(0, 1), members=members, frozen=frozen)
     return values.unflatten(1, (-1, count))
 
 

@@ -40,7 +40,7 @@ from policies import registry
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.networks.critics import EnsembleConfig
+from policies.networks.critics import EnsembleConfig, Members
 from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
 
@@ -424,12 +424,12 @@ def test_views_are_saved_without_what_they_are_views_of() -> None:
     assert to_plain(torch.ones(1).expand(4)).tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("members", [None, 1, 2])
+@pytest.mark.parametrize("members", [None, 1, torch.tensor([2, 0])], ids=["all", "one", "chosen"])
 @pytest.mark.parametrize("norm", [{}, {"layer_norm": True}, {"layer_norm": True, "norm_after": True}])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("width", [8, 256])
 def test_stacked_ensembles_are_the_ensembles(
-    members: int | None, norm: dict[str, bool], frozen: bool, width: int
+    members: Members, norm: dict[str, bool], frozen: bool, width: int
 ) -> None:
     """Values, and what reaches inputs and weights; large ones are read out one after the other."""
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,9 @@ from policies.networks.critics import (
     AGGREGATES,
     Ensemble,
     EnsembleConfig,
+    Members,
     aggregate,
+    aggregate_of,
     aggregate_with_slopes,
     polyak,
 )
@@ -103,10 +105,34 @@ def test_frozen_weights_get_no_gradient_and_inputs_the_same(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [7, 2048])
-def test_the_first_members_are_those_of_all(rows: int) -> None:
-    net, cond, action = ensemble(), torch.randn(rows, COND), torch.randn(rows, ACTION)
-    few = net(cond, action, members=2)
-    torch.testing.assert_close(few, net(cond, action)[:2], rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    "config", [{"layer_norm": True}, {"cosines": 4, "layer_norm": True}, {"bins": 5}], ids=str
+)
+@pytest.mark.parametrize("members", [2, torch.tensor([2, 0])], ids=["the first", "chosen"])
+def test_some_members_are_those_of_all(members: Members, config: dict[str, Any], rows: int) -> None:
+    net, cond = ensemble(**config), torch.randn(rows, COND)
+    action = torch.randn(rows, ACTION, requires_grad=True)
+    few, all_ = net(cond, action, members=members, frozen=True), net(cond, action, frozen=True)
+    expected = all_[:2] if isinstance(members, int) else all_[members]
+    torch.testing.assert_close(few, expected, rtol=1e-5, atol=1e-6)
+    of_few, of_all = (torch.autograd.grad(found.sum(), action)[0] for found in (few, expected))
+    torch.testing.assert_close(of_few, of_all, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_an_aggregate_asks_for_the_members_that_count(how: str) -> None:
+    net, subset = ensemble(4), torch.tensor([3, 1])
+    cond, action = torch.randn(7, COND), torch.randn(7, ACTION)
+    options: dict[str, Any] = {"subset": subset, "pessimism": 0.7}
+    expected = aggregate(net(cond, action), how, **options)
+    asked: list[Members] = []
+
+    def evaluate(members: Members = None) -> Tensor:
+        asked.append(members)
+        return net(cond, action, members=members)
+
+    torch.testing.assert_close(aggregate_of(evaluate, how, **options), expected)
+    assert asked == [subset if how == "subset_min" else None]
 
 
 def test_weights_begin_as_those_of_pytorch_unless_told_otherwise() -> None:

@@ -55,6 +55,21 @@ def test_a_stack_and_its_gradients_are_those_of_plain_operations(stack: native.S
 
 
 @needs_compiler
+@pytest.mark.parametrize("stack", STACKS[::5], ids=str)
+def test_many_rows_in_blocks_are_those_of_plain_operations(stack: native.Stack) -> None:
+    x, parts = entries(1300).requires_grad_(), [part.detach() for part in parts_of(stack)]
+    found, expected = stack(x, parts), stack.plain(x, parts)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    of_found, of_plain = (torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected))
+    torch.testing.assert_close(of_found, of_plain, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(stack(x, parts_of(stack)), found)
+        four, groups = stack._replace(members=4), torch.stack([x, 2 * x])  # two members read a group of rows
+        parts = parts_of(four)
+        torch.testing.assert_close(four(groups, parts), four.plain(groups, parts), rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_members_in_groups_have_rows_of_their_own(transposed: bool, groups: int) -> None:

@@ -42,7 +42,7 @@ LEARNED = """**What it says.** From play, the data of the publication, QAM in it
 first, near 100 %, where they cannot be told apart, and RLPD is last; there QAM with edits is first, FQL and
 QAM with a student are next, QAM alone is behind them, and RLPD is level with DSRL. DSRL and the best of many
 chunks (IDQL) end close behind; there they stay behind, on harder tasks and after 25 times the steps. From
-demonstrations the order is another: RLPD and DSRL are first or near it on every task, and FQL and EXPO,
+demonstrations the order is another: RLPD is first on avoid and DSRL on the other two, and FQL and EXPO,
 whose student or edits must find what the clone does not do, are behind. Likely reasons: these
 demonstrations solve the task, which is all that replaying them and choosing among chunks needs, and RLPD
 and DSRL take up to three times the gradient steps there. From play all take 20,000 to 25,000, in as many

@@ -190,18 +190,18 @@ diffusion and RLPD end as high, on few of the clone's ways; DQC keeps 63 % of th
 EXPO, which edits chunks, ends beside IDQL, at 86 %, on 56 % of the ways where IDQL keeps 36. FamO2O ends
 between 54 and 92 %, by the seed, and FQL spends these steps on a student that is as good as the clone.
 On-policy methods take fifteen times the steps and mostly less processor time, and the best of them decide
-by one or two evaluations of a network: PPO on a mixture, ReinFlow on MIP. DPPO comes as far and keeps
-most ways of all that do. The last checkpoint is not always the best: FPO rises to 75 % and ends at 33,
-below its clone; FPO++, its successor, ends below its best, and AWM hardly rises after a third, so look at
-evaluations on the way. Gaussian PPO, from the weakest clone, ends where its seed takes it.""",
+by one or two evaluations of a network: PPO on a mixture, ReinFlow on MIP. DPPO comes close and keeps twice
+their share of ways. The last checkpoint is not always the best: FPO's seeds have 75 % at their best and 33
+at the end, below the clone; FPO++, its successor, ends below its best, and AWM hardly rises after a third, so
+look at evaluations on the way. Gaussian PPO, from the weakest clone, ends where its seed takes it.""",
     "hopper-medium": """**What was learned.** Settings decide more than methods. TD3+BC at its
 published settings, made for ten times the rows, ends where its clone was, as PRDC does, and IQL below it; all
 three were at 60 to 67 % on the way. With settings for few rows (`study_`: those of `td3_bc_few_rows` and
 `prdc_few_rows`, critics with normalised layers, a longer horizon, less weight of values, averaged weights;
 chosen on this file with other seeds) PRDC ends at 106 to 110 % on every seed, TD3+BC at 107 to 109 % on four
 of five, and all far above their clone. From clones of flows and diffusions IQL gains most, within two minutes
-of a core; TD3+BC and PRDC take twice that, gain less, and are best before their end; A2PR ends between 39 and
-87 %, by the seed.""",
+of a core; TD3+BC and PRDC take more than twice that, gain less, and are best before their end; A2PR ends
+between 39 and 87 %, by the seed.""",
     "walker2d-expert": """**What was learned so far.** A hundred episodes of an expert with noise on its
 actions: their clone is good, and TD3+BC gains one to three points. At published settings it first loses most
 of what the clone has, and ends as high; with settings for few rows it stays at the clone's level or above

@@ -59,7 +59,7 @@ class QamLearner(ChunkCriticLearner):
     def __init__(self, base: DenoisingPolicy, config: QamConfig) -> None:
         super().__init__(base, config)
         self.target_base = copy.deepcopy(base).requires_grad_(False)
-        self.tuned = base.clone().train().requires_grad_(True)
+        self.tuned = base.clone().requires_grad_(True)
         cast(nn.Module, self.tuned.encoder).requires_grad_(False)
         self.policy: Policy = self.around(self.tuned)
         self.actor_optimizer = adam(self.tuned.parameters(), config.actor_lr)

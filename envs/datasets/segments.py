@@ -50,7 +50,7 @@ class Segments:
         return cls(first, end, start, last, torch.minimum(wanted, last[:, None]), real, length, over[last])
 
     def next_chunks(self, dataset: EpisodeDataset) -> tuple[Tensor, Tensor]:
-        """Return the frames (M, Ta) of the next chunk, and whether it was recorded (M,), whole or to its end."""
+        """Return the frames (M, Ta) of the next chunk, and whether it was recorded (M,) to its end."""
         steps = self.frames.shape[1]
         following = Segments.of(dataset, torch.minimum(self.last + 1, self.end), steps)
         is_whole = (following.length == steps) | following.over

@@ -44,7 +44,7 @@ from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy
 from policies.processes.deterministic import DeterministicPolicy
-from policies.samplers.ode import Euler
+from policies.samplers.ode import Euler, Heun
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select, with_candidates
 from policies.wrappers.noise_policy import Steering
@@ -607,3 +607,13 @@ def test_equal_flows_differ_by_nothing_where_features_are_dropped() -> None:
     cond = learner.base.condition(torch.rand(8, 2))
     states, _ = learner.chain(cond, learner.draw(8, torch.Generator())["chain"])
     assert not learner.difference(cond, states).any()
+
+
+@pytest.mark.parametrize("algo", QAMS)
+def test_adjoint_matching_is_at_the_times_that_the_flow_acts_at(algo: str) -> None:
+    config, flow = small(registry.lookup("algo", algo)), init("flow")
+    learner = begin(config, init=flow.with_sampler(Euler(steps=4, released_times=True))).learner
+    even = learner.tuned.process.net_time(torch.arange(4) / 4)
+    torch.testing.assert_close(learner.tuned.table.net_time, even)
+    with pytest.raises(CapabilityError, match=mentions(f"algo={algo} Heun sampler=euler")):
+        begin(config, init=flow.with_sampler(Heun(steps=3)))

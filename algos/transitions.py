@@ -231,7 +231,7 @@ def _batch(
     """Return the transitions of segments as rows (B,) of the table."""
     rewards = rewarding.scale * dataset.rewards[segment.frames].double() + rewarding.shift
     weight = rewarding.gamma ** torch.arange(segment.frames.shape[1], device=rewards.device).double()
-    following, has_next = segment.next_chunks()
+    following, has_next = segment.next_chunks(dataset)
     planned, real = segment.plans(policy.chunk)
     read = _flat if trains_encoder else _encode
 

@@ -157,7 +157,7 @@ class Famo2oConfig(ChunkCriticConfig):
         plain = super().initial_policy(setup, dataset, statistics)
         wrapper = Balance(self.min_coefficient, self.max_coefficient, self.balance_dims)
         with seeded_weights(derive_seed(setup.seed, "balance")):
-            policy = wrapper.wrap(with_goal(plain, EMBEDDED)).to(setup.device).train()
+            policy = wrapper.wrap(with_goal(plain, EMBEDDED)).to(setup.device).eval()
         encoder_module(policy).requires_grad_(False)
         return policy
 

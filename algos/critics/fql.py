@@ -49,7 +49,7 @@ def student_of(teacher: DenoisingPolicy, seed: int) -> DenoisingPolicy:
         student = policy_beside(teacher, config, seed, "student")
     assert isinstance(student, DenoisingPolicy)
     student = student.with_sampler(Euler(steps=1, clip_action=clip))
-    student.train().requires_grad_(True)
+    student.requires_grad_(True)
     cast(nn.Module, student.encoder).requires_grad_(False)
     return student
 

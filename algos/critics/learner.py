@@ -188,7 +188,7 @@ class ChunkCriticConfig(TransitionsConfig):
             )
             self.require_policy(policy, name_of("algo", self))
             _require_no_new_encoder(policy, name_of("algo", self))
-        policy = policy.to(setup.device).train(self.refit).requires_grad_(self.refit)
+        policy = policy.to(setup.device).eval().requires_grad_(self.refit)
         encoder_module(policy).requires_grad_(False)  # conditions are stored
         return policy
 
@@ -422,6 +422,6 @@ def policy_beside(policy: Policy, config: PolicyConfig, seed: int, name: str) ->
     fresh.normalizer.load_state_dict(policy.normalizer.state_dict())
     encoder = encoder_module(fresh)
     encoder.load_state_dict(encoder_module(policy).state_dict())
-    fresh = fresh.to(policy.device, policy.dtype).train()
+    fresh = fresh.to(policy.device, policy.dtype).eval()
     encoder.requires_grad_(False)
     return fresh

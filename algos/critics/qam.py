@@ -27,7 +27,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from algos.base import Draws, Quantities
 from algos.critics.learner import ChunkCriticConfig, ChunkCriticLearner, choosing
 from algos.onpolicy.requirements import algorithms_for, has_straight_paths
+from algos.onpolicy.samplers import on_even_times
 from algos.optim import adam, average_gradients, weights_of
 from algos.transitions import Batch
 from policies.bounds import bounded
@@ -44,6 +45,12 @@ from policies.networks.critics import AGGREGATES, polyak
 from policies.policy import Policy
 from policies.protocols import Cond
 from policies.registry import name_of, register
+
+
+def has_even_steps(policy: Any) -> bool:
+    """Whether the policy's sampler goes from noise to action in K equal steps."""
+    steps = policy.table.num_steps
+    return all(abs(t - k / steps) < 1e-6 for k, t in enumerate(policy.table.times))
 
 
 class QamLearner(ChunkCriticLearner):
@@ -59,7 +66,7 @@ class QamLearner(ChunkCriticLearner):
     def __init__(self, base: DenoisingPolicy, config: QamConfig) -> None:
         super().__init__(base, config)
         self.target_base = copy.deepcopy(base).requires_grad_(False)
-        self.tuned = base.clone().train().requires_grad_(True)
+        self.tuned = base.with_sampler(on_even_times(base.sampler)).clone().requires_grad_(True)
         cast(nn.Module, self.tuned.encoder).requires_grad_(False)
         self.policy: Policy = self.around(self.tuned)
         self.actor_optimizer = adam(self.tuned.parameters(), config.actor_lr)
@@ -190,11 +197,14 @@ class QamConfig(ChunkCriticConfig):
 
     def require_policy(self, policy: Policy, algo: str) -> None:
         super().require_policy(policy, algo)
-        if not (isinstance(policy, DenoisingPolicy) and has_straight_paths(policy)):
+        is_flow = isinstance(policy, DenoisingPolicy) and has_straight_paths(policy)
+        if not (is_flow and has_even_steps(policy)):
             process = name_of("process", policy.config.process)
             raise CapabilityError(
-                f"algo={algo} matches velocities of a deterministic flow, and this {type(policy).__name__} "
-                f"(process={process}) has none. Use process=flow with sampler=euler, or "
+                f"algo={algo} matches velocities of a deterministic flow at even steps, and this "
+                f"{type(policy).__name__} (process={process}, sampler="
+                f"{type(getattr(policy, 'sampler', None)).__name__}) has none. Use process=flow with "
+                f"sampler=euler, or "
                 f"{algorithms_for(policy)}."
             )
 

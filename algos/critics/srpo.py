@@ -94,7 +94,6 @@ class SrpoLearner(ValueLearner):
 
     def __init__(self, base: DenoisingPolicy, actor: Policy, config: SrpoConfig) -> None:
         super().__init__(base, config)
-        base.eval()
         self.policy = actor
         self.actor_optimizer = adam(actor.parameters(), config.actor_lr)
 
@@ -182,6 +181,9 @@ class SrpoConfig(ChunkCriticConfig):
         self.require("refit", not self.refit, "false")
         self.require("warmup_steps", self.warmup_steps < self.steps, "below algo.steps")
         self.require("online_steps", not self.online_steps, "0: values are fitted first, then kept")
+
+    def unused(self) -> dict[str, str]:
+        return super().unused() | {"actor_every": "here: the actor follows the critics, at every step"}
 
     def require_trainable(self, setup: Setup, algo: str) -> None:
         if setup.init is None:

@@ -14,7 +14,7 @@ from policies.protocols import TE
 
 
 class ChunkLoss:
-    """Matching loss of a policy at the recorded chunks of a batch.
+    """Matching loss of a policy at the recorded chunks of a batch, with the dropout of its network.
 
     Raises:
         CapabilityError: If the policy has no matching loss.
@@ -33,5 +33,10 @@ class ChunkLoss:
         """Return the loss (B, Th) per row of the chunks."""
         more = {k.removeprefix("te/more/"): v for k, v in draws.items() if k.startswith("te/more/")}
         te = TE(draws["te/t"], draws["te/eps"], draws.get("te/level"), more)
-        chunk = batch.plan.view(-1, *self._policy.chunk.shape)
-        return self._matching.matching_loss(self._policy.condition(batch.cond), chunk, te, reduce="step")
+        policy, trains = self._policy, self._policy.training
+        cond, chunk = policy.condition(batch.cond), batch.plan.view(-1, *policy.chunk.shape)
+        try:
+            policy.train()  # dropout is for this loss: decoded chunks are a function of their noise
+            return self._matching.matching_loss(cond, chunk, te, reduce="step")
+        finally:
+            policy.train(trains)

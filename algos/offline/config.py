@@ -216,7 +216,7 @@ class OfflineConfig(TransitionsConfig):
     def initial_policy(self, setup: Setup, dataset: EpisodeDataset, statistics: Statistics) -> Policy:
         """Return a trainable copy of `init`, or a new actor scaled to the action bounds."""
         if setup.init is not None:
-            policy = setup.init.clone().to(setup.device).train().requires_grad_(True)
+            policy = setup.init.clone().to(setup.device).eval().requires_grad_(True)
             encoder_module(policy).requires_grad_(False)
             return policy
         config, goal_dim = self.actor_config(), goal_dim_of(setup, dataset)
@@ -231,7 +231,7 @@ class OfflineConfig(TransitionsConfig):
             statistics=statistics,
             seed=derive_seed(setup.seed, "actor"),
         )
-        return policy.to(setup.device).train()
+        return policy.to(setup.device).eval()
 
 
 def warn_of_slow_bfloat16() -> None:

@@ -300,12 +300,12 @@ class OffPolicyRun:
     def snapshot(self) -> Policy:
         policy = self.learner.policy.clone().eval().requires_grad_(False)
         if self._ema is not None:
-            trained = {id(weight) for weight in self._trained}
+            averages = zip(self._trained, self._ema.module.parameters(), strict=True)
+            average_of = {id(weight): average for weight, average in averages}
             pairs = zip(policy.parameters(), self.learner.policy.parameters(), strict=True)
-            copies = [copied for copied, weight in pairs if id(weight) in trained]
             with torch.no_grad():
-                for copied, average in zip(copies, self._ema.module.parameters(), strict=True):
-                    copied.copy_(average)
+                for copied, weight in pairs:
+                    copied.copy_(average_of.get(id(weight), copied))
         return policy
 
     def state_dict(self) -> dict[str, Any]:

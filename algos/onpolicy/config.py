@@ -167,7 +167,7 @@ class OnPolicyConfig(Checked):
 
     def frozen(self, setup: Setup, init: Policy) -> Any:
         """Return the reference of the behaviour-cloning term, if any."""
-        return init.clone().to(setup.device).requires_grad_(False) if self.bc_weight else None
+        return init.clone().to(setup.device).eval().requires_grad_(False) if self.bc_weight else None
 
 
 def rising(values: Sequence[float]) -> bool:

@@ -71,7 +71,7 @@ class RecordedValues:
     def __init__(
         self, dataset: EpisodeDataset, policy: Policy, gamma: float, scaled: Callable[[Tensor], Tensor]
     ) -> None:
-        self._table = tabulate(dataset, policy, Rewarding(gamma=1.0))
+        self._table = tabulate(dataset.to(policy.device), policy, Rewarding(gamma=1.0))
         self._gamma, self._scaled = gamma, scaled
 
     def draw(self, critic: nn.Module, generator: torch.Generator) -> Callable[[], Tensor]:

@@ -175,8 +175,9 @@ class Gorl(OnPolicy):
         config = self.config
         chunks = config.refit_rollouts * config.num_envs * config.steps_per_iteration
         after = self.progress + chunks * self.policy.chunk.act_steps
-        ended = self.progress - self.stage_start >= config.stage_steps
-        if ended and config.refit_steps and (config.env_steps is None or after < self.total):
+        by_steps = config.env_steps is not None
+        goes_on = after < self.total if by_steps else self.iteration < config.iterations
+        if self.progress - self.stage_start >= config.stage_steps and config.refit_steps and goes_on:
             metrics |= self.refit()
             self.stage_start = self.progress
         return metrics

@@ -123,7 +123,7 @@ class OnPolicy:
         sampling: AdaptiveSampling | None = None,
     ) -> None:
         assert setup.env is not None
-        policy = self.policy = ratio.policy
+        policy = self.policy = ratio.policy.eval()  # dropped features would move the ratio
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         self.sampling = sampling
         self._bc_term, self._init_facts = bc_term, init_facts(setup.init, policy)

@@ -49,11 +49,12 @@ class Segments:
         last = start + length - 1
         return cls(first, end, start, last, torch.minimum(wanted, last[:, None]), real, length, over[last])
 
-    def next_chunks(self) -> tuple[Tensor, Tensor]:
-        """Return the frames (M, Ta) of the next recorded chunk, and whether it exists (M,)."""
-        offset = torch.arange(self.frames.shape[1], device=self.end.device)
-        frames = torch.minimum(self.last[:, None] + 1 + offset, self.end[:, None])
-        return frames, (self.last < self.end) & ~self.over
+    def next_chunks(self, dataset: EpisodeDataset) -> tuple[Tensor, Tensor]:
+        """Return the frames (M, Ta) of the next chunk, and whether it was recorded (M,) to its end."""
+        steps = self.frames.shape[1]
+        following = Segments.of(dataset, torch.minimum(self.last + 1, self.end), steps)
+        is_whole = (following.length == steps) | following.over
+        return following.frames, (self.last < self.end) & ~self.over & is_whole
 
     def plans(self, chunk: ChunkSpec) -> tuple[Tensor, Tensor]:
         """Return the window frames (M, Th) around executed chunks, and which were recorded (M, Th)."""

@@ -32,16 +32,19 @@ from torch import Tensor
 from algos.critics.learner import ChunkCriticConfig
 from algos.critics.pa_rl import PaRlConfig
 from algos.critics.qc import QcConfig
+from algos.offline.loop import acting
 from algos.offline.online import Experience, OnlineConfig, RunningChunks
 from algos.transitions import Batch
 from policies import registry
+from policies.backbones.dp_transformer import DpTransformerConfig
+from policies.build import build_policy
 from policies.composition.operators import Composition
 from policies.composition.policy import ComposedPolicy
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy
 from policies.processes.deterministic import DeterministicPolicy
-from policies.samplers.ode import Euler
+from policies.samplers.ode import Euler, Heun
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.candidates import CandidatePolicy, Candidates, ascend, select, with_candidates
 from policies.wrappers.noise_policy import Steering
@@ -574,3 +577,43 @@ def test_shared_settings_have_one_meaning() -> None:
     for algo in METHODS:
         wrapper = small(registry.lookup("algo", algo)).wrapper()
         assert wrapper.members == small(registry.lookup("algo", algo)).critics
+
+
+def dropping() -> Policy:
+    """Return a flow whose network drops half of its features in training."""
+    net = DpTransformerConfig(width=8, depth=1, heads=1, dropout=0.5)
+    config = replace(policy_config("flow"), backbone=net)
+    return build_policy(config, obs_dim=2, action_dim=2, statistics=dataset().statistics(), seed=1)
+
+
+@pytest.mark.parametrize("algo", ["qc", "fql", "qam", "famo2o", "td3_bc", "iql"])
+def test_features_are_dropped_in_the_matching_loss_alone(algo: str) -> None:
+    """A decoded chunk is a function of its noise, in targets and in the task as after the run."""
+    run = begin(small(registry.lookup("algo", algo)), init=dropping())
+    run.advance()
+    learner, batch = run.learner, run.table.gather(torch.arange(8))
+    policy, generator = acting(learner), torch.Generator().manual_seed(0)
+    cond, noise = policy.condition(batch.cond), policy.sample_noise(8, generator=generator)
+    assert torch.equal(policy.decode(cond, noise), policy.decode(cond, noise))
+    losses = {"td3_bc": lambda: learner.regulariser._cloning, "iql": lambda: learner.policy_loss._cloning}
+    loss = losses.get(algo, lambda: learner.cloning)()
+    draws = loss.draw(8, generator)
+    assert not torch.equal(loss(batch, draws), loss(batch, draws))
+    assert torch.equal(policy.decode(cond, noise), policy.decode(cond, noise))
+
+
+def test_equal_flows_differ_by_nothing_where_features_are_dropped() -> None:
+    learner = begin(small(registry.lookup("algo", "qam")), init=dropping()).learner
+    cond = learner.base.condition(torch.rand(8, 2))
+    states, _ = learner.chain(cond, learner.draw(8, torch.Generator())["chain"])
+    assert not learner.difference(cond, states).any()
+
+
+@pytest.mark.parametrize("algo", QAMS)
+def test_adjoint_matching_is_at_the_times_that_the_flow_acts_at(algo: str) -> None:
+    config, flow = small(registry.lookup("algo", algo)), init("flow")
+    learner = begin(config, init=flow.with_sampler(Euler(steps=4, released_times=True))).learner
+    even = learner.tuned.process.net_time(torch.arange(4) / 4)
+    torch.testing.assert_close(learner.tuned.table.net_time, even)
+    with pytest.raises(CapabilityError, match=mentions(f"algo={algo} Heun sampler=euler")):
+        begin(config, init=flow.with_sampler(Heun(steps=3)))

@@ -12,6 +12,7 @@ from point_env import PointEnv
 from test_trust_region import RATIOS, SIZES
 
 from algos.base import Setup
+from algos.onpolicy import demonstrations
 from algos.onpolicy.ppo_update import GeneratorDraws
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
@@ -108,6 +109,14 @@ def test_the_critic_learns_what_was_recorded() -> None:
     run.advance()
     assert error() < 0.1 * before
     run.close()
+
+
+def test_recorded_chunks_are_tabulated_where_the_policy_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[EpisodeDataset] = []
+    monkeypatch.setattr(demonstrations, "tabulate", lambda data, *_: seen.append(data))
+    _, init = RATIOS["gaussian"]
+    demonstrations.RecordedValues(dataset(), init().to("meta"), 0.9, lambda reward: reward)
+    assert seen[0].rewards.device.type == "meta"
 
 
 def test_values_of_a_new_policys_data_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from point_flows import FPO, POLICYFLOW, RATES, REINFLOW, SIZES, make_flow, make_run
 
 from algos.fpo import AwmConfig
+from algos.onpolicy.ratios import Rows
 from algos.onpolicy.samplers import on_even_times
+from policies.backbones.dp_transformer import DpTransformerConfig
+from policies.build import build_policy
 from policies.samplers.ode import Euler, Heun
 
 AWM = AwmConfig(**SIZES, **RATES)
@@ -44,3 +48,20 @@ def test_exploration_leaves_actions_unbounded_and_what_is_shipped_does_not(confi
 
 def test_samplers_without_such_times_stay_as_they_are() -> None:
     assert on_even_times(Heun(steps=3)) == Heun(steps=3)
+
+
+@pytest.mark.parametrize("config", [REINFLOW, FPO, POLICYFLOW], ids=lambda config: type(config).__name__)
+def test_features_that_cloning_drops_are_dropped_by_no_ratio(config: Any) -> None:
+    """On fresh data ratios are 1, and a policy is at no distance from itself, in whatever mode it came."""
+    net = DpTransformerConfig(width=8, depth=1, heads=1, dropout=0.5)
+    flow = make_flow()
+    init = build_policy(replace(flow.config, backbone=net), obs_dim=flow.obs_dim, action_dim=2).train()
+    run = make_run(replace(config, bc_weight=1.0), init)
+    experience = run.experience(run.collect())
+    rows = Rows.sorted_from(torch.arange(len(experience) * run.ratio.inner_steps), run.ratio.inner_steps)
+    assert run.ratio.score(experience, rows).log_ratio.abs().max() < 1e-4
+    cond = experience.cond.rows(torch.arange(len(experience)))
+    noise = init.sample_noise(len(experience), generator=torch.Generator().manual_seed(0))
+    assert not run._bc_term.losses(cond, noise).any()
+    assert init.training
+    run.close()

@@ -108,6 +108,9 @@ def test_no_refit_ends_a_run_and_stages_are_counted_from_the_end_of_a_refit() ->
     while run.progress < run.total:
         assert "refit/loss" not in run.advance()
     run.close()
+    run = begin(config=replace(small(GorlConfig), iterations=2, stage_steps=1))
+    assert ["refit/loss" in run.advance() for _ in range(2)] == [True, False]
+    run.close()
 
 
 def test_a_refit_makes_what_the_encoder_found_the_prior() -> None:

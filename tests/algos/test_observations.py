@@ -338,6 +338,21 @@ def test_the_critics_train_the_encoder_and_the_actor_does_not() -> None:
     run.close()
 
 
+def test_what_ships_is_the_average_of_actor_and_encoder_each_in_its_place() -> None:
+    run = started("sac", seeing("sac"), SIGHT, encoder="trained", ema_decay=0.5)
+    policy = run.learner.policy
+    before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    with torch.no_grad():
+        for k, weight in enumerate(run._trained):
+            weight.add_(1 + k)
+    run._ema.update(run._trained)
+    now, shipped = dict(policy.named_parameters()), dict(run.snapshot().named_parameters())
+    assert sum(not torch.equal(now[name], before[name]) for name in now) == len(run._trained)
+    for name, weight in now.items():
+        torch.testing.assert_close(shipped[name], (before[name] + weight) / 2)
+    run.close()
+
+
 @pytest.mark.parametrize("name", ["ppo", "sac"])
 def test_a_run_on_images_continues_bit_for_bit(name: str) -> None:
     require_drawing()

@@ -136,6 +136,20 @@ def test_the_next_action_is_the_one_recorded_next() -> None:
     torch.testing.assert_close(batch.next_action[~last], following)
 
 
+def test_the_next_chunk_is_recorded_whole_or_to_the_end_of_the_task() -> None:
+    """The third episode, frames 6 to 12, stops for another reason: of two chunks its last five lack one."""
+    data = dataset()
+    table = tabulate(data, policy(horizon=3, act_steps=3), Rewarding())
+    batch = table.gather(torch.arange(len(table)))
+    found = dict(zip(table.frame.tolist(), (batch.has_next > 0).tolist(), strict=True))
+    assert found == {
+        **{0: True, 1: True, 2: False, 3: False, 4: False, 5: False},
+        **{6: True, 7: True, 8: False, 9: False, 10: False, 13: False, 14: False, 15: False},
+    }
+    one = batch.next_action[table.frame == 1]
+    torch.testing.assert_close(one, data.actions[[4, 4, 4]].flatten()[None] / 2)
+
+
 def test_values_do_not_look_beyond_a_mask() -> None:
     data = dataset()
     masks = torch.ones(data.num_frames)

@@ -35,6 +35,7 @@ KEYS = [
     ("iql algo.online.num_envs=2", "algo.online_steps"),
     ("idql algo.aggregate=mean", "least"),
     ("qc algo.value_min=-1", "algo.critic_bins"),
+    ("srpo algo.actor_every=2", "actor"),
     ("bc start.steps=3", "start.guide start.dataset"),
     ("qc algo.refit=false algo.actor_lr=1e-4", "algo.refit"),
     ("pa_rl algo.refit=false algo.actor_every=2", "algo.refit"),

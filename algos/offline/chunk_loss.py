@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.cloning.validation import matching_of
 from algos.transitions import Batch
@@ -22,6 +22,7 @@ class ChunkLoss:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self._matching = policy, matching_of(policy)
+        self._dropping = [part for part in policy.modules() if _rate(part)]
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the random numbers for n rows; names begin with `te/`."""
@@ -33,10 +34,20 @@ class ChunkLoss:
         """Return the loss (B, Th) per row of the chunks."""
         more = {k.removeprefix("te/more/"): v for k, v in draws.items() if k.startswith("te/more/")}
         te = TE(draws["te/t"], draws["te/eps"], draws.get("te/level"), more)
-        policy, trains = self._policy, self._policy.training
-        cond, chunk = policy.condition(batch.cond), batch.plan.view(-1, *policy.chunk.shape)
+        cond = self._policy.condition(batch.cond)
+        chunk = batch.plan.view(-1, *self._policy.chunk.shape)
         try:
-            policy.train()  # dropout is for this loss: decoded chunks are a function of their noise
+            self._drop(True)
             return self._matching.matching_loss(cond, chunk, te, reduce="step")
         finally:
-            policy.train(trains)
+            self._drop(False)  # decoded chunks are a function of their noise
+
+    def _drop(self, drops: bool) -> None:
+        for part in self._dropping:
+            part.training = drops
+
+
+def _rate(part: nn.Module) -> float:
+    """Return the share of features that a module itself drops in training."""
+    found = part.p if isinstance(part, nn.Dropout) else getattr(part, "dropout", 0.0)
+    return found if isinstance(found, float) else 0.0

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from algos.cloning.batches import CloningBatch, WindowSampler
-from algos.cloning.validation import masked_mean, matching_of
+from algos.cloning.validation import matching_of
 from algos.onpolicy.losses import value_losses
 from algos.transitions import Rewarding, tabulate
 from envs.datasets.episodes import EpisodeDataset
@@ -56,7 +56,8 @@ class Demonstrations:
     def loss(self, batch: CloningBatch, te: TE) -> Tensor:
         """Return the mean loss over recorded actions, a scalar."""
         cond, action = self.policy.encode(batch.obs), self.policy.normalize_action(batch.action)
-        return masked_mean(self._matching.matching_loss(cond, action, te, reduce="step"), batch.mask)
+        loss = self._matching.matching_loss(cond, action, te, reduce="step")
+        return (loss * batch.mask).sum() / batch.mask.sum()  # one rank computes it for all
 
 
 class RecordedValues:

@@ -16,7 +16,7 @@ from algos.training.progress import LONG_ITERATION_S, LONG_S, Bar, Lines, announ
 from algos.training.ranks import current
 from algos.training.run_directory import RunDirectory
 from algos.training.schedule import are_affordable
-from algos.training.session import Evaluator, Member, Session
+from algos.training.session import Evaluator, Member, Session, survived
 from algos.training.settings import TrainerSettings
 from algos.training.signals import Interrupted, StopSignals
 from policies.errors import TrainingError, WorkerError
@@ -152,12 +152,13 @@ class _Loop:
         for session in self.sessions:
             session.log_if_finished()
         while True:
-            if stop.number is None:
+            if (number := current().first(stop.number)) is None:  # a signal that reached any process
                 if any([session.checkpoint_if_due() for session in self.sessions]):
                     self._remove_old_checkpoints()
                 with suppress(Interrupted):
                     self._evaluate(stop)
-            if (number := current().first(stop.number)) is not None:  # a signal that reached any process
+                number = current().first(stop.number)
+            if number is not None:
                 self._save_and_stop(number)
             self._show()
             if all(session.is_finished for session in self.sessions):
@@ -260,7 +261,7 @@ class _Loop:
                 for name in session.settings.loggers:
                     logger = open_logger(name, session.run, first_step=session.algorithm.progress)
                     session.loggers.append(logger)
-                    held.callback(logger.close)
+                    held.callback(survived, logger, logger.close)
             self._display = open_display(title, first.unit, first.total, done, bar=progress)
             held.callback(self._display.close)
             yield

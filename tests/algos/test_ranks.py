@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ from small_cloning import weights
 from algos.onpolicy.config import OnPolicyConfig
 from algos.training import rank_memory
 from algos.training.ranks import Ranks, _current, current, digest
-from algos.training.run_directory import RunDirectory
+from algos.training.run_directory import FollowedRun, RunDirectory
 from algos.training.serialization import to_plain
 from algos.training.settings import TrainerSettings
+from algos.training.signals import Interrupted, StopSignals
 from algos.training.trainer import train
 from burnish.config.overrides import RunContext
 from burnish.config.train import TrainConfig
@@ -157,6 +160,50 @@ def test_with_other_processes_an_episode_starts_anew_and_seeds_go_on(monkeypatch
     saved["pool"]["processes"] = 1
     with pytest.raises(CheckpointError, match=mentions("workers (2, 2) (2, 1)")):
         built("dppo").load_state_dict(saved)
+
+
+def test_demonstrations_count_once_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = lambda factory, arguments, processes: LocalWorkers(factory, arguments)  # noqa: E731
+    monkeypatch.setattr(workers, "start_workers", local)
+    config = replace(small(registry.lookup("algo", "dppo"), "diffusion"), demo_weight=0.5)
+
+    def begun(num_workers: int) -> Any:
+        return config.build(setup("diffusion", dataset=dataset(), num_workers=num_workers))
+
+    alone, _, _ = first_iteration(begun(2))
+    for part, _, _ in in_ranks(2, lambda: begun(1), first_iteration):
+        torch.testing.assert_close(part, alone, rtol=0, atol=1e-5)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, stops = new_run(tmp_path / "run"), dict[int, StopSignals]()
+
+    class Stop(StopSignals):  # threads receive no signals
+        def __enter__(self) -> StopSignals:
+            stops[current().rank] = self
+            return self
+
+    monkeypatch.setattr("algos.training.trainer.StopSignals", Stop)
+
+    def stopped(run: Any) -> int:
+        rank, advance = current().rank, run.advance
+
+        def advance_and_stop() -> Any:
+            found = advance()
+            if rank == 1 and run.progress == 4:
+                stops[1].number = signal.SIGTERM
+            return found
+
+        run.advance = advance_and_stop
+        kind = FollowedRun if rank else RunDirectory
+        with pytest.raises(Interrupted):
+            train(run, kind(folder), TrainerSettings(checkpoint_every=2), progress=False)
+        return run.progress
+
+    assert in_ranks(2, lambda: built("bc"), stopped) == [4, 4]
+    assert RunDirectory(folder).checkpoints() == [2, 4]
 
 
 # -- processes ------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
-from policies.errors import CapabilityError
+from policies.errors import CapabilityError, CheckpointError
 from policies.networks.recorded import Recorded
 from policies.policy import Policy
 from policies.seeds import seeded_generator
@@ -250,7 +250,8 @@ class OfflineRun:
 
         Raises:
             CapabilityError: If a `SeedBatch` trains the run.
-            CheckpointError: If length, data, seed, `init` or the reward transform differ from the saved run.
+            CheckpointError: If length, data, seed, `init` or the reward transform differ from the saved run,
+                or the run is beyond the gradient steps after which it goes on in the task.
         """
         self._require_alone()
         require_unchanged(state, self._invariants)
@@ -261,6 +262,11 @@ class OfflineRun:
         restore_generator(self._index, state["index"])
         restore_generator(self._noise, state["noise"])
         self._done = int(state["done"])
+        if self.online is not None and self._done > self.config.steps:
+            raise CheckpointError(
+                f"algo.steps must be at least the {self._done} gradient steps that the run has taken; got "
+                f"{self.config.steps}. Raise it, or leave algo.online_steps out."
+            )
         if self.online is not None and "online" in state:
             self.online.load_state_dict(state["online"])
 

@@ -2,8 +2,9 @@
 
 Legend: N environments, B rows, C condition width, A = Ta Da, l <= Ta executed steps. Transitions are those
 of `algos.transitions`: chunks start where the policy decides, reward and discount are those of the run. A
-chunk that ends its episode is stored whole; its steps after the end are masked in `real`. Time limits do
-not end the task. Transitions longer than a chunk join consecutive ones; one begins with every chunk.
+chunk is stored whole with its plan, also if it ends its episode; steps that were not executed are masked in
+`real`. Time limits do not end the task. Transitions longer than a chunk join consecutive ones; one begins
+with every chunk.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ class Explorer:
 
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return physical actions (N, Ta, Da), and condition and normalised executed chunk of each."""
+        """Return physical actions (N, Ta, Da), and condition and normalised plan (Th Da) of each."""
         policy = self.policy
         cond = policy.encode(policy.observation(obs))
-        chunk = policy.decode(cond, policy.sample_noise(len(cond), generator=generator))
-        action = chunk[:, policy.chunk.executed]
+        plan = policy.decode(cond, policy.sample_noise(len(cond), generator=generator)).clone()
+        action = plan[:, policy.chunk.executed]
         if self.std:
             noise = torch.randn(action.shape, generator=generator, device=generator.device)
-            action = (action + self.std * noise.to(action)).clamp(-1, 1)
-        return policy.physical(action), {"cond": cond.vec, "action": action.flatten(1)}
+            action.copy_((action + self.std * noise.to(action)).clamp(-1, 1))
+        return policy.physical(action), {"cond": cond.vec, "plan": plan.flatten(1)}
 
 
 class Experience(TransitionTable):
@@ -231,17 +232,15 @@ def batch_of(rollout: Rollout, policy: Policy, rewarding: Rewarding) -> Batch:
     """Return the N transitions of a rollout of one chunk per environment."""
     rows, chunk = transitions_of(rollout, policy), policy.chunk
     rows = {name: part.to(policy.device) for name, part in rows.items()}
-    action, length = rows["action"], rows["length"]
+    plan, length = rows["plan"].unflatten(1, chunk.shape), rows["length"]
+    action = plan[:, chunk.executed].flatten(1)
     step = torch.arange(chunk.act_steps, device=policy.device)
     executed = step < length[:, None]
     rewards = rewarding.scale * rows["rewards"].double() + rewarding.shift
     reward = (rewards * rewarding.gamma ** step.double() * executed).sum(dim=1).float()
     discount = rewarding.gamma ** length.double() * ~rows["terminated"]
-    plan, real = action.new_zeros(len(action), *chunk.shape), action.new_zeros(len(action), chunk.horizon)
-    plan[:, chunk.executed], real[:, chunk.executed] = (
-        action.unflatten(1, (chunk.act_steps, -1)),
-        executed.to(real),
-    )
+    real = action.new_zeros(len(action), chunk.horizon)
+    real[:, chunk.executed] = executed.to(real)
     return Batch(
         cond=rows["cond"],
         action=action,

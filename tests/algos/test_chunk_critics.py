@@ -548,6 +548,14 @@ def test_a_run_can_begin_in_its_task_and_be_extended_there() -> None:
     second.close()
 
 
+def test_a_run_beyond_its_gradient_steps_does_not_go_on_in_the_task() -> None:
+    state = saved(finished(begin(small(registry.lookup("algo", "td3_bc")), "deterministic")))
+    shorter = begin(replace(online("td3_bc"), steps=4), "deterministic")
+    with pytest.raises(CheckpointError, match=mentions("algo.steps 6 4")):
+        shorter.load_state_dict(state)
+    shorter.close()
+
+
 def test_a_deterministic_policy_explores_with_noise_in_the_box() -> None:
     run = begin(online("td3_bc"), "deterministic")
     run.online.config.exploration_std = 1.0
@@ -561,6 +569,22 @@ def test_a_deterministic_policy_explores_with_noise_in_the_box() -> None:
         )
     assert not torch.allclose(own[:, :2].flatten(1), stored.action, atol=1e-3)
     assert stored.action.abs().max() == 1
+    run.close()
+
+
+def test_experience_holds_what_was_planned_beyond_the_executed_steps() -> None:
+    """The policy learns from whole plans: other rows than those it makes would tell experience from data."""
+    run = begin(online("td3_bc"), "deterministic")
+    while run.progress < 6:
+        run.advance()
+    policy = run.learner.policy
+    run.online.act(policy)
+    found = run.online.experience.gather(torch.arange(2))
+    with torch.no_grad():
+        planned = policy.decode(policy.condition(found.cond), noise_of(policy, 2))
+    plan = found.plan.view_as(planned)
+    torch.testing.assert_close(plan[:, 2:], planned[:, 2:])
+    assert not torch.allclose(plan[:, :2], planned[:, :2]) and not found.real[:, 2:].any()
     run.close()
 
 

@@ -124,11 +124,7 @@ class Shuffle:
         Raises:
             CheckpointError: If the number of windows changed.
         """
-        if state["num"] != self.num:
-            raise CheckpointError(
-                f"the checkpoint was trained on {state['num']} windows; this dataset gives {self.num}. "
-                f"Resume with the same dataset, horizons and validation_fraction."
-            )
+        _require_as_many(state["num"], self.num)
         restore_generator(self._generator, state["start"])
         self._order, self._start = None, state["start"]
         if not state["fresh"]:
@@ -140,15 +136,24 @@ class WeightedStream:
     """Endless stream of indices, drawn by weights (num,) with replacement; used as `Shuffle` is."""
 
     def __init__(self, weight: Tensor, generator: torch.Generator) -> None:
-        self._rows, self._generator = WeightedRows(weight), generator
+        self.num, self._rows, self._generator = len(weight), WeightedRows(weight), generator
 
     def take(self, size: int) -> Tensor:
         """Return the next `size` indices (size,)."""
         return self._rows.draw(size, self._generator)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": capture_generator(self._generator)}
+        return {"num": self.num, "generator": capture_generator(self._generator)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Continue from `state_dict`; errors as `Shuffle`."""
+        _require_as_many(state.get("num", self.num), self.num)
         restore_generator(self._generator, state["generator"])
+
+
+def _require_as_many(saved: int, present: int) -> None:
+    if saved != present:
+        raise CheckpointError(
+            f"the checkpoint was trained on {saved} windows; this dataset gives {present}. "
+            f"Resume with the same dataset, horizons and validation_fraction."
+        )

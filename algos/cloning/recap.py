@@ -54,6 +54,11 @@ from policies.wrappers.advantage import Advantage, AdvantagePolicy
 REWARDS = ("recorded", "steps")
 _ENCODED_AT_ONCE = 65_536
 _PARTS = ("value", "value_optimizer")
+_OF_LABELS = (
+    *("value_steps", "gamma", "rewards", "failure_cost", "lookahead", "positive_fraction"),
+    "negative_label",
+)
+"""Settings that stay what they were when a run is resumed: all frames are labelled once."""
 
 
 def with_goal(policy: Policy, width: int, dropout: float = 0.0) -> Policy:
@@ -158,6 +163,7 @@ class Recap(Bc):
         start = config.starting_policy(setup, dataset)
         unlabelled = _labelled(dataset, torch.zeros(dataset.num_frames, 1))
         super().__init__(config, replace(setup, init=start, dataset=unlabelled, env=None))
+        self._invariants |= {f"algo.{name}": getattr(config, name) for name in _OF_LABELS}
         self._dataset, self._value_done = unlabelled.with_cameras(start.images), 0
         rewards = (
             dataset.rewards if config.rewards == "recorded" else step_rewards(dataset, config.failure_cost)

@@ -32,6 +32,7 @@ from torch import Tensor
 from algos.base import Metrics, Setup, dataset_of
 from algos.bc import THREADS, Bc, BcConfig
 from algos.cloning.frames import FrameCoding, with_latents
+from algos.training.resume_checks import require_unchanged
 from envs.datasets.curation import SAMPLING_WEIGHT
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.statistics import statistics_of
@@ -105,6 +106,7 @@ class LearnedWorld:
             _warn_of_one_outcome(dataset)
         self._seed, self._device = setup.seed, setup.device
         self._train, self._held_out = held_out(dataset, config.validation_fraction, setup.seed)
+        self._invariants = {"seed": setup.seed, "total": config.steps, "dataset": self._train.digest()}
         self._num_threads, self._config, self._setup = setup.threads(THREADS), config, setup
         self._coding, self.members = self._coding_of(setup), list[Bc]()
         if self._coding is None:
@@ -210,10 +212,11 @@ class LearnedWorld:
 
     def state_dict(self) -> dict[str, Any]:
         coding = {} if self._coding is None else {"coding": self._coding.state_dict()}
-        return {"members": [member.state_dict() for member in self.members], **coding}
+        return {"members": [member.state_dict() for member in self.members], **coding, **self._invariants}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; refuses what `Bc.load_state_dict` refuses."""
+        require_unchanged(state, self._invariants)
         if self._coding is not None:
             self._coding.load_state_dict(state["coding"])
             if state["members"]:

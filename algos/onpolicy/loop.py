@@ -126,7 +126,8 @@ class OnPolicy:
         policy = self.policy = ratio.policy.eval()  # dropped features would move the ratio
         self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         self.sampling = sampling
-        self._bc_term, self._init_facts = bc_term, init_facts(setup.init, policy)
+        self._bc_term = bc_term
+        self._init_facts = {"seed": setup.seed, **init_facts(setup.init, policy)}
         gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
         self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.learner = UPDATES.get(config.surrogate, update_of)(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from messages import mentions
 from small_cloning import tiny
 from two_modes import two_mode_setup
 
+from envs.datasets.curation import SAMPLING_WEIGHT
 from policies.errors import CheckpointError
 
 
@@ -51,6 +53,16 @@ def test_checkpoint_of_other_data_or_length_is_refused() -> None:
         tiny(pad_end=False).build(two_mode_setup()).load_state_dict(state)
     with pytest.raises(CheckpointError, match=mentions("algo.steps 6 8")):
         tiny(steps=8).build(two_mode_setup()).load_state_dict(state)
+
+
+def test_weighted_windows_are_split_as_before() -> None:
+    """Windows drawn by weight have no passes to count, and those held out must not be learned from."""
+    setup = two_mode_setup()
+    weight = torch.ones(setup.dataset.num_frames)
+    setup = replace(setup, dataset=replace(setup.dataset, extras={SAMPLING_WEIGHT: weight}))
+    state = tiny(validation_fraction=0.5).build(setup).state_dict()
+    with pytest.raises(CheckpointError, match=mentions("validation_fraction")):
+        tiny(validation_fraction=0.0).build(setup).load_state_dict(state)
 
 
 def test_another_seed_or_start_is_refused_on_resuming() -> None:

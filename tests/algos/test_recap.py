@@ -23,7 +23,7 @@ from policies.backbones.mlp import MlpConfig
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
 from policies.build import build_policy
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy
 from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
@@ -174,6 +174,17 @@ def test_a_run_is_resumed_bit_by_bit_while_values_or_policy_are_fitted(after: in
     assert two.progress == one.progress
     weights = [finished(run).snapshot().state_dict() for run in (one, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("changes", [{"value_steps": 2}, {"positive_fraction": 0.5}, {"gamma": 0.9}])
+def test_what_labels_follow_from_stays_when_a_run_is_resumed(changes: dict[str, Any]) -> None:
+    config = replace(small(RecapConfig), value_steps=4)
+    run = begin(config=config)
+    while run.labels is None:
+        run.advance()
+    (name,) = changes
+    with pytest.raises(CheckpointError, match=mentions(f"algo.{name}")):
+        begin(config=replace(config, **changes)).load_state_dict(run.state_dict())
 
 
 def test_a_run_begins_with_its_init_and_goes_on_from_another_run() -> None:

@@ -41,10 +41,16 @@ def make_init(levels: int = 5, seed: int = 3) -> Policy:
     return build_policy(config, obs_dim=2, action_dim=2, statistics={"state": one, "action": one}, seed=seed)
 
 
-def make_run(init: Policy | None = None, **changes: Any) -> OnPolicy:
+def make_run(init: Policy | None = None, seed: int = 0, **changes: Any) -> OnPolicy:
     values = {"num_envs": 2, "steps_per_iteration": 2, "tuned_steps": 3} | changes
     config = DppoConfig(**values, iterations=1, batch_size=8, critic=CriticConfig(width=8))
-    return config.build(Setup(env=PointEnv(), init=init or make_init(), num_workers=0, num_threads=1))
+    given = {"env": PointEnv(), "init": init or make_init(), "seed": seed}
+    return config.build(Setup(**given, num_workers=0, num_threads=1))
+
+
+def test_another_seed_is_refused_on_policy_too() -> None:
+    with pytest.raises(CheckpointError, match=mentions("seed 0 1")):
+        make_run(seed=1).load_state_dict(from_plain(to_plain(make_run().state_dict())))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from envs.tasks.avoid.task import Avoid
 from envs.tasks.world import LearnedTask
 from policies.build import build_policy
 from policies.encoders.vit import VitEncoderConfig
-from policies.errors import ConfigError, DatasetError
+from policies.errors import CheckpointError, ConfigError, DatasetError
 from policies.networks.frames import FrameCoder
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.world import World, WorldModel
@@ -115,6 +115,17 @@ def test_a_state_is_the_task_s_state_beside_the_vector_of_its_frames() -> None:
 
 
 # -- learning ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"steps": 6}, "algo.steps 4 6"), ({"lr": 0.1}, "")])
+def test_a_coder_s_schedule_stays_when_it_is_resumed(changes: dict[str, Any], message: str) -> None:
+    one, again = begin(), begin(dataclasses.replace(SMALL, **changes))
+    one.advance()
+    if message:
+        with pytest.raises(CheckpointError, match=mentions(message)):
+            again.load_state_dict(one.state_dict())
+    else:
+        again.load_state_dict(one.state_dict())
 
 
 @pytest.mark.parametrize("blocks", [1, 3], ids=["coder", "members"])

@@ -65,6 +65,8 @@ class Hindsight:
         copies = []
         for t in range(steps):
             for n in range(num):
+                if rollout.first[t, n]:  # a simulator without a state begins anew when a run is resumed
+                    self._running.pop(n, None)
                 self._running.setdefault(n, []).append(self._row(rollout, transitions, t, n))
                 if rollout.terminated[t, n] or rollout.truncated[t, n]:
                     copies.append(self._relabel(_stacked(self._running.pop(n))))

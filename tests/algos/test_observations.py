@@ -221,6 +221,19 @@ def test_hindsight_continues_inside_an_episode() -> None:
         run.close()
 
 
+def test_an_episode_that_begins_anew_shares_no_goal_with_the_one_that_a_kill_cut() -> None:
+    run = relabelling(steps_per_iteration=1)
+    run._collect()
+    state = run.state_dict()
+    for worker in state["pool"]["workers"]:
+        worker["vector"] = None  # as of a simulator that saves no state
+    run.load_state_dict(state)
+    for _ in range(3):  # whole episodes of three chunks
+        run._collect()
+    assert len(run.replay) == 2 + 6 + 3 * 6
+    run.close()
+
+
 def test_hindsight_needs_a_task_that_judges_other_goals() -> None:
     init = policy_of(RectifiedFlow(), widths={"state": 6, "action": 2})
     with pytest.raises(ConfigError, match=mentions("env.goal=separate")):

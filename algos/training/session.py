@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,8 +141,8 @@ class Session:
         Raises:
             TrainingError: If a metric is not finite.
         """
-        bad = broken(values)
-        if bad or is_due(self.algorithm, before, self.settings.log_every or 1):
+        bad, is_rare = broken(values), any(name.startswith("validation/") for name in values)
+        if bad or is_rare or is_due(self.algorithm, before, self.settings.log_every or 1):
             self._record(values)
         if bad:
             got = ", ".join(str(values[name]) for name in bad)
@@ -197,8 +198,9 @@ class Session:
     def _record(self, values: Scalars) -> None:
         row, step = values | self._time.metrics, self.algorithm.progress
         self.run.log(row, step)
-        for logger in self.loggers:
-            logger.write(row, step)
+        for logger in list(self.loggers):
+            if not survived(logger, partial(logger.write, row, step)):
+                self.loggers.remove(logger)
         self.fresh |= row
 
     @property
@@ -214,6 +216,19 @@ class Session:
             f"{what} after {self.algorithm.progress} {self.algorithm.unit}. {saved} Lower the learning rate "
             f"or clip gradients."
         )
+
+
+def survived(logger: MetricLogger, call: Callable[[], None]) -> bool:
+    """Call a tracker; return whether it worked, and warn if not: a run does not end with its trackers."""
+    try:
+        call()
+    except Exception as error:
+        _log.warning(
+            "%s failed (%s: %s) and records no more; metrics.jsonl has every row.",
+            type(logger).__name__, type(error).__name__, error,
+        )  # fmt: skip
+        return False
+    return True
 
 
 def all_finite(policy: Policy) -> bool:

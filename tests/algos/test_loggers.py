@@ -69,6 +69,28 @@ def test_a_tracker_of_a_plugin_is_used_by_its_name(
     assert [step for step, _ in seen[1:-1]] == [row["step"] for row in read_jsonl(run.metrics_path)]
 
 
+def test_a_tracker_that_fails_ends_no_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gone:
+        calls = 0
+
+        def __init__(self, run: RunDirectory, *, first_step: int) -> None: ...
+
+        def write(self, values: Mapping[str, float], step: int) -> None:
+            Gone.calls += 1
+            raise ConnectionError("no route to host")
+
+        def close(self) -> None:
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(registry, "_PARTS", {**registry._PARTS, "logger": {}})
+    registry.register("logger", "gone")(Gone)
+    train_with(run, "gone", steps=3)
+    assert run.latest() == 3 and {row["step"] for row in read_jsonl(run.metrics_path)} == {1, 2, 3}
+    assert Gone.calls == 1 and "no route to host" in caplog.text
+
+
 def test_missing_tensorboard_names_the_extra(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=mentions("loggers= tensorboard burnish[tensorboard]")):

@@ -44,6 +44,16 @@ def test_intervals_count_units_also_when_an_iteration_steps_over_a_multiple(run:
     assert run.checkpoints() == [21, 42, 50]
 
 
+def test_every_validation_is_a_row_whatever_the_interval(run: RunDirectory) -> None:
+    class Validated(RandomWalk):
+        def advance(self) -> dict:
+            found = super().advance()
+            return found | ({"validation/loss": 0.5} if self.progress == 3 else {})
+
+    train(Validated(10), run, TrainerSettings(log_every=4), progress=False)
+    assert [row["step"] for row in read_jsonl(run.metrics_path)] == [3, 4, 8, 10]
+
+
 def test_last_checkpoint_holds_the_final_weights(run: RunDirectory) -> None:
     walk = RandomWalk(5)
     train(walk, run, TrainerSettings(checkpoint_every=0), progress=False)

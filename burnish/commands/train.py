@@ -25,7 +25,7 @@ from burnish.config.saved import describe, describe_part
 from burnish.config.train import TrainConfig
 from burnish.console import output, table
 from burnish.reports.beside_data import beside_data
-from burnish.runs.best_evaluation import best_evaluation
+from burnish.runs.best_evaluation import best_evaluation, read_evaluations
 from burnish.runs.build import build, opened_directories
 from burnish.runs.evaluation import means_of
 from burnish.runs.resolve import ResolvedRun, has_seeds, resolve, resolve_seeds
@@ -93,11 +93,20 @@ def launch(run: ResolvedRun) -> list[TrainResult]:
     finally:
         built.close()
     quantity = "" if first.env is None else first.env.spec.quantity
+    for directory, last in zip(directories, found, strict=True):
+        if not last and first.env is not None:
+            last |= _known_evaluation(directory)
     results = {
         config.seed: TrainResult(directory, last, quantity)
         for config, directory, last in zip(run.configs, directories, found, strict=True)
     }
     return [results[seed] for seed in run.order or results]
+
+
+def _known_evaluation(directory: RunDirectory) -> dict[str, float]:
+    """Return the means of the last checkpoint's evaluation by an earlier attempt; empty without one."""
+    of_training = [(file.step, one) for file, _, one in read_evaluations(directory) if file.is_of_training]
+    return next((means_of(one) for step, one in of_training if step == directory.latest()), {})
 
 
 def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:

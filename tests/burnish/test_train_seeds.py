@@ -18,7 +18,8 @@ from algos.offline.batched_seeds import SeedBatch
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish import cli
-from burnish.api import Run
+from burnish.api import Run, _composed
+from burnish.commands import train as train_command
 from burnish.runs.locate import seed_folders
 from envs.datasets import Episode, EpisodeDataset, write_d4rl
 from policies.errors import CheckpointError, ConfigError, TrainingError
@@ -85,6 +86,14 @@ def test_every_seed_is_a_run_like_any_other(three: Path, transitions: Path, tmp_
 def test_seeds_have_results_of_their_own(three: Path) -> None:
     found = [json.loads(path.read_text()) for path in sorted(three.glob("seed-*/eval/step-8.json"))]
     assert len({json.dumps(one["rows"]) for one in found}) == 3
+
+
+def test_finished_runs_have_the_result_of_their_last_evaluation(three: Path) -> None:
+    found = train_command.train_seeds(*_composed((), None, {"resume": three}))
+    for one in found:
+        summary = json.loads((one.directory.path / "eval" / "step-8.json").read_text())["summary"]
+        assert one.last_evaluation["return"] == pytest.approx(summary["return"]["value"])
+    assert train_command.main_number(found) is not None
 
 
 def test_a_folder_of_seeds_is_continued_as_a_whole(transitions: Path, tmp_path: Path) -> None:

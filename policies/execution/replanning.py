@@ -28,7 +28,7 @@ from policies.policy_config import ChunkSpec
 from policies.processes.base import GaussianPath
 from policies.protocols import PlanDecoder
 from policies.samplers.ddpm import DDPM
-from policies.samplers.ode import Euler
+from policies.samplers.ode import Euler, even_times
 from policies.samplers.step_table import StepRules
 
 AnyPolicy = TypeVar("AnyPolicy")
@@ -41,7 +41,7 @@ class EulerFrom(Euler):
     start: float = 0.0
 
     def times(self, process: GaussianPath) -> list[float]:
-        return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
+        return even_times(process, self.steps, self.start)
 
 
 class Decision(NamedTuple):

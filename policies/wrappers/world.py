@@ -129,7 +129,9 @@ class WorldModel(WrappedPolicy):
 
     def with_sampler(self, sampler: Any, **options: Any) -> Self:
         view = super().with_sampler(sampler, **options)
-        view.others = nn.ModuleList(cast(Any, other).with_sampler(sampler, **options) for other in self.others)
+        view.others = nn.ModuleList(
+            cast(Any, other).with_sampler(sampler, **options) for other in self.others
+        )
         return view
 
     @property

@@ -65,7 +65,10 @@ def test_the_guided_field_extrapolates_in_every_kind() -> None:
 
 def test_one_condition_serves_all_chunks() -> None:
     policy = make().with_guidance(2.0)
-    cond, noise = policy.encode(observe(1)), policy.sample_noise(5, generator=torch.Generator().manual_seed(1))
+    cond, noise = (
+        policy.encode(observe(1)),
+        policy.sample_noise(5, generator=torch.Generator().manual_seed(1)),
+    )
     torch.testing.assert_close(policy.decode(cond, noise), policy.decode(cond.repeat(5), noise))
 
 

@@ -5,6 +5,7 @@ Legend: B batch, K denoising steps, S recorded (fine-tuned) steps, Th predicted 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, Self
 
@@ -146,11 +147,17 @@ class DenoisingPolicy(Policy):
         """Bind the network to a condition and to given times (K,), with the configured guidance."""
         if self.guidance == 1:
             return self.field.bind(cond, *times)
-        assert cond.free is not None
-        bound, guidance = self.field.bind(cond.joined(cond.free), *times), self.guidance
+
+        def bind(one: Cond) -> BoundField:
+            assert one.free is not None
+            return self.field.bind(one.joined(one.free), *times)
+
+        bound, guidance = bind(cond), self.guidance
+        shared = functools.cache(lambda count: bind(cond.repeat(count)))  # one condition for all chunks
 
         def guided(k: int, x: Tensor) -> Tensor:
-            conditioned, free = bound(k, torch.cat([x, x])).unflatten(0, (2, -1))
+            pairs = bound if len(cond) == len(x) else shared(len(x))
+            conditioned, free = pairs(k, torch.cat([x, x])).unflatten(0, (2, -1))
             return free + guidance * (conditioned - free)
 
         return guided

@@ -96,7 +96,7 @@ class Normalizer(nn.Module):
         if scale.shape != scale_buffer.shape:
             expected, got = tuple(scale_buffer.shape), tuple(scale.shape)
             raise ConfigError(f"statistics of '{name}' must have shape {expected}; got {got}.")
-        if not (scale.isfinite().all() and offset.isfinite().all()):
+        if not (scale.isfinite().all() and offset.isfinite().all() and scale.all()):
             raise ConfigError(f"statistics of '{name}' are not finite. Check the dataset for NaN or inf.")
         with torch.no_grad():
             scale_buffer.copy_(scale)

@@ -226,8 +226,9 @@ class Policy(nn.Module):
         require_finite(tensors)
         if noise is None:
             noise = self.sample_noise(len(tensors["state"]), generator=generator)
+        noise = noise.to(self._like)
         if self.device.type == "cuda":
-            return self._replayed(tensors, noise.to(self.device))
+            return self._replayed(tensors, noise)
         if len(noise) <= _CPU_ROWS:
             return self.executed(self.plan(tensors, noise))
         blocks = zip(*(part.split(_CPU_ROWS) for part in (noise, *tensors.values())), strict=True)

@@ -181,11 +181,13 @@ class Executor:
         if self._replanner is not None:
             decision = self._replanner.decide(obs, noise=noise, previous=previous, elapsed=elapsed)
             return decision.plan, decision.calls
+        policy: Any = self._policy
         hooks = []
         if self._execution.inpaint and previous is not None:
             mask = committed(self._rows, elapsed, self._execution.latency, start=self._start)
-            hooks.append(Inpaint(shifted(previous, elapsed), mask.to(previous)[:, None]))
-        policy: Any = self._policy
+            known = shifted(previous, elapsed)
+            known = known.repeat_interleave(len(policy.start_noise(noise)) // len(known), dim=0)  # its plans
+            hooks.append(Inpaint(known, mask.to(previous)[:, None]))
         cond = policy.encode(policy.observation(obs))
         if isinstance(policy, PlanDecoder):
             return policy.trajectory(cond, noise, hooks=hooks), policy.table.num_steps

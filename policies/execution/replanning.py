@@ -28,7 +28,7 @@ from policies.policy_config import ChunkSpec
 from policies.processes.base import GaussianPath
 from policies.protocols import PlanDecoder
 from policies.samplers.ddpm import DDPM
-from policies.samplers.ode import Euler
+from policies.samplers.ode import Euler, even_times
 from policies.samplers.step_table import StepRules
 
 AnyPolicy = TypeVar("AnyPolicy")
@@ -41,7 +41,7 @@ class EulerFrom(Euler):
     start: float = 0.0
 
     def times(self, process: GaussianPath) -> list[float]:
-        return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
+        return even_times(process, self.steps, self.start)
 
 
 class Decision(NamedTuple):
@@ -210,7 +210,8 @@ def _short(policy: Any, warm_start: WarmStart) -> Any:
         if warm_start.steps is None:
             variance = getattr(own, "variance", DDPM.variance)
             return policy.with_sampler(DDPM(**limits, variance=variance, levels=warm_start.levels))
-        clips = {name: limits[name] for name in ("clip_x0", "clip_action") if name in limits}
+        names = ("clip_x0", "clip_action", "clip_state")
+        clips = {name: getattr(own, name) for name in names if hasattr(own, name)}
         return policy.with_sampler(EulerFrom(**clips, steps=warm_start.steps, start=warm_start.start or 0.0))
     except ConfigError as error:
         raise ConfigError(f"this policy has no such short run, {warm_start}: {error}") from error

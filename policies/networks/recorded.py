@@ -100,7 +100,7 @@ class _Graph(Generic[T]):
         self._graph = torch.cuda.CUDAGraph()
         for generator in generators:
             self._graph.register_generator_state(generator)
-        with without_caches(), torch.cuda.graph(self._graph):
+        with without_caches() as self._tables, torch.cuda.graph(self._graph):
             self._output = function(*kept)
 
     def replay(self, tensors: list[Tensor]) -> T:

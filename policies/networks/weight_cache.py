@@ -58,17 +58,23 @@ def note_replay() -> None:
 
 
 @contextmanager
-def without_caches() -> Iterator[None]:
-    """Compute every value anew: recorded kernels must not read one of before."""
+def without_caches() -> Iterator[list[Any]]:
+    """Compute every value anew: recorded kernels must not read one of before.
+
+    Yields the tables that they read all the same, which have to live as long as they.
+    """
+    before, _Recording.tables = _Recording.tables, []
     _Recording.depth += 1
     try:
-        yield
+        yield _Recording.tables
     finally:
         _Recording.depth -= 1
+        _Recording.tables = before
 
 
 class _Recording:
     depth = 0
+    tables: ClassVar[list[Any]] = []
 
 
 def is_recording() -> bool:
@@ -137,6 +143,8 @@ class WeightCache(Generic[T]):
         if not _cacheable(sources) or (is_recording() and not are_tables):
             return compute()
         if entry is not None and entry.is_current(sources):
+            if is_recording():
+                _Recording.tables.append(entry.value)
             return entry.value
         _watch_optimizers()
         # Taken before computing: a write in the meantime makes the entry stale.

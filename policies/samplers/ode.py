@@ -33,6 +33,8 @@ from policies.processes.schedules import GRIDS, noise_grid
 from policies.registry import name_of, register
 from policies.samplers.step_table import Memory, StepRules, StepTable, build_step_table
 
+_ROUNDING = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class PathRules(StepRules, ABC):
@@ -74,7 +76,7 @@ class PathRules(StepRules, ABC):
         if self.grid == "auto":
             return process.grid(self.steps)
         if self.grid == "uniform":
-            return [k / self.steps for k in range(self.steps + 1)]
+            return even_times(process, self.steps)
         alpha, sigma = process.alpha_sigma(torch.tensor(process.grid(self.steps)[:-1], dtype=torch.float64))
         usual = sigma / alpha  # of the process's own grid
         first = float(usual[0]) if self.noise_max is None else self.noise_max
@@ -84,8 +86,20 @@ class PathRules(StepRules, ABC):
                 f"sampler.grid={self.grid} needs a finite sigma / alpha to start from, and process="
                 f"{name_of('process', process)} starts from pure noise. Set sampler.noise_max, e.g. 80."
             )
+        alpha, sigma = process.alpha_sigma(torch.zeros((), dtype=torch.float64))
+        if first > (1 + _ROUNDING) * float(sigma / alpha):
+            raise ConfigError(
+                f"sampler.noise_max must be at most {float(sigma / alpha):.4g}, the sigma / alpha from which "
+                f"process={name_of('process', process)} starts; got {first:g}."
+            )
         noise = noise_grid(self.grid, self.steps, first, last, self.rho)
         return [*process.time_of_lambda(-noise.log()).tolist(), 1.0]
+
+
+def even_times(process: GaussianPath, steps: int, start: float = 0.0) -> list[float]:
+    """Return steps + 1 times from `start`, or the noisiest time that the network was trained for, to 1."""
+    start = max(start, float(process.nearest_time(torch.zeros((), dtype=torch.float64))))
+    return [start + (1 - start) * k / steps for k in range(steps + 1)]
 
 
 class _Path(NamedTuple):

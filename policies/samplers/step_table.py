@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -297,10 +297,10 @@ def resampled(
     """
     if steps < 1 or not 0 <= noise <= 1:
         raise ConfigError(f"resampling needs steps of at least 1, noise in [0, 1]; got {steps}, {noise}.")
-    if table.memory is not None:
+    if table.memory is not None or table.loop is not None:
         raise ConfigError(
             "resampling needs a sampler of one evaluation per step: ddpm, ddim, ancestral or euler, not "
-            "heun, midpoint or dpmpp_2m."
+            "heun, midpoint, dpmpp_2m or diffusers."
         )
     single = Coefficients(*table.coefficients)
     alpha, sigma = (torch.tensor(a, dtype=torch.float64)[:, None] for a in (table.alpha, table.sigma))
@@ -311,7 +311,7 @@ def resampled(
         rows = [staying.expand_as(leaving)] * (steps - 1)
         return rearrange([*rows, leaving], "steps K D -> (K steps) D")
 
-    return build_step_table(
+    repeats = build_step_table(
         process,
         rules,
         [t for t in table.times[:-1] for _ in range(steps)] + [table.times[-1]],
@@ -322,6 +322,7 @@ def resampled(
         eps_clip=table.eps_clip,
         clip_state=table.clip_state,
     )
+    return replace(repeats, net_time=table.net_time.repeat_interleave(steps), start_std=table.start_std)
 
 
 def transition(

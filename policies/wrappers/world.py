@@ -25,7 +25,7 @@ Source: ensembles of PETS (arXiv 1805.12114) and MBPO (arXiv 1906.08253), the di
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +126,13 @@ class WorldModel(WrappedPolicy):
     @property
     def members(self) -> list[Policy]:
         return [self.base, *(cast(Policy, other) for other in self.others)]
+
+    def with_sampler(self, sampler: Any, **options: Any) -> Self:
+        view = super().with_sampler(sampler, **options)
+        view.others = nn.ModuleList(
+            cast(Any, other).with_sampler(sampler, **options) for other in self.others
+        )
+        return view
 
     @property
     def state_scale(self) -> Tensor:

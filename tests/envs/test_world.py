@@ -33,6 +33,7 @@ from policies.build import build_policy
 from policies.errors import CheckpointError, ConfigError
 from policies.policy import Policy, PolicyConfig
 from policies.processes.regression import Regression
+from policies.samplers.ode import Ancestral
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.world import World, WorldModel
 
@@ -306,6 +307,13 @@ def test_noise_moves_a_sampled_world_and_not_a_regression(base: Path) -> None:
         stepper._states[:], stepper._member[:] = stepper._states[0], 0
         obs = stepper.step(np.arange(2), np.zeros((2, 2))).obs
         assert bool((obs[0] != obs[1]).any()) is is_moved
+
+
+def test_all_members_take_another_sampler(base: Path) -> None:
+    model: Any = load_policy(folder("flow", base)).with_sampler(Ancestral(steps=3))  # type: ignore[attr-defined]
+    rows, doubt = model.say(model.states[:2], torch.zeros(2, 2), model.sample_noise(2))
+    assert len(rows) == len(model.members) == 2 and bool((doubt > 0).all())
+    assert not any(member.is_deterministic for member in model.members)
 
 
 def test_a_saved_world_answers_as_before(base: Path) -> None:

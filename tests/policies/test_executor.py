@@ -169,6 +169,13 @@ def test_steps_from_a_time_on_lead_from_there_to_the_action(name: str) -> None:
     torch.testing.assert_close(warm.plan, x if clip is None else x.clamp(-clip, clip), atol=1e-5, rtol=1e-4)
 
 
+def test_a_short_run_of_equal_steps_bounds_states_as_the_whole_one() -> None:
+    policy = small_policy(RectifiedFlow(), Euler(steps=K, clip_state=0.01), horizon=TH, act_steps=2)
+    replanner = Replanner(policy, WarmStart(steps=3, start=0.4))
+    decision = replanner.decide(observations(B), noise=noise_of(replanner), previous=plans())
+    assert float(decision.plan.abs().max()) <= 0.01
+
+
 # -- lanes ----------------------------------------------------------------------------------------------
 
 MODES = {

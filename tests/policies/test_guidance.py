@@ -63,6 +63,15 @@ def test_the_guided_field_extrapolates_in_every_kind() -> None:
         torch.testing.assert_close(guided, free + 2.5 * (given - free), rtol=1e-9, atol=1e-9)
 
 
+def test_one_condition_serves_all_chunks() -> None:
+    policy = make().with_guidance(2.0)
+    cond, noise = (
+        policy.encode(observe(1)),
+        policy.sample_noise(5, generator=torch.Generator().manual_seed(1)),
+    )
+    torch.testing.assert_close(policy.decode(cond, noise), policy.decode(cond.repeat(5), noise))
+
+
 def test_dropped_rows_learn_without_their_goal() -> None:
     policy = make()
     cond, action = policy.encode(observe(400)), torch.zeros(400, 4, ACTION_DIM)

@@ -84,9 +84,11 @@ def test_statistics_of_another_width_or_not_finite_are_errors() -> None:
     stats = {name: torch.ones(3) for name in ("min", "max", "mean", "std")}
     with pytest.raises(ConfigError, match=mentions("shape (2,) (3,)")):
         Normalizer({"state": "limits"}, {"state": 2}).fit({"state": stats})
-    stats["max"] = torch.tensor([1.0, float("nan"), 1.0])
-    with pytest.raises(ConfigError, match=mentions("finite")):
-        Normalizer({"state": "limits"}, {"state": 3}).fit({"state": stats})
+    for wrong in (float("nan"), float("inf")):  # a range without end would be divided by
+        stats |= {name: torch.tensor([1.0, wrong, 1.0]) for name in ("max", "std")}
+        for mode in ("limits", "gaussian"):
+            with pytest.raises(ConfigError, match=mentions("finite")):
+                Normalizer({"state": mode}, {"state": 3}).fit({"state": stats})
 
 
 def test_unknown_modes_and_features_are_named() -> None:

@@ -102,6 +102,17 @@ def test_grids_of_noise_levels_fall_between_their_ends(process: GaussianPath, gr
     assert bool((noise.diff() < 0).all())
 
 
+@every_process
+def test_even_times_begin_at_the_noisiest_trained_one_and_give_finite_states(process: GaussianPath) -> None:
+    (first,) = process.nearest_time(torch.zeros(1, dtype=torch.float64)).tolist()
+    for sampler in (Ancestral, Euler, Heun, Midpoint, DPMpp2M):
+        table = sampler(steps=4, grid="uniform", eta=0.0).table(process) if sampler is Ancestral else None
+        table = table or sampler(steps=4, grid="uniform", clip_x0=1.0).table(process)
+        assert table.times[0] == first and bool((torch.tensor(table.times).diff() >= 0).all())
+        start = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None, None]
+        assert denoise(exact(process, table), table, start).action.isfinite().all()
+
+
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(PROCESSES, 2)))
 def test_a_state_moves_between_paths_at_equal_noise_over_signal(
     one: GaussianPath, other: GaussianPath
@@ -164,6 +175,7 @@ def test_steps_with_a_memory_cannot_be_recorded() -> None:
         (lambda: Heun(min_std=0.1), "sampler=heun is deterministic; got min_std=0.1 .* Use ancestral"),
         (lambda: DPMpp2M(solver="rk4"), "solver must be one of midpoint, heun; got 'rk4'"),
         (lambda: Euler(grid="karras").table(RectifiedFlow()), r"pure noise\. Set sampler\.noise_max"),
+        (lambda: Euler(grid="linear", noise_max=1e5).table(VPDiffusion(20)), "at most .* starts; got 100000"),
         (lambda: Heun(steps=30).table(VPDiffusion(20)), "between 1 and process.num_levels=20; got 30"),
     ],
 )  # fmt: skip

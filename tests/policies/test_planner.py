@@ -190,7 +190,7 @@ def test_a_renoised_start_has_the_planner_s_own_draws_and_temperature() -> None:
     torch.testing.assert_close(warm.plan, expected)
 
 
-@pytest.mark.parametrize("fields", [{}, DECISION], ids=["rows", "states"])
+@pytest.mark.parametrize("fields", [{}, DECISION, {**GUIDED, "plans": 3}], ids=["rows", "states", "several"])
 @pytest.mark.parametrize(
     "execution", [Execution(warm_start=WarmStart(steps=2)), Execution(latency=1, inpaint=True)]
 )

@@ -20,6 +20,7 @@ from policies.processes.gaussian import GaussianProcess
 from policies.protocols import ChainPolicy, Field, Hook, MatchingLoss, NoiseDecoder
 from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.ode import Euler
+from policies.wrappers.best_of_n import BestOfN, Selection
 
 EXPLORE = {"min_std": 0.1, "final_std": None}
 
@@ -41,6 +42,14 @@ def test_actions_are_physical_and_have_the_executed_rows_only() -> None:
     torch.testing.assert_close(action, policy.physical(chunk)[:, 1:3])
     low, high = statistics()["action"]["min"], statistics()["action"]["max"]
     assert ((action >= low - 1e-3) & (action <= high + 1e-3)).all()  # the last step of ddpm is clip(x0)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_noise_of_any_float_type_is_taken(several: bool) -> None:
+    policy: Any = small_policy(RectifiedFlow())
+    policy = BestOfN(policy, lambda plans, _: plans.sum(dim=(-2, -1)), Selection(3)) if several else policy
+    obs, noise = observations(2), policy.sample_noise(2)
+    assert torch.equal(policy.act(obs, noise=noise.double()), policy.act(obs, noise=noise))
 
 
 def test_initial_weights_follow_the_seed_and_leave_the_global_state_alone() -> None:

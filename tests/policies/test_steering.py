@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,11 @@ from policies.errors import CapabilityError, ConfigError
 from policies.export.exported_policy import ExportedPolicy
 from policies.policy_config import ChunkSpec
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
+from policies.processes.consistency import Consistency
 from policies.processes.gaussian import GaussianProcess
 from policies.protocols import Cond, Step
+from policies.samplers import step_table
+from policies.samplers.consistency import Renoise
 from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.loop import denoise
 from policies.samplers.ode import Ancestral, Euler, Heun
@@ -306,6 +309,25 @@ def test_langevin_resampling_keeps_wide_data(process, sampler) -> None:
     torch.testing.assert_close(after.var(), before.var(), rtol=0.015, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("process", "sampler"),
+    [
+        (RectifiedFlow(), Euler(steps=3, released_times=True, clip_action=None)),
+        (RectifiedFlow(), Euler(steps=3, clip_state=0.5)),
+        (Consistency(), Renoise(steps=3, start_noise=1.0, clip_x0=None)),
+        (VPDiffusion(9), DDIM(steps=3, eta=0.5, eps_clip=2.0, recompute_eps=False)),
+    ],
+)
+def test_one_visit_per_level_is_the_sampler_with_all_its_settings(process, sampler) -> None:
+    own, once = sampler.table(process), Resampling(sampler, 1).table(process)
+    noise, x = draw(5, own.num_steps + 1, 4, 2, seed=0), draw(5, 4, 2, seed=1)
+    noise = noise[:, 0] if own.is_deterministic else noise
+    net = lambda table: lambda k, x: 0.3 * x + 1e-3 * table.net_time[k]  # noqa: E731
+    for start in (None, x):
+        one, other = (denoise(net(table), table, noise, start=start).action for table in (own, once))
+        torch.testing.assert_close(one, other)
+
+
 @every_pair
 def test_a_visit_that_draws_nothing_anew_changes_nothing(process, sampler) -> None:
     policy, obs = small_policy(process, sampler), observations(3)
@@ -337,6 +359,9 @@ def test_levels_are_left_where_the_sampler_leaves_them() -> None:
 def test_a_sampler_with_a_memory_cannot_visit_levels_again() -> None:
     with pytest.raises(ConfigError, match="one evaluation per step"):
         Resampling(Heun(steps=4), 2).table(RectifiedFlow())
+    outside = replace(Euler(steps=4).table(RectifiedFlow()), loop=lambda bound, noise: noise)
+    with pytest.raises(ConfigError, match="not heun, midpoint, dpmpp_2m or diffusers"):
+        step_table.resampled(outside, RectifiedFlow(), Euler(steps=4), steps=2)
     with pytest.raises(ConfigError, match="steps of at least 1"):
         Resampling(Euler(steps=4), 0).table(RectifiedFlow())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -113,6 +114,19 @@ def test_kernels_that_are_recorded_do_not_read_the_times(
         monkeypatch.setattr(switched, "_Split", lambda *_: pytest.fail("the times were read"))
         with without_caches():
             assert torch.equal(field.bind(cond, times)(2, x), before)
+
+
+def test_times_that_recorded_kernels_read_outlive_those_of_another_sampler(field: SwitchedField) -> None:
+    (_, cond), times = inputs(3), torch.linspace(6.0, 0.0, STEPS)
+    with torch.no_grad():
+        field.bind(cond, times)
+        with without_caches() as tables:
+            field.bind(cond, times)
+        read = weakref.ref(field._split(times, None))
+        field.bind(cond, times.flip(0))
+        assert read() is not None and read() in tables
+        tables.clear()
+        assert read() is None
 
 
 @pytest.mark.parametrize("times", [[0.0, 1.0], [5.0, 4.0]])

@@ -132,7 +132,7 @@ class BestOfN(nn.Module):
         require_finite(items)
         if noise is None:
             noise = self.sample_noise(len(next(iter(items.values()))), generator=generator)
-        return self.policy.executed(self.plan(items, noise.to(self.policy.normalizer.action_scale)))
+        return self.policy.executed(self.plan(items, noise.to(self.policy.device, self.policy.dtype)))
 
     def clone(self) -> Self:
         return copy.deepcopy(self)

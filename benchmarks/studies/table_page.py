@@ -184,8 +184,8 @@ seeds that all methods have; a method made for less than a third of the steps is
 
 LEARNED = {
     "avoid": """**What was learned.** With few steps, methods that reuse what they have seen win. TRQAM
-is ahead of the others at half of them, for 11 minutes of a core where they take 2 to 4; DSRL on a
-diffusion and RLPD end as high, on few of the clone's ways; DQC keeps 63 % of them, and ends at 91 %.
+is ahead of the others at half of them, for 11 minutes of a core where most take 2 to 4; QAM, for 6, DSRL on
+a diffusion and RLPD end as high, on few of the clone's ways; DQC keeps 63 % of them, and ends at 91 %.
 `residual`, which never trains the clone, is ahead at a tenth, keeps 92 % of its ways, and ends at 90 %.
 EXPO, which edits chunks, ends beside IDQL, at 86 %, on 56 % of the ways where IDQL keeps 36. FamO2O ends
 between 54 and 92 %, by the seed, and FQL spends these steps on a student that is as good as the clone.

@@ -37,9 +37,9 @@ from policies.networks.native import Evaluation
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
 USED_BY = {"subset": "subset_min", "pessimism": "mean_std"}
+"""Setting of a reduction -> the reduction that uses it."""
 Members = int | Tensor | None
 """Which members of an ensemble: so many leading ones, those of indices (S,), or all."""
-"""Setting of a reduction -> the reduction that uses it."""
 _LARGE = 32_768  # rows times width
 _MIDPOINTS = 32
 

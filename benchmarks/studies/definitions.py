@@ -62,7 +62,7 @@ CRITICS_OF_PLAY = {
     "qc": f"{_PLAY} name=play_qc algo=qc algo.num_candidates=8",
     "expo": f"{_PLAY} name=play_expo algo=expo {_FOUR_CRITICS} algo.num_candidates=4 algo.num_edited=4 "
     f"algo.edit_scale=0.2 {_EDITS}",
-    "pa_rl": f"{_PLAY} name=play_pa_rl algo=pa_rl {_FOUR_CRITICS} algo.num_candidates=8 algo.num_ascended=2 "
+    "pa_rl": f"{_PLAY} name=play_pa_rl algo=pa_rl {_FOUR_CRITICS} algo.num_candidates=4 algo.num_ascended=2 "
     "algo.ascent_steps=5 algo.ascent_lr=0.02 algo.temperature=0.1 algo.refit=true algo.refit_after=20000 "
     "algo.actor_lr=1e-5 algo.ema_decay=0.995",
 }
@@ -70,7 +70,8 @@ CRITICS_OF_PLAY = {
 
 Temperatures, scales of edits and coefficients are the published ones of such tasks, and one chunk is drawn
 where the authors draw one; the start of edits, budgets, ramps, numbers of candidates and ascents are those of
-`avoid`. PA-RL clones improved chunks only in the task, as the released program does.
+`avoid`. PA-RL has four candidates, as EXPO has, for its time; it clones improved chunks only in the task, as
+the released program does.
 """
 
 STUDIES = {

@@ -40,7 +40,7 @@ def test_a_robot_acts_with_versions_of_the_learner_until_its_last_episode_is_sto
     write_dataset(tmp_path / "demos.hdf5", collect(make_env("avoid"), episodes=1), env)
     addresses: list[str] = []
     closed: list[SupervisedPlayer] = []
-    monkeypatch.setattr(SupervisedPlayer, "close", closed.append)
+    monkeypatch.setattr(SupervisedPlayer, "close", lambda player: closed.append(player))
     monkeypatch.setattr(fleet_learn, "_print_address", lambda run: addresses.append(run.endpoint.endpoint))
     robot: list[Thread] = []
 

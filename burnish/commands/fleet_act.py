@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -57,8 +58,8 @@ def run(config: FleetActConfig, context: RunContext) -> None:
     with (
         FleetRobot(config.address, config.out, name=config.name, task=task, **keys) as robot,
         StopSignals() as stop,
+        contextlib.closing(_Acting(config, robot)) as acting,
     ):
-        acting = _Acting(config, robot)
         while stop.number is None and (config.episodes is None or robot.next_number < config.episodes):
             acting.episode()
         while stop.number is None and robot.waiting():
@@ -79,6 +80,10 @@ class _Acting:
         self._config, self._robot = config, robot
         self._version = -1
         self._player: SupervisedPlayer | None = None
+
+    def close(self) -> None:
+        if self._player is not None:
+            self._player.close()
 
     def episode(self) -> None:
         """Play and report one episode; without a policy, wait a little for the first one."""

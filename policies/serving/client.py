@@ -41,7 +41,8 @@ class Client:
 
     Raises:
         MissingExtraError: If pyzmq or msgpack is not installed.
-        ConfigError: If one key is given without the other, or they cannot be read.
+        ConfigError: If one key is given without the other, or they cannot be read. Messages: if the endpoint
+            is no address.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Client:
 
         Args:
             obs: Arrays by the names of the schema.
-            key: Noise key, see `policies.execution.history.draw_noise`; None: zero noise (deterministic).
+            key: Noise key, see `policies.runner.draw_noise`; None: zero noise (deterministic).
 
         Raises:
             ServingError: `timeout`, a reason of `policies.serving.messages.REASONS`, or `schema` if the
@@ -176,14 +177,17 @@ class Client:
             socket.setsockopt(self._zmq.LINGER, 0)
             socket.setsockopt(self._zmq.IMMEDIATE, 1)  # no queueing without a connected server
             socket.setsockopt(self._zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(self._zmq.IPV6, int("[" in self.endpoint))
             if self._keys is not None and self._server_key is not None:
                 socket.curve_publickey, socket.curve_secretkey = self._keys
                 socket.curve_serverkey = self._server_key
             try:
                 socket.connect(self.endpoint)
-            except BaseException:
+            except self._zmq.ZMQError as error:
                 self._drop()
-                raise
+                raise ConfigError(
+                    f"{self.endpoint} is no address of a server ({error.strerror}); give tcp://<host>:<port>."
+                ) from None
         return self._socket
 
     def _drop(self) -> None:

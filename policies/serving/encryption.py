@@ -16,6 +16,7 @@ from policies.errors import ConfigError
 from policies.serving.messages import require
 
 SERVER, CLIENTS = "server", "clients"
+_KEY = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # 32 bytes in Z85
 
 
 def make_keys(folder: str | Path, client: str = "robot") -> Path:
@@ -26,7 +27,7 @@ def make_keys(folder: str | Path, client: str = "robot") -> Path:
     home = Path(folder)
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", client) or client == SERVER:
         raise ConfigError(f"the name of a client must be a plain word, not 'server'; got '{client}'.")
-    if (home / f"{client}.key_secret").exists():
+    if any(path.exists() for path in (home / f"{client}.key_secret", home / CLIENTS / f"{client}.key")):
         raise ConfigError(f"{home} has keys of the client '{client}' already; choose another name.")
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     (home / CLIENTS).mkdir(exist_ok=True)
@@ -63,7 +64,9 @@ def _read(path: str | Path) -> tuple[bytes, bytes | None]:
 
     try:
         public, secret = load_certificate(path)
-    except (OSError, ValueError) as error:
+        if not all(_KEY.fullmatch(key) for key in (public, secret) if key is not None):
+            raise ValueError("a key must have 40 characters of Z85; it is damaged")
+    except (OSError, ValueError, IndexError) as error:
         make = "burnish serve keys=<folder> new_client=<name>"
         raise ConfigError(f"keys: {path} cannot be read ({error}). Make keys: {make}.") from None
     return public, secret
@@ -75,11 +78,14 @@ def start_authenticator(context: Any, folder: str | Path) -> Any:
     from zmq.auth.thread import ThreadAuthenticator
 
     clients = Path(folder) / CLIENTS
-    if not any(clients.glob("*.key")):
+    found = sorted(clients.glob("*.key"))
+    if not found:
         raise ConfigError(
             f"keys={folder} has no key in {CLIENTS}/, so no client could connect. Make one: burnish serve "
             f"keys={folder} new_client=<name>."
         )
+    for path in found:  # the authenticator would go on without any, or without this client
+        read_public_key(path)
     server_keys(folder)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()

@@ -266,9 +266,10 @@ class _Listener:
         try:
             number = None if port == "*" else int(port)
             found = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)
-        except socket.gaierror:  # a ZeroMQ name, such as that of a network interface
+        except (socket.gaierror, UnicodeError):  # a ZeroMQ name, such as that of a network interface
             return None
-        family, kind, protocol, _, address = found[0]
+        # Clients resolve a name to IPv4.
+        family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -67,7 +67,8 @@ class FleetEpisode:
 
     def to_wire(self) -> dict[str, Any]:
         """Return the body of a message or file."""
-        plain = {name: getattr(self, name) for name in (*_FACTS, *_BOOLS)}
+        kinds = {**_FACTS, **dict.fromkeys(_BOOLS, bool)}
+        plain = {name: kind(getattr(self, name)) for name, kind in kinds.items()}
         flags = {name: to_wire(np.asarray(getattr(self, name), np.uint8)) for name in _FLAGS}
         numbers = {name: to_wire(np.asarray(getattr(self, name), np.float32)) for name in _ARRAYS[:3]}
         return {**plain, **numbers, **flags}

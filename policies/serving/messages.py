@@ -29,6 +29,7 @@ from policies import extras
 from policies.errors import ServingError
 from policies.execution.history import Array
 from policies.storage.features import Feature, short
+from policies.storage.strict_json import MAX_DEPTH, depth_of
 
 VERSION = 1
 PORT = 5750
@@ -129,6 +130,8 @@ def unpack(frame: bytes) -> dict[str, Any]:
         raise ServingError("malformed", f"a message must be one msgpack map: {short(error)}") from None
     if not isinstance(data, dict) or not isinstance(data.get("type"), str):
         raise ServingError("malformed", "a message must be a map with a text 'type'.")
+    if depth_of(data) > MAX_DEPTH:  # msgpack reads more levels than Python prints
+        raise ServingError("malformed", f"a message must have at most {MAX_DEPTH} levels.")
     return data
 
 
@@ -151,7 +154,10 @@ def from_wire(name: str, data: Any) -> Array:
     if not isinstance(raw, bytes) or len(raw) != expected:
         found = f"{len(raw)} bytes" if isinstance(raw, bytes) else type(raw).__name__
         raise ServingError("malformed", f"'{name}' must have {expected} bytes by its shape; got {found}.")
-    return np.frombuffer(raw, dtype=np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    try:
+        return np.frombuffer(raw, dtype=np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    except ValueError:  # no entries, and other sizes beyond those of an array
+        raise ServingError("malformed", f"'{name}' has a shape that no array has: {short(shape)}.") from None
 
 
 def _is_size(value: Any) -> bool:

@@ -25,11 +25,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from policies.errors import ConfigError, ServingError
+from policies.errors import ConfigError, DatasetError, ServingError
 from policies.serving.client import Client
 from policies.serving.fleet_messages import LOCAL, FleetEpisode, require_robot
 from policies.serving.messages import unpack
-from policies.storage.atomic_write import atomic_file, draft_folder, sync_tree, write_text
+from policies.storage.atomic_write import WITHOUT_LOCKS, atomic_file, draft_folder, sync_tree, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +73,11 @@ class FleetRobot:
         self._lock = (self._home / ".lock").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise ConfigError(f"{spool} is the folder of a robot that runs; choose another one.") from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                self._lock.close()
+                message = f"{spool} is the folder of a robot that runs; choose another one."
+                raise ConfigError(message) from None
         keys: dict[str, Any] = {"secret_key": secret_key, "server_key": server_key}
         self._client = Client(address, timeout_s=timeout_s, retries=0, **keys)
         for path in self._home.glob("*.msgpack"):
@@ -177,10 +179,18 @@ class FleetRobot:
         for number in self.waiting():
             if self._stopping.is_set():
                 return
-            episode = unpack(self._file(number).read_bytes())["episode"]
+            episode = self._episode(number)
             self._client.request({"type": "episode", "task": self._task, "episode": episode})
             write_text(self._home / "acknowledged", str(number))  # keeps the numbering of an empty spool
             self._file(number).unlink()
+
+    def _episode(self, number: int) -> Any:
+        """Return the body of an episode in the spool."""
+        path = self._file(number)
+        try:
+            return unpack(path.read_bytes()).get("episode")
+        except ServingError as error:
+            raise DatasetError(f"{path} holds no episode: {error} Remove it.") from None
 
     def _fetch(self) -> None:
         """Ask for a newer policy; versions never go back."""

@@ -161,7 +161,10 @@ class Server(Endpoint):
         except Exception:  # one failing row must not affect other clients
             _log.exception("the policy failed on a batch of %d", len(batch))
             return [None] if len(batch) == 1 else [self._actions([request])[0] for request in batch]
-        return [row if np.isfinite(row).all() else None for row in actions]
+        rows = [row if np.isfinite(row).all() else None for row in actions]
+        if failed := sum(row is None for row in rows):
+            _log.error("the policy gave NaN or inf for %d of %d observations", failed, len(rows))
+        return rows
 
     def _warm_up(self) -> None:
         """Compute once, so that the policy's memory is allocated before monitoring."""

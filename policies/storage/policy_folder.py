@@ -137,12 +137,36 @@ def interrupted_replacement(directory: str | Path) -> str:
 def load_policy(directory: str | Path) -> Policy:
     """Load a policy directory without dataset or simulator; runs no code from it.
 
+    A directory that is replaced meanwhile is read again, so that all files are of one policy.
+
     Raises:
         CheckpointError: If a file is missing, damaged or fails its checksum, weights and configuration
             disagree, or a weight is not finite.
         MissingExtraError: If a part needs a missing package.
     """
     home = Path(directory)
+    begun = _identity(home)
+    try:
+        policy = _load(home)
+    except CheckpointError:
+        if _identity(home) == begun:
+            raise
+    else:
+        if _identity(home) == begun:
+            return policy
+    return load_policy(home)
+
+
+def _identity(home: Path) -> tuple[int, int] | None:
+    """Return what changes when a directory is replaced as a whole; None: there is none."""
+    try:
+        facts = home.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
+def _load(home: Path) -> Policy:
     data = read_config(home)
     shapes, nbytes = _read_shapes(home / WEIGHTS)
     try:

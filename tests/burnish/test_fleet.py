@@ -21,6 +21,7 @@ from burnish.runs.locate import load_policy
 from envs.datasets import write_dataset
 from envs.make import env as make_env
 from envs.rollouts.collect import collect
+from envs.rollouts.supervised import SupervisedPlayer
 from envs.spec import named_options
 from envs.tasks.avoid.task import start_position
 from policies.errors import CapabilityError, ConfigError
@@ -38,6 +39,8 @@ def test_a_robot_acts_with_versions_of_the_learner_until_its_last_episode_is_sto
     save_policy(policy_for(env), tmp_path / "policy", provenance={"env": named_options(env)})
     write_dataset(tmp_path / "demos.hdf5", collect(make_env("avoid"), episodes=1), env)
     addresses: list[str] = []
+    closed: list[SupervisedPlayer] = []
+    monkeypatch.setattr(SupervisedPlayer, "close", lambda player: closed.append(player))
     monkeypatch.setattr(fleet_learn, "_print_address", lambda run: addresses.append(run.endpoint.endpoint))
     robot: list[Thread] = []
 
@@ -59,6 +62,7 @@ def test_a_robot_acts_with_versions_of_the_learner_until_its_last_episode_is_sto
     assert [(one.robot, one.number, one.version) for one in episodes] == [("arm1", n, 0) for n in range(3)]
     assert (spool / "acknowledged").read_text() == "2" and not list(spool.glob("*.msgpack"))
     assert load_policy(tmp_path / "out").provenance["env"]["name"] == "avoid"
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize(

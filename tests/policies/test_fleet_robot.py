@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from fleet_episodes import fleet_episode
 
-from policies.errors import ConfigError, ServingError
+from policies.errors import ConfigError, DatasetError, ServingError
 from policies.serving.encryption import make_keys
 from policies.serving.endpoint import EndpointSettings
 from policies.serving.fleet import FleetEndpoint, FleetTask
@@ -168,6 +170,41 @@ def test_a_robot_goes_on_without_a_learner_and_after_a_kill(tmp_path: Path) -> N
         (spool / "00000003.msgpack").touch()  # what a kill between acknowledgement and removal leaves
         with robot_at(learner.endpoint, spool) as robot:
             assert (robot.waiting(), robot.next_number, learner.numbers) == ([], 4, [0, 1, 2, 3])
+
+
+def test_an_episode_of_numpy_numbers_is_one(learner: Learner, tmp_path: Path) -> None:
+    sent = fleet_episode(success=np.bool_(True), version=np.int64(3), time=7)
+    with robot_at(learner.endpoint, tmp_path / "arm") as robot:
+        robot.report(sent)
+        learner.until(lambda: not robot.waiting())
+    (found,) = learner.files.read()
+    assert (found.success, found.version, found.time) == (True, 3, 7.0)
+
+
+def test_a_damaged_episode_of_the_spool_is_named(learner: Learner, tmp_path: Path) -> None:
+    (tmp_path / "arm").mkdir()
+    (tmp_path / "arm" / "00000000.msgpack").write_bytes(b"\x82\xa1")
+
+    def is_said() -> bool:
+        try:
+            robot.check()
+        except DatasetError as error:
+            return str(tmp_path / "arm" / "00000000.msgpack") in str(error)
+        return False
+
+    with robot_at(learner.endpoint, tmp_path / "arm") as robot:
+        learner.until(is_said)
+
+
+def test_a_disk_without_locks_is_not_taken_for_a_robot_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with robot_at("tcp://127.0.0.1:1", tmp_path / "arm") as robot:
+        assert robot.report(fleet_episode()) == 0
 
 
 def test_keys_admit_known_robots_only(tmp_path: Path) -> None:

@@ -127,6 +127,30 @@ def test_an_exchange_leaves_no_moment_without_a_policy(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "policy"]
 
 
+@pytest.mark.parametrize("read", ["read_config", "_load_weights"])
+def test_what_is_replaced_while_it_is_read_is_read_again(
+    read: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both policies have weights of the same names and shapes."""
+    earlier, later = small_policy(act_steps=1), small_policy(act_steps=2)
+    for own in later.parameters():
+        own.data += 1.0
+    target, original, left = tmp_path / "policy", getattr(policy_folder, read), [later]
+    save_policy(earlier, target)
+
+    def interrupted(*given: Any) -> Any:
+        found = original(*given)
+        if left:
+            save_policy(left.pop(), target)
+        return found
+
+    monkeypatch.setattr(policy_folder, read, interrupted)
+    loaded = load_policy(target)
+    assert loaded.chunk.act_steps == 2
+    for own, other in zip(loaded.parameters(), later.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
 def test_a_foreign_directory_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(CheckpointError, match=mentions("exists policy")):

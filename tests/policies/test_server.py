@@ -287,6 +287,10 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "a giant shape": ({"obs": {"observation": array(shape=[2**31 - 1] * 8)}}, "malformed"),
     "a negative shape": ({"obs": {"observation": array(shape=[-2, -5])}}, "malformed"),
     "a shape of truths": ({"obs": {"observation": array(shape=[True, 5])}}, "malformed"),
+    "a shape that no array has": (
+        {"obs": {"observation": array(shape=[0] + [2**31 - 1] * 7, data=b"")}},
+        "malformed",
+    ),
     "a shape of many dimensions": ({"obs": {"observation": array(shape=[1] * 100)}}, "malformed"),
     "bytes that are missing": ({"obs": {"observation": array(data=b"1234")}}, "malformed"),
     "data as text": ({"obs": {"observation": array(data="1234")}}, "malformed"),
@@ -351,6 +355,10 @@ FRAMES: dict[str, tuple[tuple[bytes, ...], str]] = {
     "noise": ((b"\xc1\xff\x00garbage",), "malformed"),
     "a pickle": ((b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix.",), "malformed"),
     "nesting without end": ((b"\x91" * 3000,), "malformed"),
+    "a version nested as deep as msgpack reads": (
+        (b"\x83\xa1v" + b"\x91" * 1000 + b"\x01" + msgpack.packb("type") + b"\xa5hello\xa2id\x01",),
+        "malformed",
+    ),
     "a list that claims billions": ((b"\xdd\xff\xff\xff\xff",), "malformed"),
     "a map that claims billions": ((b"\xdf\xff\xff\xff\xff",), "malformed"),
     "a type of its own": ((b"\xc7\x04\x05abcd",), "malformed"),
@@ -466,7 +474,7 @@ class Failing:
         return np.where(first == 2, np.nan, first)
 
 
-def test_a_policy_that_fails_for_one_robot_serves_the_others() -> None:
+def test_a_policy_that_fails_for_one_robot_serves_the_others(caplog: pytest.LogCaptureFixture) -> None:
     with Server(Failing(), ServerSettings(port=0)) as server:
         rows = [
             Request(b"", i, {"observation": np.full((1, 1), i, np.float32)}, None, 0.0, 1.0) for i in range(4)
@@ -477,6 +485,9 @@ def test_a_policy_that_fails_for_one_robot_serves_the_others() -> None:
             None,
             3,
         ]
+    assert (
+        "broken" in caplog.text and "NaN or inf for 1 of 1" in caplog.text
+    )  # where clients are sent to look
 
 
 # -- memory -------------------------------------------------------------------------------------------------
@@ -524,6 +535,30 @@ def test_a_place_that_cannot_be_listened_at_is_said(server: Server) -> None:
         Server(ServedPolicy(flow()), ServerSettings(host="nowhere.invalid", allow_remote=True))
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="has no IPv6")
+def test_a_client_reaches_the_address_of_version_6_that_a_server_prints() -> None:
+    with running(ServedPolicy(flow()), host="::1") as server, client_of(server) as client:
+        assert server.endpoint.startswith("tcp://[::1]:")
+        assert client.decide(observed(), (0,)).shape == (2, 2)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="has no IPv6")
+def test_a_name_with_addresses_of_both_versions_is_listened_at_where_clients_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [one for host in ("::1", "127.0.0.1") for one in socket.getaddrinfo(host, 0, type=1)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with Server(Failing(), ServerSettings(port=0, host="localhost")) as server:
+        assert server.endpoint.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:5750", "tcp://127.0.0.1", "udp://127.0.0.1:5750"])
+def test_an_address_that_is_none_is_said(endpoint: str) -> None:
+    told = pytest.raises(ConfigError, match=mentions(f"{endpoint} tcp://<host>:<port>"))
+    with Client(endpoint, timeout_s=0.1, retries=0) as client, told:
+        client.metrics()
+
+
 def test_only_who_has_a_key_is_answered(tmp_path: Path) -> None:
     secret = make_keys(tmp_path / "keys", "robot")
     stranger = make_keys(tmp_path / "others", "robot")
@@ -544,6 +579,27 @@ def test_one_key_without_the_other_is_not_taken_for_none(given: str, tmp_path: P
     secret, public = make_keys(tmp_path / "keys", "robot"), tmp_path / "keys" / "server.key"
     with pytest.raises(ConfigError, match=mentions(f"secret_key server_key {given}")):
         Client("tcp://127.0.0.1:1", **{given: secret if given == "secret_key" else public})
+
+
+@pytest.mark.parametrize("cut", [5, 25, 10_000])
+@pytest.mark.parametrize("name", ["server.key_secret", "clients/robot.key", "robot.key_secret", "server.key"])
+def test_a_key_that_was_cut_off_is_named(name: str, cut: int, tmp_path: Path) -> None:
+    keys = {"secret_key": make_keys(tmp_path, "robot"), "server_key": tmp_path / "server.key"}
+    make_keys(tmp_path, "other")
+    (tmp_path / name).write_text((tmp_path / name).read_text().rstrip()[:-cut])
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / name))):
+        if name in ("server.key_secret", "clients/robot.key"):
+            Server(Failing(), ServerSettings(port=0, keys=str(tmp_path)))
+        else:
+            Client("tcp://127.0.0.1:1", **keys)
+
+
+def test_new_keys_do_not_shut_out_a_robot_to_which_its_secret_was_moved(tmp_path: Path) -> None:
+    make_keys(tmp_path, "robot").unlink()
+    known = (tmp_path / "clients" / "robot.key").read_text()
+    with pytest.raises(ConfigError, match=mentions("keys 'robot'")):
+        make_keys(tmp_path, "robot")
+    assert (tmp_path / "clients" / "robot.key").read_text() == known
 
 
 def test_keys_that_are_not_there_are_asked_for(tmp_path: Path) -> None:

@@ -286,8 +286,8 @@ def _warn_without_noise(policy: Policy, online: OnlineConfig, algo: str) -> None
     """Warn of a policy that explores nothing in its task."""
     if not (online.exploration_std or policy.noise_sensitive):
         _log.warning(
-            "algo.online.exploration_std=0: this policy of algo=%s acts without noise (a Gaussian by its mean) "
-            "and explores nothing in the task. Set it, for example to 0.1.",
+            "algo.online.exploration_std=0: this policy of algo=%s acts without noise (a Gaussian by its "
+            "mean) and explores nothing in the task. Set it, for example to 0.1.",
             algo,
         )
 

@@ -136,7 +136,8 @@ class PrdcConfig(ConstrainedTd3Config):
             load=Load(max(1, self.steps // self.policy_delay), setup.num_seeds * self.batch_size),
             generator=seeded_generator(setup.seed, "neighbour search"),
         )
-        other = build if self.search == "auto" else None
+        keeps_saved = self.search == "auto" and not self.online_steps  # which may be lists
+        other = build if keeps_saved else None
         found = build(search)
         if found.name != (name := current().share(found.name)):  # timed otherwise on another rank
             found = build(name)

@@ -47,6 +47,7 @@ from policies.registry import register
 
 WEIGHTS = ("vds", "score", "stable")
 _FIRST, _LAST = 0.02, 0.98  # times
+_SMALLEST = 1e-12  # root mean square of a gradient that is normalised: flat values have none
 
 
 def noise_weight(alpha: Tensor, sigma: Tensor, how: str) -> Tensor:
@@ -65,7 +66,7 @@ def value_gradient(
         value = critic(cond, point, frozen=True).mean(dim=0)
         (slope,) = torch.autograd.grad(value.sum(), point)
     if normalize:
-        slope = slope / slope.square().mean(dim=-1, keepdim=True).sqrt()
+        slope = slope / slope.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=_SMALLEST)
     return slope, value.detach()
 
 

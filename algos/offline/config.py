@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup, dataset_of, goal_dim_of, require_condition_vector, require_one_policy
-from algos.offline.loop import THREADS, Learner, Limits, OfflineRun, Probes, limits_of, probes_of
+from algos.offline.loop import (
+    THREADS,
+    Learner,
+    Limits,
+    OfflineRun,
+    Probes,
+    acting,
+    limits_of,
+    probes_of,
+)
 from algos.offline.online import OnlineConfig, OnlinePhase
 from algos.optim import DelayedDecay, Ema
 from algos.training.observations import encoder_module
@@ -156,6 +165,7 @@ class TransitionsConfig(Checked):
                 rewarding = self.rewarding(data.dataset)
                 parts = (self.online, self.online_steps, setup, policy, data.table, rewarding)
                 online = OnlinePhase(*parts, chunks=self.backup_steps(policy) // policy.chunk.act_steps)
+                _warn_without_noise(acting(learner), self.online, name_of("algo", self))
             return OfflineRun(
                 self, setup, learner, data.table, data.dataset,
                 probes=data.probes, limits=data.limits, ema=ema, online=online,
@@ -270,6 +280,16 @@ def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -
     _log.warning(
         "%s, and the task never ends, so all actions are worth the same to algo=%s. %s", found, algo, advice
     )
+
+
+def _warn_without_noise(policy: Policy, online: OnlineConfig, algo: str) -> None:
+    """Warn of a policy that explores nothing in its task."""
+    if not (online.exploration_std or policy.noise_sensitive):
+        _log.warning(
+            "algo.online.exploration_std=0: this policy of algo=%s acts without noise (a Gaussian by its "
+            "mean) and explores nothing in the task. Set it, for example to 0.1.",
+            algo,
+        )
 
 
 def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> None:

@@ -23,6 +23,7 @@ from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.rollout import Rollout
+from envs.spec import EnvSpec
 from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, CheckpointError
 from policies.policy import Policy
@@ -45,11 +46,23 @@ class OnlineConfig(Checked):
     exploration_std: float = bounded(0.0, ge=0)  # std of noise on executed actions, normalised units
 
 
-class Explorer:
-    """Rollout actor: a policy's sampled chunks, with Gaussian noise; see `envs.rollouts.rollout.Actor`."""
+def noise_bounds(policy: Policy, spec: EnvSpec) -> tuple[Tensor, Tensor]:
+    """Return the normalised bounds (Da,) of noisy actions: ±1, or the task's without limits of the policy."""
+    sides = (spec.action_low, spec.action_high)
+    low, high = (torch.tensor(side, device=policy.device, dtype=policy.dtype) for side in sides)
+    if policy.normalizer.modes["action"] == "limits":
+        return -torch.ones_like(low), torch.ones_like(high)
+    return policy.normalize_action(low), policy.normalize_action(high)
 
-    def __init__(self, policy: Policy, std: float) -> None:
-        self.policy, self.std = policy, std
+
+class Explorer:
+    """Rollout actor: a policy's sampled chunks, with Gaussian noise; see `envs.rollouts.rollout.Actor`.
+
+    Noisy actions stay within `bounds` (Da,) each, normalised.
+    """
+
+    def __init__(self, policy: Policy, std: float, bounds: tuple[Tensor, Tensor]) -> None:
+        self.policy, self.std, self.bounds = policy, std, bounds
 
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
@@ -60,7 +73,8 @@ class Explorer:
         action = plan[:, policy.chunk.executed]
         if self.std:
             noise = torch.randn(action.shape, generator=generator, device=generator.device)
-            action.copy_((action + self.std * noise.to(action)).clamp(-1, 1))
+            low, high = (side.to(action) for side in self.bounds)
+            action.copy_((action + self.std * noise.to(action)).clamp(low, high))
         return policy.physical(action), {"cond": cond.vec, "plan": plan.flatten(1)}
 
 
@@ -172,12 +186,13 @@ class OnlinePhase:
         self.experience = Experience(min(config.buffer_size, total + config.num_envs), table)
         self._running, self._device = RunningChunks(chunks), policy.device
         self.pool = setup.pool(policy, config.num_envs)
+        self._bounds = noise_bounds(policy, self.pool.env.spec)
         self._generator = seeded_generator(setup.seed, "online batches", device=setup.device)
         self.progress, self._pending = 0, 0.0
 
     def act(self, policy: Policy) -> tuple[int, list[EpisodeRow]]:
         """Execute one chunk in every environment; return the number of updates due, and finished episodes."""
-        explorer = Explorer(self.pool.acting(policy), self.config.exploration_std)
+        explorer = Explorer(self.pool.acting(policy), self.config.exploration_std, self._bounds)
         rollout = self.pool.collect(explorer, 1)
         batch = batch_of(rollout, policy, self._rewarding)
         first, terminated = (flags[0].to(self._device) for flags in (rollout.first, rollout.terminated))

@@ -364,7 +364,8 @@ class ConstrainedTd3Config(OfflineConfig):
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
         warn_of_clipped_actions(table, setup, name_of("algo", self))
-        if setup.init is None and not self.critic_layer_norm and len(table) < FEW_ROWS:
+        is_plain = not (self.critic_layer_norm or type(self).critic_layer_norm)  # no *_few_rows of ReBRAC
+        if setup.init is None and is_plain and len(table) < FEW_ROWS:
             _log.info(
                 "%s transitions: published settings are for a million; on few rows actors swing, and may end "
                 "at a clone of the data or below it. experiment=%s_few_rows swings less.",

@@ -556,6 +556,53 @@ def test_a_run_beyond_its_gradient_steps_does_not_go_on_in_the_task() -> None:
     shorter.close()
 
 
+def test_prdc_goes_on_in_its_task_after_a_run_on_data_alone() -> None:
+    """There new states have no list."""
+    state = saved(finished(begin(small(registry.lookup("algo", "prdc")), "deterministic")))
+    assert state["learner"]["regulariser"]["search"] == "lists"
+    run = begin(online("prdc"), "deterministic")
+    run.load_state_dict(state)
+    assert finished(run).progress >= 18
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("algo", "process", "std", "warned"),
+    [
+        ("td3_bc", "deterministic", 0.0, True),
+        ("iql", "gaussian", 0.0, True),
+        ("iql", "gaussian", 0.1, False),
+        ("iql", "flow", 0.0, False),
+    ],
+)
+def test_a_policy_that_explores_nothing_in_its_task_is_warned_of(
+    algo: str, process: str, std: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = online(algo)
+    begin(replace(config, online=replace(config.online, exploration_std=std)), process).close()
+    assert any("algo.online.exploration_std=0" in text for text in caplog.messages) == warned
+
+
+def test_noise_leaves_actions_in_the_box_of_the_task_where_the_policy_has_no_limits() -> None:
+    """Actions of a mean of 0 and a deviation of a quarter are up to 4 in its units."""
+    zero, one = torch.zeros(2), torch.ones(2)
+    statistics = {"min": -one, "max": one, "mean": zero, "std": one / 4}
+    policy = init("flow")
+    modes = {**policy.config.normalizer, "action": "gaussian"}
+    config = replace(policy.config, normalizer=modes)
+    wide = build_policy(
+        config, obs_dim=2, action_dim=2, statistics={"state": statistics, "action": statistics}
+    )
+    run = begin(online("iql"), init=wide)
+    run.online.config.exploration_std = 5.0
+    while run.progress < 18:
+        run.advance()
+    stored = run.online.experience.gather(torch.arange(len(run.online.experience)))
+    high = wide.normalize_action(torch.tensor(run.online.pool.env.spec.action_high))
+    assert stored.action.abs().max() == high.max() == 4
+    run.close()
+
+
 def test_a_deterministic_policy_explores_with_noise_in_the_box() -> None:
     run = begin(online("td3_bc"), "deterministic")
     run.online.config.exploration_std = 1.0

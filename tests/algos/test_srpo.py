@@ -12,10 +12,11 @@ from messages import mentions
 from small_algorithms import init, saved, setup, small, weights
 from torch import Tensor, nn
 
-from algos.critics.srpo import WEIGHTS, SrpoConfig, noise_weight
+from algos.critics.srpo import WEIGHTS, SrpoConfig, noise_weight, value_gradient
 from algos.transitions import Batch
 from policies import registry
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.critics import EnsembleConfig
 from policies.processes.continuous import VPContinuous
 from policies.processes.deterministic import DeterministicPolicy
 from policies.processes.diffusion import VPDiffusion
@@ -73,6 +74,16 @@ def test_weights_of_a_path_are_those_of_its_scaled_state() -> None:
         found = noise_weight(3 * alpha, 3 * sigma, how)
         torch.testing.assert_close(found, noise_weight(alpha, sigma, how))
     torch.testing.assert_close(noise_weight(alpha, sigma, "vds"), sigma.square())
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-25, 1e-6, 1.0])
+def test_a_flat_value_has_no_normalised_gradient(size: float) -> None:
+    critic = EnsembleConfig(hidden_dims=(4,)).build(2, 3)
+    with torch.no_grad():
+        critic.weight[-1].mul_(size)
+    slope, _ = value_gradient(critic, torch.ones(5, 2), torch.ones(5, 3), normalize=True)
+    root = slope.square().mean(dim=1).sqrt()
+    torch.testing.assert_close(root, torch.full_like(root, float(size > 1e-9)))
 
 
 def test_values_are_fitted_first_and_kept_then_and_the_actor_is_what_ships() -> None:

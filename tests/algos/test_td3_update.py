@@ -425,6 +425,13 @@ def test_settings_for_few_rows_are_named_where_published_ones_are_used(
     assert not any(named in text for text in caplog.messages), "as many rows as are enough"
 
 
+def test_settings_for_few_rows_are_not_named_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "algos.offline.td3_update")
+    assert "rebrac_few_rows" not in experiments()
+    run_of(small(RebracConfig, steps=1, critic_layer_norm=False))
+    assert not any("few_rows" in text for text in caplog.messages)
+
+
 def test_new_critics_that_move_a_given_policy_at_once_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     for init, steps, expected in ((None, 0, 0), (flow(), 1, 0), (flow(), 0, 1)):
         run_of(small(Td3BcConfig, steps=2, warmup_steps=steps), init=init)

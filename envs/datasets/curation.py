@@ -109,7 +109,7 @@ class Curation(Checked):
                 raise ConfigError(f"{dataset.source}: curation.keep=success needs successes; {found}.")
             return dataset.success.nonzero().squeeze(1)
         assert self.share is not None
-        count = max(int(dataset.num_episodes * self.share), 1)
+        count = max(int(dataset.num_episodes * self.share + 1e-9), 1)  # 100 * 0.29 is 28.999…
         best = np.argsort(-RANKS[self.keep](dataset), kind="stable")[:count]
         return torch.from_numpy(np.sort(best))
 

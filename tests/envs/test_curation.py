@@ -94,6 +94,7 @@ def test_what_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     assert Curation(keep="success").kept(dataset).tolist() == [0, 1]
     assert Curation(keep="return", share=0.25).kept(dataset).tolist() == [0, 1]
     assert Curation(keep="return", share=0.01)(dataset).num_episodes == 1
+    assert Curation(keep="return", share=0.29)(controllers(0.5, 0)).num_episodes == 29
     assert "1 of 8 episodes" in caplog.text
     curated = Curation(keep="success", weighting="return")(dataset)
     assert curated.num_episodes == 2 and "of its rows" in caplog.text

@@ -30,6 +30,17 @@ def seeded_generator(
 @contextmanager
 def seeded_weights(seed: int) -> Iterator[None]:
     """Draw initial weights from a seed on the CPU; global generators are restored afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed accelerators
+    with seeded_global(seed):
+        yield
+
+
+@contextmanager
+def seeded_global(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed torch's global generators, which dropout draws from, of CPU and device; restored afterwards."""
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed other accelerators
+        for one in devices:
+            with torch.cuda.device(one):
+                torch.cuda.manual_seed(seed)
         yield

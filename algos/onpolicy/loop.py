@@ -59,7 +59,13 @@ def check_setup(setup: Setup, algo: str) -> Policy:
 def steps_within_budget(config: OnPolicyConfig, act_steps: int) -> int:
     """Return the chunk steps of an iteration: `steps_per_iteration`, or fewer if the budget is below one."""
     steps = config.steps_per_iteration
-    if config.env_steps is None or config.num_envs * steps * act_steps <= config.env_steps:
+    per_iteration = config.num_envs * steps * act_steps
+    if config.env_steps is None or per_iteration <= config.env_steps:
+        if config.env_steps is not None and config.env_steps % per_iteration:
+            _log.info(
+                "the run ends with the iteration that reaches algo.env_steps=%d; an iteration has up to %s "
+                "control steps.", config.env_steps, f"{per_iteration:,}",
+            )  # fmt: skip
         return steps
     steps = math.ceil(config.env_steps / (config.num_envs * act_steps))
     _log.info(

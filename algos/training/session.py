@@ -141,7 +141,7 @@ class Session:
         Raises:
             TrainingError: If a metric is not finite.
         """
-        bad, is_rare = broken(values), any(name.startswith("validation/") for name in values)
+        bad, is_rare = broken(values), any(name.startswith(("validation/", "refit/")) for name in values)
         if bad or is_rare or is_due(self.algorithm, before, self.settings.log_every or 1):
             self._record(values)
         if bad:

@@ -34,6 +34,7 @@ from envs.evaluation.evaluate import evaluate as run_episodes
 from envs.rollouts.fleet import LOCAL
 from policies import registry
 from policies.policy import Policy
+from policies.seeds import derive_seed, seeded_global
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def launch(run: ResolvedRun) -> list[TrainResult]:
     directories: list[RunDirectory] = []
     found: list[dict[str, float]] = [{} for _ in run.configs]
     try:
-        with _resume_advised(directories), opened_directories(run, directories):
+        dropout = seeded_global(derive_seed(first.seed, "dropout"), run.device)
+        with _resume_advised(directories), opened_directories(run, directories), dropout:
             members = [
                 Member(
                     algorithm,

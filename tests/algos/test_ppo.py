@@ -148,12 +148,18 @@ def test_snapshot_acts_with_the_mean_and_is_independent() -> None:
     assert torch.equal(policy.act(obs), before)
 
 
-def test_budget_in_environment_steps_replaces_iterations() -> None:
+def test_budget_in_environment_steps_replaces_iterations(caplog: pytest.LogCaptureFixture) -> None:
+    """It is rounded up to whole iterations, and the log says so."""
+    caplog.set_level(logging.INFO, "algos.onpolicy.loop")
     run = make_run(replace(SMALL, env_steps=150))
     assert run.total == 150
+    assert caplog.messages == [
+        "the run ends with the iteration that reaches algo.env_steps=150; an iteration has up to 128 control "
+        "steps."
+    ]
     while run.progress < run.total:
         run.advance()
-    assert run.iteration == 2
+    assert run.iteration == 2 and 150 <= run.progress <= 256
 
 
 def test_a_budget_below_one_iteration_shortens_it(caplog: pytest.LogCaptureFixture) -> None:

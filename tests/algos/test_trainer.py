@@ -44,11 +44,12 @@ def test_intervals_count_units_also_when_an_iteration_steps_over_a_multiple(run:
     assert run.checkpoints() == [21, 42, 50]
 
 
-def test_every_validation_is_a_row_whatever_the_interval(run: RunDirectory) -> None:
+@pytest.mark.parametrize("rare", ["validation/loss", "refit/loss"])
+def test_every_validation_or_refit_is_a_row_whatever_the_interval(run: RunDirectory, rare: str) -> None:
     class Validated(RandomWalk):
         def advance(self) -> dict:
             found = super().advance()
-            return found | ({"validation/loss": 0.5} if self.progress == 3 else {})
+            return found | ({rare: 0.5} if self.progress == 3 else {})
 
     train(Validated(10), run, TrainerSettings(log_every=4), progress=False)
     assert [row["step"] for row in read_jsonl(run.metrics_path)] == [3, 4, 8, 10]

@@ -255,6 +255,14 @@ def test_a_policy_that_is_saved_anew_still_knows_its_task(
     assert "knows no limits" in caplog.text and "or saved without its provenance" in caplog.text
 
 
+def assert_same_policy(one: Run, other: Run) -> None:
+    """Require equal weights of the last checkpoint, which is at the same step."""
+    assert one.directory.latest() == other.directory.latest()
+    expected, found = (load_file(run.directory.policy_path() / "model.safetensors") for run in (one, other))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 @pytest.mark.parametrize("which", ["base", "tuned"])
 def test_resuming_continues_bit_exactly(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     run: Run = request.getfixturevalue(which)
@@ -263,11 +271,32 @@ def test_resuming_continues_bit_exactly(which: str, request: pytest.FixtureReque
     *_, last = run.directory.checkpoints()
     shutil.rmtree(copy / "checkpoints" / str(last))
     resumed = burnish.train(resume=copy)
-    assert resumed.directory.latest() == last
-    expected = load_file(run.directory.policy_path() / "model.safetensors")
-    found = load_file(resumed.directory.policy_path() / "model.safetensors")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_policy(run, resumed)
+
+
+def test_features_that_are_dropped_follow_from_the_seed(demonstrations: Path, tmp_path: Path) -> None:
+    """Equal commands train equal weights, stopped or not, whatever a program has drawn before."""
+
+    def trained(name: str, drawn: int) -> Run:
+        torch.manual_seed(drawn)
+        state = torch.get_rng_state()
+        run = burnish.clone(
+            demonstrations,
+            "backbone=transformer",
+            directory=tmp_path / name,
+            algo=TINY_BC,
+            backbone={"width": 8, "depth": 1, "heads": 1, "dropout": 0.5},
+            trainer={"checkpoint_every": 4},
+            **QUIET,
+        )
+        assert torch.equal(torch.get_rng_state(), state), "the program's own generator is left alone"
+        return run
+
+    one, other = trained("one", 1), trained("other", 2)
+    assert_same_policy(one, other)
+    *_, last = other.directory.checkpoints()
+    shutil.rmtree(other.path / "checkpoints" / str(last))
+    assert_same_policy(one, burnish.train(resume=other))
 
 
 @pytest.mark.parametrize(

@@ -450,6 +450,7 @@ def test_what_fails_while_reading_is_one_clear_error(tmp_path, error):
 def test_scores_are_zero_at_random_and_hundred_at_expert():
     np.testing.assert_allclose(normalized_score("hopper-medium-v2", [-20.272305, 3234.3]), [0, 100])
     assert reference("hopper") == reference("hopper-expert-v0")
+    assert reference("door") == reference("door-human-v0"), "episodes of other lengths share their returns"
     with pytest.raises(DatasetError, match=mentions("hopper-medium-v2")):
         normalized_score("hopper-medum-v2", 1.0)
     with pytest.raises(DatasetError, match=mentions("maze2d-umaze-")):

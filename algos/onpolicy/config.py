@@ -38,9 +38,7 @@ class OnPolicyConfig(Checked):
     num_envs: int = bounded(40, ge=1)  # parallel environments
     steps_per_iteration: int = bounded(500, ge=1)  # chunk steps of every environment per iteration
     iterations: int = bounded(1000, ge=1)  # iterations of rollout and update
-    env_steps: int | None = bounded(
-        None, gt=0
-    )  # executed control steps, rounded up to whole iterations; replaces `iterations`
+    env_steps: int | None = bounded(None, gt=0)  # control steps, by whole iterations; replaces `iterations`
     reset_each_iteration: bool = False  # start every iteration from fresh episodes
     # advantages
     gamma: float = bounded(0.99, ge=0, le=1)  # discount per chunk step

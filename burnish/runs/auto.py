@@ -224,7 +224,7 @@ def _learning_rates(facts: Facts, iterations: int) -> Iterator[Choice]:
         reason = "a new policy" if facts.is_new else "a task with success"
     yield Choice("algo.actor_lr", rate, reason)
     yield Choice("algo.actor_min_lr", final, "the rate falls to a tenth")
-    yield Choice("algo.actor_lr_cycle", iterations + 5, "iterations, about the length of the run")
+    yield Choice("algo.actor_lr_cycle", iterations + 5, "iterations, five more than the run has")
 
 
 def _of_algorithm(algo: OnPolicyConfig, facts: Facts, iterations: int) -> Iterator[Choice]:
@@ -234,10 +234,10 @@ def _of_algorithm(algo: OnPolicyConfig, facts: Facts, iterations: int) -> Iterat
         yield Choice("algo.log_prob_range", None, "nothing is to be kept")
         yield Choice("algo.log_prob_reduction", "joint", "the density of the whole action")
     if isinstance(algo, DppoConfig) and facts.has_success and not facts.is_new:
-        few = f"{iterations} iterations; the published range is for a thousand"
+        few = "a short run; the published range is for a thousand iterations"
         yield Choice("algo.clip_range", 0.03, few)
         yield Choice("algo.clip_range_base", 0.03, few)
-        warmup, none = min(2, iterations // 5), f"{iterations} iterations are too few for one"
+        warmup, none = min(2, iterations // 5), "the run has too few iterations for one"
         noisy = "the first advantages of a new critic are noise" if warmup else none
         yield Choice("algo.critic_warmup_iterations", warmup, noisy)
         yield Choice("algo.actor_lr_warmup", warmup, "the critic's warm-up comes first" if warmup else none)

@@ -80,8 +80,8 @@ def require_steerable(policy: Policy) -> None:
         )
     if not getattr(policy, "is_deterministic", False) or policy.noise_shape != policy.chunk.shape:
         raise CapabilityError(
-            f"steering needs a deterministic sampler; got process '{process}', sampler '{sampler}'. Use "
-            f"{_deterministic(policy.config.process)} (algo=dsrl: algo.denoising_steps)."
+            f"steering needs a deterministic sampler; got process '{process}', sampler '{sampler}'. "
+            f"Steer with algo.denoising_steps=<number>, or clone with {_deterministic(policy.config.process)}."
         )
 
 

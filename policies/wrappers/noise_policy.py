@@ -81,7 +81,7 @@ def require_steerable(policy: Policy) -> None:
     if not getattr(policy, "is_deterministic", False) or policy.noise_shape != policy.chunk.shape:
         raise CapabilityError(
             f"steering needs a deterministic sampler; got process '{process}', sampler '{sampler}'. "
-            f"Steer with algo.denoising_steps=<number>, or clone with {_deterministic(policy.config.process)}."
+            f"Set algo.denoising_steps=<steps>, or clone with {_deterministic(policy.config.process)}."
         )
 
 

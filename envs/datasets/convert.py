@@ -158,6 +158,7 @@ def _of_arrays(
     count = len(actions)
     if not count:
         raise DatasetError(f"{source}: key 'actions' is empty; expected at least one frame.")
+    is_whole = len(observations) == count + 1 and "next_observations" not in found
     if len(observations) == count + 1:  # one episode with its last observation
         found.setdefault("next_observations", observations[1:])
         observations = observations[:-1]
@@ -170,6 +171,11 @@ def _of_arrays(
     no = np.zeros(count, bool)
     flags = {key: columns.get(key, no).reshape(-1).astype(bool) for key in ("terminated", "truncated")}
     start = _starts(found, flags["terminated"] | flags["truncated"], source)
+    if is_whole and len(start) > 2:
+        raise DatasetError(
+            f"{source}: key 'observations' has {count + 1} rows for {count} actions, as one episode may; "
+            f"there are {len(start) - 1}. Give a list of episodes, or {count} rows and 'next_observations'."
+        )
     following = columns.get("next_observations")
     meta: dict[str, Any] = {"source": source} | ({"interface": {"obs_names": list(names)}} if names else {})
     return EpisodeDataset.from_arrays(

@@ -25,6 +25,10 @@ _SAC, _CQL, _AWAC = "trunk.", "base_network.", "_mlp."
 _PLAIN = ("net.net.", "net.")  # IQL; TD3+BC and behaviour cloning
 
 
+class _Scalar:
+    """Stands for a module that CQL and Cal-QL store beside the actor: it holds numbers and runs nothing."""
+
+
 @register("source", "corl")
 @dataclass(frozen=True)
 class CorlSource(PolicySource):
@@ -44,7 +48,8 @@ class CorlSource(PolicySource):
     epsilon: float = bounded(1e-3, ge=0)
 
     def read(self, files: Files) -> Description:
-        entry, found = read_entry(files.path, files.entry or "actor")
+        with torch.serialization.safe_globals([(_Scalar, "__main__.Scalar")]):
+            entry, found = read_entry(files.path, files.entry or "actor")
         tensors = Tensors(found)
         config, weights = _actor(tensors)
         inlet, outlet = (weights[name] for name in _ends(weights))
@@ -54,7 +59,8 @@ class CorlSource(PolicySource):
         maps: dict[str, AffineMap] = {"action": (factor, torch.zeros(action_dim))}
         if files.normalization is not None:
             maps["state"] = gaussian_statistics(read_statistics(files.normalization), "obs_std", self.epsilon)
-        return Description(config, inlet.shape[1], action_dim, weights, tensors, maps, entry=entry)
+        sizes = inlet.shape[1], action_dim
+        return Description(config, *sizes, weights, tensors, maps, entry=entry, beside=("state",))
 
 
 def _actor(tensors: Tensors) -> Any:

@@ -22,6 +22,8 @@ _LIMITS = {
 """Algorithms whose actor is known -> limits of its log deviation."""
 
 _STD_EPS = 1e-3  # added to the deviation of an observation
+_OTHER_LAYERS = ("use_batch_norm", "use_layer_norm", "exclude_last_activation", "last_activation")
+"""Settings of an encoder, off by default, that make it another network."""
 
 
 @register("source", "d3rlpy")
@@ -49,6 +51,8 @@ class D3rlpySource(PolicySource):
         tensors = Tensors(modules[entry])
         names = ("actor_encoder_factory", "encoder_factory")
         encoder = next(params[name] for name in names if name in params)
+        if others := [name for name in _OTHER_LAYERS if encoder["params"].get(name)]:
+            raise CapabilityError(f"encoders with {', '.join(others)} cannot be imported.")
         activation = activation_of(f"torch.{encoder['params'].get('activation', 'relu')}")
         stack = layers(tensors, "_encoder._layers.")
         policy, weights = _actor(stack, tensors, activation, _LIMITS[config["type"]])
@@ -59,7 +63,7 @@ class D3rlpySource(PolicySource):
                 maps[ours] = _map(scaler["type"], scaler["params"], theirs)
         sizes = settings["observation_shape"][0], settings["action_size"]
         fixed = tuple(name for name in ("state", "action") if name not in maps)
-        return Description(policy, *sizes, weights, tensors, maps, entry=entry, fixed=fixed)
+        return Description(policy, *sizes, weights, tensors, maps, entry=entry, fixed=fixed, beside=())
 
 
 def _actor(stack: Any, tensors: Tensors, activation: str, limits: tuple[float, ...]) -> Any:

@@ -91,7 +91,7 @@ class DiffusionPolicyImageSource(PolicySource):
         scale, offset = (torch.cat([maps[key][part] for key in states]) for part in (0, 1))
         return Description(
             config, len(scale), len(maps["action"][0]), weights, tensors,
-            {"state": (scale, offset), "action": maps["action"]}, images, entry, tuple(states),
+            {"state": (scale, offset), "action": maps["action"]}, images, entry, tuple(states), beside=(),
         )  # fmt: skip
 
     def _cameras(self, tensors: Tensors, maps: Mapping[str, AffineMap]) -> list[str]:

@@ -216,7 +216,8 @@ def _refusal(path: Path, reason: str) -> str:
     to = path.with_suffix(".safetensors").name
     return (
         f"{path} was not read: it holds {holds}, so reading it could run its code. Only if you trust "
-        f'its origin, save its tensors where its program is installed: python -c "import dill, torch; from '
+        "its origin, save its tensors where its program is installed, those of Diffusion Policy by: "
+        f'python -c "import dill, torch; from '
         f"safetensors.torch import save_file; d = torch.load('{path.name}', map_location='cpu', "
         f"pickle_module=dill, weights_only=False)['state_dicts']; save_file({{k: v.contiguous().clone() for "
         f"k, v in d.get('ema_model', d['model']).items()}}, '{to}')\", and import {to}."

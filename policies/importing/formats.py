@@ -109,6 +109,7 @@ class Description:
     entry: str = ""  # name of the weights in the checkpoint
     state: tuple[str, ...] = ()  # what the program calls the parts of `state`, in order; empty: one part
     fixed: tuple[str, ...] = ()  # features whose map is the identity by construction of the program
+    beside: tuple[str, ...] = ("state", "action")  # read from a file of statistics; empty: none is read
     interface: Mapping[str, Any] = field(default_factory=dict)  # as of a dataset: rate and kind of actions
     goal_dim: int = 0
     wrapper: Any = None  # around the policy of `config`, whose sizes the others are; null: none

@@ -20,7 +20,7 @@ from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError
 from policies.importing.files import Files, read_entry, read_statistics
-from policies.importing.formats import AffineMap, Contents, ForeignSource, Network, PolicySource
+from policies.importing.formats import AffineMap, Contents, Description, ForeignSource, Network, PolicySource
 from policies.policy import Policy, PolicyConfig
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import fault_of
@@ -127,6 +127,7 @@ def _import_whole(
             f"{files.path}: its configuration has no {error}, which files of source={program} hold; "
             f"it may be of another version of that program."
         ) from error
+    _check_read(files, source, found)
     maps = _chosen_maps(found.maps, [*identity, *found.fixed])
     own_maps = maps if found.wrapper is None else {}  # a wrapper has the normaliser of its policy
     modes = {name: "limits" if name in own_maps else "identity" for name in (*FEATURES, "goal")}
@@ -150,7 +151,9 @@ def _import_whole(
         _check(f"'{weight}'", value, own[weight], weight)
         own[weight].copy_(value)
     _check_actions(policy)
-    origin = dict.fromkeys(maps, "checkpoint" if files.normalization is None else "file of statistics")
+    origin = dict.fromkeys(maps, "checkpoint")
+    if files.normalization is not None:
+        origin |= dict.fromkeys(set(found.beside) & set(maps), "file of statistics")
     origin |= dict.fromkeys(found.fixed, "identity, as in the program")
     skipped = Counter(found.tensors.skipped.values())
     facts = registry.to_json("source", source)
@@ -165,6 +168,15 @@ def _import_whole(
         skipped,
         found.interface,
     )
+
+
+def _check_read(files: Files, source: PolicySource, found: Description) -> None:
+    """Refuse statistics and entries that the source does not read."""
+    program = registry.name_of("source", source)
+    if files.normalization is not None and not found.beside:
+        raise ConfigError(f"source={program} reads no statistics beside the checkpoint: no normalization=….")
+    if files.entry not in (None, found.entry, found.entry.rpartition("/")[2]):
+        raise ConfigError(f"source={program} reads the entry '{found.entry}' alone; got entry={files.entry}.")
 
 
 def _chosen_maps(maps: Mapping[str, AffineMap], identity: Sequence[str]) -> dict[str, AffineMap]:

@@ -82,11 +82,11 @@ def keypoint_encoder(
 
 
 def _share(crop: Sequence[int] | None, images: Mapping[str, ImageShape]) -> float:
-    """Return the fraction of an image that the program crops."""
+    """Return the fraction of an image that the program crops, one for all cameras."""
     if crop is None:
         return 1.0
+    share = crop[0] / next(iter(images.values()))[0]
     for height, width, _ in images.values():
-        share = crop[0] / height
         same = (round(share * height), round(share * width)) == tuple(crop)
         centred = all((size - cut) % 4 != 3 for size, cut in zip((height, width), crop, strict=True))
         if not same or not centred or not 0 < share <= 1:
@@ -94,4 +94,4 @@ def _share(crop: Sequence[int] | None, images: Mapping[str, ImageShape]) -> floa
                 f"a crop of {crop[0]} x {crop[1]} from {height} x {width} cannot be imported: encoder.crop "
                 "is one fraction of height and width, centred on whole pixels."
             )
-    return crop[0] / height
+    return share

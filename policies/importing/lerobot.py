@@ -95,7 +95,7 @@ class LerobotSource(PolicySource):
             observation_clip=None,
         )
         sizes = (sum(shapes[name][0] for name in states), shapes[_ACTION][0])
-        return Description(policy, *sizes, weights, tensors, maps, images, entry, tuple(states))
+        return Description(policy, *sizes, weights, tensors, maps, images, entry, tuple(states), beside=())
 
     def _names(self, theirs: Sequence[str]) -> Sequence[str]:
         """Return our names of its cameras."""

@@ -66,7 +66,7 @@ class RobomimicSource(PolicySource):
         policy, weights = _policy(tensors, stack, algo)
         return Description(
             policy, sum(theirs.values()), action_dim, weights, tensors, maps,
-            entry=entry, state=tuple(ours), fixed=fixed, interface=interface,
+            entry=entry, state=tuple(ours), fixed=fixed, beside=(), interface=interface,
         )  # fmt: skip
 
 

@@ -54,6 +54,10 @@ def describe_diffusion(
     algo, shapes = config["algo"], whole["shape_metadata"]["all_shapes"]
     seen = config["observation"]["modalities"]["obs"]
     cameras = [key for key in shapes if key in seen.get("rgb", ())]
+    if scaled := [key for key in cameras if key in (whole.get("obs_normalization_stats") or {})]:
+        raise CapabilityError(
+            f"images with statistics of pixels cannot be imported; got {', '.join(scaled)}."
+        )
     images = {key.removesuffix("_image"): (*shapes[key][1:], shapes[key][0]) for key in cameras}
     weights: dict[str, Tensor] = {}
     encoder, features = None, 0
@@ -81,7 +85,7 @@ def describe_diffusion(
         action_start=obs_steps - 1, observation_clip=None,
     )  # fmt: skip
     sizes = sum(shapes[key][0] for key in states), whole["shape_metadata"]["ac_dim"]
-    return Description(policy, *sizes, weights, tensors, maps, images, state=tuple(states))
+    return Description(policy, *sizes, weights, tensors, maps, images, state=tuple(states), beside=())
 
 
 def _crop(camera: Mapping[str, Any]) -> tuple[int, int] | None:

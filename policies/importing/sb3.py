@@ -88,7 +88,8 @@ class Sb3Source(PolicySource):
             maps["state"] = gaussian_statistics(statistics, "obs_var", self.epsilon, variance=True)
             config = replace(config, observation_clip=self.clip_obs)
         obs_dim = next(w.shape[1] for name, w in weights.items() if name.endswith("inlet.weight"))
-        return Description(config, obs_dim, len(low), weights, tensors, maps, entry=_WEIGHTS)
+        sizes = obs_dim, len(low)
+        return Description(config, *sizes, weights, tensors, maps, entry=_WEIGHTS, beside=("state",))
 
 
 def _bounds(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

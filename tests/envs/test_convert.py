@@ -157,6 +157,7 @@ def test_an_episode_with_cameras_may_have_one_observation_more_than_actions(fram
         ((np.zeros((9, 8, 9, 3)), ACTIONS), "'observations' (9, 8, 9, 3) uint8"),
         ({"observations": OBS}, "actions observations"),
         ((OBS, ACTIONS[:4]), "observations 4 (9, 3)"),
+        ({"obs": OBS, "actions": ACTIONS[:8], "truncated": FLAGS[:8]}, "observations 9 8 next_observations"),
         (([[1.0], [2.0, 3.0]], ACTIONS), "observations list"),
         ({"obs": OBS, "actions": ACTIONS, "rewards": [1.0]}, "rewards 9 (1,)"),
         ({"obs": OBS, "actions": ACTIONS, "lengths": [9], "episode": [0] * 9}, "lengths episode"),

@@ -23,6 +23,7 @@ from envs.datasets import (
     write_dataset,
     write_minari,
 )
+from envs.datasets.formats import d4rl as d4rl_format
 from envs.datasets.formats.d4rl import load_d4rl
 from envs.datasets.images import Images
 from envs.datasets.writers import WRITERS, format_to_write
@@ -48,6 +49,15 @@ def dataset():
         for seed, n in enumerate(LENGTHS)
     ]
     return EpisodeDataset.from_episodes(episodes, meta={"source": "here", "attempts": 15})
+
+
+def test_a_file_is_opened_once_for_arrays_and_names(tmp_path, dataset, monkeypatch):
+    write_d4rl(tmp_path / "demos.hdf5", dataset)
+    opened = []
+    real = d4rl_format.read_hdf5
+    monkeypatch.setattr(d4rl_format, "read_hdf5", lambda path: opened.append(path) or real(path))
+    assert read_d4rl(tmp_path / "demos.hdf5").digest() == dataset.digest()
+    assert len(opened) == 1
 
 
 @pytest.mark.parametrize("successors", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,31 @@ def test_an_imported_actor_can_be_cloned_further(name: str, tmp_path: Path) -> N
     assert all(weight.grad is not None for weight in policy.parameters())
 
 
+def test_modules_beside_the_actor_of_cql_are_read_without_their_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scalar(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.constant = torch.nn.Parameter(torch.zeros(()))
+
+        def __setstate__(self, state: Any) -> None:
+            raise AssertionError("the code of the file ran")
+
+    Scalar.__module__, Scalar.__qualname__ = "__main__", "Scalar"
+    monkeypatch.setattr(sys.modules["__main__"], "Scalar", Scalar, raising=False)
+    path, arrays = written("cql", tmp_path, sac_log_alpha=Scalar(), cql_log_alpha=Scalar())
+    policy, _ = import_policy(path, TWICE, identity=["state"])
+    actions = policy.act(arrays["obs"].unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(actions, arrays["out"], rtol=1e-5, atol=2e-6)
+
+
 def test_observations_are_normalised_with_statistics_of_the_dataset(tmp_path: Path) -> None:
     path, arrays = written("td3_bc", tmp_path)
     mean, std = torch.linspace(-1, 1, 5), torch.linspace(0.0, 2.0, 5)
     np.savez(tmp_path / "statistics.npz", obs_mean=mean, obs_std=std)
-    policy, _ = import_policy(path, TWICE, normalization=tmp_path / "statistics.npz")
+    policy, conversion = import_policy(path, TWICE, normalization=tmp_path / "statistics.npz")
+    assert conversion.normalizer == {"state": "file of statistics", "action": "checkpoint"}
     physical = arrays["obs"] * (std + 1e-3) + mean
     torch.testing.assert_close(
         policy.act(physical.unsqueeze(1)).squeeze(1), arrays["out"], rtol=1e-4, atol=1e-4

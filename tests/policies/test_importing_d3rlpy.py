@@ -7,12 +7,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from messages import mentions
 from released import FOLDER, recorded
 
-from policies.errors import CapabilityError, CheckpointError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.importing.d3rlpy import D3rlpySource
 from policies.importing.importing import import_policy
 from policies.processes.gaussian import GaussianPolicy
@@ -69,11 +70,23 @@ def test_an_imported_actor_can_be_cloned_further() -> None:
         ({"type": "bcq"}, "bcq td3"),
         ({"observation_scaler": {"type": "pixel", "params": {}}}, "observation_scaler pixel standard"),
         ({"actor_encoder_factory": {"params": {"activation": "selu"}}}, "selu relu"),
+        ({"actor_encoder_factory": {"params": {"exclude_last_activation": True}}}, "exclude_last_activation"),
+        ({"actor_encoder_factory": {"params": {"last_activation": "tanh"}}}, "last_activation"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match=mentions(message)):
         import_policy(changed("d3rlpy_td3bc", tmp_path, **settings), D3rlpySource())
+
+
+def test_settings_that_are_not_read_are_refused(tmp_path: Path) -> None:
+    path = FOLDER / "d3rlpy_cql.d3"
+    np.savez(tmp_path / "statistics.npz", obs_mean=np.ones(5), obs_std=np.ones(5))
+    with pytest.raises(ConfigError, match=mentions("d3rlpy normalization")):
+        import_policy(path, D3rlpySource(), normalization=tmp_path / "statistics.npz")
+    with pytest.raises(ConfigError, match=mentions("d3rlpy policy entry=q_funcs")):
+        import_policy(path, D3rlpySource(), entry="q_funcs")
+    assert import_policy(path, D3rlpySource(), entry="policy")[1].entry == "policy"
 
 
 def test_a_file_that_would_run_code_is_refused_and_does_not(tmp_path: Path) -> None:

@@ -113,3 +113,18 @@ def test_what_has_no_counterpart_is_refused(
     path, _ = written(kind, tmp_path, averaged=False, **changes)
     with pytest.raises(CapabilityError, match=mentions(message)):
         import_policy(path, RobomimicSource())
+
+
+def test_images_that_our_encoder_would_see_otherwise_are_refused(tmp_path: Path) -> None:
+    path, _ = written("images", tmp_path)
+    whole = torch.load(path, weights_only=True)
+    shapes = whole["shape_metadata"]["all_shapes"]
+    widths = {"object": 4, "robot0_eef_pos": 3, "agentview_image": 3}
+    statistics = {key: {"mean": [0.5] * width, "std": [0.1] * width} for key, width in widths.items()}
+    torch.save(whole | {"obs_normalization_stats": statistics}, path)
+    with pytest.raises(CapabilityError, match=mentions("statistics pixels agentview_image")):
+        import_policy(path, RobomimicSource())
+    larger = whole["shape_metadata"] | {"all_shapes": shapes | {"agentview_image": [3, 56, 56]}}
+    torch.save(whole | {"shape_metadata": larger}, path)
+    with pytest.raises(CapabilityError, match=mentions("crop 40 56 one fraction")):
+        import_policy(path, RobomimicSource())

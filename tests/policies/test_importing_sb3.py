@@ -50,7 +50,7 @@ def test_an_import_chooses_what_the_program_chooses(name: str, tmp_path: Path) -
     loaded = load_policy(save_policy(policy, tmp_path / "policy", provenance=conversion.facts()))
     actions = loaded.act(arrays["obs"].unsqueeze(1))
     torch.testing.assert_close(actions.squeeze(1), arrays["out"], rtol=1e-5, atol=1e-5)
-    assert conversion.normalizer["state"] == "file of statistics"
+    assert conversion.normalizer == {"state": "file of statistics", "action": "checkpoint"}
 
 
 @pytest.mark.parametrize(("theirs", "formula"), [("GELU", F.gelu), ("LeakyReLU", F.leaky_relu)])

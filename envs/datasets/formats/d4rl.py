@@ -68,9 +68,10 @@ def load_d4rl(path: str | Path) -> Arrays:
 
 def _load(
     path: str | Path, *, infos: bool, others: bool, cache: str | Path | None
-) -> tuple[Arrays, ArrayStorage]:
-    """Read arrays, without those under `infos/` or unused ones, such as policy weights, if so wished."""
+) -> tuple[Arrays, dict[str, Any], ArrayStorage]:
+    """Read arrays and own names, without `infos/` or unused arrays, such as policy weights, if so wished."""
     with read_hdf5(path) as file:
+        own = _own_names(file, path)
         wanted = {
             key: item
             for key, item in datasets_of(file).items()
@@ -93,7 +94,7 @@ def _load(
     for key, shape in (("rewards", (num,)), ("next_observations", arrays["observations"].shape)):
         if key in arrays and arrays[key].shape != shape:
             raise DatasetError(f"{path}: key '{key}' must have shape {shape}; got {arrays[key].shape}.")
-    return arrays, storage
+    return arrays, own, storage
 
 
 def _bytes_of(item: h5py.Dataset) -> int:
@@ -171,8 +172,7 @@ def read(
     """
     if max_episode_steps is not None and max_episode_steps < 1:
         raise ConfigError(f"reader.max_episode_steps must be at least 1, or null; got {max_episode_steps}.")
-    arrays, storage = _load(path, infos=infos, others=False, cache=cache)
-    own = _own_names(path)
+    arrays, own, storage = _load(path, infos=infos, others=False, cache=cache)
     meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
     meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
     if d4rl_compat:
@@ -359,17 +359,16 @@ def _split_infos(arrays: Arrays, num_frames: int, num_episodes: int) -> tuple[Ar
     return frames, episodes
 
 
-def _own_names(path: str | Path) -> dict[str, Any]:
+def _own_names(file: h5py.File, path: str | Path) -> dict[str, Any]:
     """Return the own attribute of a file; empty for other writers."""
     kinds = ("meta", "extras", "episode_extras")
-    with read_hdf5(path) as file:
-        if OWN_ATTRIBUTE not in file.attrs:
-            return {}
-        own: dict[str, Any] = json_attribute(file, OWN_ATTRIBUTE, path)
-        if not all(isinstance(own.get(kind, {}), dict) for kind in kinds):
-            raise DatasetError(
-                f"{path}: attribute '{OWN_ATTRIBUTE}' must be a JSON object of objects: {', '.join(kinds)}."
-            )
+    if OWN_ATTRIBUTE not in file.attrs:
+        return {}
+    own: dict[str, Any] = json_attribute(file, OWN_ATTRIBUTE, path)
+    if not all(isinstance(own.get(kind, {}), dict) for kind in kinds):
+        raise DatasetError(
+            f"{path}: attribute '{OWN_ATTRIBUTE}' must be a JSON object of objects: {', '.join(kinds)}."
+        )
     return own
 
 

@@ -24,7 +24,7 @@ from policies.errors import ExportError, MissingExtraError
 from policies.export import onnx_graph
 from policies.export.card import card_of
 from policies.export.export import export_onnx
-from policies.export.folder import CARD, REPORT, RUNNER, ExportReport, Surroundings, signature
+from policies.export.folder import CARD, REPORT, RUNNER, ExportReport, Surroundings, draft_of, signature
 from policies.export.onnx_graph import random_inputs
 from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
@@ -300,6 +300,26 @@ def test_a_failed_export_leaves_an_earlier_one_as_it_was(
     with pytest.raises(ExportError, match=mentions("ONNX no such op")):
         export_onnx(policy, tmp_path / "out", overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("moved", range(len(FILES)))
+def test_a_kill_between_two_files_leaves_no_mixture_of_exports(
+    moved: int, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads an export begins with its signature."""
+    shutil.copytree(made[1], tmp_path / "out")
+    replace, left = Path.replace, list(range(moved))
+
+    def killed(path: Path, target: Path) -> Path:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt), draft_of(tmp_path / "out") as draft:
+        shutil.copytree(made[1], draft, dirs_exist_ok=True)
+    assert not (tmp_path / "out" / SIGNATURE).exists()
 
 
 def test_a_directory_that_holds_something_is_left_alone_unless_asked(

@@ -95,7 +95,8 @@ def signature(policy: Policy | BestOfN, around: Surroundings, *, graph: str = "w
         inputs["goal"] = feature(policy.goal_dim, names=None)
     for camera, shape in policy.images.items():
         inputs[camera] = feature(chunk.obs_steps, *shape, units="0 to 255, red green blue", dtype="uint8")
-    limits: dict[str, Any] = {"low": _entries(around.action_low), "high": _entries(around.action_high)}
+    box = {"low": around.action_low, "high": around.action_high}
+    limits = {key: None if one is None else list(map(float, one)) for key, one in box.items()}
     names = _entries(around.action_names)
     action = feature(chunk.act_steps, chunk.action_dim, names=names, **limits)
     plan = feature(chunk.horizon - chunk.action_start, chunk.action_dim)

@@ -200,6 +200,8 @@ def test_the_signature_says_what_is_known_of_the_task_and_null_for_the_rest(made
     assert (facts["task"], facts["control_hz"]) == ("reach", 20.0)
     assert facts["outputs"]["action"]["names"] == ["x [m]", "y [m]"]
     assert facts["outputs"]["action"]["low"] == [-1.0, -2.0] and facts["outputs"]["action"]["high"] is None
+    of_a_box = signature(policy, Surroundings(action_low=tuple(np.full(2, -1.0, np.float32))))
+    assert json.loads(json.dumps(of_a_box))["outputs"]["action"]["low"] == [-1.0, -1.0]
 
 
 def test_the_sample_reproduces_with_numpy_and_onnxruntime_alone(made: Any) -> None:

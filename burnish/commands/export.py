@@ -11,7 +11,7 @@ from burnish.config.overrides import RunContext
 from burnish.console import output, table
 from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
-from envs.datasets.interface import LIMITS, NAMES, interface_of, with_given
+from envs.datasets.interface import interface_of, interface_of_task, with_given
 from envs.evaluation.protocol import with_steps
 from envs.evaluation.settings import check_seeds
 from policies.bounds import Checked, bounded
@@ -96,7 +96,8 @@ def surroundings_of(found: Located, policy: Policy, given: ExportConfig | None =
     provenance, task, reason, width = found.provenance(), None, "", policy.chunk.action_dim
     try:
         spec = task_of(found).spec
-        task, facts = spec.name, {key: getattr(spec, key) for key in (*NAMES, *LIMITS, "control_hz")}
+        task, reason = spec.name, "its task has none."
+        facts = {key: getattr(spec, key) for key in interface_of_task(spec)}
     except ConfigError as error:
         reason, facts = str(error), interface_of(provenance, policy.obs_dim, width)
     if given is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from policies.errors import ExportError
 from policies.export.onnx_graph import OPSET, worst_of
 from policies.policy import Policy
-from policies.runner import ENCODER, LOOP, MODEL, STEP
+from policies.runner import ENCODER, LOOP, MODEL, SIGNATURE, STEP
 from policies.storage.atomic_write import draft_folder, move_into
 from policies.wrappers.best_of_n import BestOfN
 
@@ -69,12 +69,15 @@ def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def draft_of(target: Path) -> Iterator[Path]:
-    """Collect files in a draft and move them into `target` on success; a failure changes nothing."""
+    """Collect files in a draft and move them into `target` on success; a failure changes nothing.
+
+    A program that is killed while they are moved leaves no signature, and so no export.
+    """
     with draft_folder(target) as draft:
         yield draft
-        for name in (*MODELS, RUNNER):  # files of another graph
+        for name in (SIGNATURE, *MODELS, RUNNER):  # files of another graph
             (target / name).unlink(missing_ok=True)
-        move_into(draft, target)
+        move_into(draft, target, last=SIGNATURE)
 
 
 def signature(policy: Policy | BestOfN, around: Surroundings, *, graph: str = "whole") -> dict[str, Any]:
@@ -92,7 +95,8 @@ def signature(policy: Policy | BestOfN, around: Surroundings, *, graph: str = "w
         inputs["goal"] = feature(policy.goal_dim, names=None)
     for camera, shape in policy.images.items():
         inputs[camera] = feature(chunk.obs_steps, *shape, units="0 to 255, red green blue", dtype="uint8")
-    limits: dict[str, Any] = {"low": _entries(around.action_low), "high": _entries(around.action_high)}
+    box = {"low": around.action_low, "high": around.action_high}
+    limits = {key: None if one is None else list(map(float, one)) for key, one in box.items()}
     names = _entries(around.action_names)
     action = feature(chunk.act_steps, chunk.action_dim, names=names, **limits)
     plan = feature(chunk.horizon - chunk.action_start, chunk.action_dim)

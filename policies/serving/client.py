@@ -13,7 +13,7 @@ Legend: To observation history, Ta executed steps, Da action width.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,12 +117,17 @@ class Client:
         metrics: dict[str, Any] = self.request({"type": "metrics"})["metrics"]
         return metrics
 
-    def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message and return its answer; resends after a timeout."""
+    def request(
+        self, body: Mapping[str, Any], *, goes_on: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
+        """Send a message and return its answer; resends after a timeout.
+
+        `goes_on` is asked at every timeout while the connection stands: whether to wait once more instead.
+        """
         self._id += 1
         frame = pack({**body, "id": self._id})
         for _ in range(self._retries + 1):
-            answer = self._attempt(frame)
+            answer = self._attempt(frame, goes_on)
             if answer is None:
                 self._drop()  # also drops queued messages
             elif answer["type"] == "error":
@@ -146,7 +151,7 @@ class Client:
             )
         self._schema, self._fingerprint = schema, str(answer.get("fingerprint"))
 
-    def _attempt(self, frame: bytes) -> dict[str, Any] | None:
+    def _attempt(self, frame: bytes, goes_on: Callable[[], bool]) -> dict[str, Any] | None:
         """Send once and wait; None after a timeout."""
         end = time.monotonic() + self._timeout_s
         socket = self._connected()
@@ -158,7 +163,12 @@ class Client:
                 break
             except self._zmq.Again:  # the server went away after the poll
                 continue
-        while socket.poll(_left_ms(end)):
+        while True:
+            if not socket.poll(_left_ms(end)):
+                if not (socket.poll(0, self._zmq.POLLOUT) and goes_on()):
+                    return None
+                end = time.monotonic() + self._timeout_s
+                continue
             answer = unpack(socket.recv())
             if answer.get("v") != VERSION:
                 raise ServingError(
@@ -168,7 +178,6 @@ class Client:
                 )
             if answer.get("id") in (self._id, None):
                 return answer  # others are late answers to earlier requests
-        return None
 
     def _connected(self) -> Any:
         if self._socket is None:

@@ -23,7 +23,7 @@ _END = ".msgpack"
 class FleetTask:
     """What all robots of a fleet do."""
 
-    name: str  # e.g. `env=avoid`; empty: unknown
+    name: str  # e.g. `env=avoid`; empty: unknown, robots of any task are taken
     obs_dim: int
     action_dim: int
     max_steps: int  # of an episode
@@ -95,7 +95,7 @@ class FleetEndpoint(Endpoint):
             self.version = version
 
     def handle(self, client: bytes, message: dict[str, Any], number: int) -> None:
-        if message.get("task") != self.task.name:
+        if self.task.name and message.get("task") != self.task.name:
             found = short(message.get("task"))
             raise ServingError("schema", f"this fleet is for '{self.task.name}'; got '{found}'.")
         match message["type"]:

@@ -49,7 +49,7 @@ class Metrics:
         self._decided: deque[float] = deque(maxlen=RECENT)
 
     def decided(self, queued_s: list[float], decide_s: float) -> None:
-        """Record a batch: queueing time of each row and computation time [s]."""
+        """Record a batch: queueing time of each row with actions, and computation time [s]."""
         self.counts["batches"] += 1
         self.counts["decisions"] += len(queued_s)
         self._queued.extend(queued_s)

@@ -34,6 +34,7 @@ from policies.storage.atomic_write import WITHOUT_LOCKS, atomic_file, draft_fold
 _log = logging.getLogger(__name__)
 
 _LATER = ("timeout", "busy", "stopping", "failed")  # reasons after which the robot tries again
+_MOST_TIMEOUTS = 128  # within which an answer must arrive
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
@@ -47,7 +48,7 @@ class FleetRobot:
         task: Task of the fleet.
         secret_key: File with the robot's CURVE keys; None: no encryption.
         server_key: File with the learner's public key.
-        timeout_s: Timeout of a message [s].
+        timeout_s: Timeout of a message [s]; of those that take longer it is doubled until they arrive.
         every_s: Time between two exchanges without a new episode [s].
 
     Raises:
@@ -84,6 +85,8 @@ class FleetRobot:
             if int(path.stem) <= self.acknowledged:  # it was killed before it could remove it
                 path.unlink()
         self.next_number = max([self.acknowledged, *self.waiting()]) + 1
+        self._timeouts = 1  # within which an answer arrived so far
+        self._given = -1  # version of the policy that the robot has
         self._stopping, self._wake, self._has_policy = (threading.Event() for _ in range(3))
         self._failure: Exception | None = None
         if self._newest() is not None:
@@ -126,6 +129,7 @@ class FleetRobot:
         found = self._newest()
         if found is None:
             raise ServingError("timeout", f"{self._client.endpoint} gave no policy. Is the learner running?")
+        self._given = found[0]
         return found
 
     def report(self, episode: FleetEpisode) -> int:
@@ -174,13 +178,26 @@ class FleetRobot:
             self._wake.wait(self._every_s)
             self._wake.clear()
 
+    def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a message; next time it may take twice as long if it came too late."""
+        left = self._timeouts
+
+        def goes_on() -> bool:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                self._timeouts = min(2 * self._timeouts, _MOST_TIMEOUTS)
+            return left > 0 and not self._stopping.is_set()
+
+        return self._client.request({**body, "task": self._task}, goes_on=goes_on)
+
     def _send(self) -> None:
         """Send the episodes of the spool, oldest first; remove what is acknowledged."""
         for number in self.waiting():
             if self._stopping.is_set():
                 return
             episode = self._episode(number)
-            self._client.request({"type": "episode", "task": self._task, "episode": episode})
+            self._ask({"type": "episode", "episode": episode})
             write_text(self._home / "acknowledged", str(number))  # keeps the numbering of an empty spool
             self._file(number).unlink()
 
@@ -196,7 +213,7 @@ class FleetRobot:
         """Ask for a newer policy; versions never go back."""
         newest = self._newest()
         have = None if newest is None else newest[0]
-        answer = self._client.request({"type": "policy", "task": self._task, "have": have})
+        answer = self._ask({"type": "policy", "have": have})
         version, files = answer.get("version"), answer.get("files")
         if type(version) is not int or not isinstance(files, dict):
             raise ServingError("malformed", "the learner must answer with a version and files.")
@@ -215,7 +232,8 @@ class FleetRobot:
         self._has_policy.set()
 
     def _remove_older(self, version: int) -> None:
-        """Remove all policies but the newest two: the robot may be reading the one before."""
+        """Remove all policies but the newest two, and the one that the robot has: it may be reading it."""
         found = sorted(int(path.name) for path in (self._home / "policy").glob("*") if path.name.isdecimal())
         for old in found[:-2]:
-            shutil.rmtree(self._home / "policy" / str(old), ignore_errors=True)
+            if old != self._given:
+                shutil.rmtree(self._home / "policy" / str(old), ignore_errors=True)

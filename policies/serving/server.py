@@ -62,6 +62,7 @@ class Server(Endpoint):
     """Serve a policy at `endpoint` until `stop` is called; use as a context manager.
 
     Raises:
+        Exception: What the policy raises for an observation of zeros.
         ConfigError: If the address cannot be bound.
         MissingExtraError: If the extra `serve` is not installed.
     """
@@ -142,7 +143,8 @@ class Server(Endpoint):
             return
         actions = self._actions(batch)
         took = self._clock() - now
-        self.metrics.decided([now - request.arrived for request in batch], took)
+        answered = [one for one, action in zip(batch, actions, strict=True) if action is not None]
+        self.metrics.decided([now - request.arrived for request in answered], took)
         for request, action in zip(batch, actions, strict=True):
             if action is None:
                 reason = "the policy gave no finite actions for this observation; see the server's log."
@@ -154,10 +156,8 @@ class Server(Endpoint):
 
     def _actions(self, batch: Sequence[Request]) -> list[Array | None]:
         """Return the actions (Ta, Da) of every request; None where the policy failed on that row alone."""
-        inputs = {name: np.stack([one.inputs[name] for one in batch]) for name in self._served.schema.inputs}
-        noise = np.stack([self._noise(request) for request in batch])
         try:
-            actions = np.asarray(self._served.decide(inputs, noise), dtype=np.float32)
+            actions = self._computed(batch)
         except Exception:  # one failing row must not affect other clients
             _log.exception("the policy failed on a batch of %d", len(batch))
             return [None] if len(batch) == 1 else [self._actions([request])[0] for request in batch]
@@ -166,11 +166,18 @@ class Server(Endpoint):
             _log.error("the policy gave NaN or inf for %d of %d observations", failed, len(rows))
         return rows
 
+    def _computed(self, batch: Sequence[Request]) -> Array:
+        """Return the actions (B, Ta, Da) of requests; raises what the policy raises."""
+        inputs = {name: np.stack([one.inputs[name] for one in batch]) for name in self._served.schema.inputs}
+        noise = np.stack([self._noise(request) for request in batch])
+        return np.asarray(self._served.decide(inputs, noise), dtype=np.float32)
+
     def _warm_up(self) -> None:
-        """Compute once, so that the policy's memory is allocated before monitoring."""
+        """Compute once, so that a policy that fails is found, and memory is allocated before monitoring."""
         inputs = {k: np.zeros(f.shape, f.dtype) for k, f in self._served.schema.inputs.items()}
-        for size in {1, self._settings.max_batch}:
-            self._actions([Request(b"", 0, inputs, None, 0.0, math.inf)] * size)
+        request = Request(b"", 0, inputs, None, 0.0, math.inf)
+        self._computed([request])
+        self._actions([request] * self._settings.max_batch)
 
     def _noise(self, request: Request) -> Array:
         shape = self._served.noise_shape

@@ -109,10 +109,10 @@ def draft_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def move_into(draft: Path, target: Path) -> None:
-    """Move the files of a folder into another, created if missing."""
+def move_into(draft: Path, target: Path, *, last: str = "") -> None:
+    """Move the files of a folder into another, created if missing; the one of this name after all others."""
     target.mkdir(parents=True, exist_ok=True)
-    for path in draft.iterdir():
+    for path in sorted(draft.iterdir(), key=lambda path: path.name == last):
         path.replace(target / path.name)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from policies.storage.strict_json import own_file, read_small
 
 CHECKSUMS = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
@@ -21,12 +23,20 @@ def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def is_intact(folder: Path, file: Path) -> bool:
-    """Whether a file matches its recorded checksum, or has none; raises as `own_file` and `read_small`."""
+    """Whether a file matches its recorded checksum, or has none.
+
+    Raises:
+        ValueError: If the checksums are damaged, or as `own_file` and `read_small`.
+    """
     sums = folder / CHECKSUMS
     if not os.path.lexists(sums):
         return True
-    lines = read_small(own_file(sums)).splitlines()
-    known = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    text = read_small(own_file(sums))
+    found = [_LINE.fullmatch(line) for line in text.splitlines() if line]
+    known = {one[2]: one[1] for one in found if one is not None}
+    is_cut = not text.endswith("\n") and not (folder / list(known or [""])[-1]).is_file()
+    if None in found or is_cut:
+        raise ValueError(f"{sums} is damaged. Copy it again, or remove it to read files without a check.")
     expected = known.get(file.as_posix())
     return expected is None or expected == sha256(folder / file)
 

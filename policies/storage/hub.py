@@ -147,8 +147,9 @@ def _evaluation(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         found = {"summary": data["summary"], "protocol_hash": data["protocol_hash"]}
-        if not isinstance(found["summary"]["episodes"], int):
-            raise TypeError("the number of episodes is missing")
+        for name, kind in (("env", str), ("episodes", int)):
+            if not isinstance(found["summary"][name], kind):
+                raise TypeError(f"{name} must be of type {kind.__name__}")
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an evaluation of burnish eval ({error!r}).") from None

@@ -114,10 +114,11 @@ def _results(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for evaluation in evaluations:
         summary = evaluation["summary"]
         for key in (key for key in _NAMES if key in summary):
-            mean, low, high = (f"{summary[key][part]:.3g}" for part in ("value", "low", "high"))
+            found = summary[key]
+            interval = f"{found['low']:.3g} to {found['high']:.3g}" if "low" in found else "–"
             protocol = _plain(evaluation["protocol_hash"])[:12]
             yield (
-                f"| {_plain(summary['env'])} | {_NAMES[key]} | {mean} | {low} to {high} | "
+                f"| {_plain(summary['env'])} | {_NAMES[key]} | {found['value']:.3g} | {interval} | "
                 f"{summary['episodes']} | `{protocol}` |"
             )
     yield ""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from messages import mentions
@@ -12,6 +15,9 @@ from pairwise import each_value
 
 import burnish
 from burnish import cli
+from burnish.commands import export as export_command
+from burnish.runs.locate import locate
+from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import ConfigError
@@ -61,3 +67,17 @@ def test_no_policy_is_hidden_by_an_export_in_its_place(name: str, tmp_path: Path
     with pytest.raises(ConfigError, match=mentions("out= run")):
         burnish.export(tmp_path / "policy", out=place, overwrite=True)
     assert [item.name for item in place.iterdir()] == [name]
+
+
+def test_an_export_has_no_limits_of_a_task_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """JSON has no infinity; a signature that holds one is refused."""
+    parts = PolicyConfig(backbone=MlpConfig(width=8))
+    found = locate(save_policy(build_policy(parts, obs_dim=4, action_dim=2), tmp_path / "policy"))
+    spec = replace(Avoid().spec, action_low=(-math.inf, -math.inf), action_high=(math.inf, math.inf))
+    monkeypatch.setattr(export_command, "task_of", lambda _: SimpleNamespace(spec=spec))
+    facts = export_command.surroundings_of(found, found.load())
+    assert (facts.task, facts.control_hz) == ("avoid", 20.0)
+    assert facts.action_low is None and facts.action_high is None
+    assert "its task has none" in caplog.text

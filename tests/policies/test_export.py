@@ -24,7 +24,7 @@ from policies.errors import ExportError, MissingExtraError
 from policies.export import onnx_graph
 from policies.export.card import card_of
 from policies.export.export import export_onnx
-from policies.export.folder import CARD, REPORT, RUNNER, ExportReport, Surroundings, signature
+from policies.export.folder import CARD, REPORT, RUNNER, ExportReport, Surroundings, draft_of, signature
 from policies.export.onnx_graph import random_inputs
 from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
@@ -200,6 +200,8 @@ def test_the_signature_says_what_is_known_of_the_task_and_null_for_the_rest(made
     assert (facts["task"], facts["control_hz"]) == ("reach", 20.0)
     assert facts["outputs"]["action"]["names"] == ["x [m]", "y [m]"]
     assert facts["outputs"]["action"]["low"] == [-1.0, -2.0] and facts["outputs"]["action"]["high"] is None
+    of_a_box = signature(policy, Surroundings(action_low=tuple(np.full(2, -1.0, np.float32))))
+    assert json.loads(json.dumps(of_a_box))["outputs"]["action"]["low"] == [-1.0, -1.0]
 
 
 def test_the_sample_reproduces_with_numpy_and_onnxruntime_alone(made: Any) -> None:
@@ -300,6 +302,26 @@ def test_a_failed_export_leaves_an_earlier_one_as_it_was(
     with pytest.raises(ExportError, match=mentions("ONNX no such op")):
         export_onnx(policy, tmp_path / "out", overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("moved", range(len(FILES)))
+def test_a_kill_between_two_files_leaves_no_mixture_of_exports(
+    moved: int, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads an export begins with its signature."""
+    shutil.copytree(made[1], tmp_path / "out")
+    replace, left = Path.replace, list(range(moved))
+
+    def killed(path: Path, target: Path) -> Path:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt), draft_of(tmp_path / "out") as draft:
+        shutil.copytree(made[1], draft, dirs_exist_ok=True)
+    assert not (tmp_path / "out" / SIGNATURE).exists()
 
 
 def test_a_directory_that_holds_something_is_left_alone_unless_asked(

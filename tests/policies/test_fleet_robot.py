@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -220,6 +223,69 @@ def test_keys_admit_known_robots_only(tmp_path: Path) -> None:
             one.report(fleet_episode())
         learner.until(lambda: not robot.waiting())
         assert stranger.waiting() == [0] and learner.repeated == 0
+
+
+@contextlib.contextmanager
+def slow_link(address: str, rate: int) -> Iterator[str]:
+    """Yield another address of a learner, over which each direction takes `rate` bytes per second."""
+    port = int(address.rpartition(":")[2])
+    listener, open_ends = socket.create_server(("127.0.0.1", 0)), list[socket.socket]()
+
+    def forward(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError), source, target:
+            while content := source.recv(max(1, rate // 50)):
+                time.sleep(len(content) / rate)
+                target.sendall(content)
+            target.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+                open_ends.extend((near, far))
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=forward, args=ends, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        for one in (listener, *open_ends):
+            one.close()
+
+
+def test_a_policy_that_takes_longer_than_a_timeout_arrives(learner: Learner, tmp_path: Path) -> None:
+    """It takes two seconds; robots give up a message after 0.2."""
+    learner.offer(1, policy_at(tmp_path, "policy"))
+    learner._policy["model.safetensors"] = bytes(40_000)
+    with slow_link(learner.endpoint, 20_000) as address, robot_at(address, tmp_path / "arm") as robot:
+        learner.until((tmp_path / "arm" / "policy" / "1" / "model.safetensors").exists)
+        assert robot.policy()[0] == 1
+
+
+def test_a_policy_that_the_robot_reads_is_not_removed(learner: Learner, tmp_path: Path) -> None:
+    spool = tmp_path / "arm"
+    with robot_at(learner.endpoint, spool) as robot:
+        for version in range(5):
+            learner.offer(version, policy_at(tmp_path, f"version {version}"))
+            learner.until((spool / "policy" / str(version) / "config.json").exists)
+            if version == 1:
+                _, folder = robot.policy()
+        learner.until(lambda: not (spool / "policy" / "2").exists())
+        assert (folder / "config.json").read_text() == "version 1"
+        assert sorted(path.name for path in (spool / "policy").iterdir()) == ["1", "3", "4"]
+
+
+def test_a_fleet_whose_task_is_unknown_takes_robots_of_any(tmp_path: Path) -> None:
+    task = FleetTask("", TASK.obs_dim, TASK.action_dim, TASK.max_steps)
+    with (
+        Learner(EndpointSettings(port=0), task, tmp_path / "episodes") as learner,
+        robot_at(learner.endpoint, tmp_path / "arm") as robot,
+    ):
+        robot.report(fleet_episode())
+        learner.until(lambda: not robot.waiting())
+        assert learner.numbers == [0]
 
 
 def test_versions_never_go_back(tmp_path: Path) -> None:

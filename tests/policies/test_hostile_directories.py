@@ -295,6 +295,20 @@ def test_a_description_that_was_changed_is_found(honest: Path, directory: Path) 
     assert load_policy(directory).config.observation_clip == 4.0
 
 
+@pytest.mark.parametrize("size", [0, 30, 66, 70, 79, 120, 150])
+def test_checksums_that_were_cut_off_are_found(size: int, honest: Path, directory: Path) -> None:
+    """The first line has 78 bytes."""
+    text = (honest / "SHA256SUMS").read_text()
+    (directory / "SHA256SUMS").write_text(text[:size])
+    assert re.search(mentions("SHA256SUMS damaged"), refused(directory))
+
+
+@pytest.mark.parametrize("kept", [lambda text: text[:78], lambda text: text[78:].rstrip(), lambda _: "\n"])
+def test_a_file_without_a_line_is_not_compared(kept: Any, honest: Path, directory: Path) -> None:
+    (directory / "SHA256SUMS").write_text(kept((honest / "SHA256SUMS").read_text()))
+    load_policy(directory)
+
+
 def test_the_checksums_of_a_checkpoint_are_compared_too(directory: Path) -> None:
     (directory.parent / "SHA256SUMS").write_text(f"{'0' * 64}  policy/config.json\n")
     assert re.search(mentions("config.json SHA-256"), refused(directory))

@@ -20,6 +20,7 @@ from small_policies import observations, small_policy
 
 import burnish
 from burnish.runs.locate import locate
+from envs.evaluation.intervals import Interval, stated
 from policies.errors import CheckpointError, ConfigError
 from policies.storage import hub
 from policies.storage.policy_folder import save_policy
@@ -204,6 +205,18 @@ def test_the_card_is_valid_for_the_hub_and_tells_results_with_their_protocol(
     assert 'load_policy("hub://org/name")' in text and "made for `avoid`" in text
 
 
+def test_a_card_has_the_results_of_one_episode(stand_in: StandIn, tmp_path: Path) -> None:
+    """Its return has no interval."""
+    directory = save_policy(small_policy(), tmp_path / "policy")
+    played = json.loads(evaluation_file(tmp_path / "e.json").read_text())
+    played["summary"] |= {"episodes": 1, "return": stated(Interval(12.5, 12.5, 12.5), 1)}
+    (tmp_path / "e.json").write_text(json.dumps(played))
+    hub.push_to_hub(
+        directory, "org/name", evaluations=[tmp_path / "e.json"], endpoint=stand_in.url, token="t"
+    )
+    assert "| avoid | return | 12.5 | – | 1 |" in stand_in.files["README.md"].decode()
+
+
 def test_a_name_without_the_prefix_never_leads_to_the_network(
     stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +253,9 @@ def test_a_damaged_policy_is_not_uploaded(stand_in: StandIn, tmp_path: Path) -> 
 
 def test_an_evaluation_that_is_none_is_refused(stand_in: StandIn, tmp_path: Path) -> None:
     directory = save_policy(small_policy(), tmp_path / "policy")
-    (tmp_path / "e.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=mentions("evaluation")):
-        hub.push_to_hub(directory, "org/name", evaluations=[tmp_path / "e.json"], endpoint=stand_in.url)
+    without_task = json.loads(evaluation_file(tmp_path / "e.json").read_text())
+    del without_task["summary"]["env"]
+    for content in ({}, without_task):
+        (tmp_path / "e.json").write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=mentions("evaluation")):
+            hub.push_to_hub(directory, "org/name", evaluations=[tmp_path / "e.json"], endpoint=stand_in.url)

@@ -475,7 +475,7 @@ class Failing:
 
 
 def test_a_policy_that_fails_for_one_robot_serves_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    with Server(Failing(), ServerSettings(port=0)) as server:
+    with Server(Failing(), ServerSettings(port=0), clock=lambda: 0.0) as server:
         rows = [
             Request(b"", i, {"observation": np.full((1, 1), i, np.float32)}, None, 0.0, 1.0) for i in range(4)
         ]
@@ -485,9 +485,19 @@ def test_a_policy_that_fails_for_one_robot_serves_the_others(caplog: pytest.LogC
             None,
             3,
         ]
+        for row in rows:
+            server._queue.add(row)
+        server._decide()
+        assert (server.metrics.counts["decisions"], server.metrics.rejected["failed"]) == (2, 2)
     assert (
         "broken" in caplog.text and "NaN or inf for 1 of 1" in caplog.text
     )  # where clients are sent to look
+
+
+def test_a_policy_that_always_fails_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Failing, "decide", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Server(Failing(), ServerSettings(port=0))
 
 
 # -- memory -------------------------------------------------------------------------------------------------

@@ -40,8 +40,9 @@ from algos.onpolicy.start import starting_policy
 from algos.ppo import PpoConfig
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
+from policies.errors import ConfigError
 from policies.protocols import has_steps
-from policies.registry import register
+from policies.registry import name_of, register
 from policies.samplers.ddpm import DDPM
 
 SAMPLERS = ("auto", "ddpm", "ddim", "ancestral")
@@ -132,5 +133,10 @@ class DppoConfig(PpoConfig):
         )
         if self.denoising_steps is not None:
             explore = samplers.with_steps(explore, init, self.denoising_steps)
+        if self.eta != 1 and not hasattr(explore, "eta"):
+            raise ConfigError(
+                f"algo.eta={self.eta:g} has no effect on the chain of this policy, "
+                f"sampler={name_of('sampler', explore)}. Leave it out."
+            )
         noise = {"min_std": 1e-3, "final_std": 0.0} if isinstance(explore, DDPM) else {"min_std": 0.0}
         return explore, samplers.replaced(explore, eta=0.0, clip_action=init.sampler.clip_action, **noise)

@@ -78,6 +78,8 @@ class PpoConfig(OnPolicyConfig):
         policy.noise_correlation = self.noise_correlation
         policy.requires_grad_(False).head.requires_grad_(True)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
+        if frozen is not None:
+            frozen.noise_correlation = self.noise_correlation
         return OnPolicy(
             self,
             setup,

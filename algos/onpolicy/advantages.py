@@ -115,8 +115,9 @@ class AdvantageEstimator:
         reward = rollout.rewards.double().sum(dim=-1)
         if scaler is not None:
             reward = scaler(reward, rollout.first)
+        reward = self.reward_scale_const * reward
         advantage, target = gae(
-            self.reward_scale_const * reward,
+            reward,
             value,
             self.successors(rollout, policy, critic, value),
             rollout.terminated,

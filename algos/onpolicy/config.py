@@ -23,6 +23,12 @@ from policies.networks.heads import CriticConfig
 from policies.policy import Policy
 from policies.registry import name_of
 
+ACTOR_STEPS = (
+    *("actor_lr", "actor_min_lr", "actor_lr_warmup", "actor_lr_cycle"),
+    *("actor_weight_decay", "max_grad_norm"),
+)
+"""Settings of the actor's optimiser."""
+
 
 @dataclass
 class OnPolicyConfig(Checked):
@@ -95,6 +101,11 @@ class OnPolicyConfig(Checked):
             self.batch_size > 1 or not self.normalize_advantage,
             "at least 2 with algo.normalize_advantage=true, for one advantage normalises to 0",
         )
+        self.require(
+            "steps_per_iteration",
+            self.num_envs * self.steps_per_iteration > 1 or not self.normalize_advantage,
+            "at least 2 with algo.num_envs=1 and algo.normalize_advantage=true: one advantage becomes 0",
+        )
         shares = self.advantage_quantiles
         are_shares = rising(shares) and shares[0] >= 0 and shares[1] <= 1
         self.require("advantage_quantiles", are_shares, "two rising numbers in [0, 1]")
@@ -120,6 +131,10 @@ class OnPolicyConfig(Checked):
             found |= dict.fromkeys(("encoder_lr", "image_shift"), "without algo.encoder=trained")
         if self.surrogate in TRUST_REGIONS:
             found["clip_range"] = f"with algo.surrogate={self.surrogate}, which algo.target_kl bounds"
+        if self.surrogate == "trpo":
+            found |= dict.fromkeys(ACTOR_STEPS, "with algo.surrogate=trpo, whose step algo.target_kl bounds")
+            if getattr(self, "props_every", 0):
+                del found["actor_lr"]  # the rate of the collecting policy
         if not self.bc_weight:
             found["bc_rows"] = "without algo.bc_weight"
         if not self.reward_scaling:

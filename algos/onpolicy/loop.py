@@ -87,15 +87,20 @@ def warn_of_saturation(share: float) -> bool:
     return True
 
 
-def warn_of_warmup(config: OnPolicyConfig, control_steps: int) -> None:
-    """Warn of a run that ends before its policy begins to learn; an iteration has `control_steps`."""
-    budget = config.env_steps
+def warn_of_warmup(config: OnPolicyConfig, chunks: int, act_steps: int) -> None:
+    """Warn of a run that ends before its policy begins to learn; an iteration has `chunks`.
+
+    A budget of control steps lasts for more iterations where episodes end within chunks.
+    """
+    budget, control_steps = config.env_steps, chunks * act_steps
     count = config.iterations if budget is None else math.ceil(budget / control_steps)
     if count <= config.critic_warmup_iterations:
+        may_last = budget is not None and act_steps > 1
         _log.warning(
-            "the policy will not learn: the run has %d iterations of %s control steps, and "
+            "the policy %s learn: the run has %d iterations of %s control steps%s, and "
             "algo.critic_warmup_iterations=%d of them train the critic alone.",
-            count, f"{control_steps:,}", config.critic_warmup_iterations,
+            "may not" if may_last else "will not", count, f"{control_steps:,}",
+            " (more where episodes end within chunks)" if may_last else "", config.critic_warmup_iterations,
         )  # fmt: skip
 
 
@@ -149,7 +154,7 @@ class OnPolicy:
         )
         sets = self._sets(setup.env)
         self.steps_per_iteration = steps_within_budget(config, policy.chunk.act_steps)
-        warn_of_warmup(config, self.steps_per_iteration * config.num_envs * policy.chunk.act_steps)
+        warn_of_warmup(config, self.steps_per_iteration * config.num_envs, policy.chunk.act_steps)
         self.pool = setup.pool(
             policy,
             config.num_envs,
@@ -176,8 +181,20 @@ class OnPolicy:
         if self.config.env_steps is not None:
             return self.config.env_steps
         left = max(0, self.config.iterations - self.iteration)
-        per_iteration = self.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
-        return self.progress + left * per_iteration
+        return self.progress + left * self._longest_iteration
+
+    @property
+    def expected(self) -> int:
+        """Environment steps after which the run will end, by iterations as long as those so far."""
+        if self.config.env_steps is None:
+            return self.total
+        mean = self.progress / self.iteration if self.progress else self._longest_iteration
+        return round(math.ceil(self.total / mean) * mean)
+
+    @property
+    def _longest_iteration(self) -> int:
+        """Environment steps of an iteration in which no episode ends within a chunk."""
+        return self.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
 
     @property
     def stage(self) -> str:

@@ -30,6 +30,7 @@ from algos.onpolicy.losses import approx_kl
 from algos.onpolicy.ppo_update import GeneratorDraws
 from algos.onpolicy.ratios import ChainRatio, Rows
 from algos.training.observations import encode, mapped
+from algos.training.ranks import current
 from envs.rollouts.rollout import Rollout, RolloutPool, concatenated
 from policies.policy import Policy
 
@@ -93,11 +94,9 @@ class AdaptiveSampling:
         `reset` begins new episodes; `on_progress` is told the number of chunks so far.
         """
         collecting: ChainRatio = self.ratio
-        before = latest = 0
+        before = 0
 
         def count(chunks: int) -> None:
-            nonlocal latest
-            latest = chunks
             on_progress(before + chunks)
 
         parts: list[Rollout] = []
@@ -105,7 +104,7 @@ class AdaptiveSampling:
         for begin in range(0, steps, self.every):
             actor, size = pool.acting(collecting), min(self.every, steps - begin)
             part = pool.collect(actor, size, reset=reset and not parts, on_progress=count)
-            before += latest
+            before += part.length.numel() // current().world  # as `on_progress`, of this process
             parts.append(part)
             experiences.append(self.scored(part, self._joint))
             if begin + self.every < steps:

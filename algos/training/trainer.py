@@ -235,11 +235,12 @@ class _Loop:
     def _log_if_long(self, before: Sequence[int], began: float) -> None:
         """Log once how long the run takes, if that is long, from the units done since `began`."""
         algorithm, seconds = self._slowest, self._clock() - began
-        units, left = algorithm.progress - min(before), algorithm.total - algorithm.progress
+        total = getattr(algorithm, "expected", algorithm.total)
+        units, left = algorithm.progress - min(before), total - algorithm.progress
         if not self._is_estimated and units > 0 and seconds * left > LONG_S * units:
             self._is_estimated = True
             rate, budget = units / max(seconds, 1e-9), getattr(algorithm, "budget", None) or ""
-            _log.info("%s", planned(algorithm.total, algorithm.unit, rate, budget))
+            _log.info("%s", planned(total, algorithm.unit, rate, budget))
 
     def _show(self) -> None:
         """Display the metrics recorded since the last call, as means over the runs."""

@@ -130,7 +130,7 @@ def both_sides() -> tuple[OnPolicy, ReinFlowStyle]:
     torch.manual_seed(1)
     peer = ReinFlowStyle(tuned, critic)
     noise = NoiseConfig(hidden_dims=(HIDDEN, HIDDEN))
-    config = ReinFlowConfig(num_envs=1, steps_per_iteration=1, denoising_steps=STEPS, noise=noise)
+    config = ReinFlowConfig(num_envs=1, steps_per_iteration=2, denoising_steps=STEPS, noise=noise)
     setup = Setup(env=make_env("hopper"), init=flow_policy(tuned), num_workers=0, num_threads=1)
     run = config.build(setup)
     copy_trunk(critic, run.learner.critic)

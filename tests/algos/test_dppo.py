@@ -101,6 +101,21 @@ def test_a_run_that_ends_with_the_warm_up_of_its_critic_warns(
     assert len(told) == warns and all("algo.critic_warmup_iterations=1" in line for line in told)
 
 
+def test_a_budget_that_lasts_longer_where_episodes_end_early_is_not_called_too_short(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Episodes of one step in chunks of two: a budget of one full iteration is two."""
+    config = replace(SMALL, critic_warmup_iterations=1, env_steps=4 * 8 * 2)
+    run = make_run(config, env=PointEnv(limit=1))
+    (told,) = [line for line in caplog.messages if "not learn" in line]
+    assert "may not learn" in told and "more where episodes end within chunks" in told
+    before = [weight.clone() for weight in run.learner.actor]
+    while run.progress < run.total:
+        run.advance()
+    assert not all(torch.equal(a, b) for a, b in zip(before, run.learner.actor, strict=True))
+    run.close()
+
+
 def test_target_kl_stops_all_epochs() -> None:
     run = make_run(replace(SMALL, target_kl=1e-12, update_epochs=5, actor_lr=1e-2))
     assert float(run.advance()["policy/updates"]) == 2  # the first minibatch still has ratio one
@@ -144,6 +159,8 @@ def test_a_run_explores_with_the_noise_that_it_is_told() -> None:
     assert (explored.eta, explored.noise_clip, explored.min_std) == (0.4, 2.0, 0.2)
     explored = make_run(replace(SMALL, noise_clip=2.0, min_sampling_std=0.2)).policy.sampler
     assert (explored.noise_clip, explored.min_std) == (2.0, 0.2)
+    with pytest.raises(ConfigError, match=mentions("algo.eta=0.4 no effect sampler=ddpm")):
+        make_run(replace(SMALL, eta=0.4))
 
 
 @pytest.mark.parametrize("resets", [False, True])

@@ -52,6 +52,7 @@ def test_config_is_a_structured_config() -> None:
         ({"min_log_prob_std": 0.0}, "algo.min_log_prob_std 0.0"),
         ({"entropy_coef": 0.1}, "algo.entropy_coef 0 0.1"),
         ({"batch_size": 1}, "algo.batch_size 2 algo.normalize_advantage=true"),
+        ({"num_envs": 1, "steps_per_iteration": 1}, "algo.steps_per_iteration 2 algo.num_envs=1"),
         ({"advantage_quantiles": (0.5,)}, "algo.advantage_quantiles two"),
         ({"advantage_quantiles": (0.1, 0.2, 0.3)}, "algo.advantage_quantiles two"),
         ({"log_prob_range": (1.0,)}, "algo.log_prob_range two"),
@@ -82,6 +83,8 @@ def test_numbers_that_cannot_be_meant_are_refused_by_name(name: str, value: floa
 
 def test_what_looks_odd_but_can_be_meant_is_allowed() -> None:
     assert replace(SMALL, batch_size=1, normalize_advantage=False).batch_size == 1
+    assert replace(SMALL, num_envs=1, steps_per_iteration=1, normalize_advantage=False).num_envs == 1
+    assert replace(SMALL, num_envs=2, steps_per_iteration=1).num_envs == 2
     steep = replace(SMALL, reward_scale_clip=math.inf, clip_range_rate=100.0)
     assert bool(steep.clip_range_of(5).isfinite().all())
     assert replace(SMALL, log_prob_range=None).log_prob_range is None

@@ -72,6 +72,20 @@ def test_whole_groups_take_the_advantage_of_their_sets_and_others_keep_theirs() 
     run.close()
 
 
+def test_sets_and_single_steps_have_rewards_of_one_scale() -> None:
+    run = make_run(replace(POLY, reward_scaling=False), make_init(), env=Sided())
+    rollout = run.collect()
+    rollout.metrics["mode"] = torch.arange(8).remainder(4).expand(14, 8)  # every rollout of a group is new
+    found = [
+        replace(run.estimate_advantages, reward_scale_const=factor)(
+            rollout, run.policy, lambda cond: torch.zeros(len(cond)), None
+        ).advantage
+        for factor in (1.0, 3.0)
+    ]
+    torch.testing.assert_close(3.0 * found[0], found[1])
+    run.close()
+
+
 def test_an_iteration_learns_from_sets() -> None:
     run = make_run(POLY, make_init(), env=Sided())
     assert torch.isfinite(run.advance()["policy/loss"])

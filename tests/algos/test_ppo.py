@@ -152,7 +152,7 @@ def test_budget_in_environment_steps_replaces_iterations(caplog: pytest.LogCaptu
     """It is rounded up to whole iterations, and the log says so."""
     caplog.set_level(logging.INFO, "algos.onpolicy.loop")
     run = make_run(replace(SMALL, env_steps=150))
-    assert run.total == 150
+    assert run.total == 150 and run.expected == 256
     assert caplog.messages == [
         "the run ends with the iteration that reaches algo.env_steps=150; an iteration has up to 128 control "
         "steps."
@@ -160,6 +160,7 @@ def test_budget_in_environment_steps_replaces_iterations(caplog: pytest.LogCaptu
     while run.progress < run.total:
         run.advance()
     assert run.iteration == 2 and 150 <= run.progress <= 256
+    assert run.expected == run.progress
 
 
 def test_a_budget_below_one_iteration_shortens_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,6 +245,18 @@ def test_cloning_term_works_for_a_gaussian() -> None:
     _, metrics = run.learner.actor_gradient(experience, torch.arange(64), draws=draws)
     # Near -E[log N] of a deviation of 0.1: 0.5 log(2 pi e 0.01) per element.
     assert float(metrics["policy/cloning_loss"]) == pytest.approx(-0.88, abs=0.1)
+
+
+def test_the_cloning_term_draws_the_noise_that_it_scores() -> None:
+    """At the initial policy, a minimum of the term, no gradient moves a deviation, correlated or not."""
+    config = replace(SMALL, noise_correlation=0.9, bc_weight=1.0, log_prob_range=None)
+    run = make_run(config, make_init(init_std=0.1))
+    cond = run.policy.encode(run.policy.observation({"state": torch.zeros(4000, 1, 2)}))
+    term = run._bc_term
+    assert term is not None
+    noise = torch.randn(4000, *term.noise_shape, generator=torch.Generator().manual_seed(0))
+    (slope,) = torch.autograd.grad(term.losses(cond, noise).mean(), run.policy.head.log_var)
+    assert float(slope.abs().max()) < 0.02
 
 
 def test_unfit_policies_are_refused() -> None:

@@ -100,6 +100,16 @@ def test_the_collecting_policy_takes_what_was_taken_less_often() -> None:
     run.close()
 
 
+def test_progress_is_the_number_of_chunks_of_all_parts() -> None:
+    run = test_ppo.make_run(PARTS)
+    assert run.sampling is not None
+    steps, every, seen = run.config.steps_per_iteration, run.config.props_every, []
+    run.sampling.collect(run.pool, steps, run.draws, reset=False, on_progress=seen.append)
+    ends_part = [t % every == 0 or t == steps for t in range(1, steps + 1)]
+    assert seen == [run.config.num_envs * t for t, end in enumerate(ends_part, start=1) if not end]
+    run.close()
+
+
 def test_a_part_of_no_steps_and_learned_noise_are_refused() -> None:
     with pytest.raises(ConfigError, match=mentions("props_every -1")):
         replace(PARTS, props_every=-1)

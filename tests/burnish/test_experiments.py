@@ -160,6 +160,12 @@ def test_every_published_run_on_robomimic_begins_each_iteration_with_new_episode
         assert any(one.get("algo.reset_each_iteration") for one in settings), name
 
 
+def test_published_noise_on_images_reads_the_state_and_keeps_its_bounds() -> None:
+    """As ReinFlow's released configurations of robomimic's images have it."""
+    noise = _content("common/reinflow_image_online")[2]["algo"]["noise"]
+    assert noise == {"input": "state", "min_std": 0.08, "max_std": 0.14, "hold": 1.0}
+
+
 def _choices_made(name: str) -> list[list[str]]:
     """Return the groups that the file of an experiment chooses from itself; algorithms are run below."""
     return [sorted(_content(name)[1])]

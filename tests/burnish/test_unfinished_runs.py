@@ -197,6 +197,19 @@ def test_a_long_run_is_announced_once(
     assert len(found) == lines and all(text.startswith("6 ") for text in found)
 
 
+def test_the_length_that_is_told_is_the_expected_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A budget of control steps ends with a whole iteration."""
+    monkeypatch.setattr("algos.training.trainer.LONG_S", 0.0)
+    walk: Any = RandomWalk(6)
+    walk.expected = 8
+    with caplog.at_level(logging.INFO, logger="algos"):
+        train(walk, RunDirectory.create_at(tmp_path / "walk", {}), progress=False)
+    (line,) = [text for text in caplog.messages if "are planned, about" in text]
+    assert line.startswith("8 ")
+
+
 class SlowWalk(RandomWalk):
     """Its first iteration has a hundred steps, of which each takes 12 s; the second one waits until told."""
 

@@ -44,6 +44,7 @@ KEYS = [
     ("bc backbone=mlp backbone.cond_activation=relu", "backbone.cond_dims"),
     ("bc backbone=unet1d backbone.groups=0 backbone.norm_eps=1e-6", "backbone.groups"),
     ("bc backbone=gpt backbone.goal_unread=[0]", "backbone.goal_tokens"),
+    ("dppo algo.surrogate=trpo algo.actor_lr=1e-3", "algo.surrogate=trpo"),
     ("ppo algo.critic.residual=false algo.critic.hidden_dims=[8] algo.critic.num_blocks=2", "residual"),
 ]
 
@@ -61,6 +62,7 @@ def test_a_typed_key_without_effect_is_refused_by_name(words: str, why: str) -> 
     [
         "experiment=avoid_dppo algo.bc_weight=0",  # the experiment has rows of this term
         "experiment=avoid_dppo algo.surrogate=trpo",  # and a clip range
+        "algo=dppo algo.surrogate=trpo algo.props_every=10 algo.actor_lr=1e-3",  # the rate of PROPS
         "algo=dppo algo.bc_rows=null",
         "algo=dppo algo.encoder=trained algo.image_shift=2 algo.encoder_lr=1e-4",
         "algo=dqc algo.value_min=-10 algo.value_max=0",

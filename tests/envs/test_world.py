@@ -116,6 +116,13 @@ def test_a_run_follows_from_its_seed_and_goes_on_bit_by_bit() -> None:
     assert any(not torch.equal(value, states[2][name]) for name, value in states[0].items())
 
 
+def test_held_out_episodes_of_one_step_do_not_end_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    run = begin(dataset=episodes((1,) * 6, (True,) * 6))
+    while run.progress < run.total:
+        metrics = run.advance()
+    assert not any(name.startswith("validation/") for name in metrics) and "one step" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("ended", "words"),
     [((True, True), "every success keep_failures=true"), ((False, False), "no success"), ((True, False), "")],

@@ -21,6 +21,7 @@ from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import MatchingLoss
 from policies.seeds import seeded_generator
+from policies.wrappers.base import WrappedPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -90,9 +91,12 @@ def matching_of(policy: Policy) -> MatchingLoss:
         CapabilityError: If it does not.
     """
     if not isinstance(policy, MatchingLoss):
+        wraps = isinstance(policy, WrappedPolicy)
+        advice = (
+            "the policy that it was made from" if wraps else "process=diffusion, flow, gaussian or mixture"
+        )
         raise CapabilityError(
-            f"cloning needs a policy with a matching loss; {type(policy).__name__} has none. "
-            f"Use process=diffusion, flow, gaussian or mixture."
+            f"cloning needs a policy with a matching loss; {type(policy).__name__} has none. Use {advice}."
         )
     return policy
 

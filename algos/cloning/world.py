@@ -236,8 +236,12 @@ class LearnedWorld:
 def _warn_of_one_outcome(dataset: EpisodeDataset) -> None:
     """Log that a world cannot tell success from failure, if the data hold only one of them."""
     known = dataset.success
-    if known is None or not known.any():
-        found = "no recorded episode is a success"
+    last = dataset.episode_start[1:] - 1
+    has_end = dataset.terminated[last] | (
+        dataset.next_observations is not None
+    )  # others lack their last step
+    if known is None or not (known & has_end).any():
+        found = "no step with a known successor is recorded as a success"
     elif known.all():
         found = "every recorded episode is a success"
     else:

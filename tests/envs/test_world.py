@@ -134,6 +134,12 @@ def test_data_with_one_kind_of_episode_are_told(
     begin(config=config, env=env("avoid"), dataset=episodes((8, 8), ended, width=4))
     told = [one.getMessage() for one in caplog.records if one.name == "algos.cloning.world"]
     assert len(told) == bool(words)
+    caplog.clear()
+    cut = dataclasses.replace(
+        episodes((8, 8), (False, False), width=4), episode_extras={"success": torch.tensor(ended)}
+    )
+    begin(config=config, env=env("avoid"), dataset=cut)
+    assert "no step" in caplog.text, "the last step of a recording that was cut is left out"
     assert not words or re.search(mentions(words), told[0])
 
 
